@@ -1,0 +1,52 @@
+"""What singlebeat is for, in one file: an app, its tasks and its schedule.
+
+    celery -A exampleconf worker -B -l INFO        beat and worker in one, to look at
+    celery -A exampleconf beat -l INFO             beat alone, as many as you like: one leads
+    celery --config exampleconf beat -l INFO       beat that knows the tasks by name only
+
+All of them share a private Redis that starts with the first and goes with the last; set SINGLEBEAT_REDIS_URL to use
+your own.
+"""
+
+import time
+
+from celery import Celery
+from celery.schedules import crontab
+
+from singlebeat import Singleton, embedded
+
+broker_url = result_backend = redbeat_redis_url = embedded.redis_url()
+beat_scheduler = "singlebeat.Scheduler"
+timezone = "Europe/Berlin"
+worker_concurrency = 4
+
+beat_schedule = {
+    "greet every two seconds": {"task": "exampleconf.greet", "schedule": 2.0, "args": ["world"]},
+    "greet every minute": {"task": "exampleconf.greet", "schedule": crontab(), "args": ["minute"]},
+    # Due every 2 seconds, busy for 5: the log shows what is skipped, what holds the lock and since when.
+    "report every two seconds": {"task": "exampleconf.report", "schedule": 2.0, "args": ["sales"]},
+    "clean up every three seconds": {"task": "exampleconf.clean_up", "schedule": 3.0},
+}
+
+app = Celery("exampleconf")
+app.config_from_object(__name__)
+
+
+@app.task
+def greet(name: str) -> str:
+    """Be a plain task."""
+    return f"Hello, {name}!"
+
+
+@app.task
+def report(subject: str) -> str:
+    """Take longer than the interval: a plain task, but beat does not let it pile up."""
+    time.sleep(5)
+    return f"The {subject} report is ready."
+
+
+@app.task(base=Singleton)
+def clean_up() -> str:
+    """Exclude its equals wherever they are sent from: beat, ``clean_up.delay()``, another service."""
+    time.sleep(4)
+    return "All clean."

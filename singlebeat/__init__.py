@@ -1,0 +1,36 @@
+"""Celery beat that never loses or doubles a run, and tasks that never pile up."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .beat.entry import Entry
+    from .beat.scheduler import Scheduler
+    from .errors import DuplicateTaskError
+    from .locks import clear_locks
+    from .tasks.renewer import install
+    from .tasks.singleton import Singleton
+
+__all__ = ("DuplicateTaskError", "Entry", "Scheduler", "Singleton", "clear_locks", "install")
+
+_HOMES = {
+    "Scheduler": "beat.scheduler",
+    "Entry": "beat.entry",
+    "Singleton": "tasks.singleton",
+    "install": "tasks.renewer",
+    "clear_locks": "locks",
+    "DuplicateTaskError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use only: whoever wants a Singleton must not get RedBeat imported, which listens to every beat.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *__all__))

@@ -1,0 +1,1 @@
+"""WHEN: the scheduler for celery beat."""

@@ -1,0 +1,182 @@
+"""From a claimed occurrence to its message: lock, publish, confirm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from celery.beat import SchedulingError
+from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
+
+from .. import signals
+from ..config import Config
+from ..connections import RedisError
+from ..errors import ConfigError
+from ..locks import backend_of, time_to_start
+from ..locks.base import HEADER, Call, Holder, Ref, Verdict
+from ..locks.key import digest, lock_key, readable
+from .occurrence import Decision, Occurrence, Outcome
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .entry import Entry, Meta
+    from .lease import Term
+    from .store import Store, Stored
+
+__all__ = ("RETRY_AFTER", "Dispatcher")
+
+logger = get_logger("celery.beat")
+
+#: Seconds after which an occurrence that was claimed and not confirmed is tried again.
+RETRY_AFTER = 5.0
+
+#: What a broker that is away looks like.
+UNREACHABLE = (OperationalError, RedisError, OSError)
+
+#: Options that say where a message goes: for a plain task they tell two calls apart, like the arguments.
+ROUTE = ("queue", "exchange", "routing_key")
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One occurrence on its way to the broker."""
+
+    stored: Stored
+    occurrence: Occurrence
+    entry: Entry  #: a copy of its own, with task id and header in its options
+    ref: Ref | None  #: its lock; None: it is sent without one
+
+
+class Dispatcher:
+    """Sends claimed occurrences, each under its lock and under its own task id.
+
+    Args:
+        send: sends the task of an entry; raises SchedulingError.
+        forget_broker: drops a broker connection that failed.
+        may_send: tells at any moment whether we lead.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        store: Store,
+        *,
+        send: Callable[[Entry], Any],
+        forget_broker: Callable[[], None],
+        may_send: Callable[[Term], bool],
+    ) -> None:
+        self.app, self.store = app, store
+        self._send, self._forget_broker, self._may_send = send, forget_broker, may_send
+        self._said_unlocked = False
+
+    def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence]], term: Term, now: datetime) -> None:
+        """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
+
+        What is not confirmed, for whatever reason, stays pending: it is tried again under the same task id, by us or
+        by the next leader.
+        """
+        if not claimed:
+            return
+        messages = self._prepare(claimed)
+        holders = self._acquire(messages, now)
+        decided: list[tuple[Stored, Decision, Meta | None]] = []
+        unsent: list[str] = []
+        reachable = True
+        try:
+            for message in messages:
+                if not self._may_send(term):
+                    break
+                try:
+                    if reachable:
+                        decided.append(self._settle(message, holders.get(message.occurrence.id)))
+                        continue
+                except SchedulingError as exc:
+                    logger.exception("Scheduler: Message Error: %s is tried again", message.entry.name)
+                    # A broker that is away would keep us waiting for each of the others again.
+                    reachable = not isinstance(exc.__context__, UNREACHABLE)
+                    self._forget_broker()
+                unsent.append(message.stored.member)
+        finally:
+            self.store.confirm(decided, term)
+            self.store.postpone(unsent, now + timedelta(seconds=RETRY_AFTER))
+        for _, decision, _ in decided:
+            signals.occurrence_decided.send(sender=self, entry=decision.entry, decision=decision)
+
+    def _prepare(self, claimed: Sequence[tuple[Stored, Occurrence]]) -> list[_Message]:
+        plain = any(not hasattr(self.app.tasks.get(stored.entry.task), "generate_lock") for stored, _ in claimed)
+        looked_after = plain and self._workers_look_after_locks()
+        messages = []
+        for stored, occurrence in claimed:
+            entry = copy.copy(stored.entry)
+            entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
+            entry.options["task_id"] = occurrence.id
+            key = self._lock_key(entry, looked_after=looked_after)
+            ref = Ref(key, occurrence.id) if key else None
+            if ref is not None:
+                entry.options["headers"] = {**(entry.options.get("headers") or {}), HEADER: ref.header()}
+            messages.append(_Message(stored, occurrence, entry, ref))
+        return messages
+
+    def _lock_key(self, entry: Entry, *, looked_after: bool) -> str | None:
+        """Return the key of the lock under which an entry's task runs, None if it runs without one."""
+        generate: Callable[..., str] | None = getattr(self.app.tasks.get(entry.task), "generate_lock", None)
+        try:
+            if generate is not None:
+                return generate(entry.task, entry.args, entry.kwargs)
+            if not looked_after:
+                return None
+            prefix = Config.of(self.app).singleton_key_prefix
+            route = {name: str(entry.options[name]) for name in ROUTE if entry.options.get(name)}
+            return lock_key(prefix, digest(entry.task, entry.args or (), entry.kwargs or {}, scope=route))
+        except TypeError as exc:
+            logger.warning("beat: %s is sent without a lock: %s", entry.name, exc)
+            return None
+
+    def _workers_look_after_locks(self) -> bool:
+        """Tell whether a worker was seen that frees the locks of plain tasks: else they would stay for an hour."""
+        try:
+            seen, why = backend_of(self.app).workers_seen(), "no worker with singlebeat installed was seen"
+        except ConfigError as exc:
+            seen, why = False, str(exc)
+        if not seen and not self._said_unlocked:
+            logger.warning("beat: Tasks that are no Singleton are sent without a lock: %s", why)
+        self._said_unlocked = not seen
+        return seen
+
+    def _acquire(self, messages: Sequence[_Message], now: datetime) -> Mapping[str, Holder]:
+        ttl = Config.of(self.app).singlebeat_queued_ttl
+        calls = [
+            Call(
+                message.ref,
+                message.entry.task,
+                readable(message.entry.args or (), message.entry.kwargs or {}),
+                time_to_start(message.entry.options, queued_ttl=ttl, now=now),
+                getattr(self.app.tasks.get(message.entry.task), "effective_lock_expiry", None),
+            )
+            for message in messages
+            if message.ref is not None
+        ]
+        holders = backend_of(self.app).acquire_many(calls, again=True) if calls else []
+        return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
+
+    def _settle(self, message: _Message, holder: Holder | None) -> tuple[Stored, Decision, Meta | None]:
+        """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
+
+        Raises:
+            SchedulingError: it could not be sent and must be tried again.
+        """
+        entry, occurrence, stored = message.entry, message.occurrence, message.stored
+        if holder is not None and holder.verdict is Verdict.HELD:
+            logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, holder)
+            decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {holder}")
+            return stored, decision, replace(stored.meta, total_run_count=stored.meta.total_run_count - 1)
+        if holder is None or holder.verdict is Verdict.ACQUIRED:  # else whoever claimed it has sent it already
+            logger.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
+            result = self._send(entry)
+            logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
+        return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None

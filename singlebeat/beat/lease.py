@@ -1,0 +1,163 @@
+"""Leadership: one beat leads for a term, under a lease that a thread of its own renews."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+from celery.utils.log import get_logger
+from kombu.utils.uuid import uuid
+
+from ..connections import RedisError
+from ..lua import Script
+
+__all__ = ("Lease", "LeaseKeys", "Term")
+
+logger = get_logger("celery.beat")
+
+#: Renewals per lease: two may fail before leadership is in danger.
+RENEWALS_PER_LEASE = 3
+
+#: The part of a lease at its end in which the leader does not trust it any more, for clocks that run unevenly.
+MARGIN = 0.1
+
+
+@cache
+def _script(name: str) -> Script:
+    return Script(__package__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One unbroken period of leadership."""
+
+    number: int  #: fencing number: a later term has a higher one; 0 where leadership is switched off
+    token: str  #: what the lock holds during this term; empty where leadership is switched off
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseKeys:
+    """The keys of leadership; ``lock`` None switches it off."""
+
+    lock: str | None
+    leader: str
+    term: str
+
+
+class Lease:
+    """Takes, renews and gives up leadership; losing it is a state, not an error.
+
+    Args:
+        connect: returns a new client with connections of its own and a short timeout.
+        ttl: seconds that leadership lasts after its last renewal.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Any], keys: LeaseKeys, *, ttl: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.keys, self.ttl = keys, ttl
+        self._connect, self._clock = connect, clock
+        self._client: Any = None
+        self._term: Term | None = None
+        self._trusted_until = 0.0
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> Term | None:
+        """Return our term, campaigning for one if we have none; None while another beat leads.
+
+        Raises:
+            RedisError: the server does not answer.
+        """
+        if self._stopped:
+            return None
+        if self.keys.lock is None:
+            return Term(0, "")
+        if (term := self.term()) is not None:
+            return term
+        if self._client is None:
+            self._client = self._connect()
+        token = uuid()
+        # Trust counts from before the call: a slow reply must not stretch it.
+        asked_at = self._clock()
+        keys = (self.keys.lock, self.keys.leader, self.keys.term)
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        args = (token, round(self.ttl * 1000), socket.gethostname(), os.getpid(), since)
+        number = int(_script("campaign")(self._client, keys, args))
+        if not number:
+            return None
+        self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
+        self._term = Term(number, token)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
+            self._thread.start()
+        return self._term
+
+    def term(self) -> Term | None:
+        """Return the term that we may act under at this moment, or None."""
+        if self._stopped:
+            return None
+        if self.keys.lock is None:
+            return Term(0, "")
+        term = self._term
+        return term if term is not None and self._clock() < self._trusted_until else None
+
+    def owned(self) -> bool:
+        """Tell whether we lead at this moment."""
+        return self.term() is not None
+
+    def renew(self) -> bool:
+        """Prolong our term; False if it has ended.
+
+        Raises:
+            RedisError: the server does not answer; the term goes on until its trust ends.
+        """
+        term = self._term
+        if term is None or self.keys.lock is None:
+            return term is not None
+        asked_at = self._clock()
+        keys = (self.keys.lock, self.keys.leader)
+        if _script("renew")(self._client, keys, (term.token, round(self.ttl * 1000))):
+            self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
+            return True
+        if self._term is term:
+            self._term = None
+        return False
+
+    def release(self) -> None:
+        """Give up leadership, for good; may be called in a signal handler, at any moment, and again.
+
+        It takes no lock and shares no connection with the rest of the process, so it cannot wait for either.
+        """
+        term, self._term, self._stopped = self._term, None, True
+        if term is None or self.keys.lock is None:
+            return
+        try:
+            _script("resign")(self._connect(), (self.keys.lock, self.keys.leader), (term.token,))
+        except RedisError as exc:
+            logger.warning("beat: Could not release the lock, it ends within %.0f s: %s", self.ttl, exc)
+        else:
+            logger.info("beat: Released lock")
+
+    def leader(self) -> Mapping[str, str]:
+        """Return who leads (host, pid, since, term), empty if nobody does."""
+        client = self._client or self._connect()
+        record: Mapping[str, str] = client.hgetall(self.keys.leader)
+        return record
+
+    def _keep_renewing(self) -> None:
+        pause = self.ttl / RENEWALS_PER_LEASE
+        while not self._stopped:
+            time.sleep(pause)
+            try:
+                self.renew()
+            except RedisError as exc:
+                logger.warning("beat: Could not renew the lock: %s", exc)

@@ -1,0 +1,68 @@
+"""One time at which an entry is due, and what became of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from uuid import NAMESPACE_OID, uuid5
+
+__all__ = ("Decision", "Occurrence", "Outcome")
+
+
+class Outcome(StrEnum):
+    """What beat decided about an occurrence."""
+
+    DISPATCHED = "dispatched"  #: its message was sent
+    SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
+    PAUSED = "paused"  #: its entry is disabled
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One time at which an entry is due; its id is the id of its task."""
+
+    id: str
+    nominal: float  #: seconds since 1970
+
+    @classmethod
+    def of(cls, prefix: str, name: str, nominal: datetime) -> Occurrence:
+        """Return the occurrence of an entry at a time: the same one, whoever asks and however often."""
+        seconds = nominal.timestamp()
+        return cls(str(uuid5(NAMESPACE_OID, f"{prefix}\n{name}\n{round(seconds * 1000)}")), seconds)
+
+    def encode(self) -> str:
+        """Return the ``pending`` field of an entry."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Occurrence:
+        """Read the ``pending`` field of an entry."""
+        raw = json.loads(text)
+        return cls(str(raw["id"]), float(raw["nominal"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What became of one occurrence, and why."""
+
+    entry: str
+    task: str
+    occurrence: Occurrence
+    outcome: Outcome
+    reason: str = ""
+
+    def fields(self, term: int) -> list[str]:
+        """Return the fields and values of a history record."""
+        nominal = datetime.fromtimestamp(self.occurrence.nominal, UTC).isoformat(timespec="milliseconds")
+        record = {
+            "entry": self.entry,
+            "task": self.task,
+            "nominal": nominal,
+            "decision": self.outcome.value,
+            "reason": self.reason,
+            "id": self.occurrence.id,
+            "term": str(term),
+        }
+        return [text for pair in record.items() for text in pair]

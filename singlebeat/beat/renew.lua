@@ -1,0 +1,18 @@
+--- renew: prolong a term of leadership; a term that has ended is never taken up again.
+--
+-- KEYS[1]  lock    string: the leader's token
+-- KEYS[2]  leader  hash: who leads, for people
+-- ARGV[1]  token   of the term
+-- ARGV[2]  ttl_ms  how long leadership lasts from now on
+--
+-- returns  1 prolonged, 0 the term has ended
+
+local lock, leader = KEYS[1], KEYS[2]
+local token, ttl = ARGV[1], ARGV[2]
+
+if redis.call("GET", lock) ~= token then
+  return 0
+end
+redis.call("PEXPIRE", lock, ttl)
+redis.call("PEXPIRE", leader, ttl)
+return 1

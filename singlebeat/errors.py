@@ -1,0 +1,35 @@
+"""Every error that singlebeat raises: one base, all of them picklable, each message says what to do."""
+
+from __future__ import annotations
+
+from click import ClickException
+
+__all__ = ("ConfigError", "DuplicateTaskError", "EntryError", "LockBackendError", "SinglebeatError")
+
+
+class SinglebeatError(Exception):
+    """The base of all errors of singlebeat."""
+
+
+class ConfigError(SinglebeatError, ClickException):
+    """A setting is wrong; a ``ClickException``, so that the celery command prints it as one line."""
+
+
+class DuplicateTaskError(SinglebeatError):
+    """An equal call is queued or running, and the caller asked for an error (``raise_on_duplicate``)."""
+
+    def __init__(self, message: str, task_id: str) -> None:
+        # Both in args: Celery pickles errors between processes, and pickle calls the class with args.
+        super().__init__(message, task_id)
+        self.message, self.task_id = message, task_id
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class EntryError(SinglebeatError):
+    """What Redis holds under an entry's key cannot be understood as an entry."""
+
+
+class LockBackendError(SinglebeatError):
+    """The server that keeps the locks cannot be reached, or does not do what it should."""

@@ -1,0 +1,75 @@
+"""WHO MAY RUN: one lock per unique call, with an owner, a state, a lease and a fencing number."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from celery.utils.imports import symbol_by_name
+
+from ..config import Config
+from ..connections import lock_url
+from .base import BaseBackend
+from .redis import RedisBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from celery import Celery
+
+__all__ = ("backend_of", "clear_locks", "new_backend", "time_to_start")
+
+_backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
+
+
+def backend_of(app: Celery) -> BaseBackend:
+    """Return the lock backend of an app, made on first use.
+
+    Raises:
+        ConfigError: no server for the locks is configured; the message names the setting.
+    """
+    backend = _backends.get(app)
+    if backend is None:
+        backend = _backends[app] = new_backend(app)
+    return backend
+
+
+def new_backend(app: Celery, *, own_connections: bool = False) -> BaseBackend:
+    """Return a new lock backend for an app, for a thread of its own if asked so."""
+    config = Config.of(app)
+    cls: Any = symbol_by_name(config.singleton_backend_class or RedisBackend)
+    kwargs = dict(config.singleton_backend_kwargs)
+    if issubclass(cls, RedisBackend):
+        kwargs = {"timeout": config.singlebeat_socket_timeout, "own_connections": own_connections, **kwargs}
+    backend: BaseBackend = cls(lock_url(app), **kwargs)
+    return backend
+
+
+def clear_locks(app: Celery) -> None:
+    """Free every lock of an app, whoever holds it."""
+    backend_of(app).clear(Config.of(app).singleton_key_prefix)
+
+
+def time_to_start(options: Mapping[str, Any], *, queued_ttl: float, now: datetime) -> float:
+    """Return the seconds that a message sent with these options may wait for its start.
+
+    That is ``queued_ttl`` after its countdown or eta, and never longer than its ``expires``.
+    """
+    delay = _seconds_until(options.get("eta"), now) or float(options.get("countdown") or 0)
+    wait = queued_ttl + max(0.0, delay)
+    expires = _seconds_until(options.get("expires"), now)
+    return wait if expires is None else max(0.001, min(wait, expires))
+
+
+def _seconds_until(moment: Any, now: datetime) -> float | None:
+    if moment is None:
+        return None
+    if isinstance(moment, timedelta):
+        return moment.total_seconds()
+    if isinstance(moment, str):
+        moment = datetime.fromisoformat(moment)
+    if isinstance(moment, datetime):
+        aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return (aware - now).total_seconds()
+    return float(moment)

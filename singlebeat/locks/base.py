@@ -1,0 +1,165 @@
+"""The verbs of a lock and their verdicts: what every lock backend does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+__all__ = ("HEADER", "BaseBackend", "Call", "Holder", "Ref", "Renewal", "Verdict", "generation")
+
+#: The message header that carries a lock's key and the task id that owns it.
+HEADER = "singlebeat_lock"
+
+#: Retries that fit between two replacements of a task in its generation.
+RETRIES_PER_REPLACEMENT = 1_000_000
+
+
+class Verdict(StrEnum):
+    """What a lock's server answered."""
+
+    ACQUIRED = "acquired"  #: the lock is queued under our task id
+    RUNNING = "running"  #: our task id holds the lock, and its run has started
+    STARTED = "started"  #: our run holds the lock
+    HELD = "held"  #: another task id holds the lock
+    COPY = "copy"  #: the same message runs elsewhere
+    STALE = "stale"  #: a later generation of our task id holds the lock
+    DONE = "done"  #: our task id has ended under this lock
+    ROTATED = "rotated"  #: the lock was handed over
+    LOST = "lost"  #: the lock is not held as we thought
+
+
+class Renewal(StrEnum):
+    """What became of a lock that its worker wanted to keep."""
+
+    RUNNING = "running"  #: renewed, and held by this delivery of the message
+    QUEUED = "queued"  #: renewed; the message has not started yet
+    OVER = "over"  #: the run ended or handed over
+    LOST = "lost"  #: the lock expired, or somebody else holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock, as its server answered."""
+
+    verdict: Verdict
+    task_id: str
+    state: str  #: ``queued`` or ``running``
+    since: datetime | None  #: when the state began, in UTC
+    fence: int  #: the fencing number of the run: rises from run to run
+    ttl: float  #: seconds until the lock ends if nobody renews it
+
+    def __str__(self) -> str:
+        since = f" since {self.since:%Y-%m-%d %H:%M:%S}Z" if self.since else ""
+        return f"task {self.task_id}, {self.state or 'ended'}{since}"
+
+
+def generation(headers: Mapping[str, Any]) -> int:
+    """Return the generation of a message, from its own headers: higher after each retry and each replace."""
+    replacements = int(headers.get("replaced_task_nesting") or 0)
+    return replacements * RETRIES_PER_REPLACEMENT + int(headers.get("retries") or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Names one claim to a lock: its key, the task id and generation that claim it, and the run."""
+
+    key: str
+    task_id: str
+    generation: int = 0
+    nonce: str = ""  #: names one delivery of the message; empty until a worker has received it
+
+    @classmethod
+    def of_message(cls, headers: Mapping[str, Any], task_id: str | None) -> Ref | None:
+        """Return the claim that a message carries, or None; another task's header is not our claim."""
+        header = headers.get(HEADER)
+        if not isinstance(header, Mapping) or not header.get("key") or header.get("id") != task_id:
+            return None
+        return cls(str(header["key"]), str(task_id), generation(headers), str(header.get("nonce") or ""))
+
+    def header(self) -> dict[str, str]:
+        """Return what the message carries under ``HEADER``."""
+        return {"key": self.key, "id": self.task_id} | ({"nonce": self.nonce} if self.nonce else {})
+
+    def delivered(self, nonce: str) -> Ref:
+        """Return the claim of one delivery of the message."""
+        return replace(self, nonce=nonce)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that wants its lock before it is sent."""
+
+    ref: Ref
+    task: str
+    arguments: str  #: for people
+    ttl: float  #: seconds that the message may wait for its start
+    expiry: float | None = None  #: seconds from now on after which the lock ends whatever happens
+
+
+class BaseBackend(ABC):
+    """Keeps the locks; durations are seconds, instants are of the server's clock, every verb is atomic."""
+
+    @abstractmethod
+    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+        """Take the locks of calls that are about to be sent, in one round trip: ACQUIRED, RUNNING, DONE or HELD.
+
+        Args:
+            again: the task ids may have been sent before, so one that has ended is refused.
+        """
+
+    @abstractmethod
+    def begin(
+        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+    ) -> Holder:
+        """Start a run: STARTED, or COPY, STALE, DONE, HELD, and then it must not start.
+
+        Args:
+            lease: how long the lock outlives a worker that died.
+            memory: how long the end of a run is remembered.
+        """
+
+    @abstractmethod
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+        """Hand the lock of a run over to another generation or state of the same task id; False if it was lost."""
+
+    @abstractmethod
+    def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
+        """Keep the locks of living requests, in one round trip."""
+
+    @abstractmethod
+    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> None:
+        """Free the locks of requests that are over, in one round trip; only their own."""
+
+    @abstractmethod
+    def announce(self, worker: str, *, ttl: float) -> None:
+        """Say that a worker lives which releases the locks of the tasks that it runs."""
+
+    @abstractmethod
+    def workers_seen(self) -> bool:
+        """Tell whether such a worker was seen lately."""
+
+    @abstractmethod
+    def get(self, lock: str) -> str | None:
+        """Return the task id that holds a lock, or None."""
+
+    @abstractmethod
+    def unlock(self, lock: str) -> None:
+        """Free a lock, whoever holds it."""
+
+    @abstractmethod
+    def clear(self, key_prefix: str) -> None:
+        """Free every lock under a prefix, whoever holds it."""
+
+    @abstractmethod
+    def locks(self, key_prefix: str) -> Iterable[tuple[str, Mapping[str, str]]]:
+        """Yield every lock under a prefix and its record, for people."""
+
+
+def instant(milliseconds: str | int) -> datetime | None:
+    """Return an instant from milliseconds since 1970, None for 0."""
+    value = int(float(milliseconds))
+    return datetime.fromtimestamp(value / 1000, UTC) if value else None

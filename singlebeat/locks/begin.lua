@@ -1,0 +1,69 @@
+--- begin: start a run, or learn why it must not start.
+--
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms)
+-- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+-- ARGV[1]  id         task id of the message
+-- ARGV[2]  gen        its generation: higher after each retry or replace
+-- ARGV[3]  nonce      names this delivery of the message
+-- ARGV[4]  lease_ms   how long the lock outlives the worker
+-- ARGV[5]  expiry_ms  absolute bound of a lock that is taken only now, 0 for none
+-- ARGV[6]  task       name, for people
+-- ARGV[7]  args       arguments, for people
+-- ARGV[8]  done_ms    how long the end of a generation is remembered
+--
+-- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
+--          started  the run holds the lock; fence is its fencing number
+--          copy     the same message runs elsewhere under a live lease
+--          stale    a later generation of the same id holds the lock
+--          done     this generation of the id has ended before
+--          held     another id holds it; nothing was written
+
+local lock, done = KEYS[1], KEYS[2]
+local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
+
+local time = redis.call("TIME")
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function reply(verdict)
+  local r = redis.call("HMGET", lock, "id", "state", "since", "fence")
+  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
+end
+
+if redis.call("ZSCORE", done, id .. ":" .. ARGV[2]) then
+  return reply("done")
+end
+local record = redis.call("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence")
+local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
+if holder and holder ~= id then
+  return reply("held")
+end
+if holder and held_gen > gen then
+  return reply("stale")
+end
+if holder and held_gen == gen and state == "running" then
+  return reply(held_nonce == nonce and "started" or "copy")
+end
+
+local bound = record[5]
+if not holder then
+  redis.call("HSET", lock, "id", id, "task", task, "args", args)
+  if expiry > 0 then
+    bound = now + expiry
+    redis.call("HSET", lock, "until", string.format("%.0f", bound))
+  end
+end
+if holder and held_gen < gen then
+  -- A higher generation exists only because the lower one has handed over to it: so that one is over.
+  redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. record[2])
+  redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
+end
+-- Microseconds of the server's clock: rising from run to run even when no record of the last run is left.
+local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)
+redis.call("HSET", lock, "gen", gen, "state", "running", "nonce", nonce,
+  "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))
+if bound then
+  lease = math.max(1, math.min(lease, bound - now))
+end
+redis.call("PEXPIRE", lock, string.format("%.0f", lease))
+return reply("started")

@@ -1,0 +1,89 @@
+"""The unique key of a call: the same for every way to write the same arguments, and for nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kombu.utils import json
+
+__all__ = ("bind", "digest", "lock_key", "readable")
+
+#: Characters of the arguments that a lock shows to people.
+READABLE_LENGTH = 200
+
+
+def bind(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Bind arguments to the signature of a task's function, with its defaults applied.
+
+    Raises:
+        TypeError: the arguments do not fit the signature.
+    """
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def canonical(bound: inspect.BoundArguments) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments in one form, whichever way they were written: by name where they have one."""
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.POSITIONAL_ONLY:
+            positional.append(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            positional.extend(value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return positional, named
+
+
+def digest(
+    task: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, scope: Any = None, encoder: type | None = None
+) -> str:
+    """Return the SHA-256 of the canonical JSON of a call, in hex.
+
+    Args:
+        scope: what else tells two calls apart, beside task and arguments.
+        encoder: JSON encoder class for the arguments; default: kombu's, which knows UUID, datetime and Decimal.
+
+    Raises:
+        TypeError: an argument cannot be encoded; the message names it.
+    """
+    call = [task, list(args), dict(kwargs)] + ([scope] if scope else [])
+    try:
+        text = json.dumps(call, cls=encoder, sort_keys=True)
+    except (TypeError, ValueError) as exc:
+        raise TypeError(f"{task}: {_culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None) -> str:
+    for name, value in (*enumerate(args), *kwargs.items()):
+        try:
+            json.dumps(value, cls=encoder, sort_keys=True)
+        except (TypeError, ValueError):
+            return f"argument {name!r}"
+    return "the arguments"
+
+
+def lock_key(prefix: str, digest: str) -> str:
+    """Return the key of a lock; the braces keep it and what belongs to it in one slot of a cluster."""
+    return f"{prefix}{{{digest}}}"
+
+
+def done_key(lock: str) -> str:
+    """Return the key beside a lock that remembers which runs ended under it."""
+    return f"{lock}:done" if "{" in lock else f"{{{lock}}}:done"
+
+
+def readable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the arguments for people, cut at 200 characters."""
+    parts = [repr(value) for value in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    text = ", ".join(parts)
+    return text if len(text) <= READABLE_LENGTH else text[: READABLE_LENGTH - 1] + "…"

@@ -1,0 +1,154 @@
+"""The locks in Redis: one hash per unique call, every verb one script and one round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, cast
+
+from ..connections import RedisError, masked, private, shared
+from ..errors import LockBackendError
+from ..lua import Script
+from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant
+from .key import done_key
+
+__all__ = ("RedisBackend",)
+
+#: Keys that one step of a search through the server looks at.
+SCAN_COUNT = 500
+
+
+@cache
+def _script(name: str) -> Script:
+    return Script(__package__, name)
+
+
+def _ms(seconds: float | None) -> int:
+    return round((seconds or 0) * 1000)
+
+
+class RedisBackend(BaseBackend):
+    """Keeps the locks in a Redis or Valkey server.
+
+    Args:
+        url: in any form that Celery or redis-py take.
+        timeout: seconds that one call may take.
+        own_connections: do not share connections with the rest of the process (for threads beside it).
+        kwargs: further arguments of the Redis client (``singleton_backend_kwargs``).
+    """
+
+    def __init__(self, url: str, *, timeout: float = 5.0, own_connections: bool = False, **kwargs: Any) -> None:
+        self.url, self.timeout, self.kwargs = url, timeout, kwargs
+        self._own = private(url, timeout=timeout, options=kwargs) if own_connections else None
+
+    @property
+    def redis(self) -> Any:
+        """The client; looked up at each call, because a forked child must not use its parent's."""
+        return self._own or shared(self.url, timeout=self.timeout, options=self.kwargs)
+
+    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+        """Take the locks of calls that are about to be sent."""
+        wanted = [
+            (c.ref.key, (c.ref.task_id, _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, int(again))) for c in calls
+        ]
+        return [_holder(reply) for reply in self._call_each("acquire", wanted)]
+
+    def begin(
+        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+    ) -> Holder:
+        """Start a run, or say why it must not start."""
+        args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
+        return _holder(self._call_each("begin", [(ref.key, args)])[0])
+
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+        """Hand the lock of a run over to another generation or state of the same task id."""
+        args = (ref.task_id, ref.nonce, to.generation, to.nonce, _ms(ttl), _ms(memory))
+        return _holder(self._call_each("rotate", [(ref.key, args)])[0]).verdict is Verdict.ROTATED
+
+    def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
+        """Keep the locks of living requests."""
+        calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(lease))) for r in refs]
+        return [Renewal(reply) for reply in self._call_each("renew", calls)]
+
+    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> None:
+        """Free the locks of requests that are over."""
+        self._call_each("finish", [(r.key, (r.task_id, r.generation, r.nonce, _ms(memory))) for r in refs])
+
+    def announce(self, worker: str, *, ttl: float) -> None:
+        """Say that a worker lives which releases the locks of the tasks that it runs."""
+        with self._reaching():
+            self.redis.set(WORKER_KEY, worker, px=_ms(ttl))
+
+    def workers_seen(self) -> bool:
+        """Tell whether such a worker was seen lately."""
+        with self._reaching():
+            return bool(self.redis.exists(WORKER_KEY))
+
+    def get(self, lock: str) -> str | None:
+        """Return the task id that holds a lock, or None."""
+        with self._reaching():
+            return cast("str | None", self.redis.hget(lock, "id"))
+
+    def unlock(self, lock: str) -> None:
+        """Free a lock, whoever holds it."""
+        with self._reaching():
+            self.redis.delete(lock)
+
+    def clear(self, key_prefix: str) -> None:
+        """Free every lock under a prefix, whoever holds it."""
+        with self._reaching():
+            batch: list[str] = []
+            for key in self.redis.scan_iter(match=f"{_escaped(key_prefix)}*", count=SCAN_COUNT):
+                batch.append(key)
+                if len(batch) == SCAN_COUNT:
+                    self.redis.unlink(*batch)
+                    batch.clear()
+            if batch:
+                self.redis.unlink(*batch)
+
+    def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Yield every lock under a prefix and its record."""
+        with self._reaching():
+            for key in self.redis.scan_iter(match=f"{_escaped(key_prefix)}*", count=SCAN_COUNT, _type="HASH"):
+                record = self.redis.hgetall(key)
+                if record:
+                    yield key, record
+
+    def _call_each(self, name: str, calls: Sequence[tuple[str, Sequence[str | int | float]]]) -> list[Any]:
+        """Run one script per lock, all in one round trip."""
+        with self._reaching():
+            replies = _script(name).batch(self.redis, [((lock, done_key(lock)), args) for lock, args in calls])
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+        return replies
+
+    def _reaching(self) -> _Reaching:
+        return _Reaching(self.url)
+
+
+class _Reaching:
+    """Turns the client's errors into ours, with the server's name and without its password."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        if isinstance(exc, RedisError):
+            raise LockBackendError(f"the locks' server {masked(self.url)} does not answer: {exc}") from exc
+
+
+#: Says that a worker with singlebeat was seen; outside of every prefix of locks, so that clearing those leaves it.
+WORKER_KEY = "singlebeat:worker"
+
+
+def _holder(reply: Sequence[Any]) -> Holder:
+    verdict, task_id, state, since, fence, ttl_ms = reply
+    return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), max(0, int(ttl_ms)) / 1000)
+
+
+def _escaped(prefix: str) -> str:
+    return "".join(f"\\{char}" if char in "*?[]\\" else char for char in prefix)

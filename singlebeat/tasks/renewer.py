@@ -1,0 +1,218 @@
+"""Keeps the locks of a worker's requests alive, and frees them: one thread in the worker's main process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from _queue import Empty, SimpleQueue  # the C one: gevent does not patch it, so that a native thread can wait on it
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from celery import bootsteps
+from celery.utils.imports import symbol_by_name
+from celery.utils.log import get_logger
+
+from .. import signals
+from ..config import Config
+from ..errors import ConfigError, LockBackendError
+from ..locks import new_backend
+from ..locks.base import Ref, Renewal
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .request import Request
+
+__all__ = ("Renewer", "install", "renewer_of")
+
+logger = get_logger(__name__)
+
+#: Seconds that a worker with singlebeat counts as seen; long, because locks matter most while all workers are down.
+ANNOUNCED_FOR = 24 * 3600.0
+
+#: Seconds without gate for plain tasks after the locks' server failed, so that an outage cannot stall the worker.
+GATE_PAUSE = 10.0
+
+#: Seconds that a worker which shuts down waits for its last locks to be freed.
+FLUSH_TIMEOUT = 5.0
+
+Work = Callable[[], None]
+
+
+class Renewer:
+    """Renews every third of a lease, in one pipeline, the locks of all requests that this worker has.
+
+    The set of requests is weak: when a request is gone, however it went, its renewal stops, and its lock ends by
+    itself. Freeing goes through the same thread, so that the worker's event loop never waits for Redis.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        config = Config.of(app)
+        self.lease, self.memory = config.singlebeat_lock_lease, config.singlebeat_queued_ttl
+        self.name = f"{os.uname().nodename}:{os.getpid()}"
+        self.backend = new_backend(app, own_connections=True)
+        self.gate = new_backend(app, own_connections=True)
+        self._requests: WeakSet[Request] = WeakSet()
+        self._finished: SimpleQueue[Ref] = SimpleQueue()
+        self._handovers: SimpleQueue[tuple[Ref, Ref]] = SimpleQueue()
+        self._wake: SimpleQueue[threading.Event | None] = SimpleQueue()
+        self._gate_closed_until = 0.0
+        self._started = False
+
+    def start(self) -> None:
+        """Start the thread, once; native even where gevent or eventlet have patched threads."""
+        if not self._started:
+            self._started = True
+            _start_native_thread(self._run)
+
+    def keep(self, request: Request) -> None:
+        """Renew the lock of a request from now on."""
+        self._requests.add(request)
+        self.start()
+
+    def finish(self, request: Request) -> None:
+        """Free the lock of a request that is over."""
+        self._requests.discard(request)
+        if request.lock_ref is not None:
+            self._finished.put(request.lock_ref)
+            self._wake.put(None)
+
+    def hand_over(self, request: Request, successor: Ref) -> None:
+        """Give the lock of a request to a message that waits: its retry, or the same one, requeued."""
+        self._requests.discard(request)
+        if request.lock_ref is not None:
+            self._handovers.put((request.lock_ref, successor))
+            self._wake.put(None)
+
+    def answers(self) -> bool:
+        """Tell whether the locks' server is worth asking from the event loop."""
+        return time.monotonic() >= self._gate_closed_until
+
+    def failed(self) -> None:
+        """Note that it did not answer."""
+        self._gate_closed_until = time.monotonic() + GATE_PAUSE
+
+    def flush(self) -> None:
+        """Wait until what was to be freed is free, for a few seconds at most."""
+        if self._started:
+            done = threading.Event()
+            self._wake.put(done)
+            done.wait(FLUSH_TIMEOUT)
+
+    def _run(self) -> None:
+        due = 0.0
+        while True:
+            waiting: list[threading.Event] = []
+            try:
+                event = self._wake.get(timeout=max(0.0, due - time.monotonic()))
+                if event:
+                    waiting.append(event)
+            except Empty:
+                pass
+            try:
+                self._work_off()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self.lease / 3
+                    self._renew()
+                    self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
+            except LockBackendError as exc:
+                logger.warning("%s; locks that are not renewed end by themselves", exc)
+            except Exception:  # the outer edge of the thread: it must live as long as its worker
+                logger.exception("the renewer of locks failed and goes on")
+            for event in waiting:
+                event.set()
+
+    def _work_off(self) -> None:
+        while not self._handovers.empty():
+            run, successor = self._handovers.get_nowait()
+            self.backend.rotate(run, to=successor, ttl=self.memory, memory=self.memory)
+        refs = []
+        while not self._finished.empty():
+            refs.append(self._finished.get_nowait())
+        if refs:
+            self.backend.finish_many(refs, memory=self.memory)
+
+    def _renew(self) -> None:
+        requests = [request for request in list(self._requests) if request.lock_ref is not None]
+        refs = [request.lock_ref for request in requests if request.lock_ref is not None]
+        for request, renewal in zip(requests, self.backend.renew_many(refs, lease=self.lease), strict=True):
+            if renewal is Renewal.RUNNING:
+                request.lock_seen_running = True
+            elif renewal is Renewal.OVER:
+                self._requests.discard(request)
+            elif renewal is Renewal.LOST and request.lock_seen_running:
+                self._requests.discard(request)
+                logger.warning("%s[%s] runs on without its lock: it was lost", request.name, request.id)
+                signals.lock_lost.send(sender=request.name, ref=request.lock_ref)
+
+
+_renewers: dict[tuple[int, int], Renewer] = {}
+
+
+def renewer_of(app: Celery) -> Renewer:
+    """Return the renewer of an app in this process; a forked child gets one of its own."""
+    key = (os.getpid(), id(app))
+    if key not in _renewers:
+        _renewers[key] = Renewer(app)
+    return _renewers[key]
+
+
+def _start_native_thread(target: Work) -> None:
+    try:
+        from gevent.monkey import get_original, is_module_patched  # noqa: PLC0415 - only where gevent is at work
+    except ImportError:
+        patched = False
+    else:
+        patched = is_module_patched("threading")
+    if patched:
+        get_original("_thread", "start_new_thread")(target, ())
+    else:
+        threading.Thread(target=target, name="singlebeat-renewer", daemon=True).start()
+
+
+class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
+    """The step of a worker that gives every task our Request class; it starts between pool and consumer."""
+
+    #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
+    requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
+    renewer: Renewer | None = None
+
+    def start(self, parent: Any) -> None:
+        """Prepare the tasks of the worker's app and start renewing."""
+        try:
+            renewer = renewer_of(parent.app)
+        except ConfigError as exc:  # singlebeat is installed, but this app has nowhere to keep locks
+            logger.info("locks are not looked after: %s", exc)
+            return
+        for task in parent.app.tasks.values():
+            task.Request = _with_locks(symbol_by_name(task.Request))
+        self.renewer = renewer
+        renewer.start()
+
+    def stop(self, parent: Any) -> None:
+        """Free what is over before the process ends."""
+        if self.renewer is not None:
+            self.renewer.flush()
+
+    terminate = stop
+
+
+def _with_locks(request_class: type) -> type:
+    from .request import Request  # noqa: PLC0415 - it needs this module
+
+    if issubclass(request_class, Request):
+        return request_class
+    if issubclass(Request, request_class):
+        return Request
+    return type(request_class.__name__, (Request, request_class), {})
+
+
+def install(app: Celery) -> None:
+    """Let the workers of an app look after the locks of the messages that carry one.
+
+    It is called for you where an app has a Singleton, and by the ``celery`` command wherever singlebeat is installed.
+    Call it for workers that are started in another way and run plain tasks that beat dispatches.
+    """
+    app.steps["worker"].add(LockKeeper)

@@ -1,0 +1,73 @@
+"""Fixtures: a server for each test process, a flushed client for each test, real Celery processes, their oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RedisServer]:
+    """The server of this test process; all its tests share it, so none may kill it."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(name="redis")
+def _redis(server: RedisServer, _client: Redis) -> Redis:
+    """A client of ``server``, which is empty when the test begins."""
+    _client.flushall()
+    return _client
+
+
+@pytest.fixture(scope="session")
+def _client(server: RedisServer) -> Redis:
+    return server.client()
+
+
+@pytest.fixture
+def own_server() -> Iterator[RedisServer]:
+    """A server for this test alone, which may kill, pause and restart it."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def celery(server: RedisServer, redis: Redis, tmp_path: Path) -> Iterator[CeleryLauncher]:
+    """Starts real Celery processes: ``celery("worker", "-c", "4").ready()``."""
+    launcher = CeleryLauncher(server, f"{server.url}?db={ORACLE_DB}", tmp_path)
+    yield launcher
+    launcher.stop()
+
+
+@pytest.fixture
+def oracle(server: RedisServer, redis: Redis) -> Iterator[Oracle]:
+    """What the tasks of ``celery``'s processes did; it outlives any ``own_server``."""
+    with server.client(db=ORACLE_DB) as client:
+        yield Oracle(client)
+
+
+@pytest.fixture
+def app(server: RedisServer, redis: Redis) -> Iterator[Celery]:
+    """The app under test in this process, to send from; its worker is ``celery("worker")``."""
+    from tests.system.apps import make_app
+
+    with make_app(server.celery_url) as app:
+        yield app
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Show the logs of a failed test's Celery processes."""
+    report = yield
+    launcher = getattr(item, "funcargs", {}).get("celery")
+    if report.failed and isinstance(launcher, CeleryLauncher):
+        report.sections.extend((f"log of celery {process.args[0]}", process.tail()) for process in launcher.processes)
+    return report

