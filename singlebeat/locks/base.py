@@ -98,6 +98,8 @@ class Call:
     arguments: str  #: for people
     ttl: float  #: seconds that the message may wait for its start
     expiry: float | None = None  #: seconds from now on after which the lock ends whatever happens
+    payload: str = ""  #: what the one who frees the lock is to find
+    replace: str = ""  #: of another id that holds it and has not started: ``"payload"`` or ``"holder"``
 
 
 class BaseBackend(ABC):
@@ -131,8 +133,8 @@ class BaseBackend(ABC):
         """Keep the locks of living requests, in one round trip."""
 
     @abstractmethod
-    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> None:
-        """Free the locks of requests that are over, in one round trip; only their own."""
+    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> list[str]:
+        """Free the locks of requests that are over, in one round trip; only their own. Return their payloads."""
 
     @abstractmethod
     def announce(self, worker: str, *, ttl: float) -> None:

@@ -1,6 +1,6 @@
 --- begin: start a run, or learn why it must not start.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms)
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: higher after each retry or replace

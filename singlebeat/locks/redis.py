@@ -49,7 +49,11 @@ class RedisBackend(BaseBackend):
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent."""
         wanted = [
-            (c.ref.key, (c.ref.task_id, _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, int(again))) for c in calls
+            (
+                c.ref.key,
+                (c.ref.task_id, _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, int(again), c.payload, c.replace),
+            )
+            for c in calls
         ]
         return [_holder(reply) for reply in self._call_each("acquire", wanted)]
 
@@ -70,9 +74,10 @@ class RedisBackend(BaseBackend):
         calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(lease))) for r in refs]
         return [Renewal(reply) for reply in self._call_each("renew", calls)]
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> list[str]:
         """Free the locks of requests that are over."""
-        self._call_each("finish", [(r.key, (r.task_id, r.generation, r.nonce, _ms(memory))) for r in refs])
+        calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(memory))) for r in refs]
+        return [payload for _, payload in self._call_each("finish", calls)]
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""

@@ -1,6 +1,6 @@
 --- renew: keep the lock of a request alive while its worker lives; never take one, never resurrect one.
 --
--- KEYS[1]  lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms)
+-- KEYS[1]  lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
 -- KEYS[2]  done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  id        task id of the request
 -- ARGV[2]  gen       its generation

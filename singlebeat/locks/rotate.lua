@@ -3,7 +3,7 @@
 -- Retry and replace go to a higher generation, queued; a message that the broker takes back stays in its generation, queued;
 -- a retry whose publish failed goes back to the run.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms)
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  id         task id that must hold the lock
 -- ARGV[2]  nonce      the run that must hold it; empty: it must be queued
