@@ -68,6 +68,12 @@ def _ssl(value: Any) -> Mapping[str, Any] | bool:
     return _options(value)
 
 
+def _backend_error(value: Any) -> str | None:
+    if value not in {None, "raise", "run"}:
+        raise ValueError("must be 'raise' or 'run'")
+    return None if value is None else str(value)
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -112,8 +118,16 @@ class Config:
     singleton_lock_expiry: float | None = _setting(
         None, _seconds_or_none, "seconds from the call after which a lock ends whatever its task does; default: none"
     )
+    singleton_on_backend_error: str | None = _setting(
+        None,
+        _backend_error,
+        "when the locks' server is away ``raise`` or ``run``; default: raise at the call, run at start",
+    )
     singleton_json_encoder_class: Any = _setting(
         None, _anything, "JSON encoder for arguments in unique keys; default: kombu's"
+    )
+    singlebeat_overlap: str = _setting(
+        "skip", _text, "what becomes of a call that meets its equal, where its task does not say"
     )
     singlebeat_lock_lease: float = _setting(30.0, _seconds, "seconds that a running task's lock outlives its worker")
     singlebeat_queued_ttl: float = _setting(

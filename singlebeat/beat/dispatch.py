@@ -17,7 +17,7 @@ from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError
 from ..locks import backend_of, time_to_start
-from ..locks.base import HEADER, Call, Holder, Ref, Verdict
+from ..locks.base import HEADER, Call, Holder, Ticket, Verdict
 from ..locks.key import digest, lock_key, readable
 from .occurrence import Decision, Occurrence, Outcome
 
@@ -49,7 +49,7 @@ class _Message:
     stored: Stored
     occurrence: Occurrence
     entry: Entry  #: a copy of its own, with task id and header in its options
-    ref: Ref | None  #: its lock; None: it is sent without one
+    ticket: Ticket | None  #: its lock; None: it takes one by itself, or is sent without one
 
 
 class Dispatcher:
@@ -116,15 +116,18 @@ class Dispatcher:
             entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
             entry.options["task_id"] = occurrence.id
             key = self._lock_key(entry, looked_after=looked_after)
-            ref = Ref(key, occurrence.id) if key else None
-            if ref is not None:
-                entry.options["headers"] = {**(entry.options.get("headers") or {}), HEADER: ref.header()}
-            messages.append(_Message(stored, occurrence, entry, ref))
+            ticket = Ticket(occurrence.id, key, queued=key) if key else None
+            if ticket is not None:
+                entry.options["headers"] = {**(entry.options.get("headers") or {}), HEADER: ticket.header()}
+            messages.append(_Message(stored, occurrence, entry, ticket))
         return messages
 
     def _lock_key(self, entry: Entry, *, looked_after: bool) -> str | None:
-        """Return the key of the lock under which an entry's task runs, None if it runs without one."""
-        generate: Callable[..., str] | None = getattr(self.app.tasks.get(entry.task), "generate_lock", None)
+        """Return the key of the lock that we take for an entry's task, None if we take none."""
+        task = self.app.tasks.get(entry.task)
+        if getattr(task, "claims_by_itself", False):
+            return None
+        generate: Callable[..., str] | None = getattr(task, "generate_lock", None)
         try:
             if generate is not None:
                 return generate(entry.task, entry.args, entry.kwargs)
@@ -152,14 +155,14 @@ class Dispatcher:
         ttl = Config.of(self.app).singlebeat_queued_ttl
         calls = [
             Call(
-                message.ref,
+                message.ticket.run,
                 message.entry.task,
                 readable(message.entry.args or (), message.entry.kwargs or {}),
                 time_to_start(message.entry.options, queued_ttl=ttl, now=now),
                 getattr(self.app.tasks.get(message.entry.task), "effective_lock_expiry", None),
             )
             for message in messages
-            if message.ref is not None
+            if message.ticket is not None
         ]
         holders = backend_of(self.app).acquire_many(calls, again=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
@@ -171,12 +174,15 @@ class Dispatcher:
             SchedulingError: it could not be sent and must be tried again.
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
-        if holder is not None and holder.verdict is Verdict.HELD:
-            logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, holder)
-            decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {holder}")
-            return stored, decision, replace(stored.meta, total_run_count=stored.meta.total_run_count - 1)
+        held_by = str(holder) if holder is not None and holder.verdict is Verdict.HELD else ""
         if holder is None or holder.verdict is Verdict.ACQUIRED:  # else whoever claimed it has sent it already
             logger.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
             result = self._send(entry)
             logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
-        return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
+            if getattr(result, "is_duplicate", False):
+                held_by = f"task {result.id}"
+        if not held_by:
+            return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
+        logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, held_by)
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}")
+        return stored, decision, replace(stored.meta, total_run_count=stored.meta.total_run_count - 1)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-__all__ = ("backend_of", "clear_locks", "new_backend", "time_to_start")
+__all__ = ("backend_of", "clear_locks", "eager_backend_of", "new_backend", "time_to_start")
 
 _backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
+_eager_backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
 
 
 def backend_of(app: Celery) -> BaseBackend:
@@ -32,6 +33,16 @@ def backend_of(app: Celery) -> BaseBackend:
     backend = _backends.get(app)
     if backend is None:
         backend = _backends[app] = new_backend(app)
+    return backend
+
+
+def eager_backend_of(app: Celery) -> BaseBackend:
+    """Return what keeps the locks of an app's eager calls: the memory of this process."""
+    backend = _eager_backends.get(app)
+    if backend is None:
+        from .memory import MemoryBackend
+
+        backend = _eager_backends[app] = MemoryBackend()
     return backend
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-__all__ = ("HEADER", "BaseBackend", "Call", "Holder", "Ref", "Renewal", "Verdict", "generation")
+__all__ = ("HEADER", "BaseBackend", "Call", "Holder", "Ref", "Renewal", "Ticket", "Verdict", "generation")
 
 #: The message header that carries a lock's key and the task id that owns it.
 HEADER = "singlebeat_lock"
@@ -72,21 +72,60 @@ class Ref:
     generation: int = 0
     nonce: str = ""  #: names one delivery of the message; empty until a worker has received it
 
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a message knows about its locks; it travels in the header, and is never computed again."""
+
+    task_id: str
+    key: str  #: of the lock that the task holds while it runs
+    queued: str = ""  #: key of the lock that it holds while it waits, which may be the same; empty: none
+    waits: bool = False  #: when the lock is held at its start, it waits for its turn, where another would be skipped
+    waited: int = 0  #: how often it has waited
+    generation: int = 0
+    nonce: str = ""
+
     @classmethod
-    def of_message(cls, headers: Mapping[str, Any], task_id: str | None) -> Ref | None:
-        """Return the claim that a message carries, or None; another task's header is not our claim."""
+    def of_message(cls, headers: Mapping[str, Any], task_id: str | None) -> Ticket | None:
+        """Return the ticket in a message's headers, or None; another task's header is not ours."""
         header = headers.get(HEADER)
         if not isinstance(header, Mapping) or not header.get("key") or header.get("id") != task_id:
             return None
-        return cls(str(header["key"]), str(task_id), generation(headers), str(header.get("nonce") or ""))
+        return cls(
+            task_id=str(task_id),
+            key=str(header["key"]),
+            queued=str(header.get("queued") or ""),
+            waits=bool(header.get("waits")),
+            waited=int(header.get("waited") or 0),
+            generation=generation(headers),
+            nonce=str(header.get("nonce") or ""),
+        )
 
-    def header(self) -> dict[str, str]:
+    def header(self) -> dict[str, Any]:
         """Return what the message carries under ``HEADER``."""
-        return {"key": self.key, "id": self.task_id} | ({"nonce": self.nonce} if self.nonce else {})
+        header: dict[str, Any] = {"id": self.task_id, "key": self.key, "queued": self.queued, "nonce": self.nonce}
+        header |= {"waits": self.waits, "waited": self.waited}
+        return {name: value for name, value in header.items() if value}
 
-    def delivered(self, nonce: str) -> Ref:
-        """Return the claim of one delivery of the message."""
+    def delivered(self, nonce: str) -> Ticket:
+        """Return the ticket of one delivery of the message."""
         return replace(self, nonce=nonce)
+
+    def successor(self, generation: int) -> Ticket:
+        """Return the ticket of the message that a run leaves its lock to."""
+        return replace(self, queued=self.key, generation=generation, nonce="")
+
+    @property
+    def run(self) -> Ref:
+        """The claim to the lock of the run."""
+        return Ref(self.key, self.task_id, self.generation, self.nonce)
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """Every claim of the message."""
+        if not self.queued or self.queued == self.key:
+            return (self.run,)
+        return self.run, replace(self.run, key=self.queued)
 
 
 @dataclass(frozen=True, slots=True)

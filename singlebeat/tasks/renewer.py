@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from celery import bootsteps
+from celery.signals import task_rejected, task_unknown
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 
@@ -18,7 +19,7 @@ from .. import signals
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import new_backend
-from ..locks.base import Ref, Renewal
+from ..locks.base import Ref, Renewal, Ticket
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -55,9 +56,10 @@ class Renewer:
         self.backend = new_backend(app, own_connections=True)
         self.gate = new_backend(app, own_connections=True)
         self._requests: WeakSet[Request] = WeakSet()
-        self._finished: SimpleQueue[Ref] = SimpleQueue()
+        self._finished: SimpleQueue[tuple[float, Ticket]] = SimpleQueue()
         self._handovers: SimpleQueue[tuple[Ref, Ref]] = SimpleQueue()
         self._wake: SimpleQueue[threading.Event | None] = SimpleQueue()
+        self._later: list[tuple[float, Ticket]] = []
         self._gate_closed_until = 0.0
         self._started = False
 
@@ -72,18 +74,26 @@ class Renewer:
         self._requests.add(request)
         self.start()
 
-    def finish(self, request: Request) -> None:
-        """Free the lock of a request that is over."""
+    def forget(self, request: Request) -> None:
+        """Renew the locks of a request no more, and free none."""
         self._requests.discard(request)
-        if request.lock_ref is not None:
-            self._finished.put(request.lock_ref)
-            self._wake.put(None)
+
+    def finish(self, request: Request, *, after: float = 0.0) -> None:
+        """Free the locks of a request that is over, some seconds from now if its body may still live."""
+        self._requests.discard(request)
+        if request.ticket is not None:
+            self.finish_ticket(request.ticket, after=after)
+
+    def finish_ticket(self, ticket: Ticket, *, after: float = 0.0) -> None:
+        """Free the locks of a message that is over."""
+        self._finished.put((time.monotonic() + after, ticket))
+        self._wake.put(None)
 
     def hand_over(self, request: Request, successor: Ref) -> None:
         """Give the lock of a request to a message that waits: its retry, or the same one, requeued."""
         self._requests.discard(request)
-        if request.lock_ref is not None:
-            self._handovers.put((request.lock_ref, successor))
+        if request.ticket is not None:
+            self._handovers.put((request.ticket.run, successor))
             self._wake.put(None)
 
     def answers(self) -> bool:
@@ -106,7 +116,8 @@ class Renewer:
         while True:
             waiting: list[threading.Event] = []
             try:
-                event = self._wake.get(timeout=max(0.0, due - time.monotonic()))
+                soon = min([due, *(moment for moment, _ in self._later)])
+                event = self._wake.get(timeout=max(0.0, soon - time.monotonic()))
                 if event:
                     waiting.append(event)
             except Empty:
@@ -128,24 +139,28 @@ class Renewer:
         while not self._handovers.empty():
             run, successor = self._handovers.get_nowait()
             self.backend.rotate(run, to=successor, ttl=self.memory, memory=self.memory)
-        refs = []
         while not self._finished.empty():
-            refs.append(self._finished.get_nowait())
+            self._later.append(self._finished.get_nowait())
+        now = time.monotonic()
+        refs = [ref for moment, ticket in self._later if moment <= now for ref in ticket.refs]
+        self._later = [(moment, ticket) for moment, ticket in self._later if moment > now]
         if refs:
             self.backend.finish_many(refs, memory=self.memory)
 
     def _renew(self) -> None:
-        requests = [request for request in list(self._requests) if request.lock_ref is not None]
-        refs = [request.lock_ref for request in requests if request.lock_ref is not None]
-        for request, renewal in zip(requests, self.backend.renew_many(refs, lease=self.lease), strict=True):
+        held = [(request, ref) for request in list(self._requests) if request.ticket for ref in request.ticket.refs]
+        renewals = self.backend.renew_many([ref for _, ref in held], lease=self.lease)
+        for (request, ref), renewal in zip(held, renewals, strict=True):
+            if request.ticket is None or ref.key != request.ticket.key:
+                continue  # the lock of a message in the queue ends with its start
             if renewal is Renewal.RUNNING:
-                request.lock_seen_running = True
+                request.seen_running = True
             elif renewal is Renewal.OVER:
                 self._requests.discard(request)
-            elif renewal is Renewal.LOST and request.lock_seen_running:
+            elif renewal is Renewal.LOST and request.seen_running:
                 self._requests.discard(request)
                 logger.warning("%s[%s] runs on without its lock: it was lost", request.name, request.id)
-                signals.lock_lost.send(sender=request.name, ref=request.lock_ref)
+                signals.lock_lost.send(sender=request.name, ref=ref)
 
 
 _renewers: dict[tuple[int, int], Renewer] = {}
@@ -190,6 +205,9 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
             task.Request = _with_locks(symbol_by_name(task.Request))
         self.renewer = renewer
         renewer.start()
+        # The two ends of a message that no Request sees.
+        task_unknown.connect(self._end_unseen, weak=False)
+        task_rejected.connect(self._end_unseen, weak=False)
 
     def stop(self, parent: Any) -> None:
         """Free what is over before the process ends."""
@@ -197,6 +215,12 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
             self.renewer.flush()
 
     terminate = stop
+
+    def _end_unseen(self, message: Any = None, **_: Any) -> None:
+        headers = getattr(message, "headers", None) or {}
+        ticket = Ticket.of_message(headers, headers.get("id"))
+        if ticket is not None and self.renewer is not None:
+            self.renewer.finish_ticket(ticket)
 
 
 def _with_locks(request_class: type) -> type:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
+from billiard.einfo import ExceptionWithTraceback
 from celery import Task
 from celery.exceptions import Ignore, Reject, TaskRevokedError
 from celery.utils.log import get_logger
@@ -19,100 +20,150 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of
-from ..locks.base import HEADER, Holder, Ref, Verdict
+from ..locks.base import HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
+from .policy import decode_arguments, has_continuations
 from .renewer import renewer_of
 
-if TYPE_CHECKING:
-    from celery import Celery
-
-__all__ = ("Request", "run_under_lock")
+__all__ = ("Request", "Run", "run_under_lock")
 
 logger = get_logger(__name__)
 
+#: Seconds that a message waits for a lock that another call holds: doubled each time, up to the second figure.
+FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
+
+#: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
+KILL_TIME = 0.5
+
+
+class Postponed(Ignore):  # type: ignore[misc]
+    """The message was sent again and waits for its turn: its locks stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run of a Singleton, for its body: ``self.request.singlebeat``."""
+
+    task: Any
+    ticket: Ticket
+    #: Rises from run to run of equal calls: a resource that refuses lower ones is safe from a run that lost its lock.
+    fence: int
+
+    def is_lost(self) -> bool:
+        """Ask the locks' server whether this run does not hold its lock any more."""
+        config = Config.of(self.task.app)
+        ref = self.ticket.run
+        renewals = backend_of(self.task.app).renew_many([ref], lease=config.singlebeat_lock_lease)
+        return renewals[0] is not Renewal.RUNNING
+
 
 @contextmanager
-def run_under_lock(task: Any) -> Iterator[bool]:
+def run_under_lock(
+    task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]] | None]:
     """Hold the lock of the request that a Singleton is running, from before its body to right after it.
 
     The lock is free before the result is stored and before callbacks and the next step of a chain are sent, so
-    whoever sees them can send the call again. Yields whether this is a run in a worker at all: a direct call, an
-    eager one, or a task that calls itself inside of its body touches no lock.
+    whoever sees them can send the call again. Yields the arguments to run with, or None where this is no run of a
+    message: a direct call, an eager one, a task that calls itself inside of its body.
 
     Raises:
         Ignore: the run must not start; what happens instead has been logged and done.
     """
     request = task.request
     if request.called_directly or request.is_eager or getattr(request, "singlebeat", None):
-        yield False
+        yield None
         return
-    ref = Ref.of_message(vars(request), request.id)
-    if ref is None:  # sent by somebody who takes no locks, to a worker process that is not ours
-        yield True
+    ticket = Ticket.of_message(vars(request), request.id)
+    if ticket is None:  # sent by somebody who takes no locks, to a worker that does not look after them
+        yield args, kwargs
         return
-    config = Config.of(task.app)
-    request.singlebeat = _begin(task, ref, request)
+    request.singlebeat, latest = _begin(task, ticket, request)
     try:
-        yield True
+        yield latest or (args, kwargs)
     except Reject:
         raise  # the broker may deliver the message again: the main process knows
     except Exception:
-        _finish(task.app, ref, config)
+        _finish(task, ticket)
         raise
     else:
-        _finish(task.app, ref, config)
+        _finish(task, ticket)
     # Any other BaseException ends the process or the greenlet: the main process sees how.
 
 
-def _begin(task: Any, ref: Ref, request: Any) -> Holder | Ref:
-    config = Config.of(task.app)
+def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
+    """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call."""
+    config, backend = Config.of(task.app), backend_of(task.app)
+    memory = config.singlebeat_queued_ttl
     try:
-        holder = backend_of(task.app).begin(
-            ref,
+        holder = backend.begin(
+            ticket.run,
             lease=config.singlebeat_lock_lease,
-            memory=config.singlebeat_queued_ttl,
+            memory=memory,
             task=task.name,
             arguments=request.argsrepr or readable(request.args or (), request.kwargs or {}),
             expiry=task.effective_lock_expiry,
         )
+        if not _may_start(task, ticket, holder, request):
+            raise Ignore(f"held by {holder}")
+        payloads = backend.finish_many([replace(ref, nonce="") for ref in ticket.refs[1:]], memory=memory)
     except LockBackendError as exc:
+        if config.singleton_on_backend_error == "raise":
+            _postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
         logger.warning("%s[%s] runs without its lock: %s", task.name, request.id, exc)
-        return ref
-    if _may_start(task, ref, holder, request):
-        return holder
-    raise Ignore(f"held by {holder}")
+        return Run(task, ticket, 0), None
+    return Run(task, ticket, holder.fence), decode_arguments(payloads[0]) if any(payloads) else None
 
 
-def _finish(app: Celery, ref: Ref, config: Config) -> None:
+def _finish(task: Any, ticket: Ticket) -> None:
     try:
-        backend_of(app).finish_many([ref], memory=config.singlebeat_queued_ttl)
+        backend_of(task.app).finish_many([ticket.run], memory=Config.of(task.app).singlebeat_queued_ttl)
     except LockBackendError as exc:  # the main process tries again, and then the lease ends by itself
-        logger.warning("the lock of task %s stays until its lease ends: %s", ref.task_id, exc)
+        logger.warning("the lock of task %s stays until its lease ends: %s", ticket.task_id, exc)
 
 
-def _may_start(task: Any, ref: Ref, holder: Holder, request: Any) -> bool:
-    """Tell whether a run may start; if not, log why, and send a copy of a running message later again."""
+def _may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
+    """Tell whether a run may start; if not, log why and see to what becomes of its message.
+
+    Raises:
+        Postponed: the message was sent again, to wait for its turn.
+    """
     match holder.verdict:
         case Verdict.STARTED:
             return True
         case Verdict.COPY:
             # Not dropped: if the run dies, this message is what is left of it.
-            logger.info("%s[%s] is running already: this copy waits for it", task.name, ref.task_id)
-            _postpone(task, request, ref, countdown=max(1.0, holder.ttl))
+            _postpone(task, request, ticket, countdown=max(1.0, holder.ttl), why="it is running already")
         case Verdict.DONE | Verdict.STALE:
-            logger.info("%s[%s] has run already: this copy is dropped", task.name, ref.task_id)
-        case _:
-            logger.info("%s[%s] is skipped: its lock is held by %s", task.name, ref.task_id, holder)
-            signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs)
+            logger.info("%s[%s] has run already: this copy is dropped", task.name, ticket.task_id)
+            return False
+    embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
+    if ticket.waits or has_continuations({**embedded, "chain": request.chain, "chord": request.chord}):
+        countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
+        later = replace(ticket, waited=min(ticket.waited + 1, 10))
+        _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
+    logger.info("%s[%s] is skipped: its lock is held by %s", task.name, ticket.task_id, holder)
+    signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs)
+    try:  # whoever waits for its result hears of it
+        reason = f"duplicate of {holder.task_id}"
+        task.backend.mark_as_revoked(ticket.task_id, reason, request=request, store_result=not task.ignore_result)
+    except Exception:  # result backends raise what they like, and the task must not start in any case
+        logger.exception("%s[%s]: cannot store that it was skipped", task.name, ticket.task_id)
     return False
 
 
-def _postpone(task: Any, request: Any, ref: Ref, *, countdown: float) -> None:
-    """Send the message of a request again, as it is but later."""
-    headers = {**(request.headers or {}), HEADER: replace(ref, nonce="").header()}
+def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str) -> None:
+    """Send the message of a request again, as it is but later.
+
+    Raises:
+        Postponed: always.
+    """
+    logger.info("%s[%s] waits for its turn: %s", task.name, ticket.task_id, why)
+    headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
     signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
     # Task's own method: a Singleton's would hand the lock over to it.
     Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+    raise Postponed(why)
 
 
 def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,30 +190,35 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Request(celery_request.Request):  # type: ignore[misc]
-    """A delivery of a message to this worker, in its main process; acts only where the message has a lock."""
+    """A delivery of a message to this worker, in its main process; acts only where the message has a ticket."""
 
-    lock_ref: Ref | None = None
+    ticket: Ticket | None = None
     #: The renewer has seen that this delivery is the run which holds the lock.
-    lock_seen_running = False
+    seen_running = False
     _requeued = False
     _over = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lock_ref = self._claim()
-        if self.lock_ref is not None:
+        self.ticket = self._ticket()
+        if self.ticket is not None:
             # The nonce travels with the request to the process that runs the task: both sides can name this run.
-            self.request_dict[HEADER] = self.lock_ref.header()
-            renewer_of(self._app).keep(self)
+            self.request_dict[HEADER] = self.ticket.header()
+            renewer_of(self.app).keep(self)
 
-    def _claim(self) -> Ref | None:
-        ref = Ref.of_message(self.request_dict, self.id)
-        if ref is None and getattr(self._task, "has_own_gate", False):
+    def _ticket(self) -> Ticket | None:
+        ticket = Ticket.of_message(self.request_dict, self.id)
+        if ticket is None and self._has_own_gate:
             try:  # send_task, another language: the lock is taken at the start
-                ref = Ref(self._task.generate_lock(self._task.name, self._args, self._kwargs), self.id)
+                key = self.task.generate_lock(self.task.name, self.args, self.kwargs)
             except TypeError:
                 return None  # the call will fail on its arguments
-        return ref.delivered(uuid()) if ref else None
+            ticket = Ticket(self.id, key)
+        return ticket.delivered(uuid()) if ticket else None
+
+    @property
+    def _has_own_gate(self) -> bool:
+        return getattr(self.task, "has_own_gate", False)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Celery makes a subclass per task whose on_success and execute_using_pool do not call ours.
@@ -173,62 +229,71 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def begin_for_plain_task(self) -> bool:
         """Take the lock for a task that has no gate of its own; tell whether it may start."""
-        ref = self.lock_ref
-        if ref is None or getattr(self._task, "has_own_gate", False) or self.revoked():
+        if self.ticket is None or self._has_own_gate or self.revoked():
             return True
-        renewer = renewer_of(self._app)
+        renewer = renewer_of(self.app)
         if not renewer.answers():
             return True
-        config = Config.of(self._app)
+        config = Config.of(self.app)
         try:
             holder = renewer.gate.begin(
-                ref,
+                self.ticket.run,
                 lease=config.singlebeat_lock_lease,
                 memory=config.singlebeat_queued_ttl,
-                task=self._task.name,
+                task=self.task.name,
                 arguments=self.argsrepr or "",
             )
-            return _may_start(self._task, ref, holder, self._context)
+            return _may_start(self.task, self.ticket, holder, self._context)
+        except Postponed:
+            return False
         except LockBackendError as exc:
             renewer.failed()
-            logger.warning("%s[%s] runs without its lock: %s", self._task.name, self.id, exc)
+            logger.warning("%s[%s] runs without its lock: %s", self.task.name, self.id, exc)
             return True
 
-    def over(self) -> None:
-        """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again."""
-        if self.lock_ref is None or self._over or not self.acknowledged or self._requeued:
+    def over(self, *, after: float = 0.0) -> None:
+        """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again.
+
+        Args:
+            after: seconds that the body may still live.
+        """
+        if self.ticket is None or self._over or not self.acknowledged or self._requeued:
             return
         self._over = True
-        renewer_of(self._app).finish(self)
+        renewer_of(self.app).finish(self, after=after)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Every end of a run but success, Retry and Ignore and Reject among them."""
+        exc = exc_info.exception
+        if isinstance(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, Postponed):
+            self._over = True
+            renewer_of(self.app).forget(self)
+        limit = isinstance(exc, celery_request.TimeLimitExceeded)
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
-            self.over()
+            self.over(after=KILL_TIME if limit else 0.0)
 
     def on_retry(self, exc_info: Any) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""
         super().on_retry(exc_info)
-        if self.lock_ref is not None and not getattr(self._task, "has_own_gate", False):
-            successor = replace(self.lock_ref, generation=self.lock_ref.generation + 1, nonce="")
+        if self.ticket is not None and not self._has_own_gate:
             self._over = True
-            renewer_of(self._app).hand_over(self, successor)
+            renewer_of(self.app).hand_over(self, self.ticket.successor(self.ticket.generation + 1).run)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit has passed; the hard one ends the run."""
         super().on_timeout(soft, timeout)
         if not soft:
-            self.over()
+            self.over(after=KILL_TIME)
 
     def reject(self, requeue: bool = False) -> None:
         """Reject the message; requeued, it keeps its lock and waits again."""
         requeued = requeue and not self.acknowledged
         super().reject(requeue)
-        if requeued and self.lock_ref is not None:
+        if requeued and self.ticket is not None:
             self._requeued = True
-            renewer_of(self._app).hand_over(self, replace(self.lock_ref, nonce=""))
+            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
         else:
             self.over()
 

@@ -1,12 +1,10 @@
-"""``Singleton``: a task of which equal calls are not queued again while one is queued or running."""
+"""``Singleton``: a task of which equal calls exclude one another."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
 from typing import Any
 
 from celery import Task
@@ -17,10 +15,11 @@ from kombu.utils.uuid import uuid
 
 from .. import signals
 from ..config import Config
-from ..errors import DuplicateTaskError
-from ..locks import backend_of, time_to_start
-from ..locks.base import HEADER, BaseBackend, Call, Holder, Ref, Verdict, generation
+from ..errors import ConfigError, DuplicateTaskError, LockBackendError
+from ..locks import backend_of, eager_backend_of, time_to_start
+from ..locks.base import HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation
 from ..locks.key import canonical, digest, lock_key, readable
+from .policy import Lock, Overlap, check, encode_arguments, has_continuations, overlap_of, pick
 from .renewer import install
 from .request import run_under_lock
 
@@ -28,12 +27,17 @@ __all__ = ("Singleton",)
 
 logger = get_logger(__name__)
 
+Publish = Callable[..., AsyncResult]
+
 
 class Singleton(Task):  # type: ignore[misc]
     """Base of tasks that exclude their equals: same task, same arguments.
 
-    A call that equals one which is queued or running is not sent; it returns the ``AsyncResult`` of that one.
-    The options and methods are those of celery-singleton.
+    A call that equals one which is queued or running is not sent; it returns the ``AsyncResult`` of that one, with
+    ``is_duplicate`` true. The options and methods are those of celery-singleton, and some more.
+
+    Raises:
+        ConfigError: at the definition, if options are wrong or contradict each other.
     """
 
     abstract = True
@@ -41,12 +45,30 @@ class Singleton(Task):  # type: ignore[misc]
     #: Tells the Request class that this task asks for its lock itself, in the process that runs it.
     has_own_gate = True
 
-    #: Names of the arguments that make a call unique; None: all of them, []: none, the task's name alone.
-    unique_on: Sequence[str] | str | None = None
+    #: What makes a call unique: names of arguments, dotted paths into them, a function of all of them, or [] for the
+    #: task's name alone; None: all arguments.
+    unique_on: Sequence[str] | str | Callable[..., Any] | None = None
+    #: When it excludes its equals: a word of ``policy.Lock``.
+    lock: str = Lock.UNTIL_EXECUTED
+    #: What becomes of a call that meets its equal: a word of ``policy.Overlap``; None: setting ``singlebeat_overlap``.
+    overlap: str | None = None
     #: Raise DuplicateTaskError for a duplicate; None: as the setting ``singleton_raise_on_duplicate`` says.
     raise_on_duplicate: bool | None = None
     #: Seconds from the call after which its lock ends whatever the task does; None: ``singleton_lock_expiry``.
     lock_expiry: float | None = None
+
+    call_signature = inspect.Signature()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        run = inspect.getattr_static(cls, "run")
+        # Of the class, not of the instance: whoever wraps an instance's ``run`` later may show ``self`` or hide it.
+        signature = inspect.signature(run.__func__ if isinstance(run, staticmethod) else run)
+        if not isinstance(run, staticmethod):
+            signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        cls.call_signature = signature
+        if not vars(cls).get("abstract"):
+            check(cls, getattr(cls, "name", None) or cls.__name__)
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
@@ -64,9 +86,10 @@ class Singleton(Task):  # type: ignore[misc]
         """What keeps the locks of the app."""
         return backend_of(self.app)
 
-    @cached_property
-    def _signature(self) -> inspect.Signature:
-        return inspect.signature(self.run)
+    @property
+    def claims_by_itself(self) -> bool:
+        """Tell beat that it cannot take the lock of this task along with those of others."""
+        return self.lock != Lock.UNTIL_EXECUTED or self._overlap({}) not in {Overlap.SKIP, Overlap.RAISE}
 
     def generate_lock(
         self, task_name: str, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
@@ -74,21 +97,17 @@ class Singleton(Task):  # type: ignore[misc]
         """Return the key of the lock of a call; override it for a key of your own.
 
         Raises:
-            TypeError: the arguments do not fit the task, or one of them cannot be encoded.
+            TypeError: the arguments do not fit the task, or one of them cannot be encoded; the message names it.
         """
         args, kwargs = list(task_args or ()), dict(task_kwargs or {})
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = self.call_signature.bind(*args, **kwargs)
         except TypeError:
-            if self.typing and self.unique_on is None:
+            if self.typing or self.unique_on is not None:
                 raise
         else:
             bound.apply_defaults()
-            if self.unique_on is None:
-                args, kwargs = canonical(bound)
-            else:
-                names = [self.unique_on] if isinstance(self.unique_on, str) else self.unique_on
-                args, kwargs = [], {name: bound.arguments[name] for name in names}
+            args, kwargs = canonical(bound) if self.unique_on is None else ([], pick(self.unique_on, bound))
         config = self.singleton_config
         encoder = config.singleton_json_encoder_class
         encoder = symbol_by_name(encoder) if encoder else None
@@ -104,91 +123,166 @@ class Singleton(Task):  # type: ignore[misc]
         link_error: Any = None,
         shadow: str | None = None,
         **options: Any,
-    ) -> AsyncResult[Any]:
+    ) -> AsyncResult:
         """Send the task unless an equal call is queued or running; takes what ``Task.apply_async`` takes.
 
+        A call that somebody waits for (chain, chord, group, link) is sent in any case and waits for its turn.
+
+        Args:
+            overlap: a word of ``policy.Overlap``, instead of the task's.
+
         Returns:
-            The result of the call that was sent, or of the call that holds the lock.
+            The result of the call that was sent, or of the one that it is a duplicate of; ``is_duplicate`` tells.
 
         Raises:
-            DuplicateTaskError: an equal call holds the lock and ``raise_on_duplicate`` is on.
-            LockBackendError: the locks' server does not answer.
+            DuplicateTaskError: an equal call holds the lock, and the policy is ``raise``.
+            ConfigError: the policy contradicts the task's lock.
+            LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
         """
+        overlap = self._overlap({"overlap": options.pop("overlap", None)})
+        task_id = task_id or uuid()
 
-        def publish(**more: Any) -> AsyncResult[Any]:
-            return super(Singleton, self).apply_async(
-                args,
-                kwargs,
-                task_id=task_id,
-                producer=producer,
-                link=link,
-                link_error=link_error,
-                shadow=shadow,
-                **{**options, **more},
-            )
+        def publish(**more: Any) -> AsyncResult:
+            given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
+            result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **given)
+            result.is_duplicate = False
+            return result
 
+        own = Ticket.of_message(options.get("headers") or {}, task_id)
         if self.app.conf.task_always_eager:
-            return publish()
-        headers = options.get("headers") or {}
-        own = Ref.of_message(headers, task_id)
-        if own is None:
-            task_id = task_id or uuid()
-            ref = Ref(self.generate_lock(self.name, args, kwargs), task_id)
-            return self._acquire_and_send(ref, args, kwargs, options, publish)
-        if own.nonce:
+            return self._apply_eagerly(task_id, args, kwargs, publish)
+        if own is not None and own.nonce:
             return self._hand_over_and_send(own, options, publish)
-        return publish()  # whoever made this header has the lock already: beat takes them in batches
-
-    def _acquire_and_send(
-        self, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any], publish: Callable[..., AsyncResult[Any]]
-    ) -> AsyncResult[Any]:
-        shown = options.get("argsrepr") or readable(args or (), kwargs or {})
-        call = Call(ref, self.name, shown, self._time_to_start(options), self.effective_lock_expiry)
-        holder = self.singleton_backend.acquire_many([call])[0]
-        if holder.verdict is not Verdict.ACQUIRED:
-            return self._duplicate(holder, args, kwargs)
+        if own is not None:
+            return publish()  # whoever made this header has the lock already: beat takes them in batches
         try:
-            return publish(headers={**(options.get("headers") or {}), HEADER: ref.header()})
+            given = {**options, "link": link, "link_error": link_error}
+            ticket, taken = self._claim(task_id, args, kwargs, overlap, given)
+        except LockBackendError as exc:
+            if self.singleton_config.singleton_on_backend_error != "run":
+                raise
+            logger.warning("%s[%s] is sent without its lock: %s", self.name, task_id, exc)
+            return publish()
+        if isinstance(ticket, Holder):
+            return self._duplicate(ticket, args, kwargs, overlap)
+        try:
+            return publish(headers={**(options.get("headers") or {}), HEADER: ticket.header()})
         except BaseException:
-            self.singleton_backend.finish_many([ref], memory=self.singleton_config.singlebeat_queued_ttl)
+            if taken:
+                self._release(Ref(taken, task_id))
             raise
 
-    def _hand_over_and_send(
-        self, run: Ref, options: Mapping[str, Any], publish: Callable[..., AsyncResult[Any]]
-    ) -> AsyncResult[Any]:
+    def _claim(
+        self, task_id: str, args: Any, kwargs: Any, overlap: Overlap, options: Mapping[str, Any]
+    ) -> tuple[Ticket | Holder, str]:
+        """Take the lock that a call needs before it is sent.
+
+        Returns:
+            Its ticket and the key that was taken for it, or else who holds the lock and nothing.
+        """
+        key, must_be_sent = self.generate_lock(self.name, args, kwargs), has_continuations(options)
+        own, behind = f"{key}:{task_id}", f"{key}:next"
+        if overlap is Overlap.ALLOW_ALL:
+            return Ticket(task_id, own), ""
+
+        def acquire(lock: str, *, payload: str = "", replace: str = "") -> Holder:
+            wait, expiry = self._time_to_start(options), self.effective_lock_expiry
+            if self.lock == Lock.UNTIL_EXPIRED and expiry:
+                wait = expiry
+            shown = options.get("argsrepr") or readable(args or (), kwargs or {})
+            call = Call(Ref(lock, task_id), self.name, shown, wait, expiry, payload, replace)
+            # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
+            again = bool((options.get("headers") or {}).get("celery_beat_task"))
+            return self.singleton_backend.acquire_many([call], again=again)[0]
+
+        match self.lock:
+            case Lock.WHILE_EXECUTING:
+                return Ticket(task_id, key, waits=overlap is Overlap.BUFFER_ALL), ""
+            case Lock.UNTIL_EXECUTING:
+                holder, ticket, otherwise = acquire(key), Ticket(task_id, own, key), Ticket(task_id, own)
+            case Lock.UNTIL_EXPIRED:
+                holder, ticket, otherwise = acquire(key), Ticket(task_id, own), Ticket(task_id, own)
+            case Lock.UNTIL_AND_WHILE_EXECUTING:
+                holder, ticket = acquire(behind), Ticket(task_id, key, behind, waits=True)
+                otherwise = Ticket(task_id, key, waits=True)
+            case _:
+                replaces = "holder" if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER} else ""
+                holder, ticket = acquire(key, replace=replaces), Ticket(task_id, key, key)
+                otherwise = Ticket(task_id, key, waits=True)
+        if holder.verdict is Verdict.ACQUIRED:
+            return ticket, behind if self.lock == Lock.UNTIL_AND_WHILE_EXECUTING else key
+        if must_be_sent or overlap is Overlap.BUFFER_ALL:
+            return otherwise, ""
+        if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:
+            self.app.control.revoke(holder.task_id, terminate=overlap is Overlap.TERMINATE_OTHER)
+        elif overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and self.unique_on is None):
+            return holder, ""
+        serializer = options.get("serializer") or self.serializer
+        payload = "" if self.unique_on is None else encode_arguments(args, kwargs, serializer)
+        holder = acquire(behind, payload=payload, replace="payload")
+        if holder.verdict is not Verdict.ACQUIRED:
+            return holder, ""
+        return Ticket(task_id, key, behind, waits=True), behind
+
+    def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
         """Send a retry or replacement of the run that calls us: its lock goes over to the next generation first."""
         backend, memory = self.singleton_backend, self.singleton_config.singlebeat_queued_ttl
-        successor = replace(run, generation=generation(options), nonce="")
-        rotated = backend.rotate(run, to=successor, ttl=self._time_to_start(options), memory=memory)
+        successor = run.successor(generation(options))
+        rotated = False
+        try:
+            rotated = backend.rotate(run.run, to=successor.run, ttl=self._time_to_start(options), memory=memory)
+        except LockBackendError as exc:  # the higher generation of its message takes the lock over at its start
+            logger.warning("%s[%s] goes on without its lock: %s", self.name, run.task_id, exc)
         try:
             return publish(headers={**options["headers"], HEADER: successor.header()})
         except BaseException:
             if rotated:
-                backend.rotate(successor, to=run, ttl=self.singleton_config.singlebeat_lock_lease, memory=memory)
+                lease = self.singleton_config.singlebeat_lock_lease
+                backend.rotate(successor.run, to=run.run, ttl=lease, memory=memory)
             raise
 
-    def _duplicate(self, holder: Holder, args: Any, kwargs: Any) -> AsyncResult[Any]:
+    def _apply_eagerly(self, task_id: str, args: Any, kwargs: Any, publish: Publish) -> AsyncResult:
+        """Run the task here and now, under a lock that only this process knows."""
+        backend, ref = eager_backend_of(self.app), Ref(self.generate_lock(self.name, args, kwargs), task_id)
+        call = Call(ref, self.name, readable(args or (), kwargs or {}), self.singleton_config.singlebeat_queued_ttl)
+        holder = backend.acquire_many([call])[0]
+        if holder.verdict is not Verdict.ACQUIRED:  # it calls itself
+            return self._duplicate(holder, args, kwargs, self._overlap({}))
+        try:
+            return publish()
+        finally:
+            backend.finish_many([ref], memory=0)
+
+    def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
         logger.info("%s is a duplicate of %s: not sent", self.name, holder)
         signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs)
-        return self.on_duplicate(holder.task_id)
-
-    def on_duplicate(self, existing_task_id: str) -> AsyncResult[Any]:
-        """Return the result of the call that holds the lock; override it for another answer.
-
-        Raises:
-            DuplicateTaskError: ``raise_on_duplicate`` is on.
-        """
-        if self._raise_on_duplicate:
+        if overlap is Overlap.RAISE:
             raise DuplicateTaskError(
-                f"an equal call of {self.name} is queued or running as task {existing_task_id}", existing_task_id
+                f"an equal call of {self.name} is queued or running as task {holder.task_id}", holder.task_id
             )
+        result = self.on_duplicate(holder.task_id)
+        if isinstance(result, AsyncResult):
+            result.is_duplicate = True
+        return result
+
+    def on_duplicate(self, existing_task_id: str) -> AsyncResult:
+        """Return what a call that is not sent returns; override it for another answer."""
         return self.AsyncResult(existing_task_id)
 
-    @property
-    def _raise_on_duplicate(self) -> bool:
-        if self.raise_on_duplicate is not None:
-            return self.raise_on_duplicate
-        return bool(self.singleton_config.singleton_raise_on_duplicate)
+    def _overlap(self, options: Mapping[str, Any]) -> Overlap:
+        """Return the policy of a call: its own, else its task's, else the app's."""
+        lock, config = Lock(self.lock), self.singleton_config
+        if options.get("overlap"):
+            return overlap_of(options["overlap"], lock)
+        if self.overlap is not None:
+            return Overlap(self.overlap)
+        raises = config.singleton_raise_on_duplicate if self.raise_on_duplicate is None else self.raise_on_duplicate
+        if raises and lock is not Lock.WHILE_EXECUTING:
+            return Overlap.RAISE
+        try:
+            return overlap_of(config.singlebeat_overlap, lock)
+        except ConfigError:  # the app's default is for the tasks that it suits
+            return Overlap.SKIP
 
     @property
     def effective_lock_expiry(self) -> float | None:
@@ -199,9 +293,47 @@ class Singleton(Task):  # type: ignore[misc]
         ttl = self.singleton_config.singlebeat_queued_ttl
         return time_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
 
+    def _release(self, ref: Ref) -> None:
+        try:
+            self.singleton_backend.finish_many([ref], memory=self.singleton_config.singlebeat_queued_ttl)
+        except LockBackendError as exc:  # the error that brought us here matters more
+            logger.warning("the lock of task %s stays until it ends by itself: %s", ref.task_id, exc)
+
+    def on_replace(self, sig: Any) -> None:
+        """Hand the lock over to a replacement that is the same call, and free it for any other."""
+        run = getattr(self.request, "singlebeat", None)
+        if run is not None:
+            same = sig.task == self.name and self.generate_lock(self.name, sig.args, sig.kwargs) == run.ticket.key
+            if same:
+                headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}
+                sig.set(headers=headers)
+            else:
+                self._release(run.ticket.run)
+        super().on_replace(sig)
+
     def get_existing_task_id(self, lock: str) -> str | None:
         """Return the id of the task that holds a lock, or None."""
         return self.singleton_backend.get(lock)
+
+    def aquire_lock(self, lock: str, task_id: str) -> bool:
+        """Take a lock for a task id; tell whether that id holds it now. (celery-singleton's spelling.)"""
+        ttl = self.singleton_config.singlebeat_queued_ttl
+        call = Call(Ref(lock, task_id), self.name, "", ttl, self.effective_lock_expiry)
+        return self.singleton_backend.acquire_many([call])[0].verdict is not Verdict.HELD
+
+    acquire_lock = aquire_lock
+
+    def lock_and_run(self, lock: str, *args: Any, task_id: str | None = None, **kwargs: Any) -> AsyncResult | None:
+        """Send the task under a lock of the caller's choice; None if somebody holds it."""
+        task_id = task_id or uuid()
+        if not self.aquire_lock(lock, task_id):
+            return None
+        headers = {**(kwargs.pop("headers", None) or {}), HEADER: Ticket(task_id, lock, lock).header()}
+        try:
+            return super().apply_async(*args, task_id=task_id, headers=headers, **kwargs)
+        except BaseException:
+            self._release(Ref(lock, task_id))
+            raise
 
     def release_lock(
         self, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
@@ -215,6 +347,8 @@ class Singleton(Task):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task: in a worker under its lock; called directly, like any function."""
-        with run_under_lock(self) as in_worker:
-            # In a worker the tracer has set up the request; Task.__call__ would put another one on top of it.
-            return self.run(*args, **kwargs) if in_worker else super().__call__(*args, **kwargs)
+        with run_under_lock(self, args, kwargs) as call:
+            if call is None:
+                return super().__call__(*args, **kwargs)
+            # The tracer has set up the request; Task.__call__ would put another one on top of it.
+            return self.run(*call[0], **call[1])

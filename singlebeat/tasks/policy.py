@@ -1,0 +1,160 @@
+"""The words for when a lock is held and what becomes of a call that meets it; which of them go together."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from kombu import serialization
+
+from ..errors import ConfigError
+
+__all__ = (
+    "Lock",
+    "Overlap",
+    "check",
+    "decode_arguments",
+    "encode_arguments",
+    "has_continuations",
+    "overlap_of",
+    "pick",
+)
+
+
+class Lock(StrEnum):
+    """When a call excludes its equals (the terms of sidekiq-unique-jobs)."""
+
+    UNTIL_EXECUTED = "until_executed"  #: from the call to the end of its run
+    UNTIL_EXECUTING = "until_executing"  #: from the call to the start of its run
+    UNTIL_EXPIRED = "until_expired"  #: from the call until ``lock_expiry`` has passed
+    WHILE_EXECUTING = "while_executing"  #: from the start to the end of its run
+    UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"  #: one may run while another waits
+
+
+class Overlap(StrEnum):
+    """What becomes of a call that meets its equal (Temporal's overlap policies, and ``raise``)."""
+
+    SKIP = "skip"  #: it is not sent; its result is that of the other
+    RAISE = "raise"  #: it is not sent; DuplicateTaskError
+    BUFFER_ONE = "buffer_one"  #: it runs once more after the other, with the latest arguments
+    BUFFER_ALL = "buffer_all"  #: each waits for its turn
+    CANCEL_OTHER = "cancel_other"  #: the other is revoked; this one runs after it
+    TERMINATE_OTHER = "terminate_other"  #: the other is terminated; this one runs after it
+    ALLOW_ALL = "allow_all"  #: it runs beside the other
+
+
+_AT_THE_CALL = {Overlap.SKIP, Overlap.RAISE, Overlap.ALLOW_ALL}
+
+#: Which overlap makes sense with which lock.
+TOGETHER: Mapping[Lock, set[Overlap]] = {
+    Lock.UNTIL_EXECUTED: set(Overlap),
+    Lock.UNTIL_EXECUTING: _AT_THE_CALL,
+    Lock.UNTIL_EXPIRED: _AT_THE_CALL,
+    Lock.WHILE_EXECUTING: {Overlap.SKIP, Overlap.BUFFER_ALL, Overlap.ALLOW_ALL},
+    Lock.UNTIL_AND_WHILE_EXECUTING: _AT_THE_CALL,
+}
+
+#: Options of a call that somebody waits on: they would never hear of it if it were not sent.
+CONTINUATIONS = ("chain", "chord", "group_id", "link", "link_error")
+
+
+def overlap_of(word: Any, lock: Lock) -> Overlap:
+    """Return an overlap policy that goes with a lock.
+
+    Raises:
+        ConfigError: there is no such policy, or it contradicts the lock.
+    """
+    try:
+        overlap = Overlap(word)
+    except ValueError:
+        raise ConfigError(f"overlap must be one of {', '.join(Overlap)}, not {word!r}") from None
+    if overlap not in TOGETHER[lock]:
+        allowed = ", ".join(word for word in Overlap if word in TOGETHER[lock])
+        raise ConfigError(f"overlap={overlap} contradicts lock={lock}: there it is one of {allowed}")
+    return overlap
+
+
+def check(task: Any, name: str) -> None:
+    """Refuse options of a task class that are wrong or contradict each other.
+
+    Raises:
+        ConfigError: the message names the task and the option.
+    """
+    try:
+        _check_lock(task)
+        _check_unique_on(task.unique_on, task.call_signature)
+    except ConfigError as exc:
+        raise ConfigError(f"task {name}: {exc}") from None
+
+
+def _check_lock(task: Any) -> None:
+    if task.lock not in list(Lock):
+        raise ConfigError(f"lock must be one of {', '.join(Lock)}, not {task.lock!r}")
+    lock = Lock(task.lock)
+    if lock is Lock.UNTIL_EXPIRED and task.lock_expiry is None:
+        raise ConfigError("lock=until_expired needs lock_expiry")
+    if task.overlap is None:
+        return
+    overlap = overlap_of(task.overlap, lock)
+    if task.raise_on_duplicate is not None and task.raise_on_duplicate != (overlap is Overlap.RAISE):
+        raise ConfigError(f"overlap={overlap} contradicts raise_on_duplicate={task.raise_on_duplicate}")
+
+
+def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:
+    if unique_on is None or callable(unique_on):
+        return
+    names = [unique_on] if isinstance(unique_on, str) else unique_on
+    parameters = signature.parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    for name in names:
+        if str(name).partition(".")[0] not in signature.parameters:
+            known = ", ".join(signature.parameters) or "none"
+            raise ConfigError(f"unique_on names {name!r}, which is no argument of the task; its arguments: {known}")
+
+
+def pick(unique_on: Sequence[str] | str | Callable[..., Any], bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return what makes a call unique, by name.
+
+    Args:
+        unique_on: names of arguments, dotted paths into them (``"user.id"``), or a function of all arguments.
+    """
+    if callable(unique_on):
+        return {"unique_on": unique_on(*bound.args, **bound.kwargs)}
+    names = [unique_on] if isinstance(unique_on, str) else unique_on
+    return {name: _follow(bound, name) for name in names}
+
+
+def _follow(bound: inspect.BoundArguments, path: str) -> Any:
+    first, *rest = path.split(".")
+    arguments = bound.arguments
+    if first not in arguments:  # one of **kwargs
+        spare = [p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        arguments = arguments.get(spare[0], {}) if spare else {}
+    value = arguments.get(first)
+    for step in rest:
+        value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+    return value
+
+
+def has_continuations(options: Mapping[str, Any]) -> bool:
+    """Tell whether somebody waits for this very call: a chain, a chord, a group or a callback."""
+    return any(options.get(name) for name in CONTINUATIONS)
+
+
+def encode_arguments(args: Any, kwargs: Any, serializer: str | None) -> str:
+    """Return the arguments of a call as a text, in the serializer of its messages."""
+    content_type, encoding, data = serialization.dumps([list(args or ()), dict(kwargs or {})], serializer)
+    raw = data if isinstance(data, bytes) else data.encode(encoding)
+    return json.dumps([content_type, encoding, base64.b64encode(raw).decode()])
+
+
+def decode_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """Read what ``encode_arguments`` wrote."""
+    content_type, encoding, data = json.loads(text)
+    args, kwargs = serialization.loads(base64.b64decode(data), content_type, encoding, accept=[content_type])
+    return args, kwargs
