@@ -36,7 +36,7 @@ def main() -> None:
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
     """Show who leads, and how much is scheduled, pending and set aside."""
-    from .beat.store import Keys  # noqa: PLC0415
+    from .beat.keys import Keys  # noqa: PLC0415
     from .connections import RedisError, schedule_client  # noqa: PLC0415
 
     app = ctx.obj.app

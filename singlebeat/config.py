@@ -74,6 +74,12 @@ def _backend_error(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
+def _expiry_check(value: Any) -> str:
+    if value not in {"ignore", "warn", "error", "raise"}:
+        raise ValueError("must be 'ignore', 'warn', 'error' or 'raise'")
+    return str(value)
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -101,6 +107,11 @@ class Config:
     )
     redbeat_lock_timeout: float = _setting(
         DEFAULT_LEADER_LEASE, _seconds, "seconds that leadership outlives a leader that died"
+    )
+    redbeat_key_expiry_check: str = _setting(
+        "warn",
+        _expiry_check,
+        "if the schedule's server may evict keys: ``ignore``, ``warn``, ``error`` or ``raise``",
     )
     singleton_backend_url: str | None = _setting(
         None, _text_or_none, "server that keeps the locks; default: ``result_backend``, then ``broker_url``"
@@ -135,6 +146,11 @@ class Config:
     )
     singlebeat_socket_timeout: float = _setting(
         5.0, _seconds, "seconds that one call to Redis may take; leases use shorter ones"
+    )
+    singlebeat_watchdog_timeout: float | None = _setting(
+        60.0,
+        _seconds_or_none,
+        "seconds without progress after which beat ends, so that another leads; None: never",
     )
     singlebeat_history_limit: int = _setting(10_000, _count, "decisions of beat that are kept; 0 keeps none")
 

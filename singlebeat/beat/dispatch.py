@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -15,7 +16,7 @@ from kombu.exceptions import OperationalError
 from .. import signals
 from ..config import Config
 from ..connections import RedisError
-from ..errors import ConfigError
+from ..errors import ConfigError, DuplicateTaskError, LockBackendError
 from ..locks import backend_of, time_to_start
 from ..locks.base import HEADER, Call, Holder, Ticket, Verdict
 from ..locks.key import digest, lock_key, readable
@@ -32,11 +33,17 @@ __all__ = ("RETRY_AFTER", "Dispatcher")
 
 logger = get_logger("celery.beat")
 
-#: Seconds after which an occurrence that was claimed and not confirmed is tried again.
-RETRY_AFTER = 5.0
+#: Seconds after which an occurrence that was claimed and not confirmed is taken up by whoever sees it.
+RETRY_AFTER = 30.0
+
+#: Part of that time in which its first taker may still send it: after it, it belongs to the next one.
+TAKERS_SHARE = 0.8
+
+#: Seconds until a message that the broker did not take is tried again: doubled each time, up to the second figure.
+FIRST_RETRY, LAST_RETRY = 1.0, 15.0
 
 #: What a broker that is away looks like.
-UNREACHABLE = (OperationalError, RedisError, OSError)
+UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 
 #: Options that say where a message goes: for a plain task they tell two calls apart, like the arguments.
 ROUTE = ("queue", "exchange", "routing_key")
@@ -59,6 +66,7 @@ class Dispatcher:
         send: sends the task of an entry; raises SchedulingError.
         forget_broker: drops a broker connection that failed.
         may_send: tells at any moment whether we lead.
+        progress: hears of each step.
     """
 
     def __init__(
@@ -69,10 +77,13 @@ class Dispatcher:
         send: Callable[[Entry], Any],
         forget_broker: Callable[[], None],
         may_send: Callable[[Term], bool],
+        progress: Callable[[], None],
     ) -> None:
         self.app, self.store = app, store
         self._send, self._forget_broker, self._may_send = send, forget_broker, may_send
+        self._progress = progress
         self._said_unlocked = False
+        self._failures = 0  #: of the broker, in a row
 
     def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence]], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
@@ -82,30 +93,60 @@ class Dispatcher:
         """
         if not claimed:
             return
-        messages = self._prepare(claimed)
-        holders = self._acquire(messages, now)
+        deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
         decided: list[tuple[Stored, Decision, Meta | None]] = []
-        unsent: list[str] = []
-        reachable = True
+        messages, unsent = self._prepare(claimed), list[str]()
         try:
+            holders = self._acquire(messages, now)
             for message in messages:
-                if not self._may_send(term):
+                self._progress()
+                if not self._may_send(term) or time.monotonic() > deadline:
                     break
+                if unsent:  # a broker that is away would keep us waiting for each of the others again
+                    unsent.append(message.stored.member)
+                    continue
                 try:
-                    if reachable:
-                        decided.append(self._settle(message, holders.get(message.occurrence.id)))
-                        continue
+                    decided.append(self._settle(message, holders.get(message.occurrence.id)))
+                    self._failures = 0
                 except SchedulingError as exc:
-                    logger.exception("Scheduler: Message Error: %s is tried again", message.entry.name)
-                    # A broker that is away would keep us waiting for each of the others again.
-                    reachable = not isinstance(exc.__context__, UNREACHABLE)
-                    self._forget_broker()
-                unsent.append(message.stored.member)
+                    if isinstance(exc.__context__, UNREACHABLE):
+                        unsent.append(message.stored.member)
+                        self._broker_failed(exc)
+                    else:
+                        decided.append(self._give_up(message, exc))
         finally:
             self.store.confirm(decided, term)
-            self.store.postpone(unsent, now + timedelta(seconds=RETRY_AFTER))
+            delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
+            self.store.postpone(dict.fromkeys(unsent, now + timedelta(seconds=delay)))
         for _, decision, _ in decided:
             signals.occurrence_decided.send(sender=self, entry=decision.entry, decision=decision)
+
+    def _publish(self, entry: Entry) -> str:
+        """Send the task of an entry; return what holds its lock if it takes one by itself and has not got it."""
+        try:
+            result = self._send(entry)
+        except SchedulingError as exc:
+            if isinstance(exc.__context__, DuplicateTaskError):
+                return f"task {exc.__context__.task_id}"
+            raise
+        logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
+        return f"task {result.id}" if getattr(result, "is_duplicate", False) else ""
+
+    def _broker_failed(self, exc: SchedulingError) -> None:
+        self._failures = min(self._failures + 1, 10)
+        self._forget_broker()
+        if self._failures == 1:
+            logger.error("Scheduler: Message Error: %s; what is due stays pending until the broker answers", exc)
+
+    def _give_up(self, message: _Message, exc: SchedulingError) -> tuple[Stored, Decision, Meta | None]:
+        """Decide about a message that can never be sent, whatever the broker does."""
+        entry, stored = message.entry, message.stored
+        logger.error("Scheduler: Message Error: %s cannot be sent: %s", entry.name, exc, exc_info=exc)
+        if message.ticket is not None:
+            memory = Config.of(self.app).singlebeat_queued_ttl
+            backend_of(self.app).finish_many([message.ticket.run], memory=memory)
+        reason = repr(exc.__context__ or exc)
+        return stored, Decision(entry.name, entry.task, message.occurrence, Outcome.PUBLISH_FAILED, reason), None
 
     def _prepare(self, claimed: Sequence[tuple[Stored, Occurrence]]) -> list[_Message]:
         plain = any(not hasattr(self.app.tasks.get(stored.entry.task), "generate_lock") for stored, _ in claimed)
@@ -115,6 +156,7 @@ class Dispatcher:
             entry = copy.copy(stored.entry)
             entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
             entry.options["task_id"] = occurrence.id
+            entry.options.setdefault("retry", False)  # we try again ourselves, and keep nobody waiting meanwhile
             key = self._lock_key(entry, looked_after=looked_after)
             ticket = Ticket(occurrence.id, key, queued=key) if key else None
             if ticket is not None:
@@ -177,10 +219,7 @@ class Dispatcher:
         held_by = str(holder) if holder is not None and holder.verdict is Verdict.HELD else ""
         if holder is None or holder.verdict is Verdict.ACQUIRED:  # else whoever claimed it has sent it already
             logger.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
-            result = self._send(entry)
-            logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
-            if getattr(result, "is_duplicate", False):
-                held_by = f"task {result.id}"
+            held_by = self._publish(entry)
         if not held_by:
             return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
         logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, held_by)

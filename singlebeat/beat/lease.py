@@ -17,8 +17,9 @@ from kombu.utils.uuid import uuid
 
 from ..connections import RedisError
 from ..lua import Script
+from .keys import LeaseKeys
 
-__all__ = ("Lease", "LeaseKeys", "Term")
+__all__ = ("Lease", "Term")
 
 logger = get_logger("celery.beat")
 
@@ -40,15 +41,6 @@ class Term:
 
     number: int  #: fencing number: a later term has a higher one; 0 where leadership is switched off
     token: str  #: what the lock holds during this term; empty where leadership is switched off
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseKeys:
-    """The keys of leadership; ``lock`` None switches it off."""
-
-    lock: str | None
-    leader: str
-    term: str
 
 
 class Lease:

@@ -17,6 +17,8 @@ class Outcome(StrEnum):
     DISPATCHED = "dispatched"  #: its message was sent
     SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
     PAUSED = "paused"  #: its entry is disabled
+    MISSED = "missed"  #: it was later than its misfire grace time allows
+    PUBLISH_FAILED = "publish_failed"  #: its message can never be sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,13 @@ from ..errors import LockBackendError
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import PARKED, Meta, prepare
 from .entry import Entry as BeatEntry
+from .keys import Keys
 from .lease import Lease, Term
-from .occurrence import Occurrence
+from .occurrence import Decision, Occurrence, Outcome
 from .recurrence import following, next_occurrence
-from .store import Claim, Claimed, Due, Keys, Store, Stored
+from .statics import Statics
+from .store import Claim, Claimed, Due, Store, Stored
+from .watchdog import Watchdog, is_orphan
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -69,6 +72,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._standing_by = False
         self._in_trouble = ""
         self._closed = False
+        timeout = config.singlebeat_watchdog_timeout
+        self._watchdog = Watchdog(timeout) if timeout else None
 
     @cached_property
     def lease(self) -> Lease:
@@ -82,6 +87,11 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         return Store(self.app, schedule_client(self.app))
 
     @cached_property
+    def statics(self) -> Statics:
+        """The entries of ``beat_schedule``."""
+        return Statics(self.app, schedule_client(self.app))
+
+    @cached_property
     def dispatcher(self) -> Dispatcher:
         """What sends claimed occurrences."""
         return Dispatcher(
@@ -90,6 +100,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             send=lambda entry: self.apply_async(entry, advance=False),
             forget_broker=self._forget_broker,
             may_send=lambda term: not self._closed and self.lease.term() == term,
+            progress=self._watched,
         )
 
     @property
@@ -110,6 +121,11 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         Returns:
             Seconds to sleep until the next tick.
         """
+        if is_orphan():
+            logger.critical("beat: The worker's main process is gone: this beat ends")
+            self.close()
+            raise SystemExit(1)
+        self._watched()
         try:
             delay = self._tick(datetime.now(UTC))
         except (RedisError, LockBackendError) as exc:
@@ -119,6 +135,10 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             logger.info("beat: Redis answers again")
             self._in_trouble = ""
         return delay
+
+    def _watched(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.progress()
 
     def _tick(self, now: datetime) -> float:
         term = self.lease.acquire()
@@ -142,6 +162,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
     def _lead(self, term: Term) -> None:
         if term.token:
             logger.info("beat: Acquired lock: this beat leads, term %d", term.number)
+        self.store.check_eviction()
         self.setup_schedule()
         self._term, self._standing_by = term, False
         signals.leadership_gained.send(sender=self, term=term)
@@ -163,17 +184,18 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             self._in_trouble = text
 
     def _work_off(self, due: Due, term: Term, now: datetime) -> None:
+        retry_at = now + timedelta(seconds=RETRY_AFTER)
+        retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
+        pending = [(stored, Occurrence.decode(stored.pending or "")) for stored in retaken]
+        late = [(stored, occurrence) for stored, occurrence in pending if _too_late(stored, occurrence.nominal, now)]
+        missed = [(s, Decision(s.entry.name, s.entry.task, occurrence, Outcome.MISSED), None) for s, occurrence in late]
+        self.store.confirm(missed, term)
         claims = list(self._decide(due.entries, now))
-        replies = self.store.claim(claims, term, retry_at=now + timedelta(seconds=RETRY_AFTER))
-        claimed = [
-            (replace(claim.stored, meta=claim.meta or claim.stored.meta), claim.occurrence)
-            for claim, reply in zip(claims, replies, strict=True)
-            if reply is Claimed.CLAIMED and claim.occurrence is not None
-        ]
-        if due.recovered:
-            logger.info("beat: Taking up %d occurrences that were claimed and not confirmed", len(due.recovered))
-        recovered = [(stored, Occurrence.decode(stored.pending or "")) for stored in due.recovered]
-        self.dispatcher.dispatch([*recovered, *claimed], term, now)
+        replies = self.store.claim(claims, term, retry_at=retry_at)
+        done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]
+        self.store.record([claim.decision for claim in done if claim.decision is not None], term)
+        fresh = [(replace(c.stored, meta=c.meta or c.stored.meta), c.occurrence) for c in done if c.occurrence]
+        self.dispatcher.dispatch([pair for pair in pending if pair not in late] + fresh, term, now)
 
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
         for stored in entries:
@@ -194,10 +216,15 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             nominal = first
         upcoming = following(schedule, nominal, now, zone=zone)
         next_score = PARKED if upcoming is None else upcoming.timestamp()
-        if not stored.entry.enabled:
-            return Claim(stored, next_score)
         occurrence = Occurrence.of(self.store.keys.prefix, stored.entry.name, nominal)
-        return Claim(stored, next_score, Meta(nominal, stored.meta.total_run_count + 1), occurrence)
+        count = stored.meta.total_run_count
+        if not stored.entry.enabled:  # its time goes on, so that it does not run for the past when it is enabled
+            decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.PAUSED)
+            return Claim(stored, next_score, Meta(nominal, count) if last else None, decision=decision)
+        if _too_late(stored, nominal.timestamp(), now):
+            decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED)
+            return Claim(stored, next_score, Meta(nominal, count), decision=decision)
+        return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
 
     def apply_async(self, entry: BeatEntry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
         """Send the task of an entry.
@@ -210,6 +237,16 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         except Exception as exc:
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
         return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+
+    @cached_property
+    def connection(self) -> Any:
+        """The broker connection; one that hangs must not hold up a tick for long."""
+        connection = self.app.connection_for_write()
+        if connection.transport_cls in {"redis", "rediss", "sentinel"} or "redis" in str(connection.transport_cls):
+            timeout = Config.of(self.app).singlebeat_socket_timeout
+            for name in ("socket_timeout", "socket_connect_timeout"):
+                connection.transport_options.setdefault(name, timeout)
+        return connection
 
     def _ensure_connected(self) -> Any:
         # One attempt: a tick must not wait for the broker, the next one tries again.
@@ -227,7 +264,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         entries = self.app.conf.beat_schedule
         self.install_default_entries(entries)
         self.update_from_dict(entries)
-        self.store.keep_statics(entries)
+        self.statics.keep(entries)
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> None:
         """Store entries that are given like those of ``beat_schedule``."""
@@ -237,7 +274,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
                 entries[name] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
                 logger.exception("beat: Cannot add entry %r to the schedule: %r", name, given)
-        self.store.install(entries, datetime.now(UTC))
+        self.statics.install(entries, datetime.now(UTC))
 
     def add(self, **kwargs: Any) -> BeatEntry:
         """Store one entry."""
@@ -256,3 +293,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         if "lease" in self.__dict__:
             self.lease.release()
         super(RedBeatScheduler, self).close()
+
+
+def _too_late(stored: Stored, nominal: float, now: datetime) -> bool:
+    grace = stored.policy.misfire_grace_time
+    return grace is not None and now.timestamp() - nominal > grace

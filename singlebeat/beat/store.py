@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -14,18 +15,21 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.log import get_logger
 
 from ..config import Config
-from ..errors import EntryError
+from ..connections import RedisError
+from ..errors import ConfigError, EntryError
 from ..lua import Script
 from .entry import PARKED, Entry, Meta
-from .lease import LeaseKeys
+from .keys import Keys
 from .occurrence import Decision, Occurrence
+from .policy import Policy
+from .quarantine import Quarantine
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from .lease import Term
 
-__all__ = ("Claim", "Claimed", "Due", "Keys", "Store", "Stored")
+__all__ = ("Claim", "Claimed", "Due", "Store", "Stored")
 
 logger = get_logger("celery.beat")
 
@@ -45,39 +49,6 @@ def _script(name: str) -> Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """Every key of a schedule."""
-
-    prefix: str
-    lock: str | None
-
-    schedule: str = field(init=False)
-    statics: str = field(init=False)
-    pending: str = field(init=False)
-    quarantine: str = field(init=False)
-    history: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in ("schedule", "statics", "pending", "quarantine", "history"):
-            object.__setattr__(self, name, f"{self.prefix}:{name}")
-
-    @classmethod
-    def of(cls, app: Celery) -> Keys:
-        """Return the keys of an app's schedule."""
-        config = Config.of(app)
-        return cls(config.redbeat_key_prefix, config.lock_key)
-
-    @property
-    def lease(self) -> LeaseKeys:
-        """The keys of leadership."""
-        return LeaseKeys(self.lock, f"{self.prefix}:leader", f"{self.prefix}:term")
-
-    def entry(self, member: str) -> str:
-        """Return the key of an entry from its member in the schedule, which may be its bare name."""
-        return member if member.startswith(self.prefix) else self.prefix + member
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
     """An entry as it was read."""
 
@@ -86,7 +57,9 @@ class Stored:
     sha: str  #: of its definition
     entry: Entry
     meta: Meta
+    policy: Policy
     pending: str | None  #: JSON of its claimed occurrence
+    pending_score: float = 0.0  #: when that is to be tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +81,7 @@ class Claim:
     next_score: float
     meta: Meta | None = None
     occurrence: Occurrence | None = None
+    decision: Decision | None = None  #: to be recorded at once, where no occurrence is taken
 
 
 class Claimed(StrEnum):
@@ -131,7 +105,29 @@ class Store:
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], tuple[str, Entry]] = {}
-        self._quarantined: dict[str, str] = {}
+        self.quarantine = Quarantine(client, self.keys)
+
+    def check_eviction(self) -> None:
+        """Say so if the server may throw entries away when its memory is full.
+
+        Raises:
+            ConfigError: it may, and ``redbeat_key_expiry_check`` is ``raise``.
+        """
+        check = Config.of(self.app).redbeat_key_expiry_check
+        if check == "ignore":
+            return
+        try:
+            policy = str(self.client.config_get("maxmemory-policy").get("maxmemory-policy", ""))
+        except RedisError:  # not allowed to ask, or asked a server that does not know
+            return
+        if policy in {"", "noeviction"}:
+            return
+        text = (
+            f"the schedule's server may evict keys when its memory is full (maxmemory-policy {policy}): use noeviction"
+        )
+        if check == "raise":
+            raise ConfigError(text)
+        logger.log(logging.ERROR if check == "error" else logging.WARNING, "beat: %s", text)
 
     def due(self, now: datetime, *, all_pending: bool) -> Due:
         """Read what is due: two round trips, however many entries there are.
@@ -143,11 +139,12 @@ class Store:
         with self.client.pipeline(transaction=False) as pipe:
             pipe.zrangebyscore(keys.schedule, 0, seconds, start=0, num=BATCH, withscores=True)
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
-            pipe.zrangebyscore(keys.pending, "-inf", "+inf" if all_pending else seconds, start=0, num=BATCH)
+            bound = "+inf" if all_pending else seconds
+            pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
             pipe.hkeys(keys.quarantine)
             pipe.exists(keys.statics)
-            members, upcoming, pending, quarantined, statics = pipe.execute()
-        scores = dict(members)
+            members, upcoming, waiting, quarantined, statics = pipe.execute()
+        scores, pending = dict(members), dict(waiting)
         rechecked = quarantined[:RECHECKED_PER_TICK]
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
         stored = {item.member: item for item in self._read(wanted, scores, rechecked)}
@@ -156,7 +153,11 @@ class Store:
             self.client.zrem(keys.pending, *forgotten)
         return Due(
             entries=[stored[member] for member in scores if member in stored],
-            recovered=[stored[member] for member in pending if member in stored and stored[member].pending],
+            recovered=[
+                replace(stored[member], pending_score=score)
+                for member, score in pending.items()
+                if member in stored and stored[member].pending
+            ],
             next_score=upcoming[0][1] if upcoming else None,
             more=len(members) == BATCH,
             statics_gone=not statics,
@@ -169,22 +170,23 @@ class Store:
             return
         with self.client.pipeline(transaction=False) as pipe:
             for member in members:
-                pipe.hmget(self.keys.entry(member), "definition", "meta", "pending")
+                pipe.hmget(self.keys.entry(member), "definition", "meta", "policy", "pending")
             replies = pipe.execute(raise_on_error=False)
         for member, reply in zip(members, replies, strict=True):
             try:
                 if isinstance(reply, Exception):
                     raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
-                definition, meta, pending = reply
+                definition, meta, policy, pending = reply
                 if not definition:
                     raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
                 sha, entry = self._decode(member, definition)
-                stored = Stored(member, scores.get(member, PARKED), sha, entry, Meta.decode(meta), pending)
+                score, past = scores.get(member, PARKED), Meta.decode(meta)
+                stored = Stored(member, score, sha, entry, past, Policy.decode(policy), pending)
             except EntryError as exc:
-                self._quarantine(member, str(exc))
+                self.quarantine.put(member, str(exc), due=member in scores)
             else:
                 if member in quarantined:
-                    self._restore(member)
+                    self.quarantine.lift(member)
                 yield stored
 
     def _decode(self, member: str, definition: str) -> tuple[str, Entry]:
@@ -196,27 +198,6 @@ class Store:
             found = sha, Entry.decode(self.keys.entry(member), definition, self.app)
             self._decoded[member, definition] = found
         return found
-
-    def _quarantine(self, member: str, reason: str) -> None:
-        """Set an entry aside that cannot be used: kept, never due, looked at again until it is mended."""
-        if self._quarantined.get(member) == reason:
-            return
-        logger.error("beat: Entry %s cannot be used and waits to be mended: %s", member, reason)
-        self._quarantined[member] = reason
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        with self.client.pipeline() as pipe:
-            pipe.hset(self.keys.quarantine, member, json.dumps({"reason": reason, "since": since}))
-            pipe.zadd(self.keys.schedule, {member: PARKED}, xx=True)
-            pipe.zrem(self.keys.pending, member)
-            pipe.execute()
-
-    def _restore(self, member: str) -> None:
-        logger.info("beat: Entry %s is mended", member)
-        self._quarantined.pop(member, None)
-        with self.client.pipeline() as pipe:
-            pipe.hdel(self.keys.quarantine, member)
-            pipe.zadd(self.keys.schedule, {member: 0}, xx=True)
-            pipe.execute()
 
     def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[Claimed]:
         """Move entries on, each in one step that nobody else can have taken; one round trip."""
@@ -257,62 +238,34 @@ class Store:
         ]
         _checked(_script("confirm").batch(self.client, calls))
 
-    def postpone(self, members: Collection[str], retry_at: datetime) -> None:
-        """Try unconfirmed occurrences again at another time."""
-        if members:
-            self.client.zadd(self.keys.pending, dict.fromkeys(members, retry_at.timestamp()), xx=True)
-
-    def keep_statics(self, names: Collection[str]) -> None:
-        """Remember which entries come from ``beat_schedule``, and remove those that have left it."""
-        for name in set(self.client.smembers(self.keys.statics)) - set(names):
-            logger.debug("beat: Removing old static schedule entry '%s'.", name)
-            with self.client.pipeline() as pipe:
-                pipe.zrem(self.keys.schedule, self.keys.prefix + name)
-                pipe.delete(self.keys.prefix + name)
-                pipe.srem(self.keys.statics, name)
-                pipe.execute()
-        if names:
-            self.client.sadd(self.keys.statics, *names)
-
-    def install(self, entries: Mapping[str, Entry], now: datetime) -> None:
-        """Store entries that the app's configuration gives.
-
-        One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
-        its next time.
-        """
-        names = list(entries)
-        for at in range(0, len(names), BATCH):
-            self._install_batch({name: entries[name] for name in names[at : at + BATCH]}, now)
-
-    def _install_batch(self, entries: Mapping[str, Entry], now: datetime) -> None:
+    def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
+        """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""
         keys = self.keys
-        with self.client.pipeline(transaction=False) as pipe:
-            for name in entries:
-                pipe.hmget(keys.prefix + name, "definition", "meta")
-                pipe.zscore(keys.schedule, keys.prefix + name)
-            replies = pipe.execute()
-        with self.client.pipeline() as pipe:
-            for (name, entry), (old, meta), score in zip(entries.items(), replies[::2], replies[1::2], strict=True):
-                key = keys.prefix + name
-                try:
-                    stored = Entry.decode(key, old, self.app) if old else None
-                    past = Meta.decode(meta) if meta else Meta(now)
-                except EntryError:
-                    stored, past = None, Meta(now)
-                if stored is not None and not stored.enabled:
-                    entry.enabled = False
-                try:
-                    definition = entry.encode()
-                except EntryError as exc:
-                    logger.error("beat: Cannot add the entry to the schedule: %s", exc)  # noqa: TRY400
-                    continue
-                if old != definition:
-                    pipe.hset(key, "definition", definition)
-                if not meta:
-                    pipe.hset(key, "meta", past.encode())
-                if score is None or stored is None or stored.schedule != entry.schedule:
-                    pipe.zadd(keys.schedule, {key: entry.with_past(past).score})
-            pipe.execute()
+        calls = [
+            (
+                (keys.lock or keys.lease.leader, keys.pending),
+                (term.token, stored.member, repr(stored.pending_score), retry_at.timestamp()),
+            )
+            for stored in recovered
+        ]
+        replies = _checked(_script("retake").batch(self.client, calls))
+        return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
+
+    def record(self, decisions: Sequence[Decision], term: Term) -> None:
+        """Record decisions about occurrences that were not claimed; one round trip."""
+        if decisions and self.history_limit:
+            with self.client.pipeline(transaction=False) as pipe:
+                for decision in decisions:
+                    fields = decision.fields(term.number)
+                    record = dict(zip(fields[::2], fields[1::2], strict=True))
+                    pipe.xadd(self.keys.history, record, maxlen=self.history_limit)
+                pipe.execute()
+
+    def postpone(self, retries: Mapping[str, datetime]) -> None:
+        """Try unconfirmed occurrences again at other times."""
+        if retries:
+            scores = {member: retry_at.timestamp() for member, retry_at in retries.items()}
+            self.client.zadd(self.keys.pending, scores, xx=True)
 
 
 def _checked(replies: list[Any]) -> list[Any]:
