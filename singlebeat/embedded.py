@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, run
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -164,7 +165,7 @@ def _start(binary: Path, path: Path) -> None:
 
 def _supervise(binary: str, path: Path, grace: float) -> None:
     """Own a server until nobody has used it for ``grace`` seconds, or until it ends by itself."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # with the server, also where it is not tied to us
     command = [binary, "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"]
     command += ["--save", "", "--appendonly", "no"]
     with (
@@ -180,16 +181,17 @@ def _supervise(binary: str, path: Path, grace: float) -> None:
                 time.sleep(0.005)
             for output in (1, 2):
                 os.dup2(0, output)
-            last_used = time.monotonic()
+            free_since = inf
             while server.poll() is None:
                 time.sleep(INTERVAL)
                 with suppress(BlockingIOError):
                     fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if time.monotonic() - last_used >= grace:
+                    free_since = min(free_since, time.monotonic())
+                    if time.monotonic() - free_since >= grace:
                         return  # with the lock: who comes now waits until the server is gone, and starts another
                     fcntl.flock(users, fcntl.LOCK_UN)
                     continue
-                last_used = time.monotonic()
+                free_since = inf
         finally:
             server.kill()  # it keeps nothing, so there is nothing to save
 

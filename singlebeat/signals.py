@@ -3,11 +3,11 @@
 ===================== ============================================================================
 signal                arguments
 ===================== ============================================================================
-leadership_gained     sender: the scheduler · term
-leadership_lost       sender: the scheduler · term, reason
-occurrence_decided    sender: the scheduler · entry, decision (see ``beat.store.Decision``)
+leadership_gained     sender: the app · term
+leadership_lost       sender: the app · term, reason
+occurrence_decided    sender: the app · entry (its name), decision (``beat.occurrence.Decision``)
 duplicate             sender: the task · task_id (of the holder), args, kwargs
-lock_lost             sender: the task's name · ref (see ``locks.base.Ref``)
+lock_lost             sender: the task's name · ref (``locks.base.Ref``)
 ===================== ============================================================================
 """
 

@@ -83,7 +83,7 @@ class Dispatcher:
         self._send, self._forget_broker, self._may_send = send, forget_broker, may_send
         self._progress = progress
         self._said_unlocked = False
-        self._failures = 0  #: of the broker, in a row
+        self._failures = 0  #: of broker or locks, in a row
 
     def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence]], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
@@ -97,7 +97,12 @@ class Dispatcher:
         decided: list[tuple[Stored, Decision, Meta | None]] = []
         messages, unsent = self._prepare(claimed), list[str]()
         try:
-            holders = self._acquire(messages, now)
+            try:
+                holders = self._acquire(messages, now)
+            except LockBackendError as exc:
+                unsent.extend(message.stored.member for message in messages)
+                self._failed(exc)
+                return
             for message in messages:
                 self._progress()
                 if not self._may_send(term) or time.monotonic() > deadline:
@@ -111,7 +116,7 @@ class Dispatcher:
                 except SchedulingError as exc:
                     if isinstance(exc.__context__, UNREACHABLE):
                         unsent.append(message.stored.member)
-                        self._broker_failed(exc)
+                        self._failed(exc)
                     else:
                         decided.append(self._give_up(message, exc))
         finally:
@@ -119,7 +124,7 @@ class Dispatcher:
             delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
             self.store.postpone(dict.fromkeys(unsent, now + timedelta(seconds=delay)))
         for _, decision, _ in decided:
-            signals.occurrence_decided.send(sender=self, entry=decision.entry, decision=decision)
+            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def _publish(self, entry: Entry) -> str:
         """Send the task of an entry; return what holds its lock if it takes one by itself and has not got it."""
@@ -132,11 +137,11 @@ class Dispatcher:
         logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
         return f"task {result.id}" if getattr(result, "is_duplicate", False) else ""
 
-    def _broker_failed(self, exc: SchedulingError) -> None:
+    def _failed(self, exc: Exception) -> None:
         self._failures = min(self._failures + 1, 10)
         self._forget_broker()
         if self._failures == 1:
-            logger.error("Scheduler: Message Error: %s; what is due stays pending until the broker answers", exc)
+            logger.error("Scheduler: Message Error: %s; what is due stays pending", exc)
 
     def _give_up(self, message: _Message, exc: SchedulingError) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""

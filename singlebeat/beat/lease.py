@@ -59,6 +59,7 @@ class Lease:
         self._connect, self._clock = connect, clock
         self._client: Any = None
         self._term: Term | None = None
+        self._last_token = ""
         self._trusted_until = 0.0
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -82,12 +83,12 @@ class Lease:
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term)
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        args = (token, round(self.ttl * 1000), socket.gethostname(), os.getpid(), since)
+        args = (token, round(self.ttl * 1000), socket.gethostname(), os.getpid(), since, self._last_token)
         number = int(_script("campaign")(self._client, keys, args))
         if not number:
             return None
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
-        self._term = Term(number, token)
+        self._term, self._last_token = Term(number, token), token
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
             self._thread.start()

@@ -165,12 +165,12 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self.store.check_eviction()
         self.setup_schedule()
         self._term, self._standing_by = term, False
-        signals.leadership_gained.send(sender=self, term=term)
+        signals.leadership_gained.send(sender=self.app, term=term)
 
     def _stand_by(self) -> None:
         if self._term is not None:
             logger.warning("beat: Lost the lock: this beat stands by")
-            signals.leadership_lost.send(sender=self, term=self._term, reason="lost")
+            signals.leadership_lost.send(sender=self.app, term=self._term, reason="lost")
             self._term = None
         if not self._standing_by and not self._closed:
             self._standing_by = True

@@ -94,7 +94,7 @@ class Ticket:
         return cls(
             task_id=str(task_id),
             key=str(header["key"]),
-            queued=str(header.get("queued") or ""),
+            queued=str(header.get("queued", header["key"])),
             waits=bool(header.get("waits")),
             waited=int(header.get("waited") or 0),
             generation=generation(headers),
@@ -103,9 +103,10 @@ class Ticket:
 
     def header(self) -> dict[str, Any]:
         """Return what the message carries under ``HEADER``."""
-        header: dict[str, Any] = {"id": self.task_id, "key": self.key, "queued": self.queued, "nonce": self.nonce}
+        header: dict[str, Any] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
         header |= {"waits": self.waits, "waited": self.waited}
-        return {name: value for name, value in header.items() if value}
+        header = {name: value for name, value in header.items() if value}
+        return header if self.queued == self.key else {**header, "queued": self.queued}
 
     def delivered(self, nonce: str) -> Ticket:
         """Return the ticket of one delivery of the message."""

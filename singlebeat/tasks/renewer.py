@@ -8,7 +8,7 @@ import time
 from _queue import Empty, SimpleQueue  # the C one: gevent does not patch it, so that a native thread can wait on it
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from celery import bootsteps
 from celery.signals import task_rejected, task_unknown
@@ -55,7 +55,7 @@ class Renewer:
         self.name = f"{os.uname().nodename}:{os.getpid()}"
         self.backend = new_backend(app, own_connections=True)
         self.gate = new_backend(app, own_connections=True)
-        self._requests: WeakSet[Request] = WeakSet()
+        self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
         self._finished: SimpleQueue[tuple[float, Ticket]] = SimpleQueue()
         self._handovers: SimpleQueue[tuple[Ref, Ref]] = SimpleQueue()
         self._wake: SimpleQueue[threading.Event | None] = SimpleQueue()
@@ -71,16 +71,16 @@ class Renewer:
 
     def keep(self, request: Request) -> None:
         """Renew the lock of a request from now on."""
-        self._requests.add(request)
+        self._requests[id(request)] = request
         self.start()
 
     def forget(self, request: Request) -> None:
         """Renew the locks of a request no more, and free none."""
-        self._requests.discard(request)
+        self._requests.pop(id(request), None)
 
     def finish(self, request: Request, *, after: float = 0.0) -> None:
         """Free the locks of a request that is over, some seconds from now if its body may still live."""
-        self._requests.discard(request)
+        self._requests.pop(id(request), None)
         if request.ticket is not None:
             self.finish_ticket(request.ticket, after=after)
 
@@ -91,7 +91,7 @@ class Renewer:
 
     def hand_over(self, request: Request, successor: Ref) -> None:
         """Give the lock of a request to a message that waits: its retry, or the same one, requeued."""
-        self._requests.discard(request)
+        self._requests.pop(id(request), None)
         if request.ticket is not None:
             self._handovers.put((request.ticket.run, successor))
             self._wake.put(None)
@@ -148,7 +148,9 @@ class Renewer:
             self.backend.finish_many(refs, memory=self.memory)
 
     def _renew(self) -> None:
-        held = [(request, ref) for request in list(self._requests) if request.ticket for ref in request.ticket.refs]
+        # valuerefs() copies in one step: requests come and go in other threads meanwhile.
+        requests = [request for weak in self._requests.valuerefs() if (request := weak()) is not None]
+        held = [(request, ref) for request in requests if request.ticket for ref in request.ticket.refs]
         renewals = self.backend.renew_many([ref for _, ref in held], lease=self.lease)
         for (request, ref), renewal in zip(held, renewals, strict=True):
             if request.ticket is None or ref.key != request.ticket.key:
@@ -156,9 +158,9 @@ class Renewer:
             if renewal is Renewal.RUNNING:
                 request.seen_running = True
             elif renewal is Renewal.OVER:
-                self._requests.discard(request)
+                self._requests.pop(id(request), None)
             elif renewal is Renewal.LOST and request.seen_running:
-                self._requests.discard(request)
+                self._requests.pop(id(request), None)
                 logger.warning("%s[%s] runs on without its lock: it was lost", request.name, request.id)
                 signals.lock_lost.send(sender=request.name, ref=ref)
 

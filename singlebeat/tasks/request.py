@@ -18,7 +18,7 @@ from kombu.utils.uuid import uuid
 
 from .. import signals
 from ..config import Config
-from ..errors import LockBackendError
+from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of
 from ..locks.base import HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
@@ -208,13 +208,18 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def _ticket(self) -> Ticket | None:
         ticket = Ticket.of_message(self.request_dict, self.id)
-        if ticket is None and self._has_own_gate:
-            try:  # send_task, another language: the lock is taken at the start
-                key = self.task.generate_lock(self.task.name, self.args, self.kwargs)
-            except TypeError:
-                return None  # the call will fail on its arguments
-            ticket = Ticket(self.id, key)
-        return ticket.delivered(uuid()) if ticket else None
+        if ticket is None and not self._has_own_gate:
+            return None
+        try:
+            renewer_of(self.app)
+            if ticket is None:  # send_task, another language: the lock is taken at the start
+                ticket = Ticket(self.id, self.task.generate_lock(self.task.name, self.args, self.kwargs))
+        except ConfigError as exc:
+            logger.warning("%s[%s] runs without its lock: %s", self.name, self.id, exc)
+            return None
+        except TypeError:  # the call will fail on its arguments
+            return None
+        return ticket.delivered(uuid())
 
     @property
     def _has_own_gate(self) -> bool:

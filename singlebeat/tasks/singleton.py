@@ -63,10 +63,7 @@ class Singleton(Task):  # type: ignore[misc]
         super().__init_subclass__(**kwargs)
         run = inspect.getattr_static(cls, "run")
         # Of the class, not of the instance: whoever wraps an instance's ``run`` later may show ``self`` or hide it.
-        signature = inspect.signature(run.__func__ if isinstance(run, staticmethod) else run)
-        if not isinstance(run, staticmethod):
-            signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-        cls.call_signature = signature
+        cls.call_signature = _call_signature(run)
         if not vars(cls).get("abstract"):
             check(cls, getattr(cls, "name", None) or cls.__name__)
 
@@ -100,6 +97,8 @@ class Singleton(Task):  # type: ignore[misc]
             TypeError: the arguments do not fit the task, or one of them cannot be encoded; the message names it.
         """
         args, kwargs = list(task_args or ()), dict(task_kwargs or {})
+        if getattr(self, "_dump_pydantic_arguments", None) is not None:  # as Celery sends them
+            args, kwargs = self._dump_pydantic_arguments(args, kwargs)
         try:
             bound = self.call_signature.bind(*args, **kwargs)
         except TypeError:
@@ -352,3 +351,15 @@ class Singleton(Task):  # type: ignore[misc]
                 return super().__call__(*args, **kwargs)
             # The tracer has set up the request; Task.__call__ would put another one on top of it.
             return self.run(*call[0], **call[1])
+
+
+def _call_signature(run: Any) -> inspect.Signature:
+    """Return the signature of a task's function as its callers see it."""
+    function = run.__func__ if isinstance(run, staticmethod) else run
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return inspect.signature(lambda *args, **kwargs: None)
+    if isinstance(run, staticmethod):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

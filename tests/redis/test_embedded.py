@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +44,7 @@ USE_AND_FORK = f"""
 {LOAD}
 embedded.ensure(directory)
 if not os.fork():
+    CHILD
     print(os.getpid(), flush=True)
     sys.stdin.read()
     os._exit(0)
@@ -211,17 +213,33 @@ def test_the_server_ends_with_its_last_user_however_that_ends(home, use, leave):
     wait_until(lambda: not processes(home))
 
 
-def test_a_command_soon_after_the_other_finds_the_same_server(home, use):
+def test_commands_soon_after_one_another_find_the_same_server(home, use):
     use(grace=15).ready().end()
     server = run_id(home)
-    use().ready().end()
-    assert run_id(home) == server
+    for _ in range(5):
+        use().ready().end()
+        assert run_id(home) == server
 
     os.kill(parent(server_pid(home)), signal.SIGTERM)  # nobody wants to wait for the grace
 
 
-def test_a_forked_child_is_a_user_as_well(home, use):
-    father = use(program=USE_AND_FORK)
+def test_the_grace_begins_with_the_end_of_the_last_user(home, use):
+    # The times themselves are meant: the supervisor sees that nobody is there, then a user longer than the grace.
+    use(grace=0.5).ready().end()
+    time.sleep(2 * embedded.INTERVAL)
+    user = use(grace=0.5).ready()
+    time.sleep(1)
+
+    user.process.stdin.close()
+    closed = time.monotonic()
+    gone(home)
+
+    assert time.monotonic() - closed >= 0.5
+
+
+@pytest.mark.parametrize("child", ["pass", "os.closerange(3, 256); embedded.ensure(directory)"])
+def test_a_forked_child_is_a_user_as_well(home, use, child):
+    father = use(program=USE_AND_FORK.replace("CHILD", child))
     child = int(father.said)
     server = run_id(home)
 
