@@ -73,6 +73,7 @@ def private(url: str, *, timeout: float, retries: int = 2, options: Mapping[str,
         "socket_connect_timeout": timeout,
         "health_check_interval": HEALTH_CHECK_INTERVAL,
         "retry": Retry(ExponentialBackoff(cap=0.5, base=0.02), retries),
+        "encoding_errors": "surrogateescape",  # bytes that are no text must not end a tick
         **given,
         "decode_responses": True,
     }

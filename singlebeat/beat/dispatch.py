@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +95,13 @@ class Dispatcher:
             return
         deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
         decided: list[tuple[Stored, Decision, Meta | None]] = []
-        messages, unsent = self._prepare(claimed), list[str]()
+        messages, unsent = self._prepare(claimed, decided), list[str]()
         try:
             try:
                 holders = self._acquire(messages, now)
             except LockBackendError as exc:
                 unsent.extend(message.stored.member for message in messages)
-                self._failed(exc)
+                self._failed("the locks' server", exc)
                 return
             for message in messages:
                 self._progress()
@@ -116,9 +116,9 @@ class Dispatcher:
                 except SchedulingError as exc:
                     if isinstance(exc.__context__, UNREACHABLE):
                         unsent.append(message.stored.member)
-                        self._failed(exc)
+                        self._failed("the broker", exc)
                     else:
-                        decided.append(self._give_up(message, exc))
+                        decided.append(self._give_up(message.stored, message.occurrence, message.ticket, exc))
         finally:
             self.store.confirm(decided, term)
             delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
@@ -137,23 +137,28 @@ class Dispatcher:
         logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
         return f"task {result.id}" if getattr(result, "is_duplicate", False) else ""
 
-    def _failed(self, exc: Exception) -> None:
+    def _failed(self, server: str, exc: Exception) -> None:
         self._failures = min(self._failures + 1, 10)
         self._forget_broker()
         if self._failures == 1:
-            logger.error("Scheduler: Message Error: %s; what is due stays pending", exc)
+            logger.error("Scheduler: Message Error: %s; what is due stays pending until %s answers", exc, server)
 
-    def _give_up(self, message: _Message, exc: SchedulingError) -> tuple[Stored, Decision, Meta | None]:
+    def _give_up(
+        self, stored: Stored, occurrence: Occurrence, ticket: Ticket | None, exc: Exception
+    ) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
-        entry, stored = message.entry, message.stored
+        entry = stored.entry
         logger.error("Scheduler: Message Error: %s cannot be sent: %s", entry.name, exc, exc_info=exc)
-        if message.ticket is not None:
-            memory = Config.of(self.app).singlebeat_queued_ttl
-            backend_of(self.app).finish_many([message.ticket.run], memory=memory)
-        reason = repr(exc.__context__ or exc)
-        return stored, Decision(entry.name, entry.task, message.occurrence, Outcome.PUBLISH_FAILED, reason), None
+        if ticket is not None:
+            backend_of(self.app).finish_many([ticket.run], memory=Config.of(self.app).singlebeat_queued_ttl)
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, repr(exc.__context__ or exc))
+        return stored, decision, stored.meta.uncounted()
 
-    def _prepare(self, claimed: Sequence[tuple[Stored, Occurrence]]) -> list[_Message]:
+    def _prepare(
+        self,
+        claimed: Sequence[tuple[Stored, Occurrence]],
+        decided: list[tuple[Stored, Decision, Meta | None]],
+    ) -> list[_Message]:
         plain = any(not hasattr(self.app.tasks.get(stored.entry.task), "generate_lock") for stored, _ in claimed)
         looked_after = plain and self._workers_look_after_locks()
         messages = []
@@ -162,7 +167,11 @@ class Dispatcher:
             entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
             entry.options["task_id"] = occurrence.id
             entry.options.setdefault("retry", False)  # we try again ourselves, and keep nobody waiting meanwhile
-            key = self._lock_key(entry, looked_after=looked_after)
+            try:
+                key = self._lock_key(entry, looked_after=looked_after)
+            except Exception as exc:  # a task's own key function may do anything
+                decided.append(self._give_up(stored, occurrence, None, exc))
+                continue
             ticket = Ticket(occurrence.id, key, queued=key) if key else None
             if ticket is not None:
                 entry.options["headers"] = {**(entry.options.get("headers") or {}), HEADER: ticket.header()}
@@ -229,4 +238,4 @@ class Dispatcher:
             return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
         logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, held_by)
         decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}")
-        return stored, decision, replace(stored.meta, total_run_count=stored.meta.total_run_count - 1)
+        return stored, decision, stored.meta.uncounted()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from redbeat.schedulers import RedBeatConfig
 from ..config import Config
 from ..connections import schedule_client, schedule_url
 from ..errors import EntryError
+from ..locks import time_to_start
+from .keys import Keys
 from .recurrence import next_occurrence
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def _loads(text: str, what: str) -> Any:
         return json.loads(text, cls=_Decoder)
     except RecursionError:
         raise EntryError(f"{what} is nested too deeply") from None
-    except (ValueError, TypeError, KeyError, AttributeError, LookupError, OverflowError) as exc:
+    except Exception as exc:  # the constructors that it names may raise anything, and it must harm nobody else
         raise EntryError(f"{what} cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
@@ -104,9 +106,16 @@ class Meta:
             last = _loads_instant(last)
         if last is not None and not isinstance(last, datetime):
             raise EntryError(f"meta: last_run_at is neither a datetime nor null: {last!r}")
-        if last is not None:
-            last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
-        return cls(last, int(count) if isinstance(count, int | float) else 0)
+        try:
+            if last is not None:
+                last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
+            return cls(last, int(count) if isinstance(count, int | float) else 0)
+        except (ValueError, OverflowError) as exc:
+            raise EntryError(f"meta is out of range: {exc}") from exc
+
+    def uncounted(self) -> Meta:
+        """Return the past without its last run, which did not happen."""
+        return replace(self, total_run_count=self.total_run_count - 1)
 
     def encode(self) -> str:
         """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""
@@ -138,6 +147,12 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         entry.__dict__.update(self.__dict__)
         return entry
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+        entry = copy.copy(self)
+        for name in ("args", "kwargs", "options"):
+            setattr(entry, name, copy.deepcopy(getattr(self, name), memo))
+        return entry
+
     def with_past(self, meta: Meta) -> Entry:
         """Return a copy with what is known about its past."""
         entry = copy.copy(self)
@@ -158,7 +173,10 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if not isinstance(task, str) or not task:
             raise EntryError("definition has no task, or it is not a text")
         if isinstance(when, int | float) and not isinstance(when, bool):
-            when = schedule(run_every=float(when))
+            try:
+                when = schedule(run_every=float(when))
+            except (ValueError, OverflowError) as exc:
+                raise EntryError(f"definition has a schedule out of range: {exc}") from exc
         if not isinstance(when, BaseSchedule):
             raise EntryError(f"definition has a schedule of no known kind: {when!r}")
         if isinstance(when, schedule) and hasattr(when, "run_every") and when.run_every.total_seconds() <= 0:
@@ -171,7 +189,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             schedule=when,
             args=_typed(raw.get("args"), list, "args"),
             kwargs=_typed(raw.get("kwargs"), dict, "kwargs"),
-            options=_typed(raw.get("options"), dict, "options"),
+            options=_checked_options(_typed(raw.get("options"), dict, "options")),
             enabled=raw.get("enabled") in (None, True, 1),
             app=app,
         )
@@ -191,6 +209,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             "schedule": self.schedule,
             "enabled": self.enabled,
         }
+        if not self.task or not isinstance(self.schedule, BaseSchedule):
+            raise EntryError(f"entry {self.name!r} cannot be stored: it needs a task and a schedule")
         try:
             return json.dumps(definition, cls=RedBeatJSONEncoder)
         except (TypeError, ValueError) as exc:
@@ -269,8 +289,11 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
 
     def delete(self) -> None:
         """Remove the entry."""
+        keys = Keys.of(self.app)
         with schedule_client(self.app).pipeline() as pipe:
-            pipe.zrem(self.app.redbeat_conf.schedule_key, self.key)
+            pipe.zrem(keys.schedule, self.key, self.name)
+            pipe.zrem(keys.pending, self.key, self.name)
+            pipe.hdel(keys.quarantine, self.key, self.name)
             pipe.delete(self.key)
             pipe.execute()
 
@@ -301,3 +324,14 @@ def _typed(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
         raise EntryError(f"definition: {name} is not a JSON {'object' if kind is dict else 'array'}")
     return value
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    headers = options.get("headers")
+    if headers is not None and not isinstance(headers, dict):
+        raise EntryError("definition: the option headers is not a JSON object")
+    try:
+        time_to_start(options, queued_ttl=0, now=datetime.min.replace(tzinfo=UTC))
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise EntryError(f"definition: the options countdown, eta and expires make no sense: {exc}") from exc
+    return options

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from uuid import NAMESPACE_OID, uuid5
 
+from ..errors import EntryError
+
 __all__ = ("Decision", "Occurrence", "Outcome")
 
 
@@ -40,9 +42,16 @@ class Occurrence:
 
     @classmethod
     def decode(cls, text: str) -> Occurrence:
-        """Read the ``pending`` field of an entry."""
-        raw = json.loads(text)
-        return cls(str(raw["id"]), float(raw["nominal"]))
+        """Read the ``pending`` field of an entry.
+
+        Raises:
+            EntryError: it cannot be understood.
+        """
+        try:
+            raw = json.loads(text)
+            return cls(str(raw["id"]), float(raw["nominal"]))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
+            raise EntryError(f"pending cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ __all__ = ("Quarantine",)
 
 logger = get_logger("celery.beat")
 
+#: Entries that are looked at again in one tick.
+RECHECKED_PER_TICK = 100
+
 
 class Quarantine:
     """What is set aside, with the reason and since when."""
@@ -24,6 +28,7 @@ class Quarantine:
     def __init__(self, client: Any, keys: Keys) -> None:
         self.client, self.keys = client, keys
         self._known: dict[str, str] = {}
+        self._turn = 0
 
     def put(self, member: str, reason: str, *, due: bool) -> None:
         """Set an entry aside; said once per reason.
@@ -43,6 +48,17 @@ class Quarantine:
             pipe.zadd(self.keys.schedule, {member: PARKED}, xx=True)
             pipe.zrem(self.keys.pending, member)
             pipe.execute()
+
+    def to_recheck(self, members: Sequence[str]) -> Sequence[str]:
+        """Return which of them to look at again in this tick: each in its turn."""
+        start = self._turn % len(members) if members else 0
+        self._turn = start + RECHECKED_PER_TICK
+        return (*members[start:], *members[:start])[:RECHECKED_PER_TICK]
+
+    def forget(self, member: str) -> None:
+        """Drop what is known about an entry that was deleted."""
+        self._known.pop(member, None)
+        self.client.hdel(self.keys.quarantine, member)
 
     def lift(self, member: str) -> None:
         """Take an entry up again that is mended."""

@@ -186,9 +186,16 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
     def _work_off(self, due: Due, term: Term, now: datetime) -> None:
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
-        pending = [(stored, Occurrence.decode(stored.pending or "")) for stored in retaken]
+        pending = [(stored, stored.pending) for stored in retaken if stored.pending is not None]
         late = [(stored, occurrence) for stored, occurrence in pending if _too_late(stored, occurrence.nominal, now)]
-        missed = [(s, Decision(s.entry.name, s.entry.task, occurrence, Outcome.MISSED), None) for s, occurrence in late]
+        missed: list[tuple[Stored, Decision, Meta | None]] = [
+            (
+                stored,
+                Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED),
+                stored.meta.uncounted(),
+            )
+            for stored, occurrence in late
+        ]
         self.store.confirm(missed, term)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
@@ -290,6 +297,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
     def close(self) -> None:
         """Give up leadership and the broker connection; may run in a signal handler amid a tick, and again."""
         self._closed = True
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if "lease" in self.__dict__:
             self.lease.release()
         super(RedBeatScheduler, self).close()

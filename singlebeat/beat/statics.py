@@ -46,6 +46,8 @@ class Statics:
                     logger.info("beat: Removing old static schedule entry '%s'.", name)
                     pipe.zrem(keys.schedule, keys.prefix + name)
                     pipe.delete(keys.prefix + name)
+                    pipe.zrem(keys.pending, keys.prefix + name)
+                    pipe.hdel(keys.quarantine, keys.prefix + name)
                     pipe.srem(keys.statics, name)
                     pipe.hdel(keys.owners, name)
             if names:
@@ -69,15 +71,19 @@ class Statics:
             for name in entries:
                 pipe.hmget(keys.prefix + name, "definition", "meta")
                 pipe.zscore(keys.schedule, keys.prefix + name)
-            replies = pipe.execute()
+            replies = pipe.execute(raise_on_error=False)
         with self.client.pipeline() as pipe:
-            for (name, entry), (old, meta), score in zip(entries.items(), replies[::2], replies[1::2], strict=True):
+            for (name, entry), found, score in zip(entries.items(), replies[::2], replies[1::2], strict=True):
                 key = keys.prefix + name
+                if isinstance(found, Exception):
+                    logger.error("beat: Cannot add entry %r to the schedule: %s holds something else", name, key)
+                    continue
+                old, meta = found
                 try:
                     stored = Entry.decode(key, old, self.app) if old else None
                     past = Meta.decode(meta) if meta else Meta(now)
                 except EntryError:
-                    stored, past = None, Meta(now)
+                    stored, past, meta = None, Meta(now), None
                 if stored is not None and not stored.enabled:
                     entry.enabled = False
                 try:

@@ -23,6 +23,7 @@ from .keys import Keys
 from .occurrence import Decision, Occurrence
 from .policy import Policy
 from .quarantine import Quarantine
+from .recurrence import next_occurrence
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -38,9 +39,6 @@ BATCH = 500
 
 #: Decoded entries that are kept, by their raw definition.
 CACHE_SIZE = 20_000
-
-#: Entries in quarantine that are looked at again in one tick.
-RECHECKED_PER_TICK = 100
 
 
 @cache
@@ -58,7 +56,7 @@ class Stored:
     entry: Entry
     meta: Meta
     policy: Policy
-    pending: str | None  #: JSON of its claimed occurrence
+    pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when that is to be tried again
 
 
@@ -145,11 +143,11 @@ class Store:
             pipe.exists(keys.statics)
             members, upcoming, waiting, quarantined, statics = pipe.execute()
         scores, pending = dict(members), dict(waiting)
-        rechecked = quarantined[:RECHECKED_PER_TICK]
+        rechecked = self.quarantine.to_recheck(quarantined)
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
-        stored = {item.member: item for item in self._read(wanted, scores, rechecked)}
-        forgotten = [member for member in pending if member in stored and not stored[member].pending]
-        if forgotten:  # the entry was deleted and made anew
+        stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
+        forgotten = [member for member in pending if member not in stored or not stored[member].pending]
+        if forgotten:  # the entry was deleted, or made anew
             self.client.zrem(keys.pending, *forgotten)
         return Due(
             entries=[stored[member] for member in scores if member in stored],
@@ -164,38 +162,52 @@ class Store:
         )
 
     def _read(
-        self, members: Sequence[str], scores: Mapping[str, float], quarantined: Collection[str]
+        self, members: Sequence[str], scores: Mapping[str, float], quarantined: Collection[str], now: datetime
     ) -> Iterable[Stored]:
         if not members:
             return
         with self.client.pipeline(transaction=False) as pipe:
             for member in members:
                 pipe.hmget(self.keys.entry(member), "definition", "meta", "policy", "pending")
+            for member in quarantined:
+                pipe.zscore(self.keys.schedule, member)
             replies = pipe.execute(raise_on_error=False)
-        for member, reply in zip(members, replies, strict=True):
+        gone = {member for member, score in zip(quarantined, replies[len(members) :], strict=True) if score is None}
+        for member, reply in zip(members, replies, strict=False):
             try:
                 if isinstance(reply, Exception):
                     raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
                 definition, meta, policy, pending = reply
+                if not definition and member not in scores and member not in quarantined:
+                    continue  # deleted while its last occurrence waited
                 if not definition:
                     raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
-                sha, entry = self._decode(member, definition)
+                sha, entry = self._decode(member, definition, now)
+                taken = Occurrence.decode(pending) if pending else None
                 score, past = scores.get(member, PARKED), Meta.decode(meta)
-                stored = Stored(member, score, sha, entry, past, Policy.decode(policy), pending)
+                stored = Stored(member, score, sha, entry, past, Policy.decode(policy), taken)
             except EntryError as exc:
-                self.quarantine.put(member, str(exc), due=member in scores)
+                if member in gone:
+                    self.quarantine.forget(member)
+                else:
+                    self.quarantine.put(member, str(exc), due=member in scores)
             else:
                 if member in quarantined:
                     self.quarantine.lift(member)
                 yield stored
 
-    def _decode(self, member: str, definition: str) -> tuple[str, Entry]:
+    def _decode(self, member: str, definition: str, now: datetime) -> tuple[str, Entry]:
         found = self._decoded.get((member, definition))
         if found is None:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
-            sha = hashlib.sha1(definition.encode(), usedforsecurity=False).hexdigest()
-            found = sha, Entry.decode(self.keys.entry(member), definition, self.app)
+            entry = Entry.decode(self.keys.entry(member), definition, self.app)
+            try:
+                next_occurrence(entry.schedule, now, zone=self.app.timezone)
+            except Exception as exc:  # a rule that can be read may still make no sense
+                raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
+            raw = definition.encode(errors="surrogateescape")
+            found = hashlib.sha1(raw, usedforsecurity=False).hexdigest(), entry
             self._decoded[member, definition] = found
         return found
 

@@ -32,7 +32,7 @@ class Watchdog:
 
     def __init__(self, timeout: float, *, end: Callable[[int], object] = os._exit) -> None:
         self.timeout, self._end = timeout, end
-        self._looks = 0
+        self._looks, self._stopped = 0, False
         self._thread: threading.Thread | None = None
 
     def progress(self) -> None:
@@ -42,10 +42,16 @@ class Watchdog:
             self._thread = threading.Thread(target=self._watch, name="singlebeat-watchdog", daemon=True)
             self._thread.start()
 
+    def stop(self) -> None:
+        """End the watch; may be called in a signal handler."""
+        self._stopped = True
+
     def _watch(self) -> None:
         while self._looks < LOOKS:
             time.sleep(self.timeout / LOOKS)
             self._looks += 1
+            if self._stopped:
+                return
         logger.critical(
             "beat: No progress for %g s: this beat ends, so that another one takes over\n%s", self.timeout, _stacks()
         )
