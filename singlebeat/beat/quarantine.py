@@ -38,7 +38,7 @@ class Quarantine:
         """
         news = self._known.get(member) != reason
         if news:
-            logger.error("beat: Entry %s cannot be used and waits to be mended: %s", member, reason)
+            logger.error("beat: Entry %s cannot be used and waits to be mended: %s", _printable(member), reason)
             self._known[member] = reason
         if not news and not due:
             return
@@ -62,9 +62,13 @@ class Quarantine:
 
     def lift(self, member: str) -> None:
         """Take an entry up again that is mended."""
-        logger.info("beat: Entry %s is mended", member)
+        logger.info("beat: Entry %s is mended", _printable(member))
         self._known.pop(member, None)
         with self.client.pipeline() as pipe:
             pipe.hdel(self.keys.quarantine, member)
             pipe.zadd(self.keys.schedule, {member: 0}, xx=True)
             pipe.execute()
+
+
+def _printable(member: str) -> str:
+    return member.encode(errors="backslashreplace").decode()

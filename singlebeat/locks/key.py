@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kombu.utils import json
+from kombu.utils import json as kombu_json
 
 __all__ = ("bind", "digest", "lock_key", "readable")
 
@@ -57,16 +58,21 @@ def digest(
     """
     call = [task, list(args), dict(kwargs)] + ([scope] if scope else [])
     try:
-        text = json.dumps(call, cls=encoder, sort_keys=True)
+        # Once there and back, as the message goes: keys of dicts are texts now, and sorted alike at the sender and the worker.
+        text = json.dumps(json.loads(_encoded(call, encoder)), sort_keys=True)
     except (TypeError, ValueError) as exc:
         raise TypeError(f"{task}: {_culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _encoded(value: Any, encoder: type | None) -> str:
+    return str(kombu_json.dumps(value, cls=encoder or kombu_json.JSONEncoder))
+
+
 def _culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None) -> str:
     for name, value in (*enumerate(args), *kwargs.items()):
         try:
-            json.dumps(value, cls=encoder, sort_keys=True)
+            _encoded(value, encoder)
         except (TypeError, ValueError):
             return f"argument {name!r}"
     return "the arguments"

@@ -1,0 +1,512 @@
+"""Leadership: who leads, for how long that may be believed, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from redis import Redis
+from redis.exceptions import LockError, RedisError
+
+from singlebeat.beat.keys import LeaseKeys
+from singlebeat.beat.lease import Lease, Term
+from tests.support import RedisServer, wait_until
+
+KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term")
+
+#: A lease that no test outlives, so that the renewing thread never wakes up in it.
+LONG = 300.0
+
+
+class Clock:
+    """Monotonic seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lease_on() -> Iterator[Callable[..., Lease]]:
+    """Makes a lease on a server; all of them end with the test."""
+    leases = []
+
+    def make(server: RedisServer, *, ttl: float = LONG, keys: LeaseKeys = KEYS, **options) -> Lease:
+        options.setdefault("connect", lambda: server.client(socket_timeout=1))
+        leases.append(Lease(keys=keys, ttl=ttl, **options))
+        return leases[-1]
+
+    yield make
+    for lease in leases:
+        lease._stopped = True  # a release would need the server, which the test may have killed
+
+
+@pytest.fixture
+def make(server, redis, lease_on) -> Callable[..., Lease]:
+    return lambda **options: lease_on(server, **options)
+
+
+class SlowClient:
+    """A client whose replies arrive late: the server has answered at once, but time has passed since."""
+
+    def __init__(self, client: Redis, clock: Clock, seconds: float) -> None:
+        self.client, self.clock, self.seconds = client, clock, seconds
+
+    def __getattr__(self, name: str):
+        method = getattr(self.client, name)
+
+        def call(*args, **kwargs):
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.clock.advance(self.seconds)
+
+        return call
+
+
+# ---------------------------------------------------------------- one leads
+
+
+def test_one_leads_and_the_other_does_not(make, redis):
+    first, second = make(), make()
+
+    term = first.acquire()
+
+    assert term.number == 1
+    assert redis.get(KEYS.lock) == term.token
+    assert second.acquire() is None
+    assert (first.term(), second.term()) == (term, None)
+    assert (first.owned(), second.owned()) == (True, False)
+
+
+def test_who_leads_goes_on_with_the_same_term(make, redis):
+    lease = make()
+    term = lease.acquire()
+
+    assert lease.acquire() is lease.acquire() is term
+    assert redis.get(KEYS.term) == "1"
+
+
+def test_before_the_first_campaign_nobody_leads_and_nothing_is_written(make, redis):
+    lease = make()
+
+    assert lease.term() is None
+    assert lease.owned() is lease.renew() is False
+    assert lease.leader() == {}
+    assert redis.dbsize() == 0
+
+
+def test_a_losing_campaign_writes_nothing(make, redis):
+    redis.set(KEYS.lock, "somebody", px=60_000)
+
+    assert make().acquire() is None
+    assert redis.keys() == [KEYS.lock]
+    assert 0 < redis.pttl(KEYS.lock) <= 60_000
+
+
+def test_the_leader_is_shown_to_everybody(make, redis):
+    first, second = make(ttl=60), make()
+    term = first.acquire()
+
+    leader = second.leader()
+
+    assert set(leader) == {"host", "pid", "since", "term"}
+    assert leader["term"] == str(term.number)
+    assert 0 < redis.pttl(KEYS.leader) <= 60_000
+
+
+def test_many_campaigns_at_once_have_one_winner(make):
+    leases = [make() for _ in range(8)]
+    start, terms = threading.Barrier(len(leases)), []
+
+    def campaign(lease: Lease) -> None:
+        start.wait(10)
+        terms.append(lease.acquire())
+
+    threads = [threading.Thread(target=campaign, args=[lease]) for lease in leases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+
+    assert len(terms) == 8
+    assert [term.number for term in terms if term is not None] == [1]
+
+
+# ---------------------------------------------------------------- trust
+
+
+def test_trust_ends_before_the_lease_does(make, clock):
+    lease = make(clock=clock)
+    term = lease.acquire()
+
+    clock.advance(LONG * 0.85)
+    assert lease.term() == term
+    clock.advance(LONG * 0.1)
+    assert lease.term() is None
+    assert lease.owned() is False
+
+
+def test_renewing_prolongs_trust_and_lock(make, clock, redis):
+    lease = make(clock=clock)
+    term = lease.acquire()
+    for key in (KEYS.lock, KEYS.leader):
+        redis.pexpire(key, 1000)
+
+    clock.advance(LONG * 0.8)
+    assert lease.renew() is True
+
+    clock.advance(LONG * 0.8)
+    assert lease.term() == term
+    assert redis.pttl(KEYS.lock) > LONG * 900
+    assert redis.pttl(KEYS.leader) > LONG * 900
+    assert redis.get(KEYS.term) == "1"
+
+
+def test_a_slow_reply_does_not_stretch_trust(make, server, clock):
+    lease = make(clock=clock, connect=lambda: SlowClient(server.client(), clock, LONG * 0.4))
+    term = lease.acquire()
+
+    assert lease.term() == term
+    clock.advance(LONG * 0.55)
+    assert lease.term() is None
+
+
+def test_a_reply_slower_than_the_lease_gives_no_trust_at_all(make, server, clock):
+    lease = make(clock=clock, connect=lambda: SlowClient(server.client(), clock, LONG))
+
+    lease.acquire()
+
+    assert lease.term() is None
+
+
+def test_a_slow_renewal_does_not_stretch_trust(make, server, clock):
+    client = SlowClient(server.client(), clock, 0)
+    lease = make(clock=clock, connect=lambda: client)
+    term = lease.acquire()
+    client.seconds = LONG * 0.4
+
+    assert lease.renew() is True
+
+    assert lease.term() == term
+    clock.advance(LONG * 0.55)
+    assert lease.term() is None
+
+
+def test_what_is_left_of_our_own_last_term_does_not_keep_us_out(make, clock, redis):
+    lease = make(clock=clock)
+    old = lease.acquire()
+    clock.advance(LONG * 0.95)
+    assert lease.term() is None  # no renewal came through, but the lock is still there
+
+    new = lease.acquire()
+
+    assert new.number > old.number
+    assert lease.term() == new
+    assert redis.get(KEYS.lock) == new.token
+
+
+# ---------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize("loss", ["deleted", "stolen"])
+def test_a_lost_lock_ends_the_term_at_the_next_renewal(make, redis, loss):
+    lease = make()
+    lease.acquire()
+    redis.delete(KEYS.lock)
+    if loss == "stolen":
+        redis.set(KEYS.lock, "thief", px=60_000)
+
+    assert lease.renew() is False
+
+    assert lease.term() is None
+    assert redis.get(KEYS.lock) == {"deleted": None, "stolen": "thief"}[loss]
+
+
+def test_a_renewal_does_not_prolong_anothers_lock(make, redis):
+    lease = make()
+    lease.acquire()
+    redis.set(KEYS.lock, "thief", px=1000)
+    redis.pexpire(KEYS.leader, 1000)
+
+    lease.renew()
+
+    assert redis.pttl(KEYS.lock) <= 1000
+    assert redis.pttl(KEYS.leader) <= 1000
+
+
+def test_a_new_campaign_has_a_higher_number_and_another_token(make, redis):
+    lease = make()
+    first = lease.acquire()
+    redis.delete(KEYS.lock)
+    lease.renew()
+
+    second = lease.acquire()
+
+    assert second.number == first.number + 1
+    assert redis.get(KEYS.lock) == second.token != first.token
+    assert lease.leader()["term"] == "2"
+
+
+def test_numbers_rise_from_beat_to_beat(make):
+    numbers = []
+    for _ in range(3):
+        lease = make()
+        numbers.append(lease.acquire().number)
+        lease.release()
+
+    assert numbers == [1, 2, 3]
+
+
+def test_a_lease_that_ran_out_unnoticed_is_followed_by_a_new_term(make, clock, redis):
+    lease = make(clock=clock)
+    first = lease.acquire()
+    clock.advance(LONG)
+    redis.delete(KEYS.lock)  # as its time to live has done
+
+    second = lease.acquire()
+
+    assert second.number == first.number + 1
+    assert lease.term() == second
+
+
+def test_the_lock_ends_by_itself(make, redis):
+    make(ttl=60).acquire()
+
+    assert 0 < redis.pttl(KEYS.lock) <= 60_000
+
+
+# ---------------------------------------------------------------- release
+
+
+def test_a_release_lets_another_lead_at_once(make, redis):
+    first, second = make(), make()
+    first.acquire()
+
+    first.release()
+
+    assert redis.exists(KEYS.lock, KEYS.leader) == 0
+    assert second.acquire().number == 2
+
+
+def test_after_a_release_the_lease_never_leads_again(make, redis):
+    lease = make()
+    lease.acquire()
+
+    lease.release()
+    lease.release()
+
+    assert lease.acquire() is lease.term() is None
+    assert lease.owned() is lease.renew() is False
+    assert redis.exists(KEYS.lock) == 0
+
+
+def test_a_release_before_any_term_writes_nothing(make, redis):
+    redis.set(KEYS.lock, "somebody")
+    lease = make()
+
+    lease.release()
+
+    assert redis.get(KEYS.lock) == "somebody"
+    assert lease.acquire() is None
+
+
+def test_a_release_of_an_old_term_does_not_touch_a_newer_one(make, redis):
+    old, new = make(), make()
+    old.acquire()
+    redis.delete(KEYS.lock)
+    term = new.acquire()
+
+    old.release()
+
+    assert redis.get(KEYS.lock) == term.token
+    assert new.leader()["term"] == str(term.number)
+
+
+def test_a_release_ends_the_renewing(make):
+    lease = make(ttl=0.3)
+    lease.acquire()
+    thread = lease._thread
+    assert thread.is_alive()
+
+    lease.release()
+
+    wait_until(lambda: not thread.is_alive(), what="the end of the thread")
+
+
+def test_a_release_without_redis_says_that_the_lock_ends_by_itself(own_server, lease_on, caplog):
+    lease = lease_on(own_server)
+    lease.acquire()
+    own_server.kill()
+
+    lease.release()
+
+    assert "Could not release the lock, it ends within 300 s" in caplog.text
+    assert lease.term() is None
+
+
+# ---------------------------------------------------------------- the thread
+
+
+class CountingClient:
+    """Counts the calls that have come back with an answer."""
+
+    def __init__(self, client: Redis) -> None:
+        self.client, self.calls, self.news = client, 0, threading.Condition()
+
+    def evalsha(self, *args):
+        reply = self.client.evalsha(*args)
+        with self.news:
+            self.calls += 1
+            self.news.notify_all()
+        return reply
+
+    def __getattr__(self, name: str):
+        return getattr(self.client, name)
+
+
+def test_the_lease_is_kept_while_the_main_thread_is_blocked(make, server, redis):
+    client = CountingClient(server.client())
+    lease = make(ttl=1.5, connect=lambda: client)
+    term, began = lease.acquire(), time.monotonic()
+
+    with client.news:  # blocked, as in a publish that hangs, until the lease would be long over
+        assert client.news.wait_for(lambda: client.calls > 2 and time.monotonic() - began > 1.2 * lease.ttl, timeout=30)
+
+    assert lease.term() == term
+    assert redis.get(KEYS.lock) == term.token
+
+
+def test_a_stolen_lock_is_noticed_without_the_main_thread(make, redis):
+    lease = make(ttl=0.9)
+    lease.acquire()
+
+    redis.set(KEYS.lock, "thief")
+
+    wait_until(lambda: lease.term() is None, what="the end of the term")
+    assert redis.get(KEYS.lock) == "thief"
+
+
+# ---------------------------------------------------------------- without Redis
+
+
+def test_without_redis_there_is_no_campaign(own_server, lease_on):
+    own_server.kill()
+
+    with pytest.raises(RedisError):
+        lease_on(own_server).acquire()
+
+
+def test_without_redis_the_term_ends_when_trust_does(own_server, lease_on, clock):
+    lease = lease_on(own_server, clock=clock)
+    term = lease.acquire()
+    own_server.kill()
+
+    with pytest.raises(RedisError):
+        lease.renew()
+
+    assert lease.term() == term
+    clock.advance(LONG)
+    assert lease.term() is None
+    with pytest.raises(RedisError):
+        lease.acquire()
+
+
+def test_a_server_that_has_forgotten_everything_is_campaigned_for_again(own_server, lease_on):
+    lease = lease_on(own_server)
+    old = lease.acquire()
+    own_server.restart()
+
+    assert lease.renew() is False
+    new = lease.acquire()
+
+    assert new.token != old.token
+    assert own_server.client().get(KEYS.lock) == new.token
+
+
+def test_the_thread_outlives_an_outage(own_server, lease_on, caplog):
+    lease = lease_on(own_server, ttl=0.6)
+    lease.acquire()
+    thread = lease._thread
+    own_server.kill()
+    wait_until(lambda: "Could not renew the lock" in caplog.text, what="a renewal that fails")
+
+    own_server.restart()
+    wait_until(lambda: lease.term() is None, what="the end of the old term")
+    term = lease.acquire()
+
+    assert lease._thread is thread
+    lock = own_server.client()
+    before = lock.pttl(KEYS.lock)
+    wait_until(lambda: lock.pttl(KEYS.lock) > before or lease.term() != term, what="a renewal")
+    assert lease.term() == term
+
+
+# ---------------------------------------------------------------- switched off
+
+
+def test_without_a_lock_everybody_always_leads(make, redis, clock):
+    def connect():
+        raise AssertionError("no connection is needed")
+
+    keys = LeaseKeys(None, KEYS.leader, KEYS.term)
+    one, other = (make(keys=keys, clock=clock, connect=connect) for _ in range(2))
+
+    assert one.acquire() == other.acquire() == Term(0, "")
+    clock.advance(10 * LONG)
+    assert one.owned()
+    assert other.owned()
+    one.release()
+    assert one.acquire() is None
+    assert redis.dbsize() == 0
+
+
+# ---------------------------------------------------------------- RedBeat's protocol
+
+
+def test_a_lock_of_redis_py_keeps_us_out(make, redis):
+    lock = redis.lock(KEYS.lock, timeout=60)
+    assert lock.acquire(blocking=False)
+    lease = make()
+
+    assert lease.acquire() is None
+    lock.release()
+    assert lease.acquire().number == 1
+
+
+def test_our_lease_keeps_a_lock_of_redis_py_out(make, redis):
+    lease = make()
+    term = lease.acquire()
+    lock = redis.lock(KEYS.lock, timeout=60)
+
+    assert lock.acquire(blocking=False) is False
+    assert redis.get(KEYS.lock) == term.token
+
+    lease.release()
+    assert lock.acquire(blocking=False)
+
+
+def test_a_lock_of_redis_py_that_has_lost_to_us_cannot_touch_our_lease(make, redis):
+    lock = redis.lock(KEYS.lock, timeout=60)
+    lock.acquire(blocking=False)
+    token = lock.local.token
+    redis.delete(KEYS.lock)
+    term = make().acquire()
+
+    for touch in (lock.release, lock.reacquire, lambda: lock.extend(60)):
+        lock.local.token = token  # a release forgets it
+        with pytest.raises(LockError):
+            touch()
+    assert redis.get(KEYS.lock) == term.token

@@ -1,0 +1,347 @@
+"""RedBeat itself and singlebeat on the same data, in both directions: a rollout and the way back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from base64 import b64decode
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.beat import Service
+from celery.schedules import crontab, schedule
+from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
+from redbeat.schedulers import acquire_distributed_beat_lock
+from redbeat.schedules import rrule
+from redis import Redis
+
+from singlebeat import Entry, Scheduler
+from singlebeat.beat.entry import Meta
+from tests.support import wait_until
+from tests.system.apps import make_app
+
+TASK = "tests.system.apps.plain"
+SCHEDULE, STATICS, LOCK, QUEUE = "redbeat::schedule", "redbeat::statics", "redbeat::lock", "celery"
+HOUR = timedelta(hours=1)
+STATIC = {"static": {"task": TASK, "schedule": 3600, "args": ["static"]}}
+
+
+def new_app(server, **conf: Any) -> Celery:
+    """Return an app as another process has it; the watchdog would end this one after its tests."""
+    return make_app(server.celery_url, {"singlebeat_watchdog_timeout": None, **conf})
+
+
+@pytest.fixture
+def theirs(server, redis) -> Iterator[Celery]:
+    """An app for RedBeat: what the two keep on an app must not mix."""
+    with new_app(server) as app:
+        yield app
+
+
+@pytest.fixture
+def ours(server, redis) -> Iterator[Celery]:
+    with new_app(server) as app:
+        yield app
+
+
+@pytest.fixture
+def scheduler_of() -> Iterator[Any]:
+    schedulers = []
+
+    def make(app: Celery, kind: type = Scheduler) -> Any:
+        schedulers.append(Service(app, scheduler_cls=kind).get_scheduler())
+        return schedulers[-1]
+
+    yield make
+    for scheduler in schedulers:
+        scheduler.close()
+
+
+def redbeat_leads(scheduler: RedBeatScheduler) -> None:
+    """Take the lock as RedBeat does when beat starts; waits until it is free."""
+    acquire_distributed_beat_lock(sender=type("Service", (), {"scheduler": scheduler}))
+
+
+def names_sent(redis: Redis) -> list[Any]:
+    """The first argument of every message, the first one first."""
+    messages = (json.loads(text) for text in redis.lrange(QUEUE, 0, -1)[::-1])
+    return [json.loads(b64decode(message["body"]))[0][0] for message in messages]
+
+
+SCHEDULES = {
+    "interval": schedule(3600),
+    "relative interval": schedule(3600, relative=True),
+    "crontab": crontab(minute="*", hour="*"),
+    "crontab of lists": crontab(minute=list(range(60)), day_of_week="mon-sun", month_of_year="1-12"),
+    # RedBeat walks from the start of a rule, step by step.
+    "rule": rrule("HOURLY", dtstart=(datetime.now(UTC) - timedelta(days=9)).replace(minute=0, second=0, microsecond=0)),
+}
+
+
+# ---------------------------------------------------------------- from RedBeat to us
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_we_load_and_send_what_redbeat_has_saved(theirs, ours, redis, scheduler_of, kind):
+    last = datetime.now(UTC) - 2 * HOUR
+    RedBeatSchedulerEntry(
+        "e",
+        TASK,
+        SCHEDULES[kind],
+        args=["e"],
+        kwargs={"seconds": 0},
+        options={"priority": 0},
+        app=theirs,
+        last_run_at=last,
+    ).save()
+
+    loaded = Entry.from_key("redbeat:e", app=ours)
+    scheduler = scheduler_of(ours)
+    scheduler.tick()
+    scheduler.tick()
+
+    assert (loaded.name, loaded.task, loaded.args, loaded.kwargs) == ("e", TASK, ["e"], {"seconds": 0})
+    assert (loaded.options, loaded.enabled, loaded.last_run_at) == ({"priority": 0}, True, last)
+    assert loaded.schedule == SCHEDULES[kind]
+    assert names_sent(redis) == ["e"]
+    assert redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
+
+
+def test_we_go_on_where_redbeat_has_stopped(theirs, ours, redis, scheduler_of):
+    entry = RedBeatSchedulerEntry("e", TASK, schedule(3600), args=["e"], app=theirs).save()
+    entry = entry.next()
+
+    scheduler_of(ours).tick()
+
+    assert names_sent(redis) == []
+    loaded = Entry.from_key("redbeat:e", app=ours)
+    assert (loaded.last_run_at, loaded.total_run_count) == (entry.last_run_at, 1)
+
+
+def test_an_entry_that_redbeat_has_disabled_stays_so(theirs, ours, redis, scheduler_of):
+    last = datetime.now(UTC) - 2 * HOUR
+    RedBeatSchedulerEntry("e", TASK, schedule(3600), args=["e"], enabled=False, app=theirs, last_run_at=last).save()
+
+    scheduler_of(ours).tick()
+
+    assert names_sent(redis) == []
+    assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).enabled is False
+
+
+def test_a_time_that_redbeat_has_written_too_early_is_corrected(theirs, ours, redis, scheduler_of):
+    last = datetime.now(UTC) - timedelta(minutes=10)
+    entry = RedBeatSchedulerEntry("e", TASK, schedule(3600), args=["e"], app=theirs, last_run_at=last).save()
+    redis.zadd(SCHEDULE, {entry.key: datetime.now(UTC).timestamp() - 60})
+
+    scheduler_of(ours).tick()
+
+    assert names_sent(redis) == []
+    assert redis.zscore(SCHEDULE, entry.key) == pytest.approx((last + HOUR).timestamp(), abs=1e-5)
+
+
+def test_static_entries_of_redbeat_become_ours(server, redis, scheduler_of):
+    redbeat = scheduler_of(new_app(server, beat_schedule={**STATIC, "old": STATIC["static"]}), RedBeatScheduler)
+    redbeat_leads(redbeat)
+    before = redis.zscore(SCHEDULE, "redbeat:static"), redis.hget("redbeat:static", "meta")
+    redbeat.close()
+
+    scheduler_of(new_app(server, beat_schedule=STATIC)).tick()
+
+    assert redis.smembers(STATICS) == {"static"}
+    assert redis.exists("redbeat:old") == 0
+    assert redis.hget("redbeat:static", "meta") == before[1]
+    assert redis.zscore(SCHEDULE, "redbeat:static") >= before[0]
+
+
+# ---------------------------------------------------------------- from us to RedBeat
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_redbeat_uses_what_we_have_saved_and_sent(theirs, ours, redis, scheduler_of, kind):
+    last = datetime.now(UTC) - 2 * HOUR
+    Entry("e", TASK, SCHEDULES[kind], args=["e"], kwargs={"seconds": 0}, app=ours, last_run_at=last).save()
+    redis.hset("redbeat:e", "policy", '{"misfire_grace_time": 86400}')
+    scheduler_of(ours).tick()
+    assert names_sent(redis) == ["e"]
+
+    entry = RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs)
+
+    assert (entry.name, entry.task, entry.args, entry.kwargs) == ("e", TASK, ["e"], {"seconds": 0})
+    assert (entry.options, entry.enabled, entry.total_run_count) == ({}, True, 1)
+    assert entry.schedule == SCHEDULES[kind]
+    assert last < entry.last_run_at <= datetime.now(UTC)
+    is_due, seconds = entry.is_due()
+    assert is_due in (True, False)
+    assert seconds > 0
+
+    following = entry.next()
+    assert following.total_run_count == 2
+    assert Entry.from_key("redbeat:e", app=ours).meta == Meta(following.last_run_at.astimezone(UTC), 2)
+
+    following.delete()
+    assert redis.exists("redbeat:e", SCHEDULE) == 0
+
+
+def test_redbeat_is_not_due_for_what_we_have_sent(theirs, ours, scheduler_of):
+    Entry("e", TASK, schedule(7200), args=["e"], app=ours, last_run_at=datetime.now(UTC) - timedelta(hours=3)).save()
+    scheduler_of(ours).tick()
+
+    is_due, seconds = RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).is_due()
+
+    assert not is_due
+    assert 0 < seconds <= 3600
+
+
+def test_redbeat_ticks_on_all_that_we_leave_behind(server, redis, ours, scheduler_of):
+    app = new_app(server, beat_schedule=STATIC)
+    for name in ("a", "b"):
+        Entry(name, TASK, schedule(3600), args=[name], app=ours, last_run_at=datetime.now(UTC) - 2 * HOUR).save()
+    redis.hset("redbeat:broken", "definition", "{")
+    redis.zadd(SCHEDULE, {"redbeat:broken": 0})
+    mine = scheduler_of(app)
+    mine.tick()
+    mine.close()
+    assert sorted(names_sent(redis)) == ["a", "b"]
+    for key in ("redbeat:a", "redbeat:static"):
+        redis.hset(key, "meta", Meta(datetime.now(UTC) - 2 * HOUR, 3).encode())
+        redis.zadd(SCHEDULE, {key: 0})
+
+    redbeat = scheduler_of(new_app(server, beat_schedule=STATIC), RedBeatScheduler)
+    redbeat_leads(redbeat)
+    redbeat.tick()
+
+    assert sorted(names_sent(redis)) == ["a", "a", "b", "static"]
+    assert Entry.from_key("redbeat:a", app=ours).total_run_count == 4
+
+
+def test_the_last_run_of_the_repeated_hour_is_the_same_instant_for_redbeat(server, redis):
+    ours, theirs = (new_app(server, timezone="Europe/Berlin") for _ in range(2))
+    last = datetime(2024, 10, 27, 1, 30, tzinfo=UTC).astimezone(ours.timezone)  # the second half past two
+    Entry("e", TASK, schedule(3600), app=ours, last_run_at=last).save()
+
+    assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).last_run_at == datetime(
+        2024, 10, 27, 1, 30, tzinfo=UTC
+    )
+
+
+# ---------------------------------------------------------------- one interface
+
+
+def test_saving_again_keeps_the_past(ours, redis):
+    entry = Entry("e", TASK, schedule(3600), app=ours, last_run_at=datetime.now(UTC) - HOUR).save()
+    entry = next(entry)
+
+    Entry("e", TASK, schedule(60), app=ours).save()
+
+    stored = Entry.from_key("redbeat:e", app=ours)
+    assert (stored.meta, stored.schedule) == (entry.meta, schedule(60))
+
+
+def test_rescheduling_keeps_the_number_of_runs(ours, redis):
+    moment = datetime.now(UTC) - timedelta(minutes=5)
+    entry = next(Entry("e", TASK, schedule(3600), app=ours).save())
+
+    entry.reschedule(last_run_at=moment)
+
+    assert Entry.from_key("redbeat:e", app=ours).meta == Meta(moment, 1)
+    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx((moment + HOUR).timestamp(), abs=1e-5)
+
+
+def test_only_the_time_may_be_updated(ours):
+    moment = datetime.now(UTC) - timedelta(minutes=5)
+    entry = Entry("e", TASK, schedule(3600), app=ours).save()
+
+    entry._next_instance(last_run_at=moment, only_update_last_run_at=True)
+
+    assert Entry.from_key("redbeat:e", app=ours).meta == Meta(moment, 0)
+
+
+def test_the_rank_counts_the_entries_before(ours, redis):
+    first, second = (
+        Entry(name, TASK, schedule(every), app=ours).save() for name, every in {"a": 60, "b": 3600}.items()
+    )
+
+    assert (first.rank, second.rank) == (0, 1)
+    second.delete()
+    assert second.rank is None
+
+
+def test_an_entry_that_does_not_exist_is_a_key_error(ours, redis):
+    with pytest.raises(KeyError, match="redbeat:none"):
+        Entry.from_key("redbeat:none", app=ours)
+    with pytest.raises(KeyError, match="redbeat:none"):
+        Entry.load_definition("redbeat:none", app=ours)
+
+
+def test_the_parts_of_an_entry_read_alike(ours, theirs, redis):
+    Entry("e", TASK, crontab(minute="5"), args=[1], app=ours).save()
+
+    assert Entry.load_definition("redbeat:e", app=ours) == RedBeatSchedulerEntry.load_definition(
+        "redbeat:e", app=theirs
+    )
+    assert Entry.load_meta("redbeat:e", app=ours) == RedBeatSchedulerEntry.load_meta("redbeat:e", app=theirs)
+    assert Entry.generate_key(ours, "e") == RedBeatSchedulerEntry.generate_key(theirs, "e") == "redbeat:e"
+
+
+# ---------------------------------------------------------------- who leads
+
+
+def test_redbeat_keeps_us_out_until_it_leaves(theirs, ours, redis, scheduler_of, caplog):
+    caplog.set_level("INFO")
+    redbeat, mine = scheduler_of(theirs, RedBeatScheduler), scheduler_of(ours)
+    redbeat_leads(redbeat)
+    token = redis.get(LOCK)
+    Entry("e", TASK, schedule(3600), args=["e"], app=ours, last_run_at=datetime.now(UTC) - 2 * HOUR).save()
+
+    for _ in range(2):
+        assert 0 < mine.tick() < 1
+    assert (names_sent(redis), redis.get(LOCK)) == ([], token)
+    assert "Standing by: another beat leads" in caplog.text
+    redbeat.close()
+    mine.tick()
+
+    assert names_sent(redis) == ["e"]
+
+
+def test_redbeat_waits_until_we_leave(theirs, ours, redis, scheduler_of):
+    redbeat, mine = scheduler_of(theirs, RedBeatScheduler), scheduler_of(ours)
+    redbeat.max_interval = 0.01  # how often it asks
+    mine.tick()
+    token = redis.get(LOCK)
+    theirs_held = []
+
+    def lead() -> None:
+        redbeat_leads(redbeat)
+        theirs_held.append(redis.get(LOCK))
+        redbeat.close()  # here: redis-py's lock belongs to its thread
+
+    thread = threading.Thread(target=lead, daemon=True)
+    thread.start()
+
+    def asked() -> int:
+        return redis.info("commandstats")["cmdstat_set"]["calls"]
+
+    before = asked()
+    wait_until(lambda: asked() >= before + 3, what="RedBeat to ask and ask")
+    assert thread.is_alive()
+    assert redis.get(LOCK) == token
+    mine.close()
+    thread.join(10)
+
+    assert len(theirs_held) == 1
+    assert theirs_held[0] not in (None, token)
+
+
+def test_redbeat_can_not_prolong_what_it_has_lost_to_us(theirs, ours, redis, scheduler_of):
+    redbeat, mine = scheduler_of(theirs, RedBeatScheduler), scheduler_of(ours)
+    redbeat_leads(redbeat)
+    redis.delete(LOCK)
+    mine.tick()
+
+    with pytest.raises(Exception, match="lock"):
+        redbeat.tick()
+
+    assert redis.get(LOCK) == mine.lease.term().token

@@ -1,0 +1,1109 @@
+"""The scheduler in this process, on a real server: what a tick sends, skips, keeps for later and survives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.beat import Service
+from celery.schedules import BaseSchedule, crontab, schedule
+from celery.signals import after_task_publish, beat_init, before_task_publish
+from redis import Redis
+
+from singlebeat import Entry, Scheduler
+from singlebeat import signals as events
+from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.occurrence import Occurrence
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Call, Ref, Verdict
+from tests.support import ROOT, RedisServer, wait_until
+from tests.system.apps import make_app
+
+PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
+QUEUE = "celery"
+SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::pending"
+HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
+HOUR = timedelta(hours=1)
+
+
+class Bench:
+    """A server with its app, its schedulers, and a look at what was sent."""
+
+    def __init__(self, server: RedisServer, **conf: Any) -> None:
+        # The watchdog would end this very process after its tests.
+        self.server, self.conf = server, {"singlebeat_watchdog_timeout": None, **conf}
+        self.redis = server.client()
+        self.app = self.new_app()
+        self.schedulers: list[Scheduler] = []
+
+    def new_app(self) -> Celery:
+        """Return an app as another process would have it."""
+        return make_app(self.server.celery_url, self.conf)
+
+    def scheduler(self, *, app: Celery | None = None) -> Scheduler:
+        """Return a scheduler as of another process."""
+        scheduler = Service(app or self.new_app(), scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        self.schedulers.append(scheduler)
+        return scheduler
+
+    def put(
+        self, name: str = "e", *, task: str = PLAIN, every: Any = HOUR, ago: timedelta = 2 * HOUR, **fields: Any
+    ) -> Entry:
+        """Store an entry whose last run is ``ago``: by default it is due, and has been for an hour."""
+        every = every if isinstance(every, BaseSchedule) else schedule(every)
+        fields = {"args": [name], **fields}
+        last = datetime.now(UTC) - ago
+        return Entry(name, task, every, app=self.app, last_run_at=last, total_run_count=7, **fields).save()
+
+    @property
+    def sent(self) -> list[tuple[str, list[Any]]]:
+        """Task id and positional arguments of every message in the queue, the first one first."""
+        messages = [json.loads(text) for text in self.redis.lrange(QUEUE, 0, -1)[::-1]]
+        return [(message["headers"]["id"], self._body(message)[0]) for message in messages]
+
+    @property
+    def names(self) -> list[Any]:
+        """The first argument of every message: by our convention, the entry's name."""
+        return [args[0] for _, args in self.sent]
+
+    @staticmethod
+    def _body(message: dict[str, Any]) -> Any:
+        return json.loads(b64decode(message["body"]))
+
+    @property
+    def history(self) -> list[dict[str, str]]:
+        """The decisions so far."""
+        return [record for _, record in self.redis.xrange(HISTORY)]
+
+    def meta(self, name: str = "e") -> Meta:
+        return Meta.decode(self.redis.hget(f"redbeat:{name}", "meta"))
+
+    def pending(self, name: str = "e") -> Occurrence | None:
+        text = self.redis.hget(f"redbeat:{name}", "pending")
+        return Occurrence.decode(text) if text else None
+
+    def retry_now(self) -> None:
+        """Let the time come to which unconfirmed occurrences were postponed."""
+        for member in self.redis.zrange(PENDING, 0, -1):
+            self.redis.zadd(PENDING, {member: 0})
+
+    def stop(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.close()
+        self.app.close()
+
+
+@pytest.fixture
+def bench_on() -> Iterator[Callable[..., Bench]]:
+    benches = []
+
+    def make(server: RedisServer, **conf: Any) -> Bench:
+        benches.append(Bench(server, **conf))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.stop()
+
+
+@pytest.fixture
+def bench(server: RedisServer, redis: Redis, bench_on) -> Bench:
+    return bench_on(server)
+
+
+@contextmanager
+def connected(signal: Any, receiver: Callable[..., Any]) -> Iterator[None]:
+    def receive(**kwargs: Any) -> None:
+        receiver(**kwargs)
+
+    signal.connect(receive, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receive)
+
+
+def python(code: str) -> Any:
+    """Run code in a fresh interpreter and return what it prints as JSON."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+# ---------------------------------------------------------------- before the first tick
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_making_a_scheduler_writes_connects_and_starts_nothing(bench, lazy):
+    app = make_app(bench.server.celery_url, {"beat_schedule": {"e": {"task": PLAIN, "schedule": 60}}})
+    clients = len(bench.redis.client_list())
+    threads = set(threading.enumerate())
+
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler(lazy=lazy)
+    shown = scheduler.info
+
+    assert isinstance(scheduler, Scheduler)
+    assert "redbeat::lock" in shown
+    assert set(threading.enumerate()) <= threads
+    assert len(bench.redis.client_list()) == clients
+    assert bench.redis.dbsize() == 0
+
+
+def test_the_scheduler_has_a_short_name():
+    app = make_app("redis://127.0.0.1:1")
+
+    assert isinstance(Service(app, scheduler_cls="singlebeat").get_scheduler(lazy=True), Scheduler)
+
+
+LOOK_AT_REDBEAT = """
+import json, redbeat, redbeat.schedulers, redbeat.decoder
+from celery.signals import beat_init
+def look():
+    classes = (redbeat.RedBeatScheduler, redbeat.RedBeatSchedulerEntry, redbeat.schedulers.RedBeatConfig)
+    classes += (redbeat.decoder.RedBeatJSONDecoder, redbeat.decoder.RedBeatJSONEncoder)
+    found = {f"{c.__name__}.{k}": repr(v) for c in classes for k, v in vars(c).items()}
+    found["module"] = {k: repr(v) for k, v in vars(redbeat.schedulers).items() if k != "__builtins__"}
+    found["receivers"] = repr(beat_init.receivers)
+    return found
+before = look()
+import singlebeat
+objects = [getattr(singlebeat, name) for name in singlebeat.__all__]
+print(json.dumps([before, look(), len(objects)]))
+"""
+
+
+def test_importing_singlebeat_does_not_change_redbeat():
+    before, after, number = python(LOOK_AT_REDBEAT)
+
+    assert number >= 6
+    assert "RedBeatScheduler.tick" in before
+    assert "acquire_distributed_beat_lock" in before["receivers"]
+    assert after == before
+
+
+def test_a_singleton_does_not_import_redbeat():
+    code = "import json, sys; from singlebeat import Singleton; "
+    code += "from celery.signals import beat_init; "
+    code += "print(json.dumps([[m for m in sys.modules if m.startswith('redbeat')], len(beat_init.receivers or [])]))"
+
+    assert python(code) == [[], 0]
+
+
+def test_redbeats_own_receiver_leaves_our_scheduler_alone(bench):
+    from redbeat.schedulers import acquire_distributed_beat_lock
+
+    service = Service(bench.app, scheduler_cls="singlebeat.Scheduler")
+    scheduler = service.scheduler
+
+    beat_init.send(sender=service)
+    acquire_distributed_beat_lock(sender=service)
+
+    assert bench.redis.dbsize() == 0
+    assert scheduler.tick() > 0
+    assert bench.redis.get(LOCK) == scheduler.lease.term().token
+    service.sync()
+    assert bench.redis.exists(LOCK) == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://u:hunter2@127.0.0.1:1/3", "unix://:hunter2@/tmp/none", "redis://127.0.0.1:1/3?password=hunter2"]
+)
+def test_the_banner_shows_server_lock_and_lease_without_the_password(url):
+    app = make_app("memory://", {"redbeat_redis_url": url, "redbeat_key_prefix": "mine:", "redbeat_lock_timeout": 42})
+
+    shown = Scheduler(app, lazy=True).info
+
+    assert "hunter2" not in shown
+    assert url.split("?")[0].split("@")[-1].removeprefix("redis://") in shown
+    assert "lock -> `mine::lock`, lease 42 s" in shown
+
+
+def test_the_banner_says_that_there_is_no_lock():
+    app = make_app("redis://127.0.0.1:1", {"redbeat_lock_key": None})
+
+    assert "lock -> none" in Scheduler(app, lazy=True).info
+
+
+# ---------------------------------------------------------------- what is due is sent
+
+
+def test_a_due_entry_is_sent_once_under_the_id_of_its_occurrence(bench):
+    entry = bench.put()
+    nominal = entry.last_run_at + HOUR
+    occurrence = Occurrence.of("redbeat:", "e", nominal)
+    scheduler = bench.scheduler()
+
+    for _ in range(3):
+        scheduler.tick()
+
+    assert bench.sent == [(occurrence.id, ["e"])]
+    assert bench.meta() == Meta(nominal, 8)
+    assert bench.pending() is None
+    assert bench.redis.exists(PENDING) == 0
+    ((record),) = bench.history
+    assert (record["entry"], record["decision"], record["id"]) == ("e", "dispatched", occurrence.id)
+    assert record["term"] == "1"
+
+
+def test_the_next_time_stays_on_the_grid_and_lies_ahead(bench):
+    entry = bench.put(ago=timedelta(hours=5, minutes=20))
+
+    bench.scheduler().tick()
+
+    ahead = entry.last_run_at + timedelta(hours=6)
+    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(ahead.timestamp(), abs=1e-5)
+    assert len(bench.sent) == 1
+
+
+def test_entries_are_sent_in_the_order_of_their_times(bench):
+    for name, minutes in {"b": 10, "c": 5, "a": 20}.items():
+        entry = bench.put(name)
+        bench.redis.zadd(SCHEDULE, {entry.key: datetime.now(UTC).timestamp() - 60 * minutes})
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["a", "b", "c"]
+
+
+def test_an_entry_that_has_never_run_runs_at_once(bench):
+    bench.put()
+    bench.redis.hdel("redbeat:e", "meta")
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["e"]
+    assert bench.meta().total_run_count == 1
+
+
+def test_nothing_due_is_nothing_sent_and_a_sleep_until_it_is(bench):
+    bench.put(ago=timedelta())
+    scheduler = bench.scheduler()
+
+    delays = [scheduler.tick() for _ in range(3)]
+
+    assert bench.sent == []
+    assert all(0 < delay <= 1 for delay in delays)
+    assert bench.meta().total_run_count == 7
+
+
+def test_the_sleep_ends_when_the_next_entry_is_due(bench):
+    bench.put(every=0.4, ago=timedelta())
+    scheduler = bench.scheduler()
+
+    assert 0 < scheduler.tick() <= 0.4
+
+
+def test_an_entry_that_is_written_while_beat_runs_is_sent(bench):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+
+    bench.put("new")
+    scheduler.tick()
+
+    assert bench.names == ["new"]
+
+
+def test_a_disabled_entry_is_not_sent_and_its_time_goes_on(bench):
+    entry = bench.put(enabled=False)
+    scheduler = bench.scheduler()
+
+    scheduler.tick()
+    scheduler.tick()
+
+    assert (bench.sent, bench.pending()) == ([], None)
+    assert [record["decision"] for record in bench.history] == ["paused"]
+    assert bench.meta() == Meta(entry.last_run_at + HOUR, bench.meta().total_run_count)
+    assert bench.redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
+
+
+def test_an_entry_that_is_enabled_again_does_not_run_for_the_past(bench):
+    entry = bench.put(enabled=False, ago=10 * HOUR)
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    entry.enabled = True
+    entry.last_run_at = bench.meta().last_run_at
+    bench.redis.hset(entry.key, "definition", entry.encode())
+
+    scheduler.tick()
+
+    assert bench.sent == []
+
+
+def test_an_occurrence_later_than_its_grace_is_missed_and_not_counted(bench):
+    entry = bench.put()
+    bench.redis.hset(entry.key, "policy", '{"misfire_grace_time": 60}')
+    before = bench.meta().total_run_count
+
+    bench.scheduler().tick()
+
+    assert (bench.sent, bench.pending()) == ([], None)
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.meta() == Meta(entry.last_run_at + HOUR, before)
+    assert bench.redis.zscore(SCHEDULE, entry.key) > datetime.now(UTC).timestamp()
+
+
+def test_an_occurrence_within_its_grace_runs(bench):
+    entry = bench.put()
+    bench.redis.hset(entry.key, "policy", '{"misfire_grace_time": 7200}')
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["e"]
+
+
+def test_a_deleted_entry_is_not_sent(bench):
+    bench.put().delete()
+
+    bench.scheduler().tick()
+
+    assert bench.sent == []
+
+
+def test_an_entry_without_further_times_is_sent_once_and_parked(bench):
+    from redbeat.schedules import rrule
+
+    once = rrule("DAILY", dtstart=datetime.now(UTC) - HOUR, count=1)
+    bench.put(every=once, ago=2 * HOUR)
+    scheduler = bench.scheduler()
+
+    scheduler.tick()
+    scheduler.tick()
+
+    assert bench.names == ["e"]
+    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == PARKED
+
+
+def test_a_score_that_comes_too_early_is_corrected_and_nothing_sent(bench):
+    entry = bench.put(ago=timedelta(minutes=1))
+    bench.redis.zadd(SCHEDULE, {entry.key: datetime.now(UTC).timestamp() - 30})
+    before = bench.meta()
+    scheduler = bench.scheduler()
+
+    scheduler.tick()
+
+    assert bench.sent == []
+    assert bench.meta() == before
+    assert bench.redis.zscore(SCHEDULE, entry.key) == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
+
+
+def test_a_crontab_that_has_run_today_is_not_sent_again_by_an_early_score(bench):
+    now = datetime.now(UTC)
+    entry = bench.put(every=crontab(minute=str((now.minute - 2) % 60)), ago=timedelta(minutes=1))
+    bench.redis.zadd(SCHEDULE, {entry.key: now.timestamp() - 30})
+
+    bench.scheduler().tick()
+
+    assert bench.sent == []
+    assert bench.redis.zscore(SCHEDULE, entry.key) > now.timestamp()
+
+
+def test_a_score_ahead_is_waited_for_even_if_the_last_run_is_long_ago(bench):
+    entry = bench.put(ago=99 * HOUR)
+    ahead = datetime.now(UTC).timestamp() + 600
+    bench.redis.zadd(SCHEDULE, {entry.key: ahead})
+
+    bench.scheduler().tick()
+
+    assert bench.sent == []
+    assert bench.redis.zscore(SCHEDULE, entry.key) == ahead
+
+
+def test_a_parked_entry_stays_parked(bench):
+    entry = bench.put(ago=99 * HOUR)
+    bench.redis.zadd(SCHEDULE, {entry.key: PARKED})
+
+    bench.scheduler().tick()
+
+    assert bench.sent == []
+    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+
+
+def test_a_last_run_in_the_future_is_waited_for(bench):
+    entry = bench.put(ago=-3 * HOUR)
+    bench.redis.zadd(SCHEDULE, {entry.key: 0})
+
+    bench.scheduler().tick()
+
+    assert bench.sent == []
+    assert bench.redis.zscore(SCHEDULE, entry.key) == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
+
+
+def test_options_travel_with_the_message_and_are_not_changed(bench):
+    options = {"headers": {"mine": "1"}, "queue": "other", "priority": 3}
+    bench.put(task=SINGLE, options=options)
+    definition = bench.redis.hget("redbeat:e", "definition")
+    scheduler = bench.scheduler()
+
+    scheduler.tick()
+
+    (message,) = (
+        json.loads(text) for text in bench.redis.lrange("other\x06\x163", 0, -1) + bench.redis.lrange("other", 0, -1)
+    )
+    assert message["headers"]["mine"] == "1"
+    assert message["headers"]["celery_beat_task"] is True
+    assert message["headers"]["singlebeat_lock"]["id"] == message["headers"]["id"]
+    assert bench.redis.hget("redbeat:e", "definition") == definition
+    (cached,) = (entry for _, entry in scheduler.store._decoded.values())
+    assert cached.options == options
+
+
+def test_a_task_that_beat_does_not_know_is_sent_by_its_name(bench):
+    bench.put(task="elsewhere.task")
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["e"]
+
+
+def test_more_than_one_batch_is_due(bench):
+    for at in range(501):
+        bench.put(f"e{at}", task=PLAIN)
+    scheduler = bench.scheduler()
+
+    assert scheduler.tick() < 0.1
+    scheduler.tick()
+
+    assert len(set(bench.names)) == len(bench.names) == 501
+
+
+def test_every_decision_is_told(bench):
+    bench.put()
+    told = []
+    with connected(events.occurrence_decided, lambda entry, decision, **_: told.append((entry, decision.outcome))):
+        bench.scheduler().tick()
+
+    assert told == [("e", "dispatched")]
+
+
+# ---------------------------------------------------------------- overlap
+
+
+def test_an_occurrence_whose_task_is_still_queued_is_skipped(bench, caplog):
+    caplog.set_level("INFO")
+    holder = bench.app.tasks[SINGLE].delay("e")
+    bench.put(task=SINGLE)
+
+    scheduler = bench.scheduler()
+    scheduler.tick()
+
+    assert [task_id for task_id, _ in bench.sent] == [holder.id]
+    (record,) = bench.history
+    assert record["decision"] == "skipped_overlap"
+    assert f"held by task {holder.id}, queued since 20" in record["reason"]
+    (line,) = (r.getMessage() for r in caplog.records if "Skipping" in r.getMessage())
+    assert line.startswith(f"Scheduler: Skipping task e ({SINGLE}): held by task {holder.id}, queued since 20")
+    assert bench.pending() is None
+
+
+def test_a_skipped_occurrence_is_not_counted_and_not_tried_again(bench):
+    bench.app.tasks[SINGLE].delay("e")
+    entry = bench.put(task=SINGLE)
+    before = bench.meta()
+    scheduler = bench.scheduler()
+
+    for _ in range(3):
+        scheduler.tick()
+
+    assert bench.meta() == Meta(entry.last_run_at + HOUR, before.total_run_count)
+    assert len(bench.history) == 1
+    assert bench.redis.zscore(SCHEDULE, entry.key) > datetime.now(UTC).timestamp()
+
+
+def test_two_entries_of_one_call_overlap(bench):
+    for name in ("a", "b"):
+        bench.put(name, task=SINGLE, args=["same"])
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["same"]
+    assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
+
+
+def test_entries_with_other_arguments_do_not_overlap(bench):
+    for name in ("a", "b"):
+        bench.put(name, task=SINGLE)
+
+    bench.scheduler().tick()
+
+    assert sorted(bench.names) == ["a", "b"]
+
+
+def test_plain_tasks_are_locked_once_a_worker_looks_after_locks(bench):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    for name in ("a", "b"):
+        bench.put(name, args=["same"])
+
+    bench.scheduler().tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
+
+
+def test_without_such_a_worker_plain_tasks_are_sent_unlocked_and_it_is_said_once(bench, caplog):
+    for name in ("a", "b"):
+        bench.put(name, args=["same"])
+    scheduler = bench.scheduler()
+
+    scheduler.tick()
+    bench.put("c", args=["same"])
+    scheduler.tick()
+
+    assert bench.names == ["same"] * 3
+    assert caplog.text.count("sent without a lock") == 1
+    assert bench.redis.keys("SINGLETONLOCK_*") == []
+
+
+# ---------------------------------------------------------------- the broker is away
+
+
+def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(server, redis, own_server, bench_on, caplog):
+    bench = bench_on(server, broker_url=own_server.celery_url, task_publish_retry=False)
+    entry = bench.put(task=SINGLE)
+    occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    assert scheduler.tick() > 0
+
+    assert bench.pending() == occurrence
+    assert redis.zscore(PENDING, entry.key) > datetime.now(UTC).timestamp()
+    assert bench.history == []
+    assert "stays pending" in caplog.text
+
+    own_server.restart()
+    scheduler.tick()  # its time to be tried again has not come
+    broker = own_server.client()
+    assert broker.llen(QUEUE) == 0
+    bench.retry_now()
+    for _ in range(3):
+        scheduler.tick()
+
+    (message,) = broker.lrange(QUEUE, 0, -1)
+    assert json.loads(message)["headers"]["id"] == occurrence.id
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.meta() == Meta(entry.last_run_at + HOUR, 8)
+    assert bench.pending() is None
+
+
+def test_a_broker_that_is_away_is_asked_once_in_a_tick(server, redis, own_server, bench_on, caplog):
+    bench = bench_on(server, broker_url=own_server.celery_url, task_publish_retry=False)
+    for at in range(5):
+        bench.put(f"e{at}")
+    own_server.kill()
+
+    bench.scheduler().tick()
+
+    assert caplog.text.count("stays pending") == 1
+    assert redis.zcard(PENDING) == 5
+
+
+def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench):
+    bench.put("bad", task=SINGLE, options={"serializer": "no such thing"})
+    bench.put("good", task=SINGLE)
+    scheduler = bench.scheduler()
+
+    for _ in range(2):
+        scheduler.tick()
+        bench.retry_now()
+
+    assert bench.names == ["good"]
+    assert {r["entry"]: r["decision"] for r in bench.history} == {"bad": "publish_failed", "good": "dispatched"}
+    assert len(bench.history) == 2
+    assert bench.redis.exists(PENDING) == 0
+    assert len(bench.redis.keys("SINGLETONLOCK_*")) == 1
+
+
+def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed_and_not_counted(
+    server, redis, own_server, bench_on
+):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(ago=HOUR + timedelta(seconds=1))
+    before = bench.meta().total_run_count
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    assert bench.pending() is not None
+    own_server.restart()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert own_server.client().llen(QUEUE) == 0
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.pending() is None
+    assert bench.meta().total_run_count == before
+
+
+# ---------------------------------------------------------------- a leader dies
+
+
+def die_in_publish(scheduler: Scheduler) -> None:
+    """Tick, and end in the middle of the first publish without a chance to clean up the schedule."""
+
+    def die(**_: Any) -> None:
+        raise SystemExit
+
+    with connected(before_task_publish, die), pytest.raises(SystemExit):
+        scheduler.tick()
+
+
+def test_what_a_dead_leader_left_is_sent_by_the_next_one_at_once(bench):
+    entry = bench.put(task=SINGLE)
+    occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
+    dead, heir = bench.scheduler(), bench.scheduler()
+    die_in_publish(dead)
+    assert (bench.pending(), bench.sent) == (occurrence, [])
+    assert bench.redis.zscore(PENDING, entry.key) > datetime.now(UTC).timestamp()
+    bench.redis.delete(LOCK)  # as its time to live does
+
+    for _ in range(3):
+        heir.tick()
+
+    assert bench.sent == [(occurrence.id, ["e"])]
+    assert [(r["decision"], r["term"]) for r in bench.history] == [("dispatched", "2")]
+    assert bench.meta() == Meta(entry.last_run_at + HOUR, 8)
+    assert bench.pending() is None
+
+
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_what_a_dead_leader_has_sent_is_not_sent_again(bench, state):
+    entry = bench.put(task=SINGLE)
+    occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
+    die_in_publish(bench.scheduler())
+    bench.redis.delete(LOCK)
+    # Its message went out, and a worker has got it.
+    backend = backend_of(bench.app)
+    ref = Ref(bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"], {}), occurrence.id, nonce="n")
+    begun = backend.begin(ref, lease=60, memory=60, task=SINGLE, arguments="")
+    assert begun.verdict is Verdict.STARTED
+    if state == "done":
+        backend.finish_many([ref], memory=60)
+
+    bench.scheduler().tick()
+
+    assert bench.sent == []
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.pending() is None
+
+
+def test_what_a_dead_leader_left_is_skipped_if_another_call_holds_the_lock_by_now(bench):
+    entry = bench.put(task=SINGLE)
+    die_in_publish(bench.scheduler())
+    bench.redis.delete(LOCK)
+    backend = backend_of(bench.app)
+    backend.clear("SINGLETONLOCK_")
+    key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"], {})
+    backend.acquire_many([Call(Ref(key, "another"), SINGLE, "", 60)])
+
+    bench.scheduler().tick()
+
+    assert [record["decision"] for record in bench.history] == ["skipped_overlap"]
+    assert bench.meta() == Meta(entry.last_run_at + HOUR, 7)
+
+
+# ---------------------------------------------------------------- leadership
+
+
+def test_one_leads_and_the_other_stands_by_and_follows(bench, caplog):
+    caplog.set_level("INFO")
+    leader, standby = bench.scheduler(), bench.scheduler()
+    leader.tick()
+    bench.put()
+
+    assert 0 < standby.tick() < 1
+    standby.tick()
+    assert bench.sent == []
+    assert caplog.text.count("Standing by: ") == 1
+    leader.close()
+    standby.tick()
+
+    assert bench.names == ["e"]
+    assert "this beat leads, term 2" in caplog.text
+
+
+def test_a_standby_writes_nothing(bench):
+    bench.conf["beat_schedule"] = {"theirs": {"task": PLAIN, "schedule": 60}}
+    bench.redis.set(LOCK, "another", px=60_000)
+
+    bench.scheduler().tick()
+
+    assert bench.redis.keys() == [LOCK]
+
+
+@pytest.mark.parametrize("loss", ["stolen", "not trusted"])
+def test_losing_the_lease_amid_a_tick_stops_the_publishing(bench, loss):
+    for name in ("a", "b", "c"):
+        bench.put(name)
+    loser, heir = bench.scheduler(), bench.scheduler()
+
+    def lose(**_: Any) -> None:
+        bench.redis.set(LOCK, "thief", px=60_000)
+        if loss == "stolen":
+            loser.lease.renew()
+        else:  # no renewal came through for the length of a lease
+            loser.lease._trusted_until = 0
+
+    with connected(after_task_publish, lose):
+        loser.tick()
+
+    assert len(bench.sent) == 1
+    assert bench.redis.zcard(PENDING) == 2
+    loser.tick()
+    assert len(bench.sent) == 1
+
+    bench.redis.delete(LOCK)
+    heir.tick()
+    assert sorted(bench.names) == ["a", "b", "c"]
+    assert len({task_id for task_id, _ in bench.sent}) == 3
+
+
+def test_losing_the_lease_between_read_and_claim_changes_nothing(bench):
+    bench.put()
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    entry = bench.put("late")
+    before = bench.meta("late")
+    bench.redis.set(LOCK, "thief", px=60_000)  # and no renewal has told us
+
+    scheduler.tick()
+
+    assert bench.names == ["e"]
+    assert bench.meta("late") == before
+    assert bench.redis.zscore(SCHEDULE, entry.key) < datetime.now(UTC).timestamp()
+
+
+def test_a_lost_lease_is_said_once_and_told(bench, caplog):
+    scheduler, told = bench.scheduler(), []
+    with (
+        connected(events.leadership_gained, lambda term, **_: told.append(("gained", term.number))),
+        connected(events.leadership_lost, lambda term, **_: told.append(("lost", term.number))),
+    ):
+        scheduler.tick()
+        bench.redis.set(LOCK, "thief", px=60_000)
+        scheduler.lease.renew()
+        for _ in range(3):
+            scheduler.tick()
+        bench.redis.delete(LOCK)
+        scheduler.tick()
+
+    assert told == [("gained", 1), ("lost", 1), ("gained", 2)]
+    assert caplog.text.count("Lost the lock") == 1
+
+
+def test_with_the_lock_switched_off_two_beats_share_the_work(server, redis, bench_on):
+    bench = bench_on(server, redbeat_lock_key=None)
+    one, other = bench.scheduler(), bench.scheduler()
+    one.tick()
+    other.tick()
+    for name in ("a", "b"):
+        bench.put(name)
+
+    for scheduler in (one, other, one, other):
+        scheduler.tick()
+
+    assert sorted(bench.names) == ["a", "b"]
+    assert redis.exists(LOCK, LEADER) == 0
+
+
+# ---------------------------------------------------------------- the entries of beat_schedule
+
+
+def test_the_leader_installs_beat_schedule(server, redis, bench_on):
+    entry = {"task": PLAIN, "schedule": 3600, "args": ("x",), "options": {"queue": "q"}}
+    bench = bench_on(server, beat_schedule={"mine": entry})
+
+    bench.scheduler().tick()
+
+    stored = Entry.from_key("redbeat:mine", app=bench.app)
+    assert (stored.task, stored.args, stored.options, stored.schedule) == (PLAIN, ["x"], {"queue": "q"}, schedule(3600))
+    assert redis.smembers(STATICS) == {"mine"}
+    assert bench.sent == []
+
+
+def test_one_wrong_entry_of_beat_schedule_harms_nobody_else(server, redis, bench_on, caplog):
+    wrong = {"no schedule": {"task": PLAIN}, "unknown": {"task": PLAIN, "schedule": 60, "typo": 1}}
+    wrong["unstorable"] = {"task": PLAIN, "schedule": 60, "args": [object()]}
+    wrong["nothing"] = None
+    bench = bench_on(server, beat_schedule={**wrong, "good": {"task": PLAIN, "schedule": 60}})
+
+    bench.scheduler().tick()
+
+    assert "redbeat:good" in redis.zrange(SCHEDULE, 0, -1)
+    assert all(name in caplog.text for name in ("unknown", "unstorable", "nothing"))
+
+
+def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on, caplog):
+    bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    redis.delete("redbeat:mine", SCHEDULE, STATICS)
+
+    scheduler.tick()
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:mine"]
+    assert "vanished" in caplog.text
+
+
+# ---------------------------------------------------------------- one bad entry
+
+POISON: dict[str, dict[str, Any]] = {
+    "invalid JSON": {"definition": "{"},
+    "a bare number beyond the calendar": {"schedule": float("inf")},
+    "a rule that cannot be": {"schedule": {"__type__": "rrule", "freq": "SOMETIMES"}},
+    "a rule that never advances": {"schedule": {"__type__": "rrule", "freq": "DAILY", "interval": 0}},
+    "a run count beyond numbers": {"meta": '{"total_run_count": NaN}'},
+    "a past at the end of the calendar": {"meta": '{"last_run_at": "0001-01-01T00:00:00+01:00"}'},
+    "a broken occurrence": {"pending": "{"},
+    "an occurrence of another kind": {"pending": "[]"},
+    "a lone surrogate in an argument": {"args": ["\ud800"]},
+    "a lone surrogate in the task": {"task": "\ud800"},
+    "a countdown that is no number": {"options": {"countdown": "soon"}},
+    "an eta that is no date": {"options": {"eta": "soon"}},
+    "an expiry that is no date": {"options": {"expires": "soon"}},
+    "an expiry of another kind": {"options": {"expires": [1]}},
+    "headers that are no headers": {"options": {"headers": "x"}},
+    "an option that nobody takes": {"options": {"producer": 1, "args": 2}},
+    "arguments that do not fit": {"args": [], "kwargs": {"no such": 1}},
+    "a task id that is no text": {"options": {"task_id": {"a": 1}}},
+    "a queue that is none": {"options": {"queue": 3}},
+}
+
+
+def put_poison(bench: Bench, what: dict[str, Any]) -> None:
+    what = dict(what)
+    fields = {name: what.pop(name) for name in ("meta", "pending", "definition") if name in what}
+    definition = {"task": SINGLE, "args": ["bad"], "schedule": {"__type__": "interval", "every": 60}, **what}
+    bench.redis.hset("redbeat:bad", mapping={"definition": json.dumps(definition), **fields})
+    bench.redis.zadd(SCHEDULE, {"redbeat:bad": 0})
+    if "pending" in fields:
+        bench.redis.zadd(PENDING, {"redbeat:bad": 0})
+
+
+@pytest.mark.parametrize("what", POISON)
+def test_a_bad_entry_harms_nobody_else(bench, what):
+    put_poison(bench, POISON[what])
+    bench.put("good", task=SINGLE)
+    scheduler = bench.scheduler()
+
+    for _ in range(3):
+        assert scheduler.tick() > 0
+    bench.put("later", task=SINGLE)
+    scheduler.tick()
+
+    assert [name for name in bench.names if name in ("good", "later")] == ["good", "later"]
+    assert bench.redis.exists("redbeat:bad")
+
+
+@pytest.mark.parametrize("what", POISON)
+def test_a_bad_entry_is_not_sent_over_and_over(bench, what):
+    put_poison(bench, POISON[what])
+    scheduler = bench.scheduler()
+
+    for _ in range(4):
+        try:
+            scheduler.tick()
+        except Exception:
+            pytest.fail("it ends beat")
+        bench.retry_now()
+
+    assert len(bench.sent) <= 1
+
+
+def test_an_entry_whose_next_time_cannot_be_known_is_not_complained_about_in_every_tick(bench, caplog):
+    put_poison(bench, POISON["a rule that never advances"])
+    scheduler = bench.scheduler()
+
+    for _ in range(4):
+        scheduler.tick()
+
+    assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
+
+
+# ---------------------------------------------------------------- Redis is away
+
+
+def test_an_outage_is_survived_and_said_once(own_server, bench_on, caplog):
+    caplog.set_level("INFO")
+    static = {"mine": {"task": PLAIN, "schedule": 0.05, "args": ["mine"]}}
+    bench = bench_on(own_server, beat_schedule=static, redbeat_lock_timeout=1.5, task_publish_retry=False)
+    scheduler = bench.scheduler()
+    wait_until(lambda: scheduler.tick() and bench.redis.llen(QUEUE), what="the first message")
+    own_server.kill()
+
+    for _ in range(5):
+        assert scheduler.tick() > 0
+
+    said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR" and "trying again every" in r.getMessage()]
+    assert said
+    assert len(said) == len(set(said))
+
+    own_server.restart()
+    redis = own_server.client()
+    wait_until(lambda: scheduler.tick() and redis.llen(QUEUE), what="a message after the outage")
+    assert "Redis answers again" in caplog.text
+    assert redis.smembers(STATICS) == {"mine"}
+
+
+def test_a_server_that_hangs_is_survived(own_server, bench_on, caplog):
+    bench = bench_on(own_server, singlebeat_socket_timeout=0.2, redbeat_lock_timeout=1.5, task_publish_retry=False)
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    bench.put()
+    own_server.pause()
+
+    try:
+        for _ in range(2):
+            assert scheduler.tick() > 0
+        wait_until(lambda: scheduler.lease.term() is None, what="the end of trust")
+        assert scheduler.tick() > 0
+    finally:
+        own_server.resume()
+
+    assert "trying again every" in caplog.text
+    wait_until(lambda: scheduler.tick() and bench.redis.llen(QUEUE), what="the message after the pause")
+    assert bench.names == ["e"]
+
+
+def test_a_beat_that_starts_before_redis_does_waits_for_it(own_server, bench_on):
+    bench = bench_on(own_server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    assert scheduler.tick() > 0
+    own_server.restart()
+    scheduler.tick()
+
+    assert own_server.client().smembers(STATICS) == {"mine"}
+
+
+def test_an_outage_of_the_locks_alone_is_survived(server, redis, own_server, bench_on, caplog):
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    entry = bench.put(task=SINGLE)
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    assert scheduler.tick() > 0
+    assert bench.sent == []
+    assert bench.pending() is not None
+    assert "the locks' server" in caplog.text
+
+    own_server.restart()
+    bench.retry_now()
+    scheduler.tick()
+    assert bench.names == ["e"]
+    assert bench.meta() == Meta(entry.last_run_at + HOUR, 8)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_closing_before_the_first_tick_touches_nothing(bench):
+    scheduler = bench.scheduler()
+
+    scheduler.close()
+    scheduler.close()
+
+    assert bench.redis.dbsize() == 0
+
+
+def test_closing_gives_the_lock_back_and_may_be_repeated(bench):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    assert bench.redis.exists(LOCK, LEADER) == 2
+
+    scheduler.close()
+    scheduler.close()
+
+    assert bench.redis.exists(LOCK, LEADER) == 0
+
+
+def test_a_closed_scheduler_never_leads_again(bench):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    scheduler.close()
+    bench.put()
+
+    assert scheduler.tick() > 0
+
+    assert bench.sent == []
+    assert bench.redis.exists(LOCK) == 0
+
+
+def test_closing_amid_a_tick_stops_the_publishing(bench):
+    for name in ("a", "b", "c"):
+        bench.put(name)
+    scheduler = bench.scheduler()
+
+    with connected(after_task_publish, lambda **_: scheduler.close()):
+        scheduler.tick()
+
+    assert len(bench.sent) == 1
+    assert bench.redis.exists(LOCK) == 0
+    bench.scheduler().tick()
+    assert sorted(bench.names) == ["a", "b", "c"]
+
+
+def test_a_signal_that_ends_beat_amid_a_tick_loses_nothing(bench):
+    for name in ("a", "b", "c"):
+        bench.put(name)
+    scheduler = bench.scheduler()
+
+    def terminate(**_: Any) -> None:  # what celery does on SIGTERM
+        scheduler.close()
+        raise SystemExit
+
+    with connected(after_task_publish, terminate), pytest.raises(SystemExit):
+        scheduler.tick()
+    scheduler.close()
+    bench.scheduler().tick()
+
+    assert sorted(set(bench.names)) == ["a", "b", "c"]
+    assert len({task_id for task_id, _ in bench.sent}) == 3
+
+
+def test_closing_without_redis_does_not_raise(own_server, bench_on):
+    scheduler = bench_on(own_server).scheduler()
+    scheduler.tick()
+    own_server.kill()
+
+    scheduler.close()
+
+    assert scheduler.lease.term() is None
+
+
+def test_the_watchdog_does_not_end_a_process_that_has_closed_its_scheduler(bench):
+    code = f"""
+import json, threading
+from celery import Celery
+from singlebeat import Scheduler
+app = Celery(broker={bench.server.celery_url!r}, set_as_current=False)
+app.conf.update(redbeat_redis_url={bench.server.url!r}, singlebeat_watchdog_timeout=0.5)
+scheduler = Scheduler(app)
+scheduler.tick()
+threads = [t for t in threading.enumerate() if t.name == "singlebeat-watchdog"]
+scheduler.close()
+for thread in threads:
+    thread.join(30)
+print(json.dumps(len(threads)))
+"""
+
+    assert python(code) == 1
+
+
+def test_the_lock_has_redbeats_interface(bench):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+
+    assert scheduler.lock.owned()
+    scheduler.lock.release()
+    assert not scheduler.lock.owned()
+    assert bench.redis.exists(LOCK) == 0

@@ -1,0 +1,935 @@
+"""The entries in Redis: reading what is due, claim, confirm, quarantine and the entries of ``beat_schedule``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery import Celery
+from celery.schedules import crontab, schedule
+from redis import ConnectionPool, Redis
+from redis.connection import UnixDomainSocketConnection
+from redis.exceptions import RedisError
+
+from singlebeat import Entry
+from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.lease import Term
+from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.policy import Policy
+from singlebeat.beat.statics import Statics
+from singlebeat.beat.store import BATCH, Claim, Claimed, Due, Store, Stored
+from singlebeat.connections import schedule_client
+from tests.system.apps import make_app
+
+TASK = "tests.system.apps.plain"
+NOW = datetime(2030, 1, 1, 12, 0, tzinfo=UTC)
+LATER = NOW + timedelta(hours=1)
+RETRY_AT = NOW + timedelta(seconds=5)
+OFF = Term(0, "")  # leadership is switched off
+TERM = Term(3, "token of the third term")
+SCHEDULE, PENDING = "redbeat::schedule", "redbeat::pending"
+STATICS, OWNERS = "redbeat::statics", "redbeat::owners"
+QUARANTINE, HISTORY, LOCK = "redbeat::quarantine", "redbeat::history", "redbeat::lock"
+
+
+@pytest.fixture
+def store(app: Celery, redis: Redis) -> Store:
+    return Store(app, schedule_client(app))
+
+
+@pytest.fixture
+def put(app: Celery, redis: Redis) -> Callable[..., str]:
+    """Writes an entry as anybody might; returns its key."""
+
+    def put(name: str = "e", *, score: float = NOW.timestamp(), definition: str | None = None, **fields: str) -> str:
+        key = f"redbeat:{name}"
+        definition = Entry(name, TASK, schedule(60), app=app).encode() if definition is None else definition
+        redis.hset(key, mapping={"definition": definition, **fields})
+        redis.zadd(SCHEDULE, {key: score})
+        return key
+
+    return put
+
+
+def due(store: Store, *, now: datetime = NOW, all_pending: bool = False) -> Due:
+    return store.due(now, all_pending=all_pending)
+
+
+def claim_of(stored: Stored, *, nominal: datetime = NOW, count: int = 1) -> Claim:
+    occurrence = Occurrence.of("redbeat:", stored.entry.name, nominal)
+    return Claim(stored, LATER.timestamp(), Meta(nominal, count), occurrence)
+
+
+def contents(redis: Redis) -> dict[str, object]:
+    """Everything that the server holds, to see that nothing was written."""
+    readers = {"hash": redis.hgetall, "zset": lambda key: redis.zrange(key, 0, -1, withscores=True)}
+    readers |= {"string": redis.get, "set": redis.smembers, "stream": redis.xrange}
+    return {key: readers[redis.type(key)](key) for key in redis.scan_iter()}
+
+
+# ---------------------------------------------------------------- what is due
+
+
+def test_an_empty_schedule_has_nothing_due(store):
+    assert due(store) == Due(entries=[], recovered=[], next_score=None, more=False, statics_gone=True)
+
+
+def test_due_entries_come_in_the_order_of_their_times_with_the_next_time(store, put):
+    at = NOW.timestamp()
+    for name, score in {
+        "late": at,
+        "future": at + 9.5,
+        "first": 0,
+        "far": at + 99,
+        "parked": PARKED,
+        "b": at - 5,
+    }.items():
+        put(name, score=score)
+
+    found = due(store)
+
+    assert [(stored.entry.name, stored.score) for stored in found.entries] == [
+        ("first", 0),
+        ("b", at - 5),
+        ("late", at),
+    ]
+    assert found.next_score == at + 9.5
+    assert (found.recovered, found.more) == ([], False)
+
+
+def test_a_read_entry_carries_all_that_is_needed_to_decide(store, put, app):
+    put("e", meta=Meta(NOW, 4).encode(), policy='{"misfire_grace_time": 90, "unknown": 1}')
+
+    (stored,) = due(store).entries
+
+    assert stored.member == stored.entry.key == "redbeat:e"
+    assert (stored.meta, stored.pending, stored.policy) == (Meta(NOW, 4), None, Policy(90.0))
+    assert stored.entry.schedule == schedule(60)
+
+
+class CountingConnection(UnixDomainSocketConnection):
+    """Counts what it sends: one for each command alone, one for a whole pipeline."""
+
+    sent = 0
+
+    def send_packed_command(self, *args, **kwargs):
+        type(self).sent += 1
+        return super().send_packed_command(*args, **kwargs)
+
+
+@pytest.fixture
+def round_trips(server) -> Iterator[Callable[[Callable[[Redis], object]], int]]:
+    pool = ConnectionPool(connection_class=CountingConnection, path=str(server.path), decode_responses=True)
+    with Redis(connection_pool=pool) as client:
+
+        def count(work: Callable[[Redis], object]) -> int:
+            client.ping()
+            before = CountingConnection.sent
+            work(client)
+            return CountingConnection.sent - before
+
+        yield count
+
+
+@pytest.mark.parametrize("number", [1, 40, BATCH])
+def test_what_is_due_takes_two_round_trips_however_much_it_is(app, put, round_trips, number):
+    for at in range(number):
+        put(f"e{at}", meta=Meta(NOW).encode())
+
+    assert round_trips(lambda client: len(due(Store(app, client)).entries)) == 2
+
+
+def test_nothing_due_takes_one_round_trip(app, put, round_trips):
+    put(score=LATER.timestamp())
+
+    assert round_trips(lambda client: due(Store(app, client))) == 1
+
+
+def test_claims_and_confirmations_take_one_round_trip_each(app, put, round_trips):
+    taken = {}
+
+    def take(client: Redis) -> None:
+        store = Store(app, client)
+        taken["claims"] = [claim_of(stored) for stored in due(store).entries]
+        assert set(store.claim(taken["claims"], OFF, retry_at=RETRY_AT)) == {Claimed.CLAIMED}
+
+    def confirm(client: Redis) -> None:
+        Store(app, client).confirm([(c.stored, dispatched(c), None) for c in taken["claims"]], OFF)
+
+    for nominal in (NOW, NOW):  # the first time, the server has to learn the scripts
+        for at in range(40):
+            put(f"e{at}", score=nominal.timestamp())
+        counts = round_trips(take), round_trips(confirm)
+
+    assert counts == (3, 1)  # two of them to read
+
+
+def test_more_than_one_batch_is_read_batch_by_batch(store, put, redis):
+    for at in range(BATCH + 1):
+        put(f"e{at}", score=at + 1)
+
+    first = due(store)
+    redis.zrem(SCHEDULE, *(stored.member for stored in first.entries))
+    second = due(store)
+
+    assert (len(first.entries), first.more) == (BATCH, True)
+    assert ([stored.score for stored in second.entries], second.more) == ([BATCH + 1], False)
+
+
+def test_a_bare_name_in_the_schedule_means_the_entry_of_that_name(store, put, redis):
+    put("e")
+    redis.delete(SCHEDULE)
+    redis.zadd(SCHEDULE, {"e": NOW.timestamp()})
+
+    (stored,) = due(store).entries
+
+    assert (stored.member, stored.entry.name) == ("e", "e")
+    assert store.claim([claim_of(stored)], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert dict(redis.zrange(SCHEDULE, 0, -1, withscores=True)) == {"e": LATER.timestamp()}
+    assert redis.zrange(PENDING, 0, -1) == ["e"]
+    assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 1)
+
+
+def test_it_is_noticed_that_the_statics_are_gone(store, redis):
+    assert due(store).statics_gone is True
+    redis.sadd(STATICS, "e")
+
+    assert due(store).statics_gone is False
+
+
+def test_an_edited_definition_is_read_at_once(store, put, app):
+    put()
+    due(store)
+    put(definition=Entry("e", TASK, schedule(5), app=app).encode())
+
+    (stored,) = due(store).entries
+
+    assert stored.entry.schedule == schedule(5)
+
+
+def test_equal_definitions_of_two_entries_are_two_entries(store, put, app):
+    text = Entry("any", TASK, schedule(60), app=app).encode()
+    for name in ("a", "b"):
+        put(name, definition=text)
+
+    assert [stored.entry.name for stored in due(store).entries] == ["a", "b"]
+
+
+# ---------------------------------------------------------------- claim
+
+
+def test_a_claim_moves_the_entry_on_and_keeps_its_occurrence(store, put, redis):
+    key = put(policy='{"mine": 1}')
+    (stored,) = due(store).entries
+    claim = claim_of(stored, count=7)
+
+    assert store.claim([claim], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+
+    assert redis.zscore(SCHEDULE, key) == LATER.timestamp()
+    assert redis.zscore(PENDING, key) == RETRY_AT.timestamp()
+    assert Occurrence.decode(redis.hget(key, "pending")) == claim.occurrence
+    assert Meta.decode(redis.hget(key, "meta")) == Meta(NOW, 7)
+    assert redis.hget(key, "policy") == '{"mine": 1}'
+    assert due(store).entries == []
+
+
+def test_a_claim_without_an_occurrence_only_moves_the_entry_on(store, put, redis):
+    key = put(meta=Meta(NOW, 2).encode())
+    (stored,) = due(store).entries
+    before = redis.hgetall(key)
+
+    assert store.claim([Claim(stored, PARKED)], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+
+    assert redis.zscore(SCHEDULE, key) == PARKED
+    assert redis.hgetall(key) == before
+    assert redis.exists(PENDING) == 0
+
+
+def test_times_are_kept_to_the_microsecond(store, put, redis):
+    moment = NOW + timedelta(microseconds=123_457)
+    put(score=moment.timestamp())
+    (stored,) = due(store, now=LATER).entries
+    claim = Claim(stored, (moment + timedelta(hours=2)).timestamp())
+
+    assert store.claim([claim], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == (moment + timedelta(hours=2)).timestamp()
+
+
+def test_the_leader_claims(store, put, redis):
+    put()
+    redis.set(LOCK, TERM.token)
+
+    assert store.claim([claim_of(s) for s in due(store).entries], TERM, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+
+
+def test_an_unconfirmed_occurrence_does_not_keep_an_entry_from_moving_on(store, put, redis):
+    key = put(pending='{"id": "x", "nominal": 1.0}')
+    (stored,) = due(store).entries
+
+    assert store.claim([Claim(stored, LATER.timestamp())], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+
+    assert redis.zscore(SCHEDULE, key) == LATER.timestamp()
+    assert redis.hget(key, "pending") == '{"id": "x", "nominal": 1.0}'
+
+
+REFUSALS = {
+    "another leads": (Claimed.FENCED, TERM, lambda redis, app: redis.set(LOCK, "another's")),
+    "nobody leads": (Claimed.FENCED, TERM, lambda redis, app: redis.delete(LOCK)),
+    "its time was changed": (Claimed.MOVED, OFF, lambda redis, app: redis.zincrby(SCHEDULE, 0.001, "redbeat:e")),
+    "it was parked": (Claimed.MOVED, OFF, lambda redis, app: redis.zadd(SCHEDULE, {"redbeat:e": PARKED})),
+    "its definition was changed": (
+        Claimed.MOVED,
+        OFF,
+        lambda redis, app: redis.hset("redbeat:e", "definition", Entry("e", TASK, schedule(5), app=app).encode()),
+    ),
+    "its hash was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.delete("redbeat:e")),
+    "its definition was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.hdel("redbeat:e", "definition")),
+    "it was unscheduled": (Claimed.MOVED, OFF, lambda redis, app: redis.zrem(SCHEDULE, "redbeat:e")),
+    "it was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.delete("redbeat:e", SCHEDULE)),
+    "its last occurrence is not confirmed": (
+        Claimed.PENDING,
+        OFF,
+        lambda redis, app: redis.hset("redbeat:e", "pending", "{}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("meanwhile", REFUSALS)
+def test_a_refused_claim_writes_nothing(store, put, app, redis, meanwhile):
+    verdict, term, happens = REFUSALS[meanwhile]
+    put(meta=Meta(NOW, 2).encode())
+    redis.set(LOCK, term.token)
+    claims = [claim_of(stored) for stored in due(store).entries]
+    happens(redis, app)
+    before = contents(redis)
+
+    assert store.claim(claims, term, retry_at=RETRY_AT) == [verdict]
+
+    assert contents(redis) == before
+
+
+def test_a_refused_claim_does_not_hinder_the_others(store, put, redis):
+    for name in ("a", "b", "c"):
+        put(name)
+    claims = [claim_of(stored) for stored in due(store).entries]
+    redis.delete("redbeat:b")
+
+    verdicts = store.claim(claims, OFF, retry_at=RETRY_AT)
+
+    assert verdicts == [Claimed.CLAIMED, Claimed.MOVED, Claimed.CLAIMED]
+
+
+def test_a_second_claim_of_the_same_occurrence_is_refused(store, put):
+    put()
+    claims = [claim_of(stored) for stored in due(store).entries]
+    store.claim(claims, OFF, retry_at=RETRY_AT)
+
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.MOVED]
+
+
+def test_of_two_claims_at_once_exactly_one_wins(app, put, server, redis):
+    number = 300
+    for at in range(number):
+        put(f"e{at}")
+    stores = [Store(app, server.client()) for _ in range(2)]
+    read = [due(store).entries for store in stores]
+    start, verdicts = threading.Barrier(2), []
+
+    def take(store: Store, entries: list[Stored]) -> None:
+        start.wait(10)
+        for at in range(0, number, 10):
+            claims = [claim_of(stored) for stored in entries[at : at + 10]]
+            verdicts.append(list(zip(claims, store.claim(claims, OFF, retry_at=RETRY_AT), strict=True)))
+
+    # One goes forward and one backward: they meet, wherever that is.
+    threads = [threading.Thread(target=take, args=[stores[0], read[0]])]
+    threads.append(threading.Thread(target=take, args=[stores[1], read[1][::-1]]))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    all_of_them = [pair for batch in verdicts for pair in batch]
+    won = Counter(claim.stored.member for claim, verdict in all_of_them if verdict is Claimed.CLAIMED)
+    assert len(all_of_them) == 2 * number
+    assert won == Counter(f"redbeat:e{at}" for at in range(number))
+    assert redis.zcard(PENDING) == number
+
+
+# ---------------------------------------------------------------- confirm, postpone, recover
+
+
+def dispatched(claim: Claim, outcome: Outcome = Outcome.DISPATCHED, reason: str = "") -> Decision:
+    return Decision(claim.stored.entry.name, TASK, claim.occurrence, outcome, reason)
+
+
+@pytest.fixture
+def claimed(put) -> Callable[..., Claim]:
+    """Makes an entry and claims its occurrence."""
+
+    def claimed(store: Store, name: str = "e") -> Claim:
+        put(name)
+        (stored,) = (stored for stored in due(store).entries if stored.entry.name == name)
+        claim = claim_of(stored)
+        assert store.claim([claim], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+        return claim
+
+    return claimed
+
+
+def test_a_confirmed_occurrence_is_pending_no_longer_and_in_the_history(store, claimed, redis):
+    claim = claimed(store)
+
+    store.confirm([(claim.stored, dispatched(claim, Outcome.SKIPPED_OVERLAP, 'held "by" x'), None)], TERM)
+
+    assert redis.hget("redbeat:e", "pending") is None
+    assert redis.exists(PENDING) == 0
+    assert Meta.decode(redis.hget("redbeat:e", "meta")) == claim.meta
+    ((_, record),) = redis.xrange(HISTORY)
+    assert record == {
+        "entry": "e",
+        "task": TASK,
+        "nominal": "2030-01-01T12:00:00.000+00:00",
+        "decision": "skipped_overlap",
+        "reason": 'held "by" x',
+        "id": claim.occurrence.id,
+        "term": "3",
+    }
+
+
+def test_a_confirmation_may_change_the_past(store, claimed, redis):
+    claim = claimed(store)
+
+    store.confirm([(claim.stored, dispatched(claim), Meta(NOW, 0))], OFF)
+
+    assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 0)
+
+
+def test_a_second_confirmation_does_nothing(store, claimed, redis):
+    claim = claimed(store)
+    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    before = contents(redis)
+
+    store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
+
+    assert contents(redis) == before
+
+
+def test_a_late_confirmation_leaves_a_newer_occurrence_alone(store, claimed, redis):
+    claim = claimed(store)
+    redis.hset("redbeat:e", "pending", Occurrence.of("redbeat:", "e", LATER).encode())
+    before = contents(redis)
+
+    store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
+
+    assert contents(redis) == before
+
+
+def test_the_confirmation_of_a_deleted_entry_does_not_bring_it_back(store, claimed, redis):
+    claim = claimed(store)
+    redis.delete("redbeat:e")
+
+    store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
+
+    assert redis.exists("redbeat:e", HISTORY) == 0
+
+
+def test_the_history_is_trimmed(server, redis, put):
+    with make_app(server.celery_url, {"singlebeat_history_limit": 20}) as app:
+        store = Store(app, redis)
+        for at in range(400):
+            put(f"e{at}")
+        claims = [claim_of(stored) for stored in due(store).entries]
+        store.claim(claims, OFF, retry_at=RETRY_AT)
+
+        store.confirm([(claim.stored, dispatched(claim), None) for claim in claims], OFF)
+
+    # Redis trims in whole blocks of up to 100 records.
+    assert 20 <= redis.xlen(HISTORY) <= 120
+    assert redis.xrevrange(HISTORY, count=1)[0][1]["entry"] == claims[-1].stored.entry.name
+
+
+def test_a_history_of_nothing_is_not_written(server, redis, claimed):
+    with make_app(server.celery_url, {"singlebeat_history_limit": 0}) as app:
+        store = Store(app, redis)
+        claim = claimed(store)
+
+        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+
+    assert redis.exists(HISTORY, PENDING) == 0
+
+
+def test_an_unconfirmed_occurrence_is_taken_up_when_its_time_has_come(store, claimed):
+    claim = claimed(store)
+
+    assert due(store).recovered == []
+    (stored,) = due(store, now=RETRY_AT).recovered
+    assert Occurrence.decode(stored.pending) == claim.occurrence
+    assert due(store, now=RETRY_AT).entries == []
+
+
+def test_a_new_leader_takes_up_all_that_is_unconfirmed(store, claimed):
+    claimed(store)
+
+    assert [stored.entry.name for stored in due(store, all_pending=True).recovered] == ["e"]
+
+
+def test_of_two_who_take_up_an_occurrence_one_gets_it(store, claimed, app):
+    claimed(store)
+    (seen,) = due(store, now=RETRY_AT).recovered
+    (also_seen,) = due(Store(app, store.client), now=RETRY_AT).recovered
+
+    assert store.retake([seen], OFF, retry_at=LATER) == [seen]
+    assert store.retake([also_seen], OFF, retry_at=LATER) == []
+    assert due(store, now=RETRY_AT).recovered == []
+    assert due(store, now=LATER).recovered != []
+
+
+def test_only_the_leader_takes_up_an_occurrence(store, claimed, redis):
+    claimed(store)
+    seen = due(store, all_pending=True).recovered
+    redis.set(LOCK, "another's")
+    before = contents(redis)
+
+    assert store.retake(seen, TERM, retry_at=LATER) == []
+    assert contents(redis) == before
+    redis.set(LOCK, TERM.token)
+    assert store.retake(seen, TERM, retry_at=LATER) == seen
+
+
+def test_a_confirmed_occurrence_is_not_taken_up(store, claimed, redis):
+    claim = claimed(store)
+    seen = due(store, all_pending=True).recovered
+    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+
+    assert store.retake(seen, OFF, retry_at=LATER) == []
+    assert redis.exists(PENDING) == 0
+
+
+def test_a_decision_about_an_occurrence_that_nobody_claimed_is_recorded(store, put, redis):
+    put()
+    claim = claim_of(due(store).entries[0])
+
+    store.record([dispatched(claim, Outcome.PAUSED), dispatched(claim, Outcome.MISSED, "why")], TERM)
+
+    records = [record for _, record in redis.xrange(HISTORY)]
+    assert [(r["decision"], r["reason"], r["term"]) for r in records] == [("paused", "", "3"), ("missed", "why", "3")]
+    assert {r["id"] for r in records} == {claim.occurrence.id}
+
+
+def test_a_postponed_occurrence_waits(store, claimed, redis):
+    claimed(store)
+
+    store.postpone({"redbeat:e": LATER, "redbeat:confirmed meanwhile": LATER})
+
+    assert dict(redis.zrange(PENDING, 0, -1, withscores=True)) == {"redbeat:e": LATER.timestamp()}
+    assert due(store, now=RETRY_AT).recovered == []
+    assert due(store, now=LATER).recovered != []
+
+
+def test_postponing_nothing_is_nothing(store, redis):
+    store.postpone({})
+
+    assert redis.dbsize() == 0
+
+
+def test_an_entry_made_anew_has_no_unconfirmed_occurrence(store, claimed, put, redis):
+    claimed(store)
+    redis.delete("redbeat:e")
+    put("e", score=LATER.timestamp())
+
+    assert due(store, all_pending=True).recovered == []
+    assert redis.exists(PENDING) == 0
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+BROKEN = {
+    "invalid JSON": ("{", "definition cannot be read"),
+    "no schedule": ('{"task": "t"}', "a schedule of no known kind"),
+    "no definition": (None, "does not exist"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_an_entry_that_cannot_be_used_is_kept_parked_and_explained(store, put, redis, caplog, kind):
+    definition, reason = BROKEN[kind]
+    put("good")
+    key = put("bad", definition=definition or "", meta=Meta(NOW, 2).encode())
+    if definition is None:
+        redis.delete(key)
+    before = redis.hgetall(key)
+
+    found = due(store)
+
+    assert [stored.entry.name for stored in found.entries] == ["good"]
+    assert redis.hgetall(key) == before
+    assert redis.zscore(SCHEDULE, key) == PARKED
+    why = json.loads(redis.hget(QUARANTINE, key))
+    assert set(why) == {"reason", "since"}
+    assert reason in why["reason"]
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(why["since"])) < timedelta(minutes=5)
+    assert f"Entry {key} cannot be used" in caplog.text
+
+
+def test_a_key_of_another_type_is_kept_and_explained(store, put, redis):
+    put("good")
+    redis.set("redbeat:bad", "a text")
+    redis.zadd(SCHEDULE, {"redbeat:bad": 0})
+
+    assert [stored.entry.name for stored in due(store).entries] == ["good"]
+
+    assert redis.get("redbeat:bad") == "a text"
+    assert "something else than a hash" in redis.hget(QUARANTINE, "redbeat:bad")
+
+
+def test_bytes_that_are_no_text_harm_nobody_else(store, put, server):
+    put("good")
+    put("bad")
+    with server.client(decode_responses=False) as raw:
+        raw.hset("redbeat:bad", "definition", b"\xff\xfe")
+
+    assert [stored.entry.name for stored in due(store).entries] == ["good"]
+
+
+def test_a_member_that_is_no_text_harms_nobody_else(store, put, server):
+    put("good")
+    with server.client(decode_responses=False) as raw:
+        raw.zadd(SCHEDULE, {b"redbeat:\xff": 0})
+
+    assert [stored.entry.name for stored in due(store).entries] == ["good"]
+
+
+def test_meta_that_cannot_be_read_sets_the_entry_aside(store, put, redis):
+    put("good")
+    put("bad", meta='{"last_run_at": "yesterday"}')
+
+    assert [stored.entry.name for stored in due(store).entries] == ["good"]
+
+    assert "yesterday" in redis.hget(QUARANTINE, "redbeat:bad")
+
+
+@pytest.mark.parametrize(
+    "policy", ["{", "[]", '{"misfire_grace_time": "long"}', '{"misfire_grace_time": 0}', "[" * 200_000]
+)
+def test_a_policy_that_cannot_be_read_sets_the_entry_aside(store, put, redis, policy):
+    put("good")
+    put("bad", policy=policy)
+
+    assert [stored.entry.name for stored in due(store).entries] == ["good"]
+
+    assert "policy" in redis.hget(QUARANTINE, "redbeat:bad")
+
+
+def test_quarantine_is_said_once(store, put, caplog):
+    put("bad", definition="{")
+
+    for _ in range(3):
+        due(store)
+
+    assert caplog.text.count("cannot be used") == 1
+
+
+def test_another_reason_is_said_again(store, put, redis, caplog):
+    put("bad", definition="{")
+    due(store)
+    put("bad", definition="[]")
+    due(store)
+
+    assert caplog.text.count("cannot be used") == 2
+    assert "not a JSON object" in redis.hget(QUARANTINE, "redbeat:bad")
+
+
+def test_an_entry_that_somebody_schedules_again_unmended_is_parked_again(store, put, redis):
+    put("bad", definition="{")
+    due(store)
+
+    put("bad", definition="{")
+    due(store)
+
+    assert redis.zscore(SCHEDULE, "redbeat:bad") == PARKED
+
+
+def test_a_mended_entry_is_due_again_without_being_scheduled(store, put, app, redis, caplog):
+    caplog.set_level("INFO")
+    key = put("bad", definition="{")
+    due(store)
+
+    redis.hset(key, "definition", Entry("bad", TASK, schedule(60), app=app).encode())
+    due(store)
+
+    assert redis.exists(QUARANTINE) == 0
+    assert f"Entry {key} is mended" in caplog.text
+    assert [stored.entry.name for stored in due(store).entries] == ["bad"]
+
+
+def test_every_mended_entry_is_found_however_many_are_broken(store, put, app, redis):
+    keys = [put(f"bad{at}", definition="{") for at in range(250)]
+    due(store)
+    assert redis.hlen(QUARANTINE) == 250
+    good = Entry("good", TASK, schedule(60), app=app).encode()
+    mended = set(redis.hkeys(QUARANTINE)[-3:])
+    assert mended < set(keys)
+    for key in mended:
+        redis.hset(key, "definition", good)
+
+    for _ in range(10):
+        due(store)
+
+    assert not mended & set(redis.hkeys(QUARANTINE))
+
+
+def test_a_deleted_entry_leaves_quarantine(store, put, app, redis):
+    put("bad", definition="{")
+    due(store)
+
+    Entry("bad", TASK, schedule(60), app=app).delete()
+    for _ in range(2):
+        due(store)
+
+    assert redis.exists(QUARANTINE) == 0
+
+
+def test_an_entry_deleted_with_an_unconfirmed_occurrence_is_no_trouble(store, claimed, app, redis, caplog):
+    claimed(store)
+    Entry("e", TASK, schedule(60), app=app).delete()
+
+    due(store, all_pending=True)
+
+    assert redis.keys() == []
+    assert caplog.records == []
+
+
+def test_a_broken_entry_with_an_unconfirmed_occurrence_is_not_taken_up(store, claimed, redis):
+    claimed(store)
+    redis.hset("redbeat:e", "definition", "{")
+
+    assert due(store, all_pending=True).recovered == []
+    assert redis.exists(PENDING) == 0
+
+
+# ---------------------------------------------------------------- the entries of beat_schedule
+
+
+@pytest.fixture
+def install(app, redis) -> Callable[..., None]:
+    """Installs entries as a leader does with those of ``beat_schedule``."""
+
+    def install(now: datetime | None = None, **schedules: object) -> None:
+        entries = {
+            name: given if isinstance(given, Entry) else Entry(name, TASK, given, app=app)
+            for name, given in schedules.items()
+        }
+        statics = Statics(app, schedule_client(app))
+        statics.install(entries, now or datetime.now(UTC))
+        statics.keep(schedules)
+
+    return install
+
+
+def test_a_new_static_entry_is_due_after_its_interval(install, redis, app):
+    now = datetime.now(UTC)
+
+    install(now, e=schedule(3600))
+
+    assert redis.smembers(STATICS) == {"e"}
+    assert redis.zscore(SCHEDULE, "redbeat:e") == (now + timedelta(hours=1)).timestamp()
+    assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(now, 0)
+    assert redis.hget("redbeat:e", "definition") == Entry("e", TASK, schedule(3600), app=app).encode()
+
+
+def test_a_static_entry_keeps_its_past(install, redis):
+    past = Meta(datetime.now(UTC) - timedelta(minutes=30), 12)
+    install(e=schedule(3600))
+    redis.hset("redbeat:e", "meta", past.encode())
+
+    install(e=schedule(7200))
+
+    assert Meta.decode(redis.hget("redbeat:e", "meta")) == past
+    assert redis.zscore(SCHEDULE, "redbeat:e") == (past.last_run_at + timedelta(hours=2)).timestamp()
+
+
+def test_a_static_entry_stays_paused(install, redis, app):
+    install(e=schedule(3600))
+    entry = Entry.from_key("redbeat:e", app=app)
+    entry.enabled = False
+    entry.save()
+
+    for _ in range(2):
+        install(e=Entry("e", TASK, schedule(3600), args=["new"], app=app))
+
+    definition = json.loads(redis.hget("redbeat:e", "definition"))
+    assert (definition["enabled"], definition["args"]) == (False, ["new"])
+
+
+def test_an_unchanged_static_entry_keeps_its_next_time(install, redis):
+    install(e=schedule(3600))
+    redis.zadd(SCHEDULE, {"redbeat:e": 12345.5})
+    before = contents(redis)
+
+    install(e=schedule(3600))
+
+    assert contents(redis) == before
+
+
+def test_other_arguments_do_not_change_the_next_time(install, redis, app):
+    install(e=schedule(3600))
+    redis.zadd(SCHEDULE, {"redbeat:e": 12345.5})
+
+    install(e=Entry("e", TASK, schedule(3600), args=["new"], app=app))
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == 12345.5
+    assert json.loads(redis.hget("redbeat:e", "definition"))["args"] == ["new"]
+
+
+@pytest.mark.parametrize("new", [schedule(7200), crontab(minute=0)], ids=str)
+def test_a_changed_schedule_changes_the_next_time(install, redis, new):
+    install(e=schedule(3600))
+    redis.zadd(SCHEDULE, {"redbeat:e": 12345.5})
+
+    install(e=new)
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
+
+
+def test_a_static_entry_that_was_unscheduled_is_scheduled_again(install, redis):
+    install(e=schedule(3600))
+    redis.delete(SCHEDULE)
+
+    install(e=schedule(3600))
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
+
+
+@pytest.mark.parametrize("broken", [{"definition": "{"}, {"definition": "{", "meta": "["}, {"meta": "["}], ids=str)
+def test_a_broken_static_entry_is_replaced(install, put, store, redis, broken):
+    put("e", score=0, **broken)
+    due(store)
+    assert redis.hexists(QUARANTINE, "redbeat:e")
+
+    install(e=schedule(3600))
+    due(store)
+
+    assert redis.exists(QUARANTINE) == 0
+    assert json.loads(redis.hget("redbeat:e", "definition"))["task"] == TASK
+
+
+def test_a_static_name_whose_key_is_no_hash_does_not_hinder_the_others(install, redis):
+    redis.set("redbeat:taken", "a text")
+
+    install(a=schedule(60), taken=schedule(60), z=schedule(60))
+
+    assert redis.get("redbeat:taken") == "a text"
+    assert redis.exists("redbeat:a", "redbeat:z") == 2
+
+
+def test_a_static_entry_that_cannot_be_stored_does_not_hinder_the_others(install, redis, app, caplog):
+    install(a=schedule(60), bad=Entry("bad", TASK, schedule(60), args=[object()], app=app), z=schedule(60))
+
+    assert set(redis.keys("redbeat:?*")) - {SCHEDULE, STATICS, OWNERS} == {"redbeat:a", "redbeat:z"}
+    assert "entry 'bad' cannot be stored" in caplog.text
+
+
+def test_static_entries_that_were_removed_go_and_others_stay(install, put, redis):
+    put("foreign", score=5)
+    install(a=schedule(60), b=schedule(60))
+
+    install(b=schedule(60))
+
+    assert set(redis.keys()) == {"redbeat:foreign", "redbeat:b", SCHEDULE, STATICS, OWNERS}
+    assert redis.smembers(STATICS) == {"b"}
+    assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:foreign", "redbeat:b"}
+
+
+def test_static_entries_of_another_app_under_the_same_prefix_stay(install, redis, server):
+    install(mine=schedule(60))
+    with Celery("another", broker=server.celery_url, set_as_current=False) as another:
+        another.conf.redbeat_redis_url = server.url
+        statics = Statics(another, redis)
+        statics.install({"theirs": Entry("theirs", TASK, schedule(60), app=another)}, datetime.now(UTC))
+        statics.keep(["theirs"])
+
+    install()
+
+    assert redis.smembers(STATICS) == {"theirs"}
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:theirs"]
+
+
+def test_static_entries_that_redbeat_has_installed_are_pruned(install, put, redis):
+    put("old")
+    redis.sadd(STATICS, "old")
+
+    install(new=schedule(60))
+
+    assert redis.smembers(STATICS) == {"new"}
+    assert redis.exists("redbeat:old") == 0
+
+
+def test_the_last_static_entry_goes_too(install, redis):
+    install(a=schedule(60))
+
+    install()
+
+    assert redis.keys() == []
+
+
+def test_a_removed_static_entry_leaves_nothing_behind(store, install, put, redis):
+    install(pending=schedule(60), broken=schedule(60))
+    redis.zadd(SCHEDULE, dict.fromkeys(["redbeat:pending", "redbeat:broken"], 1))
+    store.claim([claim_of(s) for s in due(store).entries if s.entry.name == "pending"], OFF, retry_at=RETRY_AT)
+    redis.hset("redbeat:broken", "definition", "{")
+    due(store)
+    assert redis.exists(PENDING, QUARANTINE) == 2
+
+    install()
+    due(store, all_pending=True)
+
+    assert redis.keys() == []
+
+
+def test_more_static_entries_than_one_batch_are_installed(install, redis):
+    install(**{f"e{at}": schedule(3600) for at in range(BATCH + 1)})
+
+    assert redis.zcard(SCHEDULE) == redis.scard(STATICS) == BATCH + 1
+
+
+# ---------------------------------------------------------------- without Redis
+
+
+def test_without_redis_every_verb_says_so(own_server, app):
+    store, statics = Store(app, own_server.client()), Statics(app, own_server.client())
+    own_server.kill()
+    stored = Stored("redbeat:e", 0, "", Entry("e", TASK, schedule(60), app=app), Meta(), Policy(), None)
+    claim = claim_of(stored)
+
+    for verb in (
+        lambda: due(store),
+        lambda: store.claim([claim], OFF, retry_at=RETRY_AT),
+        lambda: store.confirm([(stored, dispatched(claim), None)], OFF),
+        lambda: store.postpone({"redbeat:e": LATER}),
+        lambda: store.retake([stored], OFF, retry_at=LATER),
+        lambda: store.record([dispatched(claim)], OFF),
+        lambda: statics.install({"e": stored.entry}, NOW),
+        lambda: statics.keep(["e"]),
+    ):
+        with pytest.raises(RedisError):
+            verb()
+
+
+def test_a_server_that_has_forgotten_the_scripts_learns_them_again(store, put, redis):
+    for name in ("a", "b"):
+        put(name)
+    claims = [claim_of(stored) for stored in due(store).entries]
+    redis.script_flush()
+
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED] * 2
+    redis.script_flush()
+    store.confirm([(claim.stored, dispatched(claim), None) for claim in claims], OFF)
+
+    assert redis.xlen(HISTORY) == 2

@@ -1,0 +1,463 @@
+"""Entries as others write them: what is understood, what is refused and why, and what we write ourselves."""
+
+from __future__ import annotations
+
+import copy
+import json
+from datetime import UTC, datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery import Celery
+from celery.schedules import crontab, schedule
+from dateutil.rrule import FR, MO
+from redbeat.schedules import rrule
+
+from singlebeat import Entry
+from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.errors import EntryError
+
+INTERVAL = {"__type__": "interval", "every": 60}
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.fixture(scope="module")
+def app() -> Celery:
+    app = Celery(set_as_current=False)
+    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # nobody is there: nothing here connects
+    return app
+
+
+def decode(app: Celery, text: str | None = None, *, key: str = "redbeat:e", **fields: object) -> Entry:
+    """Decode a definition of the least that is needed and the given fields, or a raw text."""
+    definition = json.dumps({"task": "t", "schedule": INTERVAL, **fields}) if text is None else text
+    return Entry.decode(key, definition, app)
+
+
+def schedule_of(app: Celery, **fields: object) -> object:
+    return decode(app, schedule=fields).schedule
+
+
+# ---------------------------------------------------------------- what is accepted
+
+
+def test_a_task_and_a_schedule_are_enough(app):
+    entry = decode(app)
+
+    assert (entry.name, entry.task, entry.schedule) == ("e", "t", schedule(60))
+    assert (entry.args, entry.kwargs, entry.options, entry.enabled) == ([], {}, {}, True)
+    assert entry.schedule.relative is False
+    assert entry.app is app
+
+
+@pytest.mark.parametrize("name", ["name", "args", "kwargs", "options", "enabled"])
+def test_null_means_the_default(app, name):
+    entry = decode(app, **{name: None})
+
+    assert (entry.name, entry.args, entry.kwargs, entry.options, entry.enabled) == ("e", [], {}, {}, True)
+
+
+def test_what_is_given_is_kept(app):
+    entry = decode(app, args=[1, "a"], kwargs={"x": None}, options={"queue": "q"}, enabled=False)
+
+    assert (entry.args, entry.kwargs, entry.options) == ([1, "a"], {"x": None}, {"queue": "q"})
+    assert entry.enabled is False
+
+
+@pytest.mark.parametrize(("written", "enabled"), [(1, True), (0, False), (True, True), (False, False)])
+def test_enabled_may_be_a_number(app, written, enabled):
+    assert decode(app, enabled=written).enabled is enabled
+
+
+def test_fields_that_nobody_knows_are_left_alone(app):
+    assert decode(app, description="of mine", last_edited_by={"id": 3}).task == "t"
+
+
+def test_the_key_is_the_identity_whatever_the_name_says(app):
+    entry = decode(app, key="redbeat:real", name="other")
+
+    assert (entry.name, entry.key) == ("real", "redbeat:real")
+
+
+def test_a_prefix_without_a_colon_is_taken_off(app):
+    app = Celery(set_as_current=False)
+    app.conf.update(redbeat_redis_url="redis://127.0.0.1:1", redbeat_key_prefix="beats")
+
+    entry = decode(app, key="beatsmine")
+
+    assert (entry.name, entry.key) == ("mine", "beatsmine")
+
+
+@pytest.mark.parametrize("every", [30, 30.0, "30", "30.0", " 30 "])
+def test_an_interval_may_be_any_spelling_of_a_number(app, every):
+    assert schedule_of(app, __type__="interval", every=every) == schedule(30)
+
+
+@pytest.mark.parametrize("relative", [True, False, 1, 0, None])
+def test_relative_is_kept_and_may_be_missing(app, relative):
+    assert schedule_of(app, __type__="interval", every=30, relative=relative).relative is bool(relative)
+
+
+def test_a_schedule_may_be_a_bare_number_of_seconds(app):
+    assert decode(app, schedule=90).schedule == schedule(90)
+    assert decode(app, schedule=0.5).schedule == schedule(0.5)
+
+
+def test_crontab_fields_may_be_texts_numbers_lists_or_missing(app):
+    found = schedule_of(app, __type__="crontab", minute=5, hour="*/6", day_of_month=[1, 15], day_of_week=None)
+
+    assert found == crontab(minute=5, hour="*/6", day_of_month=[1, 15])
+
+
+def test_brackets_around_a_crontab_range_are_understood(app):
+    found = schedule_of(app, __type__="crontab", minute="0", hour="[8-10]", month_of_year=" [1-12] ")
+
+    assert found == crontab(minute="0", hour="8-10", month_of_year="1-12")
+
+
+def test_unknown_fields_of_a_crontab_are_left_alone(app):
+    assert schedule_of(app, __type__="crontab", minute="3", timezone="UTC") == crontab(minute="3")
+
+
+def test_a_rule_may_have_weekdays_and_no_time_zone(app):
+    days = [{"__type__": "weekday", "wkday": 0}, {"__type__": "weekday", "wkday": 4}]
+
+    found = schedule_of(app, __type__="rrule", freq="WEEKLY", dtstart=1_700_000_000, byweekday=days)
+
+    assert isinstance(found, rrule)
+    assert found.dtstart == datetime.fromtimestamp(1_700_000_000, UTC)
+    assert list(found.byweekday) == [MO, FR]
+
+
+def test_types_in_arguments_are_read_as_redbeat_reads_them(app):
+    moment = {"__type__": "datetime", "year": 2024, "month": 2, "day": 29, "timezone": 3600}
+    mine = {"__type__": "money", "amount": 3}
+
+    entry = decode(app, args=[moment, mine])
+
+    assert entry.args == [datetime(2024, 2, 29, tzinfo=timezone(timedelta(hours=1))), mine]
+
+
+# ---------------------------------------------------------------- the past
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"last_run_at": null}'])
+def test_an_entry_without_meta_has_never_run(text):
+    assert Meta.decode(text) == Meta(None, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2024-10-27T01:30:00Z",
+        "2024-10-27T01:30:00",
+        "2024-10-27 01:30",
+        "2024-10-27T03:30:00+02:00",
+        "20241027T013000Z",
+    ],
+)
+def test_last_run_at_may_be_iso_8601(text):
+    meta = Meta.decode(json.dumps({"last_run_at": text, "total_run_count": 7}))
+
+    assert meta == Meta(datetime(2024, 10, 27, 1, 30, tzinfo=UTC), 7)
+    assert meta.last_run_at.tzinfo is UTC
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"timezone": "UTC", "second": 0, "microsecond": 0},
+        {"timezone": 7200, "hour": 3},
+        {"timezone": "Asia/Tokyo", "hour": 10},
+    ],
+)
+def test_last_run_at_may_lack_its_zone_seconds_and_microseconds(fields):
+    raw = {"__type__": "datetime", "year": 2024, "month": 7, "day": 1, "hour": 1, "minute": 30, **fields}
+
+    assert Meta.decode(json.dumps({"last_run_at": raw})).last_run_at == datetime(2024, 7, 1, 1, 30, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(("written", "read"), [(3, 3), (3.0, 3), (None, 0), ("many", 0)])
+def test_a_run_count_that_is_no_number_is_zero(written, read):
+    assert Meta.decode(json.dumps({"total_run_count": written})).total_run_count == read
+
+
+def test_unknown_fields_of_meta_are_left_alone():
+    assert Meta.decode('{"last_status": "ok", "total_run_count": 2}') == Meta(None, 2)
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_the_repeated_hour_survives_a_round_trip(app, fold):
+    moment = datetime(2024, 10, 27, 2, 30, tzinfo=BERLIN, fold=fold)
+    entry = Entry("e", "t", schedule(60), app=app, last_run_at=moment)
+
+    text = entry.meta.encode()
+
+    assert Meta.decode(text).last_run_at == moment.astimezone(UTC)
+    assert json.loads(text)["last_run_at"]["timezone"] in ("UTC", 0)
+
+
+def test_meta_is_written_with_redbeats_fields_only():
+    written = json.loads(Meta(datetime(2024, 1, 2, 3, 4, 5, 6, tzinfo=UTC), 9).encode())
+
+    moment = {"year": 2024, "month": 1, "day": 2, "hour": 3, "minute": 4, "second": 5, "microsecond": 6, "timezone": 0}
+    assert written == {"last_run_at": {"__type__": "datetime", **moment}, "total_run_count": 9}
+
+
+# ---------------------------------------------------------------- what is refused, and why
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "definition cannot be read: JSONDecodeError"),
+        ('{"task": "t", ', "definition cannot be read: JSONDecodeError"),
+        ("[]", "definition is not a JSON object"),
+        ("null", "definition is not a JSON object"),
+        ("3", "definition is not a JSON object"),
+        ("[" * 200_000, "definition is nested too deeply"),
+        ('{"a":' * 200_000, "definition is nested too deeply"),
+    ],
+)
+def test_a_text_that_is_no_definition_is_refused(app, text, why):
+    with pytest.raises(EntryError, match=why):
+        decode(app, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"task": None}, "has no task"),
+        ({"task": ""}, "has no task"),
+        ({"task": 3}, "has no task"),
+        ({"args": "abc"}, "args is not a JSON array"),
+        ({"args": {"x": 1}}, "args is not a JSON array"),
+        ({"kwargs": [1]}, "kwargs is not a JSON object"),
+        ({"options": "q"}, "options is not a JSON object"),
+        ({"kwargs": INTERVAL}, "kwargs is not a JSON object"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_by_name(app, fields, why):
+    with pytest.raises(EntryError, match=why):
+        decode(app, **fields)
+
+
+@pytest.mark.parametrize(
+    "when", [None, True, [], "every day", {}, {"every": 3}, {"__type__": "solar", "event": "dawn"}, {"__type__": 3}]
+)
+def test_a_schedule_of_no_known_kind_is_refused_and_shown(app, when):
+    with pytest.raises(EntryError, match="a schedule of no known kind: ") as caught:
+        decode(app, schedule=when)
+
+    assert all(repr(value) in str(caught.value) for value in (when.values() if isinstance(when, dict) else [when]))
+
+
+@pytest.mark.parametrize("every", [0, -5, "-5", 0.0])
+def test_an_interval_must_be_longer_than_nothing(app, every):
+    with pytest.raises(EntryError, match="not longer than 0 seconds"):
+        decode(app, schedule={"__type__": "interval", "every": every})
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_bare_number_of_seconds_must_be_more_than_nothing(app, seconds):
+    with pytest.raises(EntryError, match="not longer than 0 seconds"):
+        decode(app, schedule=seconds)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 10**400, 1e30], ids=["inf", "nan", "10**400", "1e30"])
+def test_a_bare_number_of_seconds_must_fit_into_the_calendar(app, seconds):
+    with pytest.raises(EntryError):
+        decode(app, schedule=seconds)
+
+
+@pytest.mark.parametrize(
+    ("when", "why"),
+    [
+        ({"__type__": "interval"}, "every"),
+        ({"__type__": "interval", "every": None}, "TypeError"),
+        ({"__type__": "interval", "every": "soon"}, "soon"),
+        ({"__type__": "interval", "every": [1]}, "TypeError"),
+        ({"__type__": "interval", "every": float("inf")}, "infinity"),
+        ({"__type__": "interval", "every": float("nan")}, "NaN"),
+        ({"__type__": "crontab", "hour": "25"}, "25"),
+        ({"__type__": "crontab", "minute": "x"}, "x"),
+        ({"__type__": "crontab", "hour": {"a": 1}}, "TypeError|ValueError|Parse"),
+        ({"__type__": "crontab", "hour": 4.5}, "TypeError"),
+        ({"__type__": "crontab", "day_of_month": "[1-"}, "1-"),
+        ({"__type__": "rrule"}, "freq"),
+        ({"__type__": "rrule", "freq": "SOMETIMES"}, "definition cannot be read"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 1e30}, "Error"),
+        ({"__type__": "weekday", "wkday": 4}, "no known kind"),
+        ({"__type__": "weekday", "wkday": 9}, "no known kind|cannot be read"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_with_the_reason(app, when, why):
+    with pytest.raises(EntryError, match=why):
+        decode(app, schedule=when)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"month": 13},
+        {"day": 31},
+        {"year": 0},
+        {"year": "2024"},
+        {"month": None},
+        {"timezone": "Mars/Olympus"},
+        {"timezone": "../../etc/passwd"},
+        {"timezone": 1e30},
+        {"timezone": 90_000},
+        {"timezone": []},
+        {"fold": 1, "century": 21},
+    ],
+)
+def test_an_impossible_date_is_refused(app, fields):
+    moment = {"__type__": "datetime", "year": 2024, "month": 2, "day": 1, **fields}
+
+    with pytest.raises(EntryError, match="definition cannot be read"):
+        decode(app, args=[moment])
+    with pytest.raises(EntryError, match="meta cannot be read"):
+        Meta.decode(json.dumps({"last_run_at": moment}))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x", "meta cannot be read"),
+        ("[]", "meta is not a JSON object"),
+        ('{"last_run_at": 1700000000}', "neither a datetime nor null"),
+        ('{"last_run_at": "yesterday"}', "no ISO 8601 date: 'yesterday'"),
+        ("[" * 200_000, "meta is nested too deeply"),
+    ],
+)
+def test_a_past_that_makes_no_sense_is_refused(text, why):
+    with pytest.raises(EntryError, match=why):
+        Meta.decode(text)
+
+
+@pytest.mark.parametrize("count", ["NaN", "Infinity", "1e400"])
+def test_a_run_count_beyond_numbers_is_an_entry_error_or_zero(count):
+    try:
+        meta = Meta.decode(f'{{"total_run_count": {count}}}')
+    except EntryError:
+        return
+    assert meta.total_run_count == 0
+
+
+@pytest.mark.parametrize("text", ["0001-01-01T00:00:00+01:00", "9999-12-31T23:59:59-01:00"])
+def test_a_past_at_the_ends_of_the_calendar_is_an_entry_error(text):
+    with pytest.raises(EntryError):
+        Meta.decode(json.dumps({"last_run_at": text}))
+
+
+def test_the_earliest_date_means_long_ago():
+    # Writers in other languages say "never" so.
+    assert Meta.decode('{"last_run_at": "0001-01-01T00:00:00Z"}').last_run_at == datetime(1, 1, 1, tzinfo=UTC)
+
+
+# ---------------------------------------------------------------- what we write
+
+
+def test_a_definition_is_written_with_redbeats_fields_only(app):
+    entry = Entry("e", "t", schedule(60), args=[1], kwargs={"x": 2}, options={"queue": "q"}, enabled=False, app=app)
+
+    assert json.loads(entry.encode()) == {
+        "name": "e",
+        "task": "t",
+        "args": [1],
+        "kwargs": {"x": 2},
+        "options": {"queue": "q"},
+        "schedule": {"__type__": "interval", "every": 60.0, "relative": False},
+        "enabled": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        schedule(0.25),
+        schedule(timedelta(days=2), relative=True),
+        crontab(minute=[0, 30], hour="*/4", day_of_week="mon-fri", day_of_month="1-7", month_of_year=1),
+        rrule("MONTHLY", dtstart=datetime(2024, 1, 31, tzinfo=UTC), count=3, bymonthday=[-1]),
+    ],
+    ids=str,
+)
+def test_every_kind_of_schedule_survives_a_round_trip(app, when):
+    entry = Entry("e", "t", when, args=[1], app=app)
+
+    read = Entry.decode(entry.key, entry.encode(), app)
+
+    assert read.encode() == entry.encode()
+    assert type(read.schedule) is type(when)
+    assert read.schedule == when
+    assert getattr(read.schedule, "relative", None) == getattr(when, "relative", None)
+
+
+def test_a_value_that_cannot_be_stored_is_named(app):
+    entry = Entry("e", "t", schedule(60), args=[object()], app=app)
+
+    with pytest.raises(EntryError, match=r"entry 'e' cannot be stored: .*object"):
+        entry.encode()
+
+
+def test_a_copy_keeps_all_and_shares_no_past(app):
+    entry = Entry("e", "t", schedule(60), args=[1], kwargs={"x": 2}, options={"queue": "q"}, enabled=False, app=app)
+
+    twin = copy.copy(entry)
+
+    assert vars(twin) == vars(entry)
+    assert (type(twin), twin.enabled, twin.app) == (Entry, False, app)
+    twin.total_run_count = 5
+    assert entry.total_run_count == 0
+
+
+def test_another_past_leaves_the_entry_as_it_was(app):
+    moment = datetime(2024, 1, 1, tzinfo=UTC)
+    entry = Entry("e", "t", schedule(60), enabled=False, app=app)
+    before = dict(vars(entry))
+
+    later = entry.with_past(Meta(moment, 4))
+
+    assert vars(entry) == before
+    assert (later.last_run_at, later.total_run_count, later.enabled) == (moment, 4, False)
+
+
+def test_a_deep_copy_keeps_all(app):
+    entry = Entry("e", "t", schedule(60), args=[1], options={"queue": "q"}, enabled=False, app=app)
+
+    twin = copy.deepcopy(entry)
+
+    assert (twin.encode(), twin.meta) == (entry.encode(), entry.meta)
+
+
+# ---------------------------------------------------------------- its place in the schedule
+
+
+def test_an_entry_that_has_never_run_is_due_now(app):
+    entry = decode(app).with_past(Meta())
+
+    before = datetime.now(UTC)
+    assert before <= entry.due_at <= datetime.now(UTC)
+
+
+def test_an_overdue_entry_is_due_now(app):
+    entry = decode(app).with_past(Meta(datetime.now(UTC) - timedelta(days=3)))
+
+    before = datetime.now(UTC)
+    assert before <= entry.due_at <= datetime.now(UTC)
+
+
+def test_the_score_is_exact(app):
+    last = datetime(2999, 1, 1, 0, 0, 0, 250_000, tzinfo=UTC)
+
+    assert decode(app).with_past(Meta(last)).score == (last + timedelta(seconds=60)).timestamp()
+
+
+def test_an_entry_without_a_next_time_is_parked(app):
+    once = rrule("DAILY", dtstart=datetime(2024, 1, 1, tzinfo=UTC), count=1)
+    entry = Entry("e", "t", once, app=app, last_run_at=datetime(2024, 1, 2, tzinfo=UTC))
+
+    assert entry.due_at is None
+    assert entry.score == PARKED < 0
