@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.app import app_or_default
 from celery.schedules import BaseSchedule, schedule
+from celery.utils.saferepr import saferepr
 from redbeat import RedBeatSchedulerEntry
 from redbeat.decoder import RedBeatJSONDecoder, RedBeatJSONEncoder
 from redbeat.schedulers import RedBeatConfig
@@ -178,7 +179,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             except (ValueError, OverflowError) as exc:
                 raise EntryError(f"definition has a schedule out of range: {exc}") from exc
         if not isinstance(when, BaseSchedule):
-            raise EntryError(f"definition has a schedule of no known kind: {when!r}")
+            raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
         if isinstance(when, schedule) and hasattr(when, "run_every") and when.run_every.total_seconds() <= 0:
             raise EntryError("definition has an interval that is not longer than 0 seconds")
         # The key is the identity, whatever the definition says about the name.

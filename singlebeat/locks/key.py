@@ -58,7 +58,7 @@ def digest(
     """
     call = [task, list(args), dict(kwargs)] + ([scope] if scope else [])
     try:
-        # Once there and back, as the message goes: keys of dicts are texts now, and sorted alike at the sender and the worker.
+        # There and back first, as the message goes: then keys of dicts are texts, sorted alike at sender and worker.
         text = json.dumps(json.loads(_encoded(call, encoder)), sort_keys=True)
     except (TypeError, ValueError) as exc:
         raise TypeError(f"{task}: {_culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc

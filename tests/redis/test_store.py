@@ -469,7 +469,7 @@ def test_an_unconfirmed_occurrence_is_taken_up_when_its_time_has_come(store, cla
 
     assert due(store).recovered == []
     (stored,) = due(store, now=RETRY_AT).recovered
-    assert Occurrence.decode(stored.pending) == claim.occurrence
+    assert stored.pending == claim.occurrence
     assert due(store, now=RETRY_AT).entries == []
 
 

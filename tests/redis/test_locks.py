@@ -1,0 +1,963 @@
+"""The locks in Redis: every verb, every verdict, and what each of them must leave alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from redis import Redis
+
+from singlebeat.errors import LockBackendError
+from singlebeat.locks.base import Call, Holder, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.key import done_key, lock_key
+from singlebeat.locks.redis import WORKER_KEY, RedisBackend
+from singlebeat.lua import Script
+from tests.support import RedisServer, free_port, wait_until
+
+PREFIX = "SINGLETONLOCK_"
+LOCK = lock_key(PREFIX, "d1")
+DONE = done_key(LOCK)
+QUEUED_TTL, LEASE, MEMORY = 600.0, 300.0, 900.0
+#: What a slow machine may take between the setting of a lifetime and our look at it.
+SLACK = 60.0
+
+A, B = Ref(LOCK, "a"), Ref(LOCK, "b")
+RUN, COPY = Ref(LOCK, "a", nonce="n1"), Ref(LOCK, "a", nonce="n2")
+
+
+@pytest.fixture
+def backend(server: RedisServer, redis: Redis) -> RedisBackend:
+    return RedisBackend(server.url)
+
+
+@pytest.fixture
+def lives(redis: Redis) -> Callable[..., bool]:
+    """Tells whether a key lives about so many seconds from now on, and never longer."""
+
+    def lives(seconds: float, key: str = LOCK) -> bool:
+        return seconds - SLACK < redis.pttl(key) / 1000 <= seconds
+
+    return lives
+
+
+def call(ref: Ref = A, *, ttl: float = QUEUED_TTL, **options) -> Call:
+    return Call(ref, "app.task", "1, x=2", ttl, **options)
+
+
+def acquire(backend: RedisBackend, ref: Ref = A, *, again: bool = False, **options) -> Holder:
+    return backend.acquire_many([call(ref, **options)], again=again)[0]
+
+
+def begin(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE, expiry: float | None = None) -> Holder:
+    return backend.begin(ref, lease=lease, memory=MEMORY, task="app.task", arguments="1, x=2", expiry=expiry)
+
+
+def rotate(backend: RedisBackend, ref: Ref, to: Ref, *, ttl: float = QUEUED_TTL) -> bool:
+    return backend.rotate(ref, to=to, ttl=ttl, memory=MEMORY)
+
+
+def renew(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE) -> Renewal:
+    return backend.renew_many([ref], lease=lease)[0]
+
+
+def finish(redis: Redis, ref: Ref = RUN, *, memory: float = MEMORY) -> str:
+    """Call the script itself: the backend drops its verdict."""
+    args = (ref.task_id, ref.generation, ref.nonce, round(memory * 1000))
+    verdict, payload = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key)), args)
+    assert payload == ""
+    return verdict
+
+
+def later(ref: Ref, generation: int = 1, nonce: str = "") -> Ref:
+    return replace(ref, generation=generation, nonce=nonce)
+
+
+def just_now(moment: datetime | None) -> bool:
+    return abs(datetime.now(UTC) - moment) < timedelta(seconds=SLACK)
+
+
+# ---------------------------------------------------------------- acquire
+
+
+def test_a_free_lock_is_acquired_and_queued_under_the_task_id(backend, redis, lives):
+    holder = acquire(backend)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.ACQUIRED, "a", "queued")
+    assert just_now(holder.since)
+    assert lives(QUEUED_TTL)
+    assert QUEUED_TTL - SLACK < holder.ttl <= QUEUED_TTL
+    record = redis.hgetall(LOCK)
+    since = record.pop("since")
+    assert record == {
+        "id": "a",
+        "gen": "0",
+        "state": "queued",
+        "nonce": "",
+        "task": "app.task",
+        "args": "1, x=2",
+        "payload": "",
+    }
+    assert int(since) / 1000 == holder.since.timestamp()
+
+
+def test_another_call_learns_who_holds_the_lock_and_changes_nothing(backend, redis, lives):
+    acquire(backend)
+    before = redis.hgetall(LOCK)
+
+    holder = acquire(backend, B, ttl=QUEUED_TTL * 10, expiry=1.0)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.HELD, "a", "queued")
+    assert just_now(holder.since)
+    assert redis.hgetall(LOCK) == before
+    assert lives(QUEUED_TTL)
+
+
+def test_a_call_is_held_off_by_a_run_and_learns_its_fence(backend, redis):
+    acquire(backend)
+    run = begin(backend)
+
+    holder = acquire(backend, B)
+
+    assert (holder.verdict, holder.task_id, holder.state, holder.fence) == (Verdict.HELD, "a", "running", run.fence)
+    assert redis.hget(LOCK, "id") == "a"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_repeated_publish_acquires_its_own_lock_again(backend, redis, lives, again):
+    acquire(backend, ttl=QUEUED_TTL / 2)
+    before = redis.hgetall(LOCK)
+
+    holder = acquire(backend, again=again)
+
+    assert (holder.verdict, holder.task_id) == (Verdict.ACQUIRED, "a")
+    assert redis.hgetall(LOCK) == before
+    assert lives(QUEUED_TTL)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, again):
+    acquire(backend)
+    run = begin(backend)
+
+    holder = acquire(backend, again=again)
+
+    assert (holder.verdict, holder.task_id, holder.fence) == (Verdict.RUNNING, "a", run.fence)
+    assert lives(LEASE)  # not the longer time that a queued message may wait
+    assert redis.hget(LOCK, "nonce") == "n1"
+
+
+def test_a_call_that_ended_is_not_sent_again(backend, redis):
+    acquire(backend)
+    begin(backend)
+    backend.finish_many([RUN], memory=MEMORY)
+
+    holder = acquire(backend, again=True)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.DONE, "a", "")
+    assert not redis.exists(LOCK)
+
+
+def test_a_call_that_ended_is_not_sent_again_while_another_holds_the_lock(backend, redis):
+    begin(backend)
+    backend.finish_many([RUN], memory=MEMORY)
+    acquire(backend, B)
+
+    assert acquire(backend, again=True).verdict is Verdict.DONE
+    assert redis.hget(LOCK, "id") == "b"
+
+
+def test_a_call_that_went_on_to_a_retry_is_not_sent_again(backend, redis):
+    acquire(backend)
+    begin(backend)
+    rotate(backend, RUN, later(A))
+
+    assert acquire(backend, again=True).verdict is Verdict.DONE
+    assert redis.hget(LOCK, "gen") == "1"
+
+
+def test_a_new_call_may_use_an_old_task_id(backend):
+    begin(backend)
+    backend.finish_many([RUN], memory=MEMORY)
+
+    assert acquire(backend, again=False).verdict is Verdict.ACQUIRED
+    assert begin(backend, replace(A, nonce="n3")).verdict is Verdict.STARTED
+
+
+def test_a_lock_ends_at_its_expiry_however_long_its_message_may_wait(backend, lives):
+    holder = acquire(backend, expiry=QUEUED_TTL / 4)
+
+    assert lives(QUEUED_TTL / 4)
+    assert holder.ttl <= QUEUED_TTL / 4
+
+
+def test_a_repeated_publish_does_not_move_the_expiry(backend, redis, lives):
+    acquire(backend, expiry=QUEUED_TTL / 4)
+    until = redis.hget(LOCK, "until")
+
+    acquire(backend, expiry=QUEUED_TTL * 4)
+
+    assert redis.hget(LOCK, "until") == until
+    assert lives(QUEUED_TTL / 4)
+
+
+def test_an_expiry_beyond_the_waiting_time_does_not_stretch_it(backend, redis, lives):
+    acquire(backend, expiry=QUEUED_TTL * 4)
+
+    assert lives(QUEUED_TTL)
+    assert int(redis.hget(LOCK, "until")) / 1000 > time.time() + QUEUED_TTL * 4 - SLACK
+
+
+def test_a_lock_that_waited_too_long_is_free(backend, redis):
+    acquire(backend, ttl=0.001)
+    wait_until(lambda: not redis.exists(LOCK))
+
+    assert acquire(backend, B).verdict is Verdict.ACQUIRED
+
+
+def test_many_locks_are_acquired_at_once_and_answered_in_order(backend):
+    calls = [call(Ref(lock_key(PREFIX, str(n % 3)), f"task {n}")) for n in range(6)]
+
+    holders = backend.acquire_many(calls)
+
+    assert [h.verdict for h in holders] == [Verdict.ACQUIRED] * 3 + [Verdict.HELD] * 3
+    assert [h.task_id for h in holders] == ["task 0", "task 1", "task 2"] * 2
+
+
+def test_a_payload_waits_for_who_frees_the_lock(backend):
+    acquire(backend, payload="[1]")
+
+    assert backend.finish_many([A], memory=MEMORY) == ["[1]"]
+    assert backend.finish_many([A], memory=MEMORY) == [""]
+
+
+def test_a_payload_stays_through_run_and_retry(backend):
+    acquire(backend, payload="[1]")
+    begin(backend)
+    rotate(backend, RUN, later(A))
+    begin(backend, later(A, 1, "n2"))
+
+    assert backend.finish_many([RUN, later(A, 1, "n2")], memory=MEMORY) == ["", "[1]"]
+
+
+def test_the_payload_of_a_holder_that_waits_may_be_replaced(backend, redis, lives):
+    acquire(backend, payload="[1]")
+    before = redis.hgetall(LOCK)
+
+    holder = acquire(backend, B, payload="[2]", replace="payload", ttl=QUEUED_TTL * 10)
+
+    assert (holder.verdict, holder.task_id) == (Verdict.HELD, "a")
+    assert redis.hgetall(LOCK) == {**before, "payload": "[2]"}
+    assert lives(QUEUED_TTL)
+    assert backend.finish_many([A], memory=MEMORY) == ["[2]"]
+
+
+def test_a_holder_that_waits_may_be_replaced(backend, redis, lives):
+    acquire(backend, payload="[1]", expiry=LEASE)
+
+    holder = acquire(backend, B, payload="[2]", replace="holder")
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.ACQUIRED, "b", "queued")
+    assert redis.hmget(LOCK, "id", "gen", "state", "payload", "until") == ["b", "0", "queued", "[2]", None]
+    assert lives(QUEUED_TTL)
+    assert begin(backend).verdict is Verdict.HELD
+    assert finish(redis) == finish(redis, A) == "kept"
+
+
+@pytest.mark.parametrize("replaced", ["payload", "holder"])
+def test_nothing_is_replaced_in_a_run(backend, redis, lives, replaced):
+    acquire(backend, payload="[1]")
+    begin(backend)
+    before = redis.hgetall(LOCK)
+
+    holder = acquire(backend, B, payload="[2]", replace=replaced)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.HELD, "a", "running")
+    assert redis.hgetall(LOCK) == before
+    assert lives(LEASE)
+
+
+@pytest.mark.parametrize("replaced", ["payload", "holder"])
+def test_a_repeated_publish_replaces_nothing_of_its_own(backend, redis, replaced):
+    acquire(backend, payload="[1]", replace=replaced)
+    before = redis.hgetall(LOCK)
+
+    assert acquire(backend, payload="[2]", replace=replaced).verdict is Verdict.ACQUIRED
+    assert redis.hgetall(LOCK) == before
+
+
+@pytest.mark.parametrize("verb", ["acquire_many", "renew_many", "finish_many"])
+def test_no_calls_are_no_round_trip(redis, verb):
+    nowhere = RedisBackend("redis://127.0.0.1:1/0")
+    options = {"acquire_many": {}, "renew_many": {"lease": LEASE}, "finish_many": {"memory": MEMORY}}
+
+    assert not getattr(nowhere, verb)([], **options[verb])
+
+
+# ---------------------------------------------------------------- begin
+
+
+def test_a_queued_message_starts_under_a_short_lease(backend, redis, lives):
+    acquire(backend)
+
+    holder = begin(backend)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.STARTED, "a", "running")
+    assert just_now(holder.since)
+    assert lives(LEASE)
+    assert redis.hmget(LOCK, "state", "nonce", "gen") == ["running", "n1", "0"]
+    assert int(redis.hget(LOCK, "fence")) == holder.fence > 0
+
+
+def test_a_message_whose_lock_is_gone_takes_it_at_its_start(backend, redis, lives):
+    holder = begin(backend)
+
+    assert (holder.verdict, holder.task_id) == (Verdict.STARTED, "a")
+    assert lives(LEASE)
+    assert redis.hmget(LOCK, "id", "gen", "task", "args") == ["a", "0", "app.task", "1, x=2"]
+    assert redis.hget(LOCK, "until") is None
+
+
+def test_a_lock_that_is_taken_at_the_start_ends_at_its_expiry(backend, lives):
+    begin(backend, expiry=LEASE / 3)
+
+    assert lives(LEASE / 3)
+
+
+def test_the_expiry_of_a_queued_lock_holds_for_its_run(backend, lives):
+    acquire(backend, expiry=LEASE / 3)
+
+    begin(backend, expiry=LEASE * 2)
+
+    assert lives(LEASE / 3)
+
+
+def test_a_repeated_begin_of_the_same_delivery_has_started(backend, redis):
+    acquire(backend)
+    first = begin(backend)
+    before = redis.hgetall(LOCK)
+
+    second = begin(backend)
+
+    assert second.verdict is Verdict.STARTED
+    assert second.fence == first.fence
+    assert redis.hgetall(LOCK) == before
+
+
+def test_a_second_delivery_of_a_running_message_is_a_copy(backend, redis, lives):
+    acquire(backend)
+    run = begin(backend)
+    before = redis.hgetall(LOCK)
+
+    copy = begin(backend, COPY, lease=LEASE * 10)
+
+    assert (copy.verdict, copy.task_id, copy.state, copy.fence) == (Verdict.COPY, "a", "running", run.fence)
+    assert LEASE - SLACK < copy.ttl <= LEASE  # the copy comes back then
+    assert redis.hgetall(LOCK) == before
+    assert lives(LEASE)
+
+
+def test_a_copy_takes_over_when_the_lease_of_the_run_has_ended(backend, redis):
+    begin(backend)
+    redis.delete(LOCK)
+
+    assert begin(backend, COPY).verdict is Verdict.STARTED
+    assert redis.hget(LOCK, "nonce") == "n2"
+
+
+def test_a_message_of_an_earlier_generation_is_stale(backend, redis):
+    acquire(backend)
+    begin(backend)
+    rotate(backend, RUN, later(A, 2))
+    before = redis.hgetall(LOCK)
+
+    holder = begin(backend, later(A, 1, "n9"))
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.STALE, "a", "queued")
+    assert redis.hgetall(LOCK) == before
+
+
+def test_a_copy_of_a_run_that_handed_over_is_done(backend):
+    acquire(backend)
+    begin(backend)
+    rotate(backend, RUN, later(A))
+
+    assert begin(backend, COPY).verdict is Verdict.DONE
+
+
+def test_a_copy_of_a_run_that_ended_is_done(backend, redis):
+    begin(backend)
+    backend.finish_many([RUN], memory=MEMORY)
+
+    holder = begin(backend, COPY)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.DONE, "a", "")
+    assert not redis.exists(LOCK)
+
+
+def test_a_late_copy_is_done_even_if_newer_calls_have_run_since(backend, redis):
+    begin(backend)
+    backend.finish_many([RUN], memory=MEMORY)
+    begin(backend, replace(B, nonce="n5"))
+    backend.finish_many([replace(B, nonce="n5")], memory=MEMORY)
+    begin(backend, Ref(LOCK, "c", nonce="n6"))
+
+    assert begin(backend, COPY).verdict is Verdict.DONE
+    assert redis.hget(LOCK, "id") == "c"
+
+
+def test_a_message_whose_lock_another_holds_must_not_start(backend, redis, lives):
+    acquire(backend, B)
+    before = redis.hgetall(LOCK)
+
+    holder = begin(backend, RUN, expiry=1.0)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.HELD, "b", "queued")
+    assert redis.hgetall(LOCK) == before
+    assert lives(QUEUED_TTL)
+
+
+def test_a_higher_generation_takes_the_lock_over_from_a_lower_one(backend, redis, lives):
+    acquire(backend)
+    first = begin(backend)
+
+    holder = begin(backend, later(A, 1, "n2"))
+
+    assert holder.verdict is Verdict.STARTED
+    assert holder.fence > first.fence
+    assert redis.hmget(LOCK, "gen", "nonce", "state") == ["1", "n2", "running"]
+    assert lives(LEASE)
+    # The lower one is over: it exists only because it has handed over.
+    assert begin(backend, COPY).verdict is Verdict.DONE
+    assert renew(backend) is Renewal.OVER
+    assert lives(MEMORY, DONE)
+
+
+def test_the_fence_rises_from_run_to_run(backend):
+    fences = []
+    for number in range(5):
+        run = Ref(LOCK, f"task {number}", nonce=str(number))
+        acquire(backend, run)
+        fences.append(begin(backend, run).fence)
+        backend.finish_many([run], memory=MEMORY)
+
+    assert fences == sorted(set(fences))
+
+
+def test_the_fence_rises_even_when_no_record_is_left(backend, redis):
+    first = begin(backend).fence
+    redis.flushall()
+
+    assert begin(backend, replace(B, nonce="n2")).fence > first
+
+
+def test_the_fence_rises_even_when_the_clock_of_the_server_was_set_back(backend, redis):
+    begin(backend)
+    ahead = int(redis.hget(LOCK, "fence")) + 10**12
+    redis.hset(LOCK, "fence", ahead)
+
+    assert begin(backend, later(A, 1, "n2")).fence == ahead + 1
+
+
+# ---------------------------------------------------------------- rotate
+
+
+def test_a_run_hands_its_lock_over_to_the_next_generation(backend, redis, lives):
+    acquire(backend)
+    begin(backend)
+
+    assert rotate(backend, RUN, later(A))
+
+    assert redis.hmget(LOCK, "id", "gen", "state", "nonce") == ["a", "1", "queued", ""]
+    assert lives(QUEUED_TTL)
+    assert lives(MEMORY, DONE)
+    assert begin(backend, later(A, 1, "n2")).verdict is Verdict.STARTED
+
+
+def test_a_run_that_handed_over_frees_nothing_when_it_ends(backend, redis):
+    begin(backend)
+    rotate(backend, RUN, later(A))
+    before = redis.hgetall(LOCK)
+
+    assert finish(redis) == "kept"
+    assert redis.hgetall(LOCK) == before
+
+
+def test_a_retry_that_could_not_be_published_goes_back_to_its_run(backend, redis, lives):
+    begin(backend)
+    rotate(backend, RUN, later(A))
+
+    assert rotate(backend, later(A), RUN, ttl=LEASE)
+
+    assert redis.hmget(LOCK, "gen", "state", "nonce") == ["0", "running", "n1"]
+    assert lives(LEASE)
+    assert renew(backend) is Renewal.RUNNING
+    assert begin(backend, COPY).verdict is Verdict.COPY
+    assert finish(redis) == "finished"
+    assert begin(backend, COPY).verdict is Verdict.DONE
+
+
+def test_a_message_that_the_broker_takes_back_waits_in_its_generation(backend, redis, lives):
+    begin(backend)
+
+    assert rotate(backend, RUN, replace(RUN, nonce=""))
+
+    assert redis.hmget(LOCK, "gen", "state", "nonce") == ["0", "queued", ""]
+    assert lives(QUEUED_TTL)
+    assert begin(backend, COPY).verdict is Verdict.STARTED
+
+
+def test_only_the_run_that_holds_the_lock_hands_it_over(backend, redis):
+    begin(backend)
+    before = redis.hgetall(LOCK)
+
+    assert not rotate(backend, COPY, later(A))
+    assert not rotate(backend, A, later(A))
+    assert not rotate(backend, replace(B, nonce="n1"), later(B))
+
+    assert redis.hgetall(LOCK) == before
+    assert not redis.exists(DONE)
+
+
+def test_a_queued_lock_is_handed_over_by_its_message_only(backend, redis):
+    acquire(backend)
+    before = redis.hgetall(LOCK)
+
+    assert not rotate(backend, RUN, later(A))
+    assert redis.hgetall(LOCK) == before
+    assert rotate(backend, A, later(A))
+
+
+def test_a_lock_that_is_gone_cannot_be_handed_over(backend, redis):
+    assert not rotate(backend, RUN, later(A))
+    assert not rotate(backend, A, later(A))
+    assert not redis.exists(LOCK, DONE)
+
+
+def test_a_hand_over_does_not_outlive_the_expiry(backend, lives):
+    acquire(backend, expiry=LEASE / 3)
+    begin(backend)
+
+    rotate(backend, RUN, later(A), ttl=QUEUED_TTL * 10)
+
+    assert lives(LEASE / 3)
+
+
+# ---------------------------------------------------------------- renew
+
+
+def test_the_run_that_holds_the_lock_renews_it(backend, redis, lives):
+    begin(backend, lease=LEASE / 3)
+    before = redis.hgetall(LOCK)
+
+    assert renew(backend) is Renewal.RUNNING
+    assert lives(LEASE)
+    assert redis.hgetall(LOCK) == before
+
+
+def test_a_shorter_lease_shortens_the_lifetime_of_a_run(backend, lives):
+    begin(backend, lease=LEASE * 3)
+
+    assert renew(backend) is Renewal.RUNNING
+    assert lives(LEASE)
+
+
+def test_a_message_that_waits_in_a_worker_is_renewed_and_never_shortened(backend, lives):
+    acquire(backend, ttl=QUEUED_TTL)
+
+    assert renew(backend, lease=LEASE / 3) is Renewal.QUEUED
+    assert lives(QUEUED_TTL)
+    assert renew(backend, lease=QUEUED_TTL * 2) is Renewal.QUEUED
+    assert lives(QUEUED_TTL * 2)
+
+
+def test_a_copy_cannot_renew_the_lock_of_the_run(backend, lives):
+    begin(backend)
+
+    assert renew(backend, COPY, lease=LEASE * 10) is Renewal.LOST
+    assert lives(LEASE)
+
+
+def test_a_run_that_ended_or_handed_over_has_nothing_to_renew(backend, redis):
+    begin(backend)
+    rotate(backend, RUN, later(A))
+    ttl = redis.pttl(LOCK)
+    assert renew(backend, lease=QUEUED_TTL * 10) is Renewal.OVER
+    assert redis.pttl(LOCK) <= ttl
+
+    begin(backend, later(A, 1, "n2"))
+    backend.finish_many([later(A, 1, "n2")], memory=MEMORY)
+    assert renew(backend, later(A, 1, "n2")) is Renewal.OVER
+    assert not redis.exists(LOCK)
+
+
+def test_a_renewal_never_brings_a_lock_back(backend, redis):
+    begin(backend)
+    redis.delete(LOCK)
+
+    assert renew(backend) is Renewal.LOST
+    assert renew(backend, A) is Renewal.LOST
+    assert not redis.exists(LOCK)
+
+
+def test_a_renewal_never_takes_the_lock_of_another(backend, redis, lives):
+    begin(backend)
+    redis.delete(LOCK)
+    acquire(backend, B)
+    before = redis.hgetall(LOCK)
+
+    assert renew(backend, lease=QUEUED_TTL * 10) is Renewal.LOST
+    assert redis.hgetall(LOCK) == before
+    assert lives(QUEUED_TTL)
+
+
+def test_an_earlier_generation_does_not_renew_the_lock_of_a_later_one(backend, redis, lives):
+    acquire(backend)
+    rotate(backend, A, later(A, 2))
+
+    assert renew(backend, later(A, 1, "n1"), lease=QUEUED_TTL * 10) is Renewal.LOST
+    assert lives(QUEUED_TTL)
+
+
+def test_no_renewal_goes_past_the_expiry(backend, redis, lives):
+    acquire(backend, expiry=LEASE / 3)
+    assert renew(backend, lease=LEASE * 10) is Renewal.QUEUED
+    assert lives(LEASE / 3)
+
+    begin(backend)
+    assert renew(backend, lease=LEASE * 10) is Renewal.RUNNING
+    assert lives(LEASE / 3)
+
+
+def test_each_of_many_locks_is_renewed_on_its_own(backend, redis):
+    refs = [Ref(lock_key(PREFIX, str(n)), f"task {n}", nonce=f"n{n}") for n in range(4)]
+    for ref in refs[:2]:
+        begin(backend, ref)
+    acquire(backend, refs[2])
+    backend.finish_many(refs[:1], memory=MEMORY)
+
+    renewals = backend.renew_many(refs, lease=LEASE)
+
+    assert renewals == [Renewal.OVER, Renewal.RUNNING, Renewal.QUEUED, Renewal.LOST]
+
+
+# ---------------------------------------------------------------- finish
+
+
+def test_a_run_that_ends_frees_its_lock_and_is_remembered(backend, redis, lives):
+    acquire(backend)
+    begin(backend)
+
+    assert finish(redis) == "finished"
+
+    assert not redis.exists(LOCK)
+    assert list(redis.zrange(DONE, 0, -1)) == ["a:0"]
+    assert lives(MEMORY, DONE)
+    assert finish(redis) == "kept"
+
+
+def test_a_message_that_never_started_frees_its_lock_and_is_not_remembered(backend, redis):
+    acquire(backend)
+
+    assert finish(redis, A) == "released"
+    assert not redis.exists(LOCK, DONE)
+    assert begin(backend).verdict is Verdict.STARTED  # it was published after all
+
+
+def test_a_delivery_that_was_revoked_before_its_start_frees_its_lock(backend, redis):
+    acquire(backend)
+
+    assert finish(redis, RUN) == "released"
+    assert not redis.exists(LOCK)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(COPY, id="a copy that was put off"),
+        pytest.param(A, id="the sender, whose publish failed after all"),
+        pytest.param(later(A, 1, "n1"), id="another generation"),
+        pytest.param(replace(B, nonce="n1"), id="another task id"),
+        pytest.param(B, id="another task id that never started"),
+    ],
+)
+def test_the_end_of_anything_else_frees_nothing(backend, redis, other):
+    acquire(backend)
+    begin(backend)
+    before = redis.hgetall(LOCK)
+
+    assert finish(redis, other) == "kept"
+
+    assert redis.hgetall(LOCK) == before
+    assert not redis.exists(DONE)
+    assert finish(redis) == "finished"
+
+
+@pytest.mark.parametrize("other", [later(A, 1), B], ids=["another generation", "another task id"])
+def test_a_queued_lock_is_not_freed_by_another(backend, redis, other):
+    acquire(backend)
+
+    assert finish(redis, other) == "kept"
+    assert redis.hget(LOCK, "state") == "queued"
+
+
+def test_a_run_that_lost_its_lease_does_not_free_the_next_holder(backend, redis):
+    begin(backend)
+    redis.delete(LOCK)
+    begin(backend, replace(B, nonce="n2"))
+
+    assert finish(redis) == "kept"
+    assert redis.hget(LOCK, "id") == "b"
+
+
+def test_ends_are_forgotten_after_their_time(backend, redis):
+    redis.zadd(DONE, {"old:0": (time.time() - MEMORY - SLACK) * 1000, "young:0": (time.time() - SLACK) * 1000})
+    begin(backend)
+
+    backend.finish_many([RUN], memory=MEMORY)
+
+    assert redis.zrange(DONE, 0, -1) == ["young:0", "a:0"]
+
+
+def test_many_locks_are_freed_at_once_and_only_their_own(backend, redis):
+    refs = [Ref(lock_key(PREFIX, str(n)), f"task {n}", nonce=f"n{n}") for n in range(3)]
+    for ref in refs:
+        begin(backend, ref)
+
+    backend.finish_many([refs[0], replace(refs[1], nonce="other"), refs[2]], memory=MEMORY)
+
+    assert [bool(redis.exists(ref.key)) for ref in refs] == [False, True, False]
+
+
+# ---------------------------------------------------------------- operators
+
+
+def test_get_names_the_holder_of_a_lock(backend):
+    assert backend.get(LOCK) is None
+    acquire(backend)
+    assert backend.get(LOCK) == "a"
+
+
+def test_unlock_frees_a_lock_whoever_holds_it(backend, redis):
+    begin(backend)
+
+    backend.unlock(LOCK)
+
+    assert not redis.exists(LOCK)
+    assert acquire(backend, B).verdict is Verdict.ACQUIRED
+
+
+@pytest.mark.parametrize("prefix", ["SINGLETONLOCK_", "a*", "a?c", "[ab]", "back\\slash", "h[^a]llo-", "{slot}:"])
+def test_clear_frees_the_locks_of_its_prefix_and_no_others(backend, redis, prefix):
+    inside, others = [f"{prefix}{{1}}", f"{prefix}{{1}}:done", prefix], ["axc{1}", "a", "b", "backslash", "hbllo-1"]
+    others += [f"x{prefix}{{1}}", prefix[:-1], "redbeat::schedule"]
+    redis.mset(dict.fromkeys([*inside, *others], "x"))
+
+    backend.clear(prefix)
+
+    assert not redis.exists(*inside)
+    assert set(redis.keys()) == set(others)
+
+
+def test_clear_frees_more_locks_than_one_batch_holds(backend, redis):
+    redis.mset({f"{PREFIX}{{{n}}}": "x" for n in range(1201)})
+
+    backend.clear(PREFIX)
+
+    assert redis.dbsize() == 0
+
+
+def test_clear_leaves_the_workers_alone(backend):
+    backend.announce("w1@host", ttl=LEASE)
+
+    backend.clear("")
+    backend.announce("w1@host", ttl=LEASE)
+    backend.clear(PREFIX)
+
+    assert backend.workers_seen()
+
+
+def test_every_lock_of_a_prefix_is_listed_with_its_record(backend, redis):
+    begin(backend)
+    acquire(backend, Ref(lock_key(PREFIX, "d2"), "b"))
+    acquire(backend, Ref(lock_key("OTHER_", "d3"), "c"))
+    finished = Ref(lock_key(PREFIX, "d4"), "d", nonce="n4")
+    begin(backend, finished)
+    backend.finish_many([finished], memory=MEMORY)
+
+    listed = dict(backend.locks(PREFIX))
+
+    assert {key: (record["id"], record["state"]) for key, record in listed.items()} == {
+        LOCK: ("a", "running"),
+        lock_key(PREFIX, "d2"): ("b", "queued"),
+    }
+    assert listed[LOCK] == redis.hgetall(LOCK)
+
+
+def test_a_worker_is_seen_as_long_as_it_announces_itself(backend, redis, lives):
+    assert not backend.workers_seen()
+
+    backend.announce("w1@host", ttl=LEASE)
+
+    assert backend.workers_seen()
+    assert redis.get(WORKER_KEY) == "w1@host"
+    assert lives(LEASE, WORKER_KEY)
+    redis.delete(WORKER_KEY)
+    assert not backend.workers_seen()
+
+
+# ---------------------------------------------------------------- the server
+
+EVERY_VERB: dict[str, Callable[[RedisBackend], object]] = {
+    "acquire": acquire,
+    "acquire many": lambda backend: backend.acquire_many([call(A), call(Ref("{other}", "b"))]),
+    "begin": begin,
+    "rotate": lambda backend: rotate(backend, RUN, later(A)),
+    "renew": renew,
+    "finish": lambda backend: backend.finish_many([RUN], memory=MEMORY),
+    "announce": lambda backend: backend.announce("w", ttl=LEASE),
+    "workers_seen": lambda backend: backend.workers_seen(),
+    "get": lambda backend: backend.get(LOCK),
+    "unlock": lambda backend: backend.unlock(LOCK),
+    "clear": lambda backend: backend.clear(PREFIX),
+    "locks": lambda backend: list(backend.locks(PREFIX)),
+}
+
+
+@pytest.mark.parametrize("verb", EVERY_VERB.values(), ids=EVERY_VERB)
+def test_a_server_that_is_not_there_is_named_without_its_password(verb):
+    port = free_port()
+    backend = RedisBackend(f"redis://user:geheim@127.0.0.1:{port}/0", timeout=1)
+
+    with pytest.raises(LockBackendError, match=f"127.0.0.1:{port}") as caught:
+        verb(backend)
+
+    assert "geheim" not in str(caught.value)
+
+
+def test_a_server_that_hangs_is_an_error_and_not_a_hang(own_server):
+    backend = RedisBackend(own_server.url, timeout=0.2)
+    acquire(backend)
+    own_server.pause()
+    try:
+        with pytest.raises(LockBackendError):
+            begin(backend)
+    finally:
+        own_server.resume()
+    # The server may have executed what it never answered: the same delivery asks again.
+    assert begin(RedisBackend(own_server.url)).verdict is Verdict.STARTED
+
+
+def test_a_server_that_refuses_the_password_is_an_error_of_the_locks():
+    with RedisServer(password="richtig") as server:
+        assert acquire(RedisBackend(server.url)).verdict is Verdict.ACQUIRED
+
+        with pytest.raises(LockBackendError) as caught:
+            acquire(RedisBackend(server.url.replace("richtig", "falsch")))
+
+    assert "falsch" not in str(caught.value)
+
+
+def test_a_backend_survives_the_restart_of_its_server(own_server):
+    backend = RedisBackend(own_server.url)
+    acquire(backend)
+
+    own_server.restart()
+
+    assert acquire(backend, B).verdict is Verdict.ACQUIRED
+    assert begin(backend, replace(B, nonce="n1")).verdict is Verdict.STARTED
+
+
+def test_a_key_of_another_kind_in_the_place_of_a_lock_is_an_error_and_is_kept(backend, redis):
+    redis.set(LOCK, "somebody else's")
+
+    with pytest.raises(LockBackendError, match="WRONGTYPE"):
+        acquire(backend)
+
+    assert redis.get(LOCK) == "somebody else's"
+
+
+def test_own_connections_are_shared_with_nobody(server):
+    one, other = RedisBackend(server.url, own_connections=True), RedisBackend(server.url, own_connections=True)
+
+    assert one.redis is one.redis
+    assert len({one.redis, other.redis, RedisBackend(server.url).redis}) == 3
+    assert RedisBackend(server.url).redis is RedisBackend(server.url).redis
+
+
+def test_people_read_who_holds_a_lock(backend):
+    acquire(backend)
+    holder = begin(backend)
+
+    assert str(holder) == f"task a, running since {holder.since:%Y-%m-%d %H:%M:%S}Z"
+    backend.finish_many([RUN], memory=MEMORY)
+    assert str(begin(backend, COPY)) == "task a, ended"
+
+
+# ---------------------------------------------------------------- the ticket that a message carries
+
+TICKET = Ticket("a", LOCK, LOCK)
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    [
+        TICKET,
+        TICKET.delivered("n1"),
+        Ticket("a", LOCK),
+        Ticket("a", LOCK, f"{LOCK}:next", waits=True, waited=3, nonce="n1"),
+    ],
+)
+def test_a_ticket_comes_back_from_its_own_header(ticket):
+    header = json.loads(json.dumps(ticket.header()))
+
+    assert Ticket.of_message({"singlebeat_lock": header, "retries": 0}, "a") == ticket
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"singlebeat_lock": None},
+        {"singlebeat_lock": "text"},
+        {"singlebeat_lock": {"id": "a"}},
+        {"singlebeat_lock": {"key": "", "id": "a"}},
+        {"singlebeat_lock": {"key": LOCK}},
+        {"singlebeat_lock": Ticket("b", LOCK).header()},
+    ],
+)
+def test_a_header_that_is_not_of_this_task_is_no_ticket(headers):
+    assert Ticket.of_message(headers, "a") is None
+
+
+def test_a_generation_rises_with_every_retry_and_every_replacement():
+    def generation(**headers: int | None) -> int:
+        return Ticket.of_message({"singlebeat_lock": TICKET.header(), **headers}, "a").run.generation
+
+    steps = [
+        generation(),
+        generation(retries=1, replaced_task_nesting=None),
+        generation(retries=2),
+        generation(retries=0, replaced_task_nesting=1),
+        generation(retries=1, replaced_task_nesting=1),
+        generation(replaced_task_nesting=2),
+    ]
+    assert steps == sorted(set(steps))
+    assert generation(retries=None) == generation() == 0
+
+
+def test_a_ticket_names_every_lock_that_its_message_holds():
+    behind = f"{LOCK}:next"
+
+    assert TICKET.delivered("n1").refs == (RUN,)
+    assert Ticket("a", LOCK).refs == (A,)
+    assert Ticket("a", LOCK, behind, nonce="n1").refs == (RUN, Ref(behind, "a", nonce="n1"))
+
+
+def test_a_successor_holds_the_lock_of_the_run_while_it_waits():
+    successor = Ticket("a", LOCK, f"{LOCK}:next", nonce="n1").successor(2)
+
+    assert successor.refs == (Ref(LOCK, "a", 2),)
