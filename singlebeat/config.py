@@ -50,6 +50,12 @@ def _text_or_none(value: Any) -> str | None:
     return None if value is None else _text(value)
 
 
+def _lock_name(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("must be a text, or None for no lock")
+    return value or None  # as in RedBeat, an empty text is no name
+
+
 def _options(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError("must be a dict")  # noqa: TRY004 - a wrong value, as far as the user is concerned
@@ -69,13 +75,13 @@ def _ssl(value: Any) -> Mapping[str, Any] | bool:
 
 
 def _backend_error(value: Any) -> str | None:
-    if value not in {None, "raise", "run"}:
+    if value not in (None, "raise", "run"):
         raise ValueError("must be 'raise' or 'run'")
     return None if value is None else str(value)
 
 
 def _expiry_check(value: Any) -> str:
-    if value not in {"ignore", "warn", "error", "raise"}:
+    if value not in ("ignore", "warn", "error", "raise"):
         raise ValueError("must be 'ignore', 'warn', 'error' or 'raise'")
     return str(value)
 
@@ -103,7 +109,7 @@ class Config:
     )
     redbeat_key_prefix: str = _setting("redbeat:", _text, "prefix of every key of the schedule")
     redbeat_lock_key: str | None = _setting(
-        "", _anything, "key of the leader's lock; default: ``<prefix>:lock``; ``None`` switches the lock off"
+        "", _lock_name, "key of the leader's lock; default: ``<prefix>:lock``; ``None`` switches the lock off"
     )
     redbeat_lock_timeout: float = _setting(
         DEFAULT_LEADER_LEASE, _seconds, "seconds that leadership outlives a leader that died"

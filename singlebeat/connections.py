@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from kombu.utils.url import maybe_sanitize_url
 from redis import Redis
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
@@ -30,6 +30,10 @@ REDBEAT_OPTIONS = frozenset(
 #: Seconds after which a connection that was idle is checked before it is used.
 HEALTH_CHECK_INTERVAL = 30
 
+#: Up to the last @, because many a password is not quoted as it should be.
+_PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
+_NEXT_URL = re.compile(r";(?=[\w+-]+://)")
+
 _clients: dict[tuple[int, str, str], Any] = {}
 
 
@@ -40,8 +44,8 @@ def is_redis(url: object) -> bool:
 
 
 def masked(url: str) -> str:
-    """Return the URL without its password, for logs."""
-    return str(maybe_sanitize_url(url))
+    """Return the URL, or each of several, without its password and options, for logs."""
+    return ";".join(_PASSWORD.sub(r"\1:**@", one).partition("?")[0] for one in _NEXT_URL.split(url))
 
 
 def native(url: str) -> str:
@@ -83,16 +87,21 @@ def private(url: str, *, timeout: float, retries: int = 2, options: Mapping[str,
                 own["sentinels"], sentinel_kwargs=own.get("sentinel_kwargs"), **kwargs
             )
             return sentinel.master_for(own.get("service_name") or "master")
-        return Redis.from_url(native(url), **kwargs)
+        client = Redis.from_url(native(url), **kwargs)
+        pool = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # it is the first to look at the options
     except (ValueError, TypeError) as exc:
-        raise ConfigError(f"cannot use {masked(url)} as a Redis server: {exc}") from exc
+        # What is no port may be the password, cut at a character that had to be quoted.
+        reason = "its port is no number (is the password quoted?)" if "Port" in str(exc) else exc
+        raise ConfigError(f"cannot use {masked(url)} as a Redis server: {reason}") from None
+    return client
 
 
 def shared(url: str, *, timeout: float, options: Mapping[str, Any] | None = None) -> Any:
     """Return the client that all users of the same URL and options share in this process."""
     key = (os.getpid(), url, repr(sorted((options or {}).items())) + repr(timeout))
     if key not in _clients:
-        _clients[key] = private(url, timeout=timeout, options=options)
+        _clients.setdefault(key, private(url, timeout=timeout, options=options))
     return _clients[key]
 
 

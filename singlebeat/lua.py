@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 __all__ = ("Script",)
 
@@ -33,7 +33,7 @@ class Script:
     def batch(self, client: Any, calls: Sequence[Call]) -> list[Any]:
         """Run the script for each call in one round trip; a reply may be the error of that call alone."""
         if len(calls) < 2:
-            return [self(client, keys, args) for keys, args in calls]
+            return [self._single(client, keys, args) for keys, args in calls]
         replies = self._pipeline(client, calls)
         unknown = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:  # a server that was restarted has forgotten its scripts
@@ -42,6 +42,12 @@ class Script:
             for at, reply in zip(unknown, again, strict=True):
                 replies[at] = reply
         return replies
+
+    def _single(self, client: Any, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
+        try:
+            return self(client, keys, args)
+        except ResponseError as exc:
+            return exc
 
     def _pipeline(self, client: Any, calls: Sequence[Call]) -> list[Any]:
         with client.pipeline(transaction=False) as pipe:
