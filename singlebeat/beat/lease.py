@@ -84,11 +84,12 @@ class Lease:
         keys = (self.keys.lock, self.keys.leader, self.keys.term)
         since = datetime.now(UTC).isoformat(timespec="seconds")
         args = (token, round(self.ttl * 1000), socket.gethostname(), os.getpid(), since, self._last_token)
+        self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
         number = int(_script("campaign")(self._client, keys, args))
         if not number:
             return None
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
-        self._term, self._last_token = Term(number, token), token
+        self._term = Term(number, token)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
             self._thread.start()
@@ -130,15 +131,16 @@ class Lease:
 
         It takes no lock and shares no connection with the rest of the process, so it cannot wait for either.
         """
-        term, self._term, self._stopped = self._term, None, True
-        if term is None or self.keys.lock is None:
+        token, self._last_token, self._term, self._stopped = self._last_token, "", None, True
+        if not token or self.keys.lock is None:
             return
         try:
-            _script("resign")(self._connect(), (self.keys.lock, self.keys.leader), (term.token,))
+            released = _script("resign")(self._connect(), (self.keys.lock, self.keys.leader), (token,))
         except RedisError as exc:
             logger.warning("beat: Could not release the lock, it ends within %.0f s: %s", self.ttl, exc)
         else:
-            logger.info("beat: Released lock")
+            if released:
+                logger.info("beat: Released lock")
 
     def leader(self) -> Mapping[str, str]:
         """Return who leads (host, pid, since, term), empty if nobody does."""

@@ -270,18 +270,17 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
         entries = self.app.conf.beat_schedule
         self.install_default_entries(entries)
-        self.update_from_dict(entries)
-        self.statics.keep(entries)
+        self.statics.keep(self.update_from_dict(entries))
 
-    def update_from_dict(self, dict_: Mapping[str, Any]) -> None:
-        """Store entries that are given like those of ``beat_schedule``."""
+    def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
+        """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
         entries = {}
         for name, given in dict_.items():
             try:
                 entries[name] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
                 logger.exception("beat: Cannot add entry %r to the schedule: %r", name, given)
-        self.statics.install(entries, datetime.now(UTC))
+        return self.statics.install(entries, datetime.now(UTC))
 
     def add(self, **kwargs: Any) -> BeatEntry:
         """Store one entry."""

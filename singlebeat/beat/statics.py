@@ -55,18 +55,19 @@ class Statics:
                 pipe.hset(keys.owners, mapping=dict.fromkeys(names, self.owner))
             pipe.execute()
 
-    def install(self, entries: Mapping[str, Entry], now: datetime) -> None:
-        """Store entries.
+    def install(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
+        """Store entries, and return the names of those that could be stored.
 
         One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
         its next time.
         """
-        names = list(entries)
+        names, installed = list(entries), list[str]()
         for at in range(0, len(names), BATCH):
-            self._install_batch({name: entries[name] for name in names[at : at + BATCH]}, now)
+            installed += self._install_batch({name: entries[name] for name in names[at : at + BATCH]}, now)
+        return installed
 
-    def _install_batch(self, entries: Mapping[str, Entry], now: datetime) -> None:
-        keys = self.keys
+    def _install_batch(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
+        keys, installed = self.keys, list[str]()
         with self.client.pipeline(transaction=False) as pipe:
             for name in entries:
                 pipe.hmget(keys.prefix + name, "definition", "meta")
@@ -97,4 +98,6 @@ class Statics:
                     pipe.hset(key, "meta", past.encode())
                 if score is None or stored is None or stored.schedule != entry.schedule:
                     pipe.zadd(keys.schedule, {key: entry.with_past(past).score})
+                installed.append(name)
             pipe.execute()
+        return installed

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from celery import Celery
 from celery.schedules import crontab, schedule
+from redbeat import RedBeatSchedulerEntry
 from redis import ConnectionPool, Redis
 from redis.connection import UnixDomainSocketConnection
 from redis.exceptions import RedisError
@@ -685,11 +686,12 @@ def test_every_mended_entry_is_found_however_many_are_broken(store, put, app, re
     assert not mended & set(redis.hkeys(QUARANTINE))
 
 
-def test_a_deleted_entry_leaves_quarantine(store, put, app, redis):
+@pytest.mark.parametrize("deleted_by", [Entry, RedBeatSchedulerEntry])
+def test_a_deleted_entry_leaves_quarantine(store, put, app, redis, deleted_by):
     put("bad", definition="{")
     due(store)
 
-    Entry("bad", TASK, schedule(60), app=app).delete()
+    deleted_by("bad", TASK, schedule(60), app=app).delete()
     for _ in range(2):
         due(store)
 
@@ -727,8 +729,7 @@ def install(app, redis) -> Callable[..., None]:
             for name, given in schedules.items()
         }
         statics = Statics(app, schedule_client(app))
-        statics.install(entries, now or datetime.now(UTC))
-        statics.keep(schedules)
+        statics.keep(statics.install(entries, now or datetime.now(UTC)))
 
     return install
 
@@ -933,3 +934,12 @@ def test_a_server_that_has_forgotten_the_scripts_learns_them_again(store, put, r
     store.confirm([(claim.stored, dispatched(claim), None) for claim in claims], OFF)
 
     assert redis.xlen(HISTORY) == 2
+
+
+def test_a_key_that_is_not_ours_survives_the_static_entry_of_its_name(install, redis):
+    redis.set("redbeat:taken", "a text")
+    install(taken=schedule(60))
+
+    install()
+
+    assert redis.get("redbeat:taken") == "a text"

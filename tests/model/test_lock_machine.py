@@ -1,0 +1,317 @@
+"""The lock record against a plain model: senders, copies, retries, ends of leases, lost replies, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from typing import TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from redis import Redis
+
+from singlebeat.locks.base import Call, Ref, Renewal, Verdict
+from singlebeat.locks.key import done_key, lock_key
+from singlebeat.locks.redis import RedisBackend
+
+LOCK = lock_key("LOCK_", "digest")
+#: Nothing ends by itself here: the end of a lease is a rule of the machine.
+TTL = LEASE = MEMORY = 3600.0
+#: Few, so that they meet often.
+SENDERS = 3
+
+T = TypeVar("T")
+lost = st.booleans()
+payloads = st.sampled_from(["", "one", "two"])
+
+
+@dataclass
+class Record:
+    """What a lock knows of its holder."""
+
+    id: str
+    gen: int
+    state: str
+    nonce: str
+    payload: str
+
+
+class Model:
+    """The lock as DESIGN has it, with no server, no time and nobody else."""
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        self.done: set[tuple[str, int]] = set()
+
+    def acquire(self, ref: Ref, *, again: bool, payload: str, replaces: str) -> Verdict:
+        if again and (ref.task_id, 0) in self.done:
+            return Verdict.DONE
+        if self.record and self.record.id != ref.task_id and self.record.state == "queued":
+            if replaces == "payload":
+                self.record.payload = payload
+            if replaces == "holder":
+                self.record = None
+        if self.record is None:
+            self.record = Record(ref.task_id, 0, "queued", "", payload)
+        if self.record.id != ref.task_id:
+            return Verdict.HELD
+        return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
+
+    def begin(self, ref: Ref) -> Verdict:
+        if (ref.task_id, ref.generation) in self.done:
+            return Verdict.DONE
+        if held := self.record:
+            if held.id != ref.task_id:
+                return Verdict.HELD
+            if held.gen > ref.generation:
+                return Verdict.STALE
+            if held.gen == ref.generation and held.state == "running":
+                return Verdict.STARTED if held.nonce == ref.nonce else Verdict.COPY
+            if held.gen < ref.generation:
+                self.done.add((held.id, held.gen))
+        self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, held.payload if held else "")
+        return Verdict.STARTED
+
+    def rotate(self, ref: Ref, to: Ref) -> bool:
+        held = self.record
+        if not held or (held.id, held.nonce) != (ref.task_id, ref.nonce):
+            return False
+        if to.generation > held.gen:
+            self.done.add((held.id, held.gen))
+        elif to.generation < held.gen:
+            self.done.discard((held.id, to.generation))
+        state = "running" if to.nonce else "queued"
+        self.record = Record(held.id, to.generation, state, to.nonce, held.payload)
+        return True
+
+    def renew(self, ref: Ref) -> Renewal:
+        if (ref.task_id, ref.generation) in self.done:
+            return Renewal.OVER
+        if not self._is_of(ref):
+            return Renewal.LOST
+        return Renewal(self.record.state)
+
+    def finish(self, ref: Ref) -> str:
+        if not self._is_of(ref):
+            return ""
+        freed, self.record = self.record, None
+        if freed.state == "running":
+            self.done.add((freed.id, freed.gen))
+        return freed.payload
+
+    def _is_of(self, ref: Ref) -> bool:
+        held = self.record
+        if not held or (held.id, held.gen) != (ref.task_id, ref.generation):
+            return False
+        return held.state == "queued" or held.nonce == ref.nonce
+
+
+class LockMachine(RuleBasedStateMachine):
+    """Many senders and workers around one lock.
+
+    Beside the model it keeps a history of its own, so that model and scripts cannot be wrong together about the
+    promises: who runs with the lock, what is over, the last fence.
+    """
+
+    redis: Redis
+    backend: RedisBackend
+
+    tasks = Bundle("tasks")  #: the senders' claims
+    messages = Bundle("messages")  #: what the broker may deliver: never, or as often as it likes
+    deliveries = Bundle("deliveries")  #: what workers have got, each with a nonce of its own
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.redis.delete(LOCK, done_key(LOCK))
+        self.model = Model()
+        self.senders = 0
+        self.runs = 0
+        self.runner: Ref | None = None  # the run that holds the lock
+        self.over: set[tuple[str, int]] = set()  # generations that ended, or handed over
+        self.fence = 0
+
+    def ask(self, lost: bool, verb: Callable[[], T], model: Callable[[], T]) -> T:
+        """Ask both; if the reply is lost, the server has done it, and the caller asks again."""
+        for _ in range(1 + lost):
+            reply = verb()
+            assert reply == model()
+        return reply
+
+    # ------------------------------------------------ senders
+
+    def acquire(self, ref: Ref, lost: bool, *, again: bool, payload: str = "", replaces: str = "") -> Verdict:
+        call = Call(ref, "app.task", "", TTL, payload=payload, replace=replaces)
+        return self.ask(
+            lost,
+            lambda: self.backend.acquire_many([call], again=again)[0].verdict,
+            lambda: self.model.acquire(ref, again=again, payload=payload, replaces=replaces),
+        )
+
+    @precondition(lambda self: self.senders < SENDERS)
+    @rule(targets=(tasks, messages), lost=lost, payload=payloads, replaces=st.sampled_from(["", "payload", "holder"]))
+    def call(self, lost, payload, replaces):
+        self.senders += 1
+        ref = Ref(LOCK, f"task {self.senders}")
+        before = self.model.record and replace(self.model.record)
+        verdict = self.acquire(ref, lost, again=False, payload=payload, replaces=replaces)
+        free = before is None or (before.state == "queued" and replaces == "holder")
+        assert verdict is (Verdict.ACQUIRED if free else Verdict.HELD)
+        return ref  # even if it is held: a call that somebody waits for is sent in any case
+
+    @rule(ref=tasks, lost=lost)
+    def call_again(self, ref, lost):
+        verdict = self.acquire(ref, lost, again=True)
+        assert (verdict is Verdict.DONE) == ((ref.task_id, 0) in self.over)
+
+    @rule(ref=tasks, lost=lost)
+    def give_up_publishing(self, ref, lost):
+        self.finish(ref, lost)
+
+    # ------------------------------------------------ workers
+
+    @rule(target=deliveries, ref=messages)
+    def deliver(self, ref):
+        self.runs += 1
+        return replace(ref, nonce=f"run {self.runs}")
+
+    @rule(target=deliveries, ref=messages, lost=lost)
+    def deliver_and_begin(self, ref, lost):
+        delivery = self.deliver(ref)
+        self.begin(delivery, lost)
+        return delivery
+
+    @rule(ref=deliveries, lost=lost)
+    def begin(self, ref, lost):
+        known = self.runner
+
+        def verb() -> Verdict:
+            holder = self.backend.begin(ref, lease=LEASE, memory=MEMORY, task="app.task", arguments="")
+            if holder.verdict is Verdict.STARTED:
+                self.starts(ref, holder.fence)
+            return holder.verdict
+
+        verdict = self.ask(lost, verb, lambda: self.model.begin(ref))
+        if verdict is Verdict.COPY:
+            assert known is not None
+            assert (known.task_id, known.generation) == (ref.task_id, ref.generation)
+
+    def starts(self, ref: Ref, fence: int) -> None:
+        if ref == self.runner:
+            assert fence == self.fence
+            return
+        assert (ref.task_id, ref.generation) not in self.over
+        if self.runner is not None:  # only a retry of the run itself may take the lock from it
+            assert self.runner.task_id == ref.task_id
+            assert self.runner.generation < ref.generation
+            self.over.add((self.runner.task_id, self.runner.generation))
+        assert fence > self.fence
+        self.runner, self.fence = ref, fence
+
+    @rule(ref=deliveries | tasks, lost=lost)
+    def renew(self, ref, lost):
+        renewal = self.ask(lost, lambda: self.backend.renew_many([ref], lease=LEASE)[0], lambda: self.model.renew(ref))
+        if renewal is Renewal.RUNNING:
+            assert ref == self.runner
+        if (ref.task_id, ref.generation) in self.over:
+            assert renewal is Renewal.OVER
+
+    @rule(ref=deliveries, lost=lost)
+    def finish(self, ref, lost):
+        before = self.stored()
+        self.ask(lost, lambda: self.backend.finish_many([ref], memory=MEMORY)[0], lambda: self.model.finish(ref))
+        if before is not None and (before.id, before.gen) != (ref.task_id, ref.generation):
+            assert self.stored() == before
+        if self.runner is not None:
+            if ref == self.runner:
+                self.over.add((ref.task_id, ref.generation))
+                self.runner = None
+            else:
+                assert self.stored() == before
+
+    def rotate(self, ref: Ref, to: Ref, lost: bool) -> bool:
+        return self.ask(
+            lost, lambda: self.backend.rotate(ref, to=to, ttl=TTL, memory=MEMORY), lambda: self.model.rotate(ref, to)
+        )
+
+    def hand_over(self, ref: Ref, to: Ref, lost: bool) -> bool:
+        held = ref == self.runner
+        rotated = self.rotate(ref, to, lost)
+        assert rotated == (held and not lost)
+        if held:
+            self.runner = None
+            if to.generation > ref.generation:
+                self.over.add((ref.task_id, ref.generation))
+        return rotated
+
+    @rule(target=messages, ref=deliveries, step=st.sampled_from([1, 1, 1_000_000]), lost=lost)
+    def retry_or_replace(self, ref, step, lost):
+        successor = replace(ref, generation=ref.generation + step, nonce="")
+        self.hand_over(ref, successor, lost)
+        return successor  # sent in any case: whoever asks for a retry has it
+
+    @rule(ref=deliveries, lost=lost)
+    def fail_to_retry(self, ref, lost):
+        successor = replace(ref, generation=ref.generation + 1, nonce="")
+        if self.hand_over(ref, successor, lost=False):
+            back = self.rotate(successor, ref, lost)
+            assert back is not lost
+            self.over.discard((ref.task_id, ref.generation))
+            self.runner = ref
+
+    @rule(ref=deliveries, lost=lost)
+    def requeue(self, ref, lost):
+        self.hand_over(ref, replace(ref, nonce=""), lost)
+
+    # ------------------------------------------------ the world
+
+    @rule()
+    def lease_ends(self):
+        self.redis.delete(LOCK)
+        self.model.record = None
+        self.runner = None
+
+    # ------------------------------------------------ what always holds
+
+    def stored(self) -> Record | None:
+        id_, gen, state, nonce, payload = self.redis.hmget(LOCK, "id", "gen", "state", "nonce", "payload")
+        return Record(id_, int(gen), state, nonce, payload or "") if id_ else None
+
+    @invariant()
+    def the_record_is_that_of_the_model(self):
+        assert self.stored() == self.model.record
+
+    @invariant()
+    def the_memory_is_that_of_the_model(self):
+        done = {
+            (id_, int(gen)) for id_, _, gen in (m.rpartition(":") for m in self.redis.zrange(done_key(LOCK), 0, -1))
+        }
+        assert done == self.model.done == self.over
+
+    @invariant()
+    def one_run_holds_the_lock_exactly_if_somebody_runs(self):
+        stored = self.stored()
+        if self.runner is None:
+            assert stored is None or stored.state == "queued"
+        else:
+            run = (self.runner.task_id, self.runner.generation, "running", self.runner.nonce)
+            assert astuple(stored)[:4] == run
+
+    @invariant()
+    def everything_ends_by_itself(self):
+        assert self.redis.ttl(LOCK) != -1
+        assert self.redis.ttl(done_key(LOCK)) != -1
+
+
+def test_a_lock_keeps_its_promises_whatever_happens_around_it(server, redis):
+    machine = type("Machine", (LockMachine,), {"redis": redis, "backend": RedisBackend(server.url)})
+
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,399 @@
+"""From settings to a client: which server, which options, and how long it may keep us waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.sentinel import SentinelConnectionPool
+
+from singlebeat.connections import (
+    is_redis,
+    lock_url,
+    masked,
+    native,
+    private,
+    schedule_client,
+    schedule_url,
+    shared,
+)
+from singlebeat.errors import ConfigError
+from singlebeat.locks import backend_of, new_backend
+from singlebeat.locks.redis import RedisBackend
+from tests.support import ROOT, RedisServer
+
+URL = "redis://127.0.0.1:1/0"  # nobody is there, and nobody is asked
+OTHER = "redis://127.0.0.1:1/1"
+
+
+def app_with(**conf: Any) -> Celery:
+    app = Celery("test", set_as_current=False)
+    app.conf.update({"broker_url": "memory://", **conf})
+    return app
+
+
+def options_of(client: Redis) -> dict[str, Any]:
+    return client.connection_pool.connection_kwargs
+
+
+def kind_of(client: Redis) -> type:
+    return client.connection_pool.connection_class
+
+
+# ---------------------------------------------------------------- URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis+socket:///run/redis.sock", "unix:///run/redis.sock"),
+        ("redis+socket:///run/redis.sock?virtual_host=3", "unix:///run/redis.sock?db=3"),
+        ("redis+socket:///run/redis.sock?virtual_host=/3", "unix:///run/redis.sock?db=3"),
+        (
+            "redis+socket:///run/redis.sock?virtual_host=3&socket_timeout=7",
+            "unix:///run/redis.sock?socket_timeout=7&db=3",
+        ),
+        ("redis+socket://:pa%2Fss@/run/redis.sock", "unix://:pa%2Fss@/run/redis.sock"),
+        ("redis+socket://me:pass@/run/redis.sock?virtual_host=3", "unix://me:pass@/run/redis.sock?db=3"),
+        ("unix:///run/redis.sock?db=3", "unix:///run/redis.sock?db=3"),
+        ("redis://:pass@h:1/2", "redis://:pass@h:1/2"),
+        ("rediss://h:1/2", "rediss://h:1/2"),
+    ],
+)
+def test_celerys_name_for_a_socket_is_translated_and_everything_else_is_left(url, expected):
+    assert native(url) == expected
+
+
+def test_a_socket_of_celery_reaches_its_database_with_its_password():
+    with RedisServer() as server:
+        server.client().config_set("requirepass", "ge/heim")
+        url = f"redis+socket://:ge%2Fheim@{server.path}"
+        with private(f"{url}?virtual_host=3", timeout=5) as there, private(url, timeout=5) as elsewhere:
+            there.set("key", "value")
+
+            assert (there.get("key"), elsewhere.get("key")) == ("value", None)
+            assert kind_of(there) is UnixDomainSocketConnection
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://h", True),
+        ("rediss://h", True),
+        ("unix:///s", True),
+        ("redis+socket:///s", True),
+        ("redis-sentinel://h", True),
+        ("sentinel://h", True),
+        ("amqp://h", False),
+        ("memory://", False),
+        ("redis", False),
+        ("rpc://redis://", False),
+        ("", False),
+        (None, False),
+        (["redis://h"], False),
+    ],
+)
+def test_the_url_of_a_redis_server_is_known_in_all_its_forms(url, expected):
+    assert is_redis(url) is expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:geheim@h:1/0",
+        "redis://me:geheim@h:1/0",
+        "rediss://me:geheim@h:1/0?ssl_cert_reqs=none",
+        "unix://:geheim@/run/s",
+        "unix:///run/s?db=1&password=geheim",
+        "redis+socket://:geheim@/run/s?virtual_host=1",
+        "amqp://me:geheim@h:1//",
+        "sentinel://:geheim@h:26379",
+        "sentinel://:geheim@h:26379;sentinel://:geheim@h2:26379",
+        "amqp://me:geheim@h:1//;amqp://me:geheim@h2:2//",
+        "redis://:ge/geheim@h:1/0",
+        "redis://:ge#geheim@h:1/0",
+        "redis://:ge@geheim@h:1/0",
+    ],
+)
+def test_a_url_is_shown_without_its_password(url):
+    assert "geheim" not in masked(url)
+    assert masked(url).startswith(url.partition("://")[0])
+
+
+@pytest.mark.parametrize("url", ["redis://h:1/0", "unix:///run/s", "memory://", "None"])
+def test_a_url_without_a_password_is_shown_as_it_is(url):
+    assert masked(url).rstrip("/") == url.rstrip("/")
+
+
+# ---------------------------------------------------------------- the server of the locks
+
+
+def test_the_locks_are_where_the_user_says():
+    app = app_with(singleton_backend_url="redis://locks", result_backend="redis://results", broker_url="redis://broker")
+
+    assert lock_url(app) == "redis://locks"
+
+
+@pytest.mark.parametrize(
+    ("conf", "expected"),
+    [
+        ({"result_backend": "redis://results", "broker_url": "redis://broker"}, "redis://results"),
+        ({"broker_url": "redis://broker", "redbeat_redis_url": "redis://beat"}, "redis://broker"),
+        ({"result_backend": "rpc://", "broker_url": "redis://broker"}, "redis://broker"),
+        (
+            {"result_backend": "db+sqlite:///x", "broker_url": "amqp://h//", "redbeat_redis_url": "unix:///s"},
+            "unix:///s",
+        ),
+    ],
+)
+def test_without_a_word_from_the_user_the_locks_are_in_the_first_redis_that_is_known(conf, expected):
+    assert lock_url(app_with(**conf)) == expected
+
+
+def test_locks_without_any_redis_are_an_error_that_names_the_setting():
+    with pytest.raises(ConfigError, match=r"^set singleton_backend_url to a Redis server"):
+        lock_url(app_with(broker_url="amqp://me:geheim@h//", result_backend="rpc://"))
+
+
+def test_an_app_has_one_lock_backend_and_its_settings_reach_it():
+    app = app_with(
+        singleton_backend_url=URL, singleton_backend_kwargs={"username": "me"}, singlebeat_socket_timeout=1.5
+    )
+
+    backend = backend_of(app)
+
+    assert backend is backend_of(app)
+    assert backend is not backend_of(app_with(singleton_backend_url=URL))
+    assert (options_of(backend.redis)["username"], options_of(backend.redis)["socket_timeout"]) == ("me", 1.5)
+    assert new_backend(app, own_connections=True).redis is not backend.redis
+
+
+class Backend(RedisBackend):
+    """A lock backend of the user's own."""
+
+
+def test_the_user_may_have_a_lock_backend_of_his_own():
+    for given in (Backend, f"{__name__}:Backend", f"{__name__}.Backend"):
+        assert (
+            type(backend_of(app_with(singleton_backend_url=URL, singleton_backend_class=given))).__name__ == "Backend"
+        )
+
+
+# ---------------------------------------------------------------- the server of the schedule
+
+
+def test_the_schedule_is_where_the_user_says_and_else_in_the_broker():
+    assert schedule_url(app_with(broker_url="redis://broker")) == "redis://broker"
+    assert schedule_url(app_with(broker_url="redis://broker", redbeat_redis_url="redis://beat")) == "redis://beat"
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"broker_url": "amqp://me:geheim@h//"},
+        {"broker_url": "amqp://me:geheim@h//;amqp://me:geheim@h2//"},
+        {"broker_url": "redis://h", "redbeat_redis_url": "amqp://me:geheim@h//"},
+    ],
+)
+def test_a_schedule_without_redis_is_an_error_that_names_the_setting(conf):
+    with pytest.raises(ConfigError, match=r"^set redbeat_redis_url to a Redis server: .*amqp://") as caught:
+        schedule_url(app_with(**conf))
+
+    assert "geheim" not in str(caught.value)
+
+
+def test_a_client_that_the_user_has_given_the_app_is_used():
+    app = app_with()  # with no other word about a server
+    app.redbeat_redis = Redis(port=1)
+
+    assert schedule_client(app) is app.redbeat_redis
+    assert schedule_client(app, timeout=1) is app.redbeat_redis
+
+
+def test_the_schedule_has_one_client_and_a_thread_beside_it_one_of_its_own():
+    app = app_with(redbeat_redis_url=URL, singlebeat_socket_timeout=3)
+
+    assert schedule_client(app) is schedule_client(app)
+    beside = schedule_client(app, timeout=0.5)
+    assert beside is not schedule_client(app)
+    assert options_of(schedule_client(app))["socket_timeout"] == 3
+    assert options_of(beside)["socket_timeout"] == options_of(beside)["socket_connect_timeout"] == 0.5
+    assert options_of(beside)["retry"].get_retries() == 0  # a lease that waits for a second try is lost already
+
+
+def test_the_options_of_the_broker_are_not_for_our_clients():
+    app = app_with(
+        broker_url=URL,
+        broker_transport_options={"visibility_timeout": 9, "socket_timeout": 9, "socket_connect_timeout": 9, "db": 9},
+        result_backend_transport_options={"db": 9, "socket_timeout": 9},
+    )
+
+    for client in (schedule_client(app), schedule_client(app, timeout=1), backend_of(app).redis):
+        assert 9 not in options_of(client).values()
+        assert "visibility_timeout" not in options_of(client)
+
+
+def test_the_options_for_redbeat_reach_the_client_and_its_own_ones_do_not():
+    app = app_with(
+        redbeat_redis_url=URL,
+        redbeat_redis_options={"socket_timeout": 9, "username": "me", "retry_period": 60, "cluster": False},
+    )
+
+    for client in (schedule_client(app), schedule_client(app, timeout=1)):
+        options = options_of(client)
+        assert (options["socket_timeout"], options["username"]) == (9, "me")
+        assert not {"retry_period", "cluster"} & set(options)
+
+
+def test_sentinels_are_asked_for_the_master():
+    app = app_with(
+        redbeat_redis_url="redis-sentinel://h:26379/0",
+        redbeat_redis_options={
+            "sentinels": [("127.0.0.1", 1), ("127.0.0.1", 2)],
+            "service_name": "the one",
+            "sentinel_kwargs": {"password": "s"},
+            "password": "p",
+            "db": 3,
+        },
+    )
+
+    pool = schedule_client(app).connection_pool
+
+    assert isinstance(pool, SentinelConnectionPool)
+    assert pool.service_name == "the one"
+    assert (pool.connection_kwargs["password"], pool.connection_kwargs["db"]) == ("p", 3)
+    assert pool.connection_kwargs["decode_responses"] is True
+    sentinels = pool.sentinel_manager.sentinels
+    assert [options_of(sentinel)["port"] for sentinel in sentinels] == [1, 2]
+    assert all(options_of(sentinel)["password"] == "s" for sentinel in sentinels)
+    for options in (pool.connection_kwargs, *map(options_of, sentinels)):
+        assert 0 < options["socket_timeout"] < 60
+        assert 0 < options["socket_connect_timeout"] < 60
+
+
+def test_the_tls_options_of_the_schedule_reach_the_client():
+    app = app_with(redbeat_redis_url="rediss://h:1/0", redbeat_redis_use_ssl={"ssl_ca_certs": "ca.pem"})
+
+    client = schedule_client(app)
+
+    assert kind_of(client) is SSLConnection
+    assert options_of(client)["ssl_ca_certs"] == "ca.pem"
+
+
+def test_the_tls_options_of_the_broker_hold_where_its_url_is_used():
+    tls = {"broker_use_ssl": {"ssl_ca_certs": "ca.pem"}}
+
+    assert options_of(schedule_client(app_with(broker_url="rediss://h:1/0", **tls)))["ssl_ca_certs"] == "ca.pem"
+    assert "ssl_ca_certs" not in options_of(schedule_client(app_with(redbeat_redis_url="rediss://h:1/0", **tls)))
+
+
+# ---------------------------------------------------------------- clients
+
+
+@pytest.mark.parametrize("url", [URL, "unix:///s", "redis+socket:///s", "rediss://h:1/0"])
+def test_every_client_gives_up_in_a_finite_time_and_speaks_text(url):
+    for client in (private(url, timeout=2), shared(url, timeout=2)):
+        options = options_of(client)
+        assert options["socket_timeout"] == options["socket_connect_timeout"] == 2
+        assert 0 <= options["retry"].get_retries() < 10
+        assert options["decode_responses"] is True
+
+
+def test_no_option_takes_the_text_away_that_we_read():
+    assert options_of(private(URL, timeout=1, options={"decode_responses": False}))["decode_responses"] is True
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:geheim@h:port/0",
+        "redis://:geheim#heim@h:1/0",
+        "redis://:geheim/heim@h:1/0",
+        "sentinel://:geheim@h:26379",
+        "sentinel://:geheim@h:26379;sentinel://:geheim@h2:26379",
+    ],
+)
+def test_a_url_that_cannot_be_used_is_an_error_without_its_password(url):
+    with pytest.raises(ConfigError, match="as a Redis server") as caught:
+        private(url, timeout=1)
+
+    assert "geheim" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_an_option_that_the_client_does_not_know_is_an_error_of_the_settings():
+    with pytest.raises(ConfigError, match="no_such_option"):
+        private(URL, timeout=1, options={"no_such_option": 1})
+
+
+def test_one_url_has_one_client_in_a_process():
+    client = shared(URL, timeout=1)
+
+    assert shared(URL, timeout=1) is client
+    assert shared(URL, timeout=1, options={}) is client
+    assert shared(OTHER, timeout=1) is not client
+    assert shared(URL, timeout=2) is not client
+    assert shared(URL, timeout=1, options={"username": "me"}) is not client
+    one, same = ({"username": "me", "db": 1}, {"db": 1, "username": "me"})
+    assert shared(URL, timeout=1, options=one) is shared(URL, timeout=1, options=same)
+
+
+def test_all_threads_share_the_client():
+    found: list[Any] = []
+    barrier = threading.Barrier(8)
+
+    def look() -> None:
+        barrier.wait(10)
+        found.append(shared("redis://127.0.0.1:1/7", timeout=1))
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+FORK = """
+import os, sys
+from singlebeat.connections import shared
+url = sys.argv[1]
+client = shared(url, timeout=5)
+parent = client.client_id()
+read, write = os.pipe()
+if os.fork() == 0:
+    theirs = shared(url, timeout=5)
+    same = theirs is client, theirs is shared(url, timeout=5), theirs.client_id() == parent
+    os.write(write, repr(same).encode())
+    os._exit(0)
+os.wait()
+print(os.read(read, 100).decode(), client.client_id() == parent, shared(url, timeout=5) is client)
+"""
+
+
+def test_a_forked_child_has_a_client_and_a_connection_of_its_own(server):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "-c", FORK, server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+    assert done.stdout == "(False, True, False) True True\n", done.stderr
+
+
+def test_a_connection_that_the_server_has_closed_is_opened_again(server, redis):
+    client = private(server.url, timeout=5)
+    name = client.client_id()
+    redis.client_kill_filter(_id=name)
+
+    assert client.ping()
+    assert client.client_id() != name
+    assert kind_of(client) is UnixDomainSocketConnection
+    assert issubclass(kind_of(private(URL, timeout=1)), Connection)
