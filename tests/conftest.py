@@ -12,6 +12,8 @@ from redis import Redis
 
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
+pytest_plugins = ("tests.chaos_report",)
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RedisServer]:

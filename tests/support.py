@@ -260,6 +260,7 @@ class CeleryProcess:
 
     Args:
         args: the command and its options, as after ``celery -A app``.
+        app: empty for none: no ``-A``.
         defaults: False to run exactly ``args``.
     """
 
@@ -280,7 +281,7 @@ class CeleryProcess:
         self._ended = False
         python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._process = _spawn(
-            [sys.executable, "-m", "celery", "-A", app, *args],
+            [sys.executable, "-m", "celery", *(["-A", app] if app else []), *args],
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",

@@ -7,12 +7,12 @@
 -- ARGV[2]  occurrence  JSON of the occurrence, as it was claimed
 -- ARGV[3]  meta        for the entry; empty: leave it
 -- ARGV[4]  limit       records to keep; 0: keep none
--- ARGV[5]  record      fields and values of the record, as a JSON list
+-- ARGV[5...]  record   fields and values of the record
 --
 -- returns  1 recorded, 0 the occurrence was confirmed before, or its entry is gone
 
 local entry, pending, history = KEYS[1], KEYS[2], KEYS[3]
-local member, occurrence, meta, limit, record = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local member, occurrence, meta, limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
 if redis.call("HGET", entry, "pending") ~= occurrence then
   return 0
@@ -24,6 +24,6 @@ if meta ~= "" then
   redis.call("HSET", entry, "meta", meta)
 end
 if limit ~= "0" then
-  redis.call("XADD", history, "MAXLEN", "~", limit, "*", unpack(cjson.decode(record)))
+  redis.call("XADD", history, "MAXLEN", "~", limit, "*", unpack(ARGV, 5))
 end
 return 1

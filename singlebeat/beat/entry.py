@@ -31,6 +31,7 @@ __all__ = ("PARKED", "Entry", "Meta", "prepare")
 #: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
 PARKED = -1.0
 
+DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 
 
@@ -120,8 +121,16 @@ class Meta:
 
     def encode(self) -> str:
         """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""
-        raw = {"last_run_at": self.last_run_at, "total_run_count": self.total_run_count}
-        return json.dumps(raw, cls=RedBeatJSONEncoder)
+        last = self.last_run_at
+        if last is not None:
+            fields = {name: getattr(last, name) for name in DATETIME_FIELDS}
+            return json.dumps(
+                {
+                    "last_run_at": {"__type__": "datetime", **fields, "timezone": "UTC"},
+                    "total_run_count": self.total_run_count,
+                }
+            )
+        return json.dumps({"last_run_at": None, "total_run_count": self.total_run_count})
 
 
 def _loads_instant(text: str) -> datetime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from uuid import NAMESPACE_OID, uuid5
@@ -38,7 +38,7 @@ class Occurrence:
 
     def encode(self) -> str:
         """Return the ``pending`` field of an entry."""
-        return json.dumps(asdict(self))
+        return json.dumps({"id": self.id, "nominal": self.nominal})
 
     @classmethod
     def decode(cls, text: str) -> Occurrence:
@@ -76,4 +76,5 @@ class Decision:
             "id": self.occurrence.id,
             "term": str(term),
         }
-        return [text for pair in record.items() for text in pair]
+        # Names that somebody wrote into Redis may hold what no text can.
+        return [text.encode(errors="backslashreplace").decode() for pair in record.items() for text in pair]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -243,7 +242,7 @@ class Store:
                     decision.occurrence.encode(),
                     meta.encode() if meta else "",
                     self.history_limit,
-                    json.dumps(decision.fields(term.number)),
+                    *decision.fields(term.number),
                 ),
             )
             for stored, decision, meta in decisions

@@ -37,8 +37,9 @@ local gen, bound = record[2], record[4]
 if tonumber(to_gen) > tonumber(gen) then
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
   redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
+elseif tonumber(to_gen) < tonumber(gen) then
+  redis.call("ZREM", done, id .. ":" .. to_gen)
 end
-redis.call("ZREM", done, id .. ":" .. to_gen)
 redis.call("HSET", lock, "gen", to_gen, "nonce", to_nonce, "state", to_nonce == "" and "queued" or "running",
   "since", string.format("%.0f", now))
 if bound then

@@ -500,6 +500,21 @@ def test_a_retry_that_could_not_be_published_goes_back_to_its_run(backend, redis
     assert begin(backend, COPY).verdict is Verdict.DONE
 
 
+def test_a_retry_does_not_bring_a_generation_back_that_has_ended(backend, redis):
+    begin(backend)
+    redis.delete(LOCK)  # the lease ends, so the run cannot hand over what it has lost, and its retry is sent
+    assert not rotate(backend, RUN, later(A))
+    begin(backend, later(A, 1, "n3"))
+    backend.finish_many([later(A, 1, "n3")], memory=MEMORY)
+    begin(backend, COPY)
+
+    rotate(backend, COPY, later(A))
+
+    assert begin(backend, later(A, 1, "n4")).verdict is Verdict.DONE
+    assert finish(redis, later(A, 1, "n4")) == "released"
+    assert not redis.exists(LOCK)
+
+
 def test_a_message_that_the_broker_takes_back_waits_in_its_generation(backend, redis, lives):
     begin(backend)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from celery import Celery
+from celery import Celery, Task
 
 from singlebeat import Singleton
 from tests.support import recorded
@@ -35,8 +36,22 @@ def fail(name: str) -> None:
         raise RuntimeError(name)
 
 
-def make_app(url: str, conf: Mapping[str, Any] | None = None, *, set_as_current: bool = False) -> Celery:
-    """Return an app with the three tasks ``tests.system.apps.plain``, ``.single`` and ``.fail``."""
+def retrying(self: Task, name: str, times: int) -> str:
+    """Retry itself until it has run so many times; bound."""
+    with recorded(name):
+        if self.request.retries + 1 < times:
+            raise self.retry(countdown=0.5, max_retries=None)
+        return name
+
+
+def make_app(
+    url: str, conf: Mapping[str, Any] | None = None, *, set_as_current: bool = False, tasks: bool = True
+) -> Celery:
+    """Return an app with the tasks ``tests.system.apps.plain``, ``.single``, ``.fail`` and those at its end.
+
+    Args:
+        tasks: False for an app that knows no task.
+    """
     # RedBeat and celery-singleton take redis-py's form only.
     native = url.replace("redis+socket://", "unix://", 1)
     app = Celery("tests.system.apps", set_as_current=set_as_current)
@@ -49,10 +64,19 @@ def make_app(url: str, conf: Mapping[str, Any] | None = None, *, set_as_current:
         broker_connection_retry_on_startup=True,
     )
     app.conf.update(conf or {})
-    app.task(plain, name="tests.system.apps.plain")
-    app.task(single, name="tests.system.apps.single", base=Singleton)
-    app.task(fail, name="tests.system.apps.fail")
+    if tasks:
+        _add_tasks(app)
     return app
+
+
+def _add_tasks(app: Celery) -> None:
+    add = partial(app.task, shared=False)  # else every other app of the process gets them, too
+    add(plain, name="tests.system.apps.plain")
+    add(single, name="tests.system.apps.single", base=Singleton)
+    add(fail, name="tests.system.apps.fail")
+    add(fail, name="tests.system.apps.single_fail", base=Singleton)
+    add(retrying, name="tests.system.apps.retrying", bind=True)
+    add(retrying, name="tests.system.apps.single_retrying", bind=True, base=Singleton)
 
 
 def conf_from_environment() -> dict[str, Any]:
@@ -70,3 +94,6 @@ app = make_app(
     conf_from_environment(),
     set_as_current="SB_TEST_URL" in os.environ,
 )
+
+#: What a beat without the workers' code has: ``-A tests.system.apps:nameless``.
+nameless = make_app(os.environ.get("SB_TEST_URL", "memory://"), conf_from_environment(), tasks=False)

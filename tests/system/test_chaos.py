@@ -1,0 +1,314 @@
+"""Chaos: beats, worker, Redis and broker are killed, paused and set wrong, and every occurrence is counted.
+
+Each test prints a row of the table at the end of the run. By default the numbers are small, so that the suite is
+quick; ``SINGLEBEAT_CHAOS=full pytest tests/system/test_chaos.py`` runs it with the numbers of the README.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import RedisServer, free_port, wait_until
+from tests.system.chaos import CLOCK, Chaos, moments, steady
+
+FULL = os.environ.get("SINGLEBEAT_CHAOS") == "full"
+
+pytestmark = pytest.mark.timeout(600 if FULL else 120)
+
+
+@pytest.fixture
+def chaos_on(celery, oracle, chaos_report) -> Callable[..., Chaos]:
+    return lambda server, **options: Chaos(celery, oracle, server, report=chaos_report, **options)
+
+
+@pytest.fixture
+def chaos(chaos_on, server) -> Chaos:
+    return chaos_on(server)
+
+
+@pytest.fixture
+def broker() -> Iterator[RedisServer]:
+    """A server for messages alone, which a test may kill."""
+    with RedisServer() as server:
+        yield server
+
+
+# ---------------------------------------------------------------- beats die
+
+
+def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed_one_after_the_other(chaos):
+    kills, total = (20, 3000) if FULL else (4, 300)
+    rng = random.Random(kills)
+    chaos.worker()
+    leader, standby = chaos.pair()
+
+    with chaos.scenario(f"SIGKILL of the leader, {kills} times", timeout=120):
+        chaos.feed(total, over=kills * 2.0)
+        for moment in moments(kills, total, seed=kills):
+            wait_until(lambda moment=moment: chaos.claimed() >= moment, timeout=60, what=f"{moment} claims")
+            time.sleep(rng.uniform(0, 0.1))  # into any step of what it does
+            with chaos.takeover("SIGKILL"):
+                leader.kill()
+            leader, standby = standby, chaos.beat()
+            standby.wait_for("Standing by")
+
+
+def test_no_occurrence_is_lost_or_doubled_at_whichever_step_a_leader_is_killed(chaos):
+    points = [f"{when} {step}" for step in ("read", "claim", "lock", "confirm") for when in ("before", "after")]
+    points = [f"{point} 1" for point in points] + ["before publish 1", "before publish 10", "after publish 10"]
+    chaos.worker()
+    doomed = [chaos.beat(f"kill {point}") for point in points]
+    for beat in doomed:
+        beat.ready()
+
+    with chaos.scenario(f"SIGKILL before and after each step of a tick ({len(points)} points)"):
+        for left in range(len(doomed), 0, -1):
+            chaos.feed(20)
+            wait_until(
+                lambda left=left: sum(beat.returncode is None for beat in doomed) < left,
+                timeout=30,
+                what=f"the end of another beat, of {left} left",
+            )
+        assert {beat.returncode for beat in doomed} == {-signal.SIGKILL}
+        chaos.feed(20)
+        chaos.beat()
+
+
+def test_a_leader_that_wakes_up_after_its_term_sends_nothing_that_the_next_one_has_sent(chaos):
+    total = 1000 if FULL else 300
+    chaos.worker()
+    paused = chaos.beat("slow publish 0.01")
+    chaos.leading(paused)
+    standby = chaos.beat()
+    standby.wait_for("Standing by")
+
+    with chaos.scenario(f"SIGSTOP of the leader amid a tick of {total}, longer than its lease") as remarks:
+        chaos.feed(total)
+        paused.wait_for("Sending due task", count=50)
+        paused.pause()
+        left = chaos.redis.zcard(chaos.keys.pending)
+        assert left > 0  # it is amid its tick
+        remarks.append(f"{left} claimed and not confirmed when it stopped")
+        standby.wait_for("this beat leads")
+        wait_until(lambda: not chaos.missing(), timeout=60, what="the other one to send all")
+        paused.resume()
+        paused.wait_for("Lost the lock: this beat stands by")
+
+
+def test_a_short_lease_survives_a_long_tick(chaos):
+    chaos.conf["redbeat_lock_timeout"] = 1.0
+    chaos.worker()
+    leader = chaos.beat("slow publish 0.01")
+    chaos.leading(leader)
+    standby = chaos.beat()
+    standby.wait_for("Standing by")
+
+    with chaos.scenario("300 publishes of 10 ms under a lease of 1 s"):
+        chaos.feed(300)
+        chaos.settle()
+    assert not leader.matches("Lost the lock")
+    assert not standby.matches("this beat leads")
+
+
+def test_a_rolling_restart_loses_and_doubles_nothing(chaos):
+    rounds = 10 if FULL else 3
+    chaos.worker()
+    leader, standby = chaos.pair()
+
+    with chaos.scenario(f"rolling restart of both beats, {rounds} times"):
+        chaos.feed(rounds * 100, over=rounds * 2.0)
+        for _ in range(rounds):
+            with chaos.takeover("SIGTERM"):
+                leader.terminate()
+                assert leader.wait() == 0
+            leader, standby = standby, chaos.beat()
+            standby.wait_for("Standing by")
+
+
+def test_beats_without_a_lock_share_the_work(chaos_on, server):
+    chaos = chaos_on(server, redbeat_lock_key=None)
+    chaos.worker()
+    beats = [chaos.beat().ready(), chaos.beat().ready()]
+
+    with chaos.scenario("redbeat_lock_key = None, two beats side by side") as remarks:
+        chaos.feed(600, over=4)
+        chaos.settle()
+        shares = [len(beat.matches("Sending due task")) for beat in beats]
+        remarks.append("shares {} and {}".format(*shares))
+    assert all(shares)
+
+
+def test_a_beat_that_is_stuck_ends_itself_with_its_stacks_in_the_log(chaos):
+    chaos.worker()
+    stuck = chaos.beat("hang before publish 10", singlebeat_watchdog_timeout=2)
+    chaos.leading(stuck)
+    standby = chaos.beat()
+    standby.wait_for("Standing by")
+
+    with chaos.scenario("a tick that hangs, watchdog after 2 s"):
+        chaos.feed(20)
+        with chaos.takeover("the tick got stuck"):
+            assert stuck.wait() == 1
+    stuck.wait_for("No progress for 2 s")
+    stuck.wait_for("in apply_async")
+
+
+def test_the_beat_of_a_worker_that_was_killed_ends(chaos):
+    conf = {**chaos.conf, "redbeat_lock_timeout": 1.5}
+    embedded = chaos.celery("worker", "-B", "-c", "1", app="tests.system.chaos", conf=conf)
+    embedded.ready()
+    pid = int(wait_until(lambda: chaos.redis.hget(chaos.keys.lease.leader, "pid"), what="the embedded beat to lead"))
+    assert pid != embedded.pid
+
+    with chaos.scenario("SIGKILL of the main process of a worker -B"):
+        chaos.feed(100, over=4)
+        wait_until(lambda: chaos.claimed() >= 10, what="10 claims")
+        chaos.worker()
+        standby = chaos.beat()
+        standby.wait_for("Standing by")
+        with chaos.takeover("SIGKILL of the worker"):
+            embedded.kill()
+        embedded.wait_for("worker's main process is gone")
+        chaos.settle()
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), what="the orphan's end")
+
+
+def test_another_beat_takes_over_in_the_time_of_a_lease(chaos):
+    rounds = 5 if FULL else 2
+    chaos.conf["redbeat_lock_timeout"] = 10.0 if FULL else 2.0
+    chaos.worker()
+    leader, standby = chaos.pair()
+
+    with chaos.scenario(f"take-over with a lease of {chaos.conf['redbeat_lock_timeout']:g} s", timeout=120):
+        for how in ("SIGTERM", "SIGKILL"):
+            for _ in range(rounds):
+                chaos.feed(40, over=2, delay=0.5)
+                with chaos.takeover(how):
+                    leader.send(getattr(signal, how))
+                leader, standby = standby, chaos.beat()
+                standby.wait_for("Standing by")
+                chaos.settle()
+
+
+# ---------------------------------------------------------------- Redis and the broker fail
+
+
+def test_a_redis_that_is_restarted_brings_everything_back(chaos_on):
+    with RedisServer("--appendonly", "yes", "--appendfsync", "always") as server:
+        chaos = chaos_on(server)
+        chaos.worker()
+        leader, standby = chaos.pair()
+
+        with chaos.scenario("Redis with AOF restarted under everything"):
+            chaos.feed(200, over=6)
+            for moment in (50, 120):
+                wait_until(lambda moment=moment: chaos.claimed() >= moment, what=f"{moment} claims")
+                server.restart()
+            chaos.settle()
+        assert leader.returncode is None
+        assert standby.returncode is None
+
+
+def test_a_redis_that_hangs_for_a_while_costs_nothing(chaos_on, own_server):
+    chaos = chaos_on(own_server)
+    chaos.worker()
+    beats = chaos.pair()
+
+    with chaos.scenario("Redis hangs for 5 s"):
+        chaos.feed(200, over=4)
+        wait_until(lambda: chaos.claimed() >= 50, what="50 claims")
+        own_server.pause()
+        time.sleep(5)
+        own_server.resume()
+        chaos.settle()
+    assert [beat.returncode for beat in beats] == [None, None]
+
+
+def test_a_redis_that_is_read_only_for_a_while_costs_nothing(chaos_on, own_server, broker):
+    chaos = chaos_on(own_server, broker=broker)
+    chaos.worker()
+    beats = chaos.pair()
+
+    with chaos.scenario("Redis read-only for 3 s, as amid a failover"):
+        chaos.feed(200, over=4)
+        wait_until(lambda: chaos.claimed() >= 50, what="50 claims")
+        position = beats[0].position
+        chaos.redis.replicaof("127.0.0.1", free_port())
+        beats[0].wait_for("trying again", after=position)
+        time.sleep(3)
+        chaos.redis.replicaof("NO", "ONE")
+        beats[0].wait_for("Redis answers again", after=position)
+        chaos.settle()
+    assert [beat.returncode for beat in beats] == [None, None]
+
+
+def test_the_entries_of_beat_schedule_come_back_after_flushall(chaos_on, own_server):
+    chaos = chaos_on(own_server, beat_schedule=steady(10, every=1))
+    chaos.worker()
+    beats = chaos.pair()
+    wait_until(lambda: len(chaos.decisions()) >= 20, what="20 decisions")
+
+    with chaos.scenario("FLUSHALL: loses messages, locks and history by design", may_lose=True) as remarks:
+        chaos.keep_decisions()
+        chaos.redis.flushall()
+        began = time.monotonic()
+        wait_until(lambda: len(chaos.decisions()) >= len(chaos._past) + 30, timeout=30, what="30 further decisions")
+        remarks.append(f"all entries back, each run three times after {time.monotonic() - began:.1f} s")
+        for beat in beats:
+            assert beat.returncode is None
+            beat.terminate()
+            beat.wait()
+    later = {record["entry"] for record in chaos.decisions()[len(chaos._past) :]}
+    assert later == set(steady(10))
+
+
+def test_what_falls_due_while_the_broker_is_down_is_sent_once_when_it_is_back(chaos_on, server, redis, broker):
+    chaos = chaos_on(server, broker=broker)
+    worker = chaos.worker()
+    leader, standby = chaos.pair()
+    worker.stop()
+    lock = chaos.redis.get(chaos.keys.lock)
+
+    with chaos.scenario("broker down for 20 occurrences"):
+        broker.kill()
+        position = leader.position
+        chaos.feed(20, over=2)
+        leader.wait_for("stays pending until the broker answers", after=position)
+        wait_until(lambda: chaos.claimed() == 20, what="the claim of all")
+        ticks = leader.position
+        assert chaos.redis.zcard(chaos.keys.pending) == 20
+        broker.restart()
+        wait_until(lambda: not chaos.redis.zcard(chaos.keys.pending), timeout=40, what="the last message")
+        assert chaos.broker.llen("celery") == 20
+        assert chaos.redis.get(chaos.keys.lock) == lock
+        assert not leader.matches("Lost the lock", after=ticks)
+        chaos.worker()
+    assert not standby.matches("this beat leads")
+
+
+# ---------------------------------------------------------------- the clock is set
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_clock_that_is_set_by_an_hour_and_back_loses_and_doubles_nothing(chaos, oracle, hours):
+    chaos.worker()
+    chaos.oracle._client.set(CLOCK, 0)
+    beats = [chaos.beat("step clock"), chaos.beat("step clock")]
+    chaos.leading(*beats)
+
+    with chaos.scenario(f"clock of the beats set by {hours:+d} h and back"):
+        chaos.feed(50, over=3)
+        wait_until(lambda: chaos.claimed() >= 10, what="10 claims")
+        chaos.oracle._client.set(CLOCK, 3600 * hours)
+        if hours > 0:
+            wait_until(lambda: not chaos.missing(), what="what is due by that clock")
+        chaos.feed(10)
+        chaos.oracle._client.set(CLOCK, 0)
+        chaos.settle()

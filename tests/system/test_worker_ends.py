@@ -1,0 +1,237 @@
+"""A lock lives while its task waits or runs, and no longer: however a run, a child or a whole worker ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from celery.schedules import schedule
+
+from tests.support import APP, wait_until
+
+#: Seconds of the lease where a test waits for its end.
+LEASE = 2
+
+
+@pytest.fixture
+def single(app):
+    return app.tasks[f"{APP}.single"]
+
+
+@pytest.fixture
+def lock_of(redis):
+    """Returns the key of the lock that a call of a Singleton takes."""
+
+    def key(task, *args, **kwargs):
+        return task.generate_lock(task.name, args, kwargs)
+
+    return key
+
+
+def free(redis, *, timeout=20.0):
+    """Wait until no lock is left; return how long that took."""
+    began = time.monotonic()
+
+    def none_left():
+        return not list(redis.scan_iter("SINGLETONLOCK_*", _type="HASH"))
+
+    wait_until(none_left, timeout=timeout, what="the end of the lock")
+    return time.monotonic() - began
+
+
+def test_the_lock_of_a_killed_worker_ends_with_its_lease_and_the_call_can_be_made_again(
+    celery, oracle, redis, single, lock_of
+):
+    worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": LEASE}).ready()
+    first = single.delay("a", seconds=60)
+    oracle.wait_started(1)
+
+    worker.kill_group()
+    left = redis.pttl(lock_of(single, "a", seconds=60))
+
+    assert 0 < left <= LEASE * 1000
+    assert single.delay("a", seconds=60) == first, "the lease has not ended yet"
+    print(f"free {free(redis):.2f} s after the death of its worker, lease {LEASE} s")
+    celery("worker", "-c", "1").ready()
+    again = single.delay("a", seconds=60)
+    assert again != first
+    assert [run.id for run in oracle.wait_started(2)] == [first.id, again.id]
+
+
+def test_the_lock_of_a_plain_task_of_beat_ends_with_its_killed_worker(celery, oracle, redis):
+    entry = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["a"], "kwargs": {"seconds": 60}}
+    worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": LEASE}).ready()
+    beat = celery("beat", conf={"beat_schedule": {"a": entry}})
+    (first,) = oracle.wait_started(1)
+    beat.wait_for(rf"Skipping task a \({APP}\.plain\): held by task {first.id}, running since")
+
+    worker.kill_group()
+    at = beat.position
+    began = time.monotonic()
+    (key,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    assert redis.hget(key, "id") == first.id
+    assert 0 < redis.pttl(key) <= LEASE * 1000
+
+    beat.wait_for("Sending due task a ", after=at)
+    print(f"dispatched again {time.monotonic() - began:.2f} s after the death of its worker, lease {LEASE} s")
+    celery("worker", "-c", "1").ready()
+    _, second = oracle.wait_started(2)
+    assert second.id != first.id
+    assert oracle.max_concurrent("a") == 1
+
+
+def test_a_lock_is_kept_far_beyond_its_lease_while_the_body_runs(celery, oracle, redis, single, lock_of):
+    celery("worker", "-c", "2", conf={"singlebeat_lock_lease": LEASE}).ready()
+    first = single.delay("a", seconds=60)
+    oracle.wait_started(1)
+
+    until = time.monotonic() + 3 * LEASE
+    while time.monotonic() < until:
+        record = redis.hgetall(lock_of(single, "a", seconds=60))
+        assert (record.get("id"), record.get("state")) == (first.id, "running")
+        assert single.delay("a", seconds=60) == first
+
+    oracle.let_go("a")
+    assert first.get(timeout=20) == "a"
+    assert single.delay("a", seconds=60) != first
+
+
+@pytest.mark.parametrize("task", ["single", "single_fail"])
+def test_a_call_is_new_at_once_when_the_result_of_the_last_is_there(task, celery, app):
+    celery("worker", "-c", "1").ready()
+    task = app.tasks[f"{APP}.{task}"]
+    seen = set()
+    for _ in range(20):
+        result = task.delay("a")
+        assert not result.is_duplicate
+        assert result.id not in seen
+        seen.add(result.id)
+        result.get(timeout=20, propagate=False)
+        assert result.state == ("SUCCESS" if task.name.endswith("single") else "FAILURE")
+
+
+def test_a_call_that_is_revoked_before_its_start_leaves_no_lock(celery, oracle, redis, app, single):
+    worker = celery("worker", "-c", "1").ready()
+    app.tasks[f"{APP}.plain"].delay("busy", seconds=60)
+    oracle.wait_started(1)
+    revoked = single.delay("a")
+    worker.wait_for(rf"{revoked.id}\] received")
+
+    assert app.control.revoke(revoked.id, reply=True, timeout=20, limit=1)
+    oracle.let_go("busy")
+
+    worker.wait_for(rf"Discarding revoked task: {APP}\.single\[{revoked.id}\]")
+    free(redis)
+    again = single.delay("a")
+    assert again != revoked
+    assert again.get(timeout=20) == "a"
+    assert oracle.started("a") == 1
+
+
+def test_a_call_whose_time_expires_in_the_queue_frees_its_lock(redis, single):
+    expired = single.apply_async(("a",), expires=0.5)
+    assert single.delay("a") == expired
+
+    free(redis)
+
+    assert single.delay("a") != expired
+
+
+def test_a_call_whose_time_expires_in_the_hands_of_a_worker_leaves_no_lock(celery, oracle, redis, app, single):
+    worker = celery("worker", "-c", "1").ready()
+    app.tasks[f"{APP}.plain"].delay("busy", seconds=60)
+    oracle.wait_started(1)
+    expired = single.apply_async(("a",), expires=1)
+    worker.wait_for(rf"{expired.id}\] received")
+    time.sleep(1)  # what expires is the message
+
+    oracle.let_go("busy")
+
+    worker.wait_for(rf"Discarding revoked task: {APP}\.single\[{expired.id}\]")
+    free(redis)
+    again = single.delay("a")
+    assert again != expired
+    assert again.get(timeout=20) == "a"
+    assert oracle.started("a") == 1
+
+
+def test_a_call_whose_time_has_expired_excludes_nothing_while_its_worker_is_busy(celery, oracle, redis, app, single):
+    worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": LEASE}).ready()
+    app.tasks[f"{APP}.plain"].delay("busy", seconds=60)
+    (busy,) = oracle.wait_started(1)
+    expired = single.apply_async(("a",), expires=1)
+    worker.wait_for(rf"{expired.id}\] received")
+
+    wait_until(lambda: not redis.exists(single.generate_lock(single.name, ("a",))), timeout=5 * LEASE)
+
+    assert single.delay("a") != expired
+    assert oracle.running() == [busy]
+
+
+def test_a_chain_of_retries_holds_its_lock_to_its_end(celery, oracle, redis, app, lock_of):
+    celery("worker", "-c", "2").ready()
+    task = app.tasks[f"{APP}.single_retrying"]
+    first = task.delay("a", 3)
+    key = lock_of(task, "a", 3)
+    holders = set()
+    while oracle.ended() < 3:
+        again = task.delay("a", 3)
+        assert again == first or oracle.ended() == 3, "the lock was free between two runs"
+        holders.add(redis.hget(key, "state"))
+
+    runs = oracle.wait_ended(3)
+    assert {run.id for run in runs[:3]} == {first.id}
+    assert {"queued", "running"} <= holders, "the test has not looked between two runs"
+    assert first.get(timeout=20) == "a"
+    assert oracle.max_concurrent("a") == 1
+
+
+def test_a_call_is_new_at_once_when_its_chain_of_retries_has_ended(celery, oracle, app):
+    celery("worker", "-c", "1").ready()
+    task = app.tasks[f"{APP}.single_retrying"]
+    first = task.delay("a", 2)
+
+    assert first.get(timeout=20) == "a"
+    second = task.delay("a", 2)
+
+    assert second != first
+    assert second.get(timeout=20) == "a"
+    assert [run.id for run in oracle.runs("a")] == [first.id] * 2 + [second.id] * 2
+
+
+@pytest.mark.parametrize("how", ["child killed", "hard time limit"])
+def test_the_lock_of_a_child_that_dies_is_free_long_before_its_lease(how, celery, oracle, redis, single, lock_of):
+    worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": 300}).ready()
+    first = single.apply_async(("a",), {"seconds": 60}, time_limit=1 if how == "hard time limit" else None)
+    (run,) = oracle.wait_started(1)
+    if how == "child killed":
+        os.kill(run.pid, signal.SIGKILL)
+
+    worker.wait_for("WorkerLostError" if how == "child killed" else "Hard time limit")
+    print(f"{how}: free {free(redis):.2f} s after the worker said so")
+
+    again = single.delay("a", seconds=60)
+    assert again != first
+    oracle.wait_started(2)
+    assert oracle.max_concurrent("a") == 1, "it was free while the body lived"
+
+
+def test_a_plain_task_that_beat_sent_may_retry(celery, oracle, redis):
+    celery("worker", "-c", "2").ready()
+    beat = celery("beat").ready()
+    when = {"__type__": "interval", "every": 3600}
+    definition = {"task": f"{APP}.retrying", "args": ["a", 3], "schedule": when}
+    redis.hset("redbeat:a", "definition", json.dumps(definition))
+    redis.zadd("redbeat::schedule", {"redbeat:a": 0})
+
+    runs = oracle.wait_ended(3)
+
+    beat.wait_for("Sending due task a ")
+    ((_, decision),) = redis.xrange("redbeat::history")
+    assert decision["decision"] == "dispatched"
+    assert [run.id for run in runs] == [decision["id"]] * 3
+    free(redis)
+    assert oracle.max_concurrent("a") == 1
