@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .beat.scheduler import Scheduler
     from .errors import DuplicateTaskError
     from .locks import clear_locks
-    from .tasks.renewer import install
+    from .tasks.install import install
     from .tasks.singleton import Singleton
 
 __all__ = ("DuplicateTaskError", "Entry", "Scheduler", "Singleton", "clear_locks", "install")
@@ -19,7 +19,7 @@ _HOMES = {
     "Scheduler": "beat.scheduler",
     "Entry": "beat.entry",
     "Singleton": "tasks.singleton",
-    "install": "tasks.renewer",
+    "install": "tasks.install",
     "clear_locks": "locks",
     "DuplicateTaskError": "errors",
 }

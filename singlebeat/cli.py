@@ -17,7 +17,7 @@ __all__ = ("main",)
 def _look_after_locks(instance: Any = None, **_: Any) -> None:
     """Let every worker that the command starts look after locks; on messages without one nothing changes."""
     from .config import Config  # noqa: PLC0415 - every celery command imports this module
-    from .tasks.renewer import install  # noqa: PLC0415
+    from .tasks.install import install  # noqa: PLC0415
 
     try:
         Config.of(instance.app)

@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
 
-__all__ = ("Script",)
+__all__ = ("Call", "Script")
 
 #: The keys and the arguments of one call.
 Call = tuple[Sequence[str], Sequence[str | int | float]]

@@ -135,7 +135,8 @@ class Dispatcher:
                 return f"task {exc.__context__.task_id}"
             raise
         logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
-        return f"task {result.id}" if getattr(result, "is_duplicate", False) else ""
+        other = getattr(result, "is_duplicate", False) and result.id != entry.options["task_id"]
+        return f"task {result.id}" if other else ""
 
     def _failed(self, server: str, exc: Exception) -> None:
         self._failures = min(self._failures + 1, 10)

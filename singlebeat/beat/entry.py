@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from celery.app import app_or_default
-from celery.schedules import BaseSchedule, schedule
-from celery.utils.saferepr import saferepr
+from celery.schedules import BaseSchedule
 from redbeat import RedBeatSchedulerEntry
-from redbeat.decoder import RedBeatJSONDecoder, RedBeatJSONEncoder
+from redbeat.decoder import RedBeatJSONEncoder
 from redbeat.schedulers import RedBeatConfig
 
 from ..config import Config
 from ..connections import schedule_client, schedule_url
 from ..errors import EntryError
-from ..locks import time_to_start
+from .codec import Meta, decode_definition, loads_object
 from .keys import Keys
 from .recurrence import next_occurrence
 
@@ -30,9 +27,6 @@ __all__ = ("PARKED", "Entry", "Meta", "prepare")
 
 #: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
 PARKED = -1.0
-
-DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
-CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 
 
 class _Conf(RedBeatConfig):  # type: ignore[misc]
@@ -55,89 +49,6 @@ def prepare(app: Celery) -> None:
     """Give an app the ``redbeat_conf`` that RedBeat's classes look for."""
     if not isinstance(getattr(app, "redbeat_conf", None), _Conf):
         app.redbeat_conf = _Conf(app)
-
-
-class _Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
-    """Accepts what writers in other languages leave out or write in another way."""
-
-    def dict_to_object(self, d: dict[str, Any]) -> Any:
-        kind = d.get("__type__")
-        if kind == "interval":
-            return schedule(run_every=float(d["every"]), relative=bool(d.get("relative", False)))
-        if kind == "crontab":
-            fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
-            d = {"__type__": kind, **fields}
-        return super().dict_to_object(d)
-
-
-def _crontab_field(value: Any) -> Any:
-    # "[1-12]" is how RedBeat's own documentation writes a range.
-    return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
-
-
-def _loads(text: str, what: str) -> Any:
-    try:
-        return json.loads(text, cls=_Decoder)
-    except RecursionError:
-        raise EntryError(f"{what} is nested too deeply") from None
-    except Exception as exc:  # the constructors that it names may raise anything, and it must harm nobody else
-        raise EntryError(f"{what} cannot be read: {type(exc).__name__}: {exc}") from exc
-
-
-@dataclass(frozen=True, slots=True)
-class Meta:
-    """What is known about an entry's past."""
-
-    last_run_at: datetime | None = None  #: nominal time of its last occurrence, in UTC; None: it has never run
-    total_run_count: int = 0
-
-    @classmethod
-    def decode(cls, text: str | None) -> Meta:
-        """Read the ``meta`` field of an entry.
-
-        Raises:
-            EntryError: it cannot be understood.
-        """
-        if not text:
-            return cls()
-        raw = _loads(text, "meta")
-        if not isinstance(raw, Mapping):
-            raise EntryError("meta is not a JSON object")
-        last, count = raw.get("last_run_at"), raw.get("total_run_count", 0)
-        if isinstance(last, str):
-            last = _loads_instant(last)
-        if last is not None and not isinstance(last, datetime):
-            raise EntryError(f"meta: last_run_at is neither a datetime nor null: {last!r}")
-        try:
-            if last is not None:
-                last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
-            return cls(last, int(count) if isinstance(count, int | float) else 0)
-        except (ValueError, OverflowError) as exc:
-            raise EntryError(f"meta is out of range: {exc}") from exc
-
-    def uncounted(self) -> Meta:
-        """Return the past without its last run, which did not happen."""
-        return replace(self, total_run_count=self.total_run_count - 1)
-
-    def encode(self) -> str:
-        """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""
-        last = self.last_run_at
-        if last is not None:
-            fields = {name: getattr(last, name) for name in DATETIME_FIELDS}
-            return json.dumps(
-                {
-                    "last_run_at": {"__type__": "datetime", **fields, "timezone": "UTC"},
-                    "total_run_count": self.total_run_count,
-                }
-            )
-        return json.dumps({"last_run_at": None, "total_run_count": self.total_run_count})
-
-
-def _loads_instant(text: str) -> datetime:
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError as exc:
-        raise EntryError(f"meta: last_run_at is no ISO 8601 date: {text!r}") from exc
 
 
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
@@ -171,38 +82,13 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
 
     @classmethod
     def decode(cls, key: str, definition: str, app: Celery) -> Entry:
-        """Read the ``definition`` field of an entry; what is missing gets its default, what is unknown is left alone.
+        """Read the ``definition`` field of an entry; the key is its identity, whatever that says about the name.
 
         Raises:
             EntryError: it cannot be understood; the message says why.
         """
-        raw = _loads(definition, "definition")
-        if not isinstance(raw, Mapping):
-            raise EntryError("definition is not a JSON object")
-        task, when = raw.get("task"), raw.get("schedule")
-        if not isinstance(task, str) or not task:
-            raise EntryError("definition has no task, or it is not a text")
-        if isinstance(when, int | float) and not isinstance(when, bool):
-            try:
-                when = schedule(run_every=float(when))
-            except (ValueError, OverflowError) as exc:
-                raise EntryError(f"definition has a schedule out of range: {exc}") from exc
-        if not isinstance(when, BaseSchedule):
-            raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
-        if isinstance(when, schedule) and hasattr(when, "run_every") and when.run_every.total_seconds() <= 0:
-            raise EntryError("definition has an interval that is not longer than 0 seconds")
-        # The key is the identity, whatever the definition says about the name.
         name = key.removeprefix(Config.of(app).redbeat_key_prefix)
-        return cls(
-            name=name,
-            task=task,
-            schedule=when,
-            args=_typed(raw.get("args"), list, "args"),
-            kwargs=_typed(raw.get("kwargs"), dict, "kwargs"),
-            options=_checked_options(_typed(raw.get("options"), dict, "options")),
-            enabled=raw.get("enabled") in (None, True, 1),
-            app=app,
-        )
+        return cls(name=name, app=app, **decode_definition(definition))
 
     def encode(self) -> str:
         """Return the ``definition`` field, in exactly RedBeat's form: it dies on any further field.
@@ -246,7 +132,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         definition = definition or schedule_client(app_or_default(app)).hget(key, "definition")
         if not definition:
             raise KeyError(key)
-        return _loads(definition, "definition")
+        return loads_object(definition, "definition")
 
     @staticmethod
     def load_meta(key: str, app: Any = None) -> Any:
@@ -326,22 +212,3 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             pipe.hset(self.key, "meta", self.meta.encode())
             pipe.zadd(self.app.redbeat_conf.schedule_key, {self.key: self.score})
             pipe.execute()
-
-
-def _typed(value: Any, kind: type, name: str) -> Any:
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise EntryError(f"definition: {name} is not a JSON {'object' if kind is dict else 'array'}")
-    return value
-
-
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    headers = options.get("headers")
-    if headers is not None and not isinstance(headers, dict):
-        raise EntryError("definition: the option headers is not a JSON object")
-    try:
-        time_to_start(options, queued_ttl=0, now=datetime.min.replace(tzinfo=UTC))
-    except (ValueError, TypeError, OverflowError) as exc:
-        raise EntryError(f"definition: the options countdown, eta and expires make no sense: {exc}") from exc
-    return options

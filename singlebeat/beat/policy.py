@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import EntryError
+from .codec import loads_object
 
 __all__ = ("Policy",)
 
@@ -27,12 +26,7 @@ class Policy:
         """
         if not text:
             return cls()
-        try:
-            raw = json.loads(text)
-        except (ValueError, RecursionError) as exc:
-            raise EntryError(f"policy cannot be read: {exc}") from exc
-        if not isinstance(raw, Mapping):
-            raise EntryError("policy is not a JSON object")
+        raw = loads_object(text, "policy")
         grace = raw.get("misfire_grace_time")
         if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int | float) or grace <= 0):
             raise EntryError(f"policy: misfire_grace_time must be a positive number of seconds, not {grace!r}")

@@ -18,13 +18,13 @@ from .. import signals
 from ..config import Config
 from ..connections import RedisError, masked, schedule_client, schedule_url
 from ..errors import LockBackendError
+from .decide import claim_for, too_late
 from .dispatch import RETRY_AFTER, Dispatcher
-from .entry import PARKED, Meta, prepare
 from .entry import Entry as BeatEntry
+from .entry import Meta, prepare
 from .keys import Keys
 from .lease import Lease, Term
-from .occurrence import Decision, Occurrence, Outcome
-from .recurrence import following, next_occurrence
+from .occurrence import Decision, Outcome
 from .statics import Statics
 from .store import Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
@@ -187,7 +187,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending) for stored in retaken if stored.pending is not None]
-        late = [(stored, occurrence) for stored, occurrence in pending if _too_late(stored, occurrence.nominal, now)]
+        late = [(stored, occurrence) for stored, occurrence in pending if too_late(stored, occurrence.nominal, now)]
         missed: list[tuple[Stored, Decision, Meta | None]] = [
             (
                 stored,
@@ -207,31 +207,9 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
         for stored in entries:
             try:
-                yield self._claim_for(stored, now)
+                yield claim_for(stored, now, zone=self.app.timezone, prefix=self.store.keys.prefix)
             except Exception:  # a user's own schedule class may do anything: it harms nobody else
                 logger.exception("beat: Cannot calculate the next run of %s", stored.member)
-
-    def _claim_for(self, stored: Stored, now: datetime) -> Claim:
-        """Decide what to do with an entry whose score says that it may be due; no I/O."""
-        schedule, last, zone = stored.entry.schedule, stored.meta.last_run_at, self.app.timezone
-        if last is None:  # RedBeat's meaning: it has never run, so it is due now
-            nominal = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
-        else:
-            first = next_occurrence(schedule, last, zone=zone)
-            if first is None or first > now:  # the score was a guess: of another beat, or of another writer
-                return Claim(stored, PARKED if first is None else first.timestamp())
-            nominal = first
-        upcoming = following(schedule, nominal, now, zone=zone)
-        next_score = PARKED if upcoming is None else upcoming.timestamp()
-        occurrence = Occurrence.of(self.store.keys.prefix, stored.entry.name, nominal)
-        count = stored.meta.total_run_count
-        if not stored.entry.enabled:  # its time goes on, so that it does not run for the past when it is enabled
-            decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.PAUSED)
-            return Claim(stored, next_score, Meta(nominal, count) if last else None, decision=decision)
-        if _too_late(stored, nominal.timestamp(), now):
-            decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED)
-            return Claim(stored, next_score, Meta(nominal, count), decision=decision)
-        return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
 
     def apply_async(self, entry: BeatEntry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
         """Send the task of an entry.
@@ -301,8 +279,3 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         if "lease" in self.__dict__:
             self.lease.release()
         super(RedBeatScheduler, self).close()
-
-
-def _too_late(stored: Stored, nominal: float, now: datetime) -> bool:
-    grace = stored.policy.misfire_grace_time
-    return grace is not None and now.timestamp() - nominal > grace

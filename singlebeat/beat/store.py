@@ -16,7 +16,7 @@ from celery.utils.log import get_logger
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, EntryError
-from ..lua import Script
+from ..lua import Call, Script
 from .entry import PARKED, Entry, Meta
 from .keys import Keys
 from .occurrence import Decision, Occurrence
@@ -234,7 +234,7 @@ class Store:
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
         """Record what became of claimed occurrences; one round trip."""
         keys = self.keys
-        calls = [
+        calls: list[Call] = [
             (
                 (keys.entry(stored.member), keys.pending, keys.history),
                 (

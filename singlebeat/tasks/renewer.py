@@ -7,17 +7,14 @@ import threading
 import time
 from _queue import Empty, SimpleQueue  # the C one: gevent does not patch it, so that a native thread can wait on it
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from celery import bootsteps
-from celery.signals import task_rejected, task_unknown
-from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 
 from .. import signals
 from ..config import Config
-from ..errors import ConfigError, LockBackendError
+from ..errors import LockBackendError
 from ..locks import new_backend
 from ..locks.base import Ref, Renewal, Ticket
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ("Renewer", "install", "renewer_of")
+__all__ = ("Renewer", "renewer_of")
 
 logger = get_logger(__name__)
 
@@ -187,58 +184,3 @@ def _start_native_thread(target: Work) -> None:
         get_original("_thread", "start_new_thread")(target, ())
     else:
         threading.Thread(target=target, name="singlebeat-renewer", daemon=True).start()
-
-
-class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
-    """The step of a worker that gives every task our Request class; it starts between pool and consumer."""
-
-    #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
-    requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
-    renewer: Renewer | None = None
-
-    def start(self, parent: Any) -> None:
-        """Prepare the tasks of the worker's app and start renewing."""
-        try:
-            renewer = renewer_of(parent.app)
-        except ConfigError as exc:  # singlebeat is installed, but this app has nowhere to keep locks
-            logger.info("locks are not looked after: %s", exc)
-            return
-        for task in parent.app.tasks.values():
-            task.Request = _with_locks(symbol_by_name(task.Request))
-        self.renewer = renewer
-        renewer.start()
-        # The two ends of a message that no Request sees.
-        task_unknown.connect(self._end_unseen, weak=False)
-        task_rejected.connect(self._end_unseen, weak=False)
-
-    def stop(self, parent: Any) -> None:
-        """Free what is over before the process ends."""
-        if self.renewer is not None:
-            self.renewer.flush()
-
-    terminate = stop
-
-    def _end_unseen(self, message: Any = None, **_: Any) -> None:
-        headers = getattr(message, "headers", None) or {}
-        ticket = Ticket.of_message(headers, headers.get("id"))
-        if ticket is not None and self.renewer is not None:
-            self.renewer.finish_ticket(ticket)
-
-
-def _with_locks(request_class: type) -> type:
-    from .request import Request  # noqa: PLC0415 - it needs this module
-
-    if issubclass(request_class, Request):
-        return request_class
-    if issubclass(Request, request_class):
-        return Request
-    return type(request_class.__name__, (Request, request_class), {})
-
-
-def install(app: Celery) -> None:
-    """Let the workers of an app look after the locks of the messages that carry one.
-
-    It is called for you where an app has a Singleton, and by the ``celery`` command wherever singlebeat is installed.
-    Call it for workers that are started in another way and run plain tasks that beat dispatches.
-    """
-    app.steps["worker"].add(LockKeeper)

@@ -16,12 +16,14 @@ from kombu.utils.uuid import uuid
 from .. import signals
 from ..config import Config
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError
-from ..locks import backend_of, eager_backend_of, time_to_start
+from ..locks import backend_of, eager_backend_of
+from ..locks import time_to_start as seconds_to_start
 from ..locks.base import HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation
 from ..locks.key import canonical, digest, lock_key, readable
-from .policy import Lock, Overlap, check, encode_arguments, has_continuations, overlap_of, pick
-from .renewer import install
-from .request import run_under_lock
+from .claim import claim
+from .gate import run_under_lock
+from .install import install
+from .policy import Lock, Overlap, check, overlap_of, pick
 
 __all__ = ("Singleton",)
 
@@ -156,7 +158,7 @@ class Singleton(Task):  # type: ignore[misc]
             return publish()  # whoever made this header has the lock already: beat takes them in batches
         try:
             given = {**options, "link": link, "link_error": link_error}
-            ticket, taken = self._claim(task_id, args, kwargs, overlap, given)
+            ticket, taken = claim(self, task_id, args, kwargs, overlap=overlap, options=given)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
@@ -171,65 +173,13 @@ class Singleton(Task):  # type: ignore[misc]
                 self._release(Ref(taken, task_id))
             raise
 
-    def _claim(
-        self, task_id: str, args: Any, kwargs: Any, overlap: Overlap, options: Mapping[str, Any]
-    ) -> tuple[Ticket | Holder, str]:
-        """Take the lock that a call needs before it is sent.
-
-        Returns:
-            Its ticket and the key that was taken for it, or else who holds the lock and nothing.
-        """
-        key, must_be_sent = self.generate_lock(self.name, args, kwargs), has_continuations(options)
-        own, behind = f"{key}:{task_id}", f"{key}:next"
-        if overlap is Overlap.ALLOW_ALL:
-            return Ticket(task_id, own), ""
-
-        def acquire(lock: str, *, payload: str = "", replace: str = "") -> Holder:
-            wait, expiry = self._time_to_start(options), self.effective_lock_expiry
-            if self.lock == Lock.UNTIL_EXPIRED and expiry:
-                wait = expiry
-            shown = options.get("argsrepr") or readable(args or (), kwargs or {})
-            call = Call(Ref(lock, task_id), self.name, shown, wait, expiry, payload, replace)
-            # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
-            again = bool((options.get("headers") or {}).get("celery_beat_task"))
-            return self.singleton_backend.acquire_many([call], again=again)[0]
-
-        match self.lock:
-            case Lock.WHILE_EXECUTING:
-                return Ticket(task_id, key, waits=overlap is Overlap.BUFFER_ALL), ""
-            case Lock.UNTIL_EXECUTING:
-                holder, ticket, otherwise = acquire(key), Ticket(task_id, own, key), Ticket(task_id, own)
-            case Lock.UNTIL_EXPIRED:
-                holder, ticket, otherwise = acquire(key), Ticket(task_id, own), Ticket(task_id, own)
-            case Lock.UNTIL_AND_WHILE_EXECUTING:
-                holder, ticket = acquire(behind), Ticket(task_id, key, behind, waits=True)
-                otherwise = Ticket(task_id, key, waits=True)
-            case _:
-                replaces = "holder" if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER} else ""
-                holder, ticket = acquire(key, replace=replaces), Ticket(task_id, key, key)
-                otherwise = Ticket(task_id, key, waits=True)
-        if holder.verdict is Verdict.ACQUIRED:
-            return ticket, behind if self.lock == Lock.UNTIL_AND_WHILE_EXECUTING else key
-        if must_be_sent or overlap is Overlap.BUFFER_ALL:
-            return otherwise, ""
-        if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:
-            self.app.control.revoke(holder.task_id, terminate=overlap is Overlap.TERMINATE_OTHER)
-        elif overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and self.unique_on is None):
-            return holder, ""
-        serializer = options.get("serializer") or self.serializer
-        payload = "" if self.unique_on is None else encode_arguments(args, kwargs, serializer)
-        holder = acquire(behind, payload=payload, replace="payload")
-        if holder.verdict is not Verdict.ACQUIRED:
-            return holder, ""
-        return Ticket(task_id, key, behind, waits=True), behind
-
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
         """Send a retry or replacement of the run that calls us: its lock goes over to the next generation first."""
         backend, memory = self.singleton_backend, self.singleton_config.singlebeat_queued_ttl
         successor = run.successor(generation(options))
         rotated = False
         try:
-            rotated = backend.rotate(run.run, to=successor.run, ttl=self._time_to_start(options), memory=memory)
+            rotated = backend.rotate(run.run, to=successor.run, ttl=self.time_to_start(options), memory=memory)
         except LockBackendError as exc:  # the higher generation of its message takes the lock over at its start
             logger.warning("%s[%s] goes on without its lock: %s", self.name, run.task_id, exc)
         try:
@@ -288,9 +238,10 @@ class Singleton(Task):  # type: ignore[misc]
         """Seconds from the call after which its lock ends, of the task or else of the app; None: no bound."""
         return self.lock_expiry if self.lock_expiry is not None else self.singleton_config.singleton_lock_expiry
 
-    def _time_to_start(self, options: Mapping[str, Any]) -> float:
+    def time_to_start(self, options: Mapping[str, Any]) -> float:
+        """Return the seconds that a message sent with these options may wait for its start."""
         ttl = self.singleton_config.singlebeat_queued_ttl
-        return time_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
+        return seconds_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
 
     def _release(self, ref: Ref) -> None:
         try:

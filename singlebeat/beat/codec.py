@@ -1,0 +1,158 @@
+"""JSON of an entry in Redis: RedBeat's, read generously."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from celery.schedules import BaseSchedule, schedule
+from celery.utils.saferepr import saferepr
+from redbeat.decoder import RedBeatJSONDecoder
+
+from ..errors import EntryError
+from ..locks import time_to_start
+
+__all__ = ("Meta", "decode_definition", "loads_object")
+
+DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
+CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
+
+
+class _Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
+    """Accepts what writers in other languages leave out or write in another way."""
+
+    def dict_to_object(self, d: dict[str, Any]) -> Any:
+        kind = d.get("__type__")
+        if kind == "interval":
+            return schedule(run_every=float(d["every"]), relative=bool(d.get("relative", False)))
+        if kind == "crontab":
+            fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
+            d = {"__type__": kind, **fields}
+        return super().dict_to_object(d)
+
+
+def _crontab_field(value: Any) -> Any:
+    # "[1-12]" is how RedBeat's own documentation writes a range.
+    return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
+
+
+def loads_object(text: str, what: str) -> Mapping[str, Any]:
+    """Read a JSON object in RedBeat's form, with what it names (dates, schedules) made.
+
+    Raises:
+        EntryError: it cannot be understood; the message begins with ``what``.
+    """
+    try:
+        raw = json.loads(text, cls=_Decoder)
+    except RecursionError:
+        raise EntryError(f"{what} is nested too deeply") from None
+    except Exception as exc:  # the constructors that it names may raise anything, and it must harm nobody else
+        raise EntryError(f"{what} cannot be read: {type(exc).__name__}: {exc}") from exc
+    if not isinstance(raw, Mapping):
+        raise EntryError(f"{what} is not a JSON object")
+    return raw
+
+
+def decode_definition(definition: str) -> dict[str, Any]:
+    """Read the ``definition`` field of an entry; what is missing gets its default, what is unknown is left out.
+
+    Raises:
+        EntryError: it cannot be understood; the message says why.
+    """
+    raw = loads_object(definition, "definition")
+    task, when = raw.get("task"), raw.get("schedule")
+    if not isinstance(task, str) or not task:
+        raise EntryError("definition has no task, or it is not a text")
+    if isinstance(when, int | float) and not isinstance(when, bool):
+        try:
+            when = schedule(run_every=float(when))
+        except (ValueError, OverflowError) as exc:
+            raise EntryError(f"definition has a schedule out of range: {exc}") from exc
+    if not isinstance(when, BaseSchedule):
+        raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
+    if isinstance(when, schedule) and hasattr(when, "run_every") and when.run_every.total_seconds() <= 0:
+        raise EntryError("definition has an interval that is not longer than 0 seconds")
+    return {
+        "task": task,
+        "schedule": when,
+        "args": _typed(raw.get("args"), list, "args"),
+        "kwargs": _typed(raw.get("kwargs"), dict, "kwargs"),
+        "options": _checked_options(_typed(raw.get("options"), dict, "options")),
+        "enabled": raw.get("enabled") in (None, True, 1),
+    }
+
+
+def _typed(value: Any, kind: type, name: str) -> Any:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise EntryError(f"definition: {name} is not a JSON {'object' if kind is dict else 'array'}")
+    return value
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    headers = options.get("headers")
+    if headers is not None and not isinstance(headers, dict):
+        raise EntryError("definition: the option headers is not a JSON object")
+    try:
+        time_to_start(options, queued_ttl=0, now=datetime.min.replace(tzinfo=UTC))
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise EntryError(f"definition: the options countdown, eta and expires make no sense: {exc}") from exc
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What is known about an entry's past."""
+
+    last_run_at: datetime | None = None  #: nominal time of its last occurrence, in UTC; None: it has never run
+    total_run_count: int = 0
+
+    @classmethod
+    def decode(cls, text: str | None) -> Meta:
+        """Read the ``meta`` field of an entry.
+
+        Raises:
+            EntryError: it cannot be understood.
+        """
+        if not text:
+            return cls()
+        raw = loads_object(text, "meta")
+        last, count = raw.get("last_run_at"), raw.get("total_run_count", 0)
+        if isinstance(last, str):
+            last = _loads_instant(last)
+        if last is not None and not isinstance(last, datetime):
+            raise EntryError(f"meta: last_run_at is neither a datetime nor null: {last!r}")
+        try:
+            if last is not None:
+                last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
+            return cls(last, int(count) if isinstance(count, int | float) else 0)
+        except (ValueError, OverflowError) as exc:
+            raise EntryError(f"meta is out of range: {exc}") from exc
+
+    def uncounted(self) -> Meta:
+        """Return the past without its last run, which did not happen."""
+        return replace(self, total_run_count=self.total_run_count - 1)
+
+    def encode(self) -> str:
+        """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""
+        last = self.last_run_at
+        if last is not None:
+            fields = {name: getattr(last, name) for name in DATETIME_FIELDS}
+            return json.dumps(
+                {
+                    "last_run_at": {"__type__": "datetime", **fields, "timezone": "UTC"},
+                    "total_run_count": self.total_run_count,
+                }
+            )
+        return json.dumps({"last_run_at": None, "total_run_count": self.total_run_count})
+
+
+def _loads_instant(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise EntryError(f"meta: last_run_at is no ISO 8601 date: {text!r}") from exc

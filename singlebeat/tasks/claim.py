@@ -1,0 +1,66 @@
+"""Which lock a call takes before it is sent, and what becomes of a call that does not get it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..locks.base import Call, Holder, Ref, Ticket, Verdict
+from ..locks.key import readable
+from .policy import Lock, Overlap, encode_arguments, has_continuations
+
+__all__ = ("claim",)
+
+
+def claim(
+    task: Any, task_id: str, args: Any, kwargs: Any, *, overlap: Overlap, options: Mapping[str, Any]
+) -> tuple[Ticket | Holder, str]:
+    """Take the lock that a call needs before it is sent.
+
+    Returns:
+        Its ticket and the key that was taken for it, or else who holds the lock and nothing.
+    """
+    key, must_be_sent = task.generate_lock(task.name, args, kwargs), has_continuations(options)
+    own, behind = f"{key}:{task_id}", f"{key}:next"
+    if overlap is Overlap.ALLOW_ALL:
+        return Ticket(task_id, own), ""
+
+    def acquire(lock: str, *, payload: str = "", replace: str = "") -> Holder:
+        wait, expiry = task.time_to_start(options), task.effective_lock_expiry
+        if task.lock == Lock.UNTIL_EXPIRED and expiry:
+            wait = expiry
+        shown = options.get("argsrepr") or readable(args or (), kwargs or {})
+        call = Call(Ref(lock, task_id), task.name, shown, wait, expiry, payload, replace)
+        # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
+        again = bool((options.get("headers") or {}).get("celery_beat_task"))
+        holder: Holder = task.singleton_backend.acquire_many([call], again=again)[0]
+        return holder
+
+    match task.lock:
+        case Lock.WHILE_EXECUTING:
+            return Ticket(task_id, key, waits=overlap is Overlap.BUFFER_ALL), ""
+        case Lock.UNTIL_EXECUTING:
+            holder, ticket, otherwise = acquire(key), Ticket(task_id, own, key), Ticket(task_id, own)
+        case Lock.UNTIL_EXPIRED:
+            holder, ticket, otherwise = acquire(key), Ticket(task_id, own), Ticket(task_id, own)
+        case Lock.UNTIL_AND_WHILE_EXECUTING:
+            holder, ticket = acquire(behind), Ticket(task_id, key, behind, waits=True)
+            otherwise = Ticket(task_id, key, waits=True)
+        case _:
+            replaces = "holder" if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER} else ""
+            holder, ticket = acquire(key, replace=replaces), Ticket(task_id, key, key)
+            otherwise = Ticket(task_id, key, waits=True)
+    if holder.verdict is Verdict.ACQUIRED:
+        return ticket, behind if task.lock == Lock.UNTIL_AND_WHILE_EXECUTING else key
+    if must_be_sent or overlap is Overlap.BUFFER_ALL:
+        return otherwise, ""
+    if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:
+        task.app.control.revoke(holder.task_id, terminate=overlap is Overlap.TERMINATE_OTHER)
+    elif overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and task.unique_on is None):
+        return holder, ""
+    serializer = options.get("serializer") or task.serializer
+    payload = "" if task.unique_on is None else encode_arguments(args, kwargs, serializer)
+    holder = acquire(behind, payload=payload, replace="payload")
+    if holder.verdict is not Verdict.ACQUIRED:
+        return holder, ""
+    return Ticket(task_id, key, behind, waits=True), behind

@@ -1,0 +1,157 @@
+"""The gate before a run and the release right after it, in the process that runs the task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from celery import Task
+from celery.exceptions import Ignore, Reject
+from celery.utils.log import get_logger
+
+from .. import signals
+from ..config import Config
+from ..errors import LockBackendError
+from ..locks import backend_of
+from ..locks.base import HEADER, Holder, Renewal, Ticket, Verdict
+from ..locks.key import readable
+from .policy import decode_arguments, has_continuations
+
+__all__ = ("Postponed", "Run", "may_start", "run_under_lock")
+
+logger = get_logger(__name__)
+
+#: Seconds that a message waits for a lock that another call holds: doubled each time, up to the second figure.
+FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
+
+
+class Postponed(Ignore):  # type: ignore[misc]
+    """The message was sent again and waits for its turn: its locks stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run of a Singleton, for its body: ``self.request.singlebeat``."""
+
+    task: Any
+    ticket: Ticket
+    #: Rises from run to run of equal calls: a resource that refuses lower ones is safe from a run that lost its lock.
+    fence: int
+
+    def is_lost(self) -> bool:
+        """Ask the locks' server whether this run does not hold its lock any more."""
+        config = Config.of(self.task.app)
+        ref = self.ticket.run
+        renewals = backend_of(self.task.app).renew_many([ref], lease=config.singlebeat_lock_lease)
+        return renewals[0] is not Renewal.RUNNING
+
+
+@contextmanager
+def run_under_lock(
+    task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]] | None]:
+    """Hold the lock of the request that a Singleton is running, from before its body to right after it.
+
+    The lock is free before the result is stored and before callbacks and the next step of a chain are sent, so
+    whoever sees them can send the call again. Yields the arguments to run with, or None where this is no run of a
+    message: a direct call, an eager one, a task that calls itself inside of its body.
+
+    Raises:
+        Ignore: the run must not start; what happens instead has been logged and done.
+    """
+    request = task.request
+    if request.called_directly or request.is_eager or getattr(request, "singlebeat", None):
+        yield None
+        return
+    ticket = Ticket.of_message(vars(request), request.id)
+    if ticket is None:  # sent by somebody who takes no locks, to a worker that does not look after them
+        yield args, kwargs
+        return
+    request.singlebeat, latest = _begin(task, ticket, request)
+    try:
+        yield latest or (args, kwargs)
+    except Reject:
+        raise  # the broker may deliver the message again: the main process knows
+    except Exception:
+        _finish(task, ticket)
+        raise
+    else:
+        _finish(task, ticket)
+    # Any other BaseException ends the process or the greenlet: the main process sees how.
+
+
+def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
+    """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call."""
+    config, backend = Config.of(task.app), backend_of(task.app)
+    memory = config.singlebeat_queued_ttl
+    try:
+        holder = backend.begin(
+            ticket.run,
+            lease=config.singlebeat_lock_lease,
+            memory=memory,
+            task=task.name,
+            arguments=request.argsrepr or readable(request.args or (), request.kwargs or {}),
+            expiry=task.effective_lock_expiry,
+        )
+        if not may_start(task, ticket, holder, request):
+            raise Ignore(f"held by {holder}")
+        payloads = backend.finish_many([replace(ref, nonce="") for ref in ticket.refs[1:]], memory=memory)
+    except LockBackendError as exc:
+        if config.singleton_on_backend_error == "raise":
+            _postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
+        logger.warning("%s[%s] runs without its lock: %s", task.name, request.id, exc)
+        return Run(task, ticket, 0), None
+    return Run(task, ticket, holder.fence), decode_arguments(payloads[0]) if any(payloads) else None
+
+
+def _finish(task: Any, ticket: Ticket) -> None:
+    try:
+        backend_of(task.app).finish_many([ticket.run], memory=Config.of(task.app).singlebeat_queued_ttl)
+    except LockBackendError as exc:  # the main process tries again, and then the lease ends by itself
+        logger.warning("the lock of task %s stays until its lease ends: %s", ticket.task_id, exc)
+
+
+def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
+    """Tell whether a run may start; if not, log why and see to what becomes of its message.
+
+    Raises:
+        Postponed: the message was sent again, to wait for its turn.
+    """
+    match holder.verdict:
+        case Verdict.STARTED:
+            return True
+        case Verdict.COPY:
+            # Not dropped: if the run dies, this message is what is left of it.
+            _postpone(task, request, ticket, countdown=max(1.0, holder.ttl), why="it is running already")
+        case Verdict.DONE | Verdict.STALE:
+            logger.info("%s[%s] has run already: this copy is dropped", task.name, ticket.task_id)
+            return False
+    embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
+    if ticket.waits or has_continuations({**embedded, "chain": request.chain, "chord": request.chord}):
+        countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
+        later = replace(ticket, waited=min(ticket.waited + 1, 10))
+        _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
+    logger.info("%s[%s] is skipped: its lock is held by %s", task.name, ticket.task_id, holder)
+    signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs)
+    try:  # whoever waits for its result hears of it
+        reason = f"duplicate of {holder.task_id}"
+        task.backend.mark_as_revoked(ticket.task_id, reason, request=request, store_result=not task.ignore_result)
+    except Exception:  # result backends raise what they like, and the task must not start in any case
+        logger.exception("%s[%s]: cannot store that it was skipped", task.name, ticket.task_id)
+    return False
+
+
+def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str) -> None:
+    """Send the message of a request again, as it is but later.
+
+    Raises:
+        Postponed: always.
+    """
+    logger.info("%s[%s] waits for its turn: %s", task.name, ticket.task_id, why)
+    headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
+    signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
+    # Task's own method: a Singleton's would hand the lock over to it.
+    Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+    raise Postponed(why)

@@ -1,0 +1,75 @@
+"""Lets the workers of an app look after the locks of the messages that carry one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+from celery.signals import task_rejected, task_unknown
+from celery.utils.imports import symbol_by_name
+from celery.utils.log import get_logger
+
+from ..errors import ConfigError
+from ..locks.base import Ticket
+from .renewer import Renewer, renewer_of
+from .request import Request
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("install",)
+
+logger = get_logger(__name__)
+
+
+class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
+    """The step of a worker that gives every task our Request class; it starts between pool and consumer."""
+
+    #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
+    requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
+    renewer: Renewer | None = None
+
+    def start(self, parent: Any) -> None:
+        """Prepare the tasks of the worker's app and start renewing."""
+        try:
+            renewer = renewer_of(parent.app)
+        except ConfigError as exc:  # singlebeat is installed, but this app has nowhere to keep locks
+            logger.info("locks are not looked after: %s", exc)
+            return
+        for task in parent.app.tasks.values():
+            task.Request = _with_locks(symbol_by_name(task.Request))
+        self.renewer = renewer
+        renewer.start()
+        # The two ends of a message that no Request sees.
+        task_unknown.connect(self._end_unseen, weak=False)
+        task_rejected.connect(self._end_unseen, weak=False)
+
+    def stop(self, parent: Any) -> None:
+        """Free what is over before the process ends."""
+        if self.renewer is not None:
+            self.renewer.flush()
+
+    terminate = stop
+
+    def _end_unseen(self, message: Any = None, **_: Any) -> None:
+        headers = getattr(message, "headers", None) or {}
+        ticket = Ticket.of_message(headers, headers.get("id"))
+        if ticket is not None and self.renewer is not None:
+            self.renewer.finish_ticket(ticket)
+
+
+def _with_locks(request_class: type) -> type:
+    if issubclass(request_class, Request):
+        return request_class
+    if issubclass(Request, request_class):
+        return Request
+    return type(request_class.__name__, (Request, request_class), {})
+
+
+def install(app: Celery) -> None:
+    """Let the workers of an app look after the locks of the messages that carry one.
+
+    It is called for you where an app has a Singleton, and by the ``celery`` command wherever singlebeat is installed.
+    Call it for workers that are started in another way and run plain tasks that beat dispatches.
+    """
+    app.steps["worker"].add(LockKeeper)
