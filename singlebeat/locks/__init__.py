@@ -11,6 +11,7 @@ from celery.utils.imports import symbol_by_name
 from ..config import Config
 from ..connections import lock_url
 from .base import BaseBackend
+from .memory import MemoryBackend
 from .redis import RedisBackend
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ def eager_backend_of(app: Celery) -> BaseBackend:
     """Return what keeps the locks of an app's eager calls: the memory of this process."""
     backend = _eager_backends.get(app)
     if backend is None:
-        from .memory import MemoryBackend
-
         backend = _eager_backends[app] = MemoryBackend()
     return backend
 

@@ -1,0 +1,203 @@
+"""The locks in the memory of one process: for eager calls and for tests of your own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
+
+__all__ = ("MemoryBackend",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What one lock holds, as the hash in Redis does."""
+
+    task_id: str
+    generation: int
+    state: str
+    nonce: str
+    fence: int
+    task: str
+    arguments: str
+    since: float
+    expires: float
+    until: float | None
+    payload: str
+
+
+class MemoryBackend(BaseBackend):
+    """Keeps the locks in this process, with the verdicts of ``RedisBackend``.
+
+    Args:
+        url: not used; every backend class is given one.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, url: str | None = None, *, clock: Callable[[], float] = time.time, **kwargs: Any) -> None:
+        self.url, self._clock = url, clock
+        self._mutex = threading.RLock()
+        self._records: dict[str, _Record] = {}
+        self._done: dict[str, dict[tuple[str, int], float]] = {}
+        self._announced = (0.0, "")
+        self._last_fence = 0
+
+    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+        """Take the locks of calls that are about to be sent."""
+        with self._mutex:
+            return [self._acquire(call, again=again) for call in calls]
+
+    def _acquire(self, call: Call, *, again: bool) -> Holder:
+        ref, now = call.ref, self._clock()
+        if again and self._ended(ref.key, ref.task_id, 0):
+            return self._holder(Verdict.DONE, ref)
+        record = self._live(ref.key)
+        if record and record.task_id != ref.task_id and record.state == "queued" and call.replace == "holder":
+            record = None
+        if record and record.task_id != ref.task_id:
+            if record.state == "queued" and call.replace == "payload":
+                self._records[ref.key] = replace(record, payload=call.payload)
+            return self._holder(Verdict.HELD, ref)
+        if record and record.state == "running":
+            return self._holder(Verdict.RUNNING, ref)
+        if record is None:
+            until = now + call.expiry if call.expiry else None
+            record = _Record(ref.task_id, 0, "queued", "", 0, call.task, call.arguments, now, now, until, call.payload)
+            self._done.get(ref.key, {}).pop((ref.task_id, 0), None)
+        self._put(ref.key, record, call.ttl)
+        return self._holder(Verdict.ACQUIRED, ref)
+
+    def begin(
+        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+    ) -> Holder:
+        """Start a run, or say why it must not start."""
+        with self._mutex:
+            now, record = self._clock(), self._live(ref.key)
+            if self._ended(ref.key, ref.task_id, ref.generation):
+                return self._holder(Verdict.DONE, ref)
+            if record and record.task_id != ref.task_id:
+                return self._holder(Verdict.HELD, ref)
+            if record and record.generation > ref.generation:
+                return self._holder(Verdict.STALE, ref)
+            if record and record.generation == ref.generation and record.state == "running":
+                same = record.nonce == ref.nonce
+                return self._holder(Verdict.STARTED if same else Verdict.COPY, ref)
+            if record and record.generation < ref.generation:
+                self._remember(ref.key, record.task_id, record.generation, memory)
+            if record is None:
+                until = now + expiry if expiry else None
+                record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, until, "")
+            self._last_fence = fence = max(int(now * 1_000_000), self._last_fence + 1)
+            record = replace(
+                record, generation=ref.generation, state="running", nonce=ref.nonce, since=now, fence=fence
+            )
+            self._put(ref.key, record, lease)
+            return self._holder(Verdict.STARTED, ref)
+
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+        """Hand the lock of a run over to another generation or state of the same task id."""
+        with self._mutex:
+            record = self._live(ref.key)
+            if record is None or (record.task_id, record.nonce) != (ref.task_id, ref.nonce):
+                return False
+            if to.generation > record.generation:
+                self._remember(ref.key, ref.task_id, record.generation, memory)
+            self._done.get(ref.key, {}).pop((ref.task_id, to.generation), None)
+            state = "running" if to.nonce else "queued"
+            handed = replace(record, generation=to.generation, nonce=to.nonce, state=state, since=self._clock())
+            self._put(ref.key, handed, ttl)
+            return True
+
+    def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
+        """Keep the locks of living requests."""
+        with self._mutex:
+            return [self._renew(ref, lease) for ref in refs]
+
+    def _renew(self, ref: Ref, lease: float) -> Renewal:
+        record = self._live(ref.key)
+        if self._ended(ref.key, ref.task_id, ref.generation):
+            return Renewal.OVER
+        if record is None or (record.task_id, record.generation) != (ref.task_id, ref.generation):
+            return Renewal.LOST
+        if record.state == "running" and record.nonce != ref.nonce:
+            return Renewal.LOST
+        left = record.expires - self._clock()
+        self._put(ref.key, record, max(lease, left) if record.state == "queued" else lease)
+        return Renewal(record.state)
+
+    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> list[str]:
+        """Free the locks of requests that are over."""
+        with self._mutex:
+            return [self._finish(ref, memory) for ref in refs]
+
+    def _finish(self, ref: Ref, memory: float) -> str:
+        record = self._live(ref.key)
+        if record is None or (record.task_id, record.generation) != (ref.task_id, ref.generation):
+            return ""
+        if record.state == "running":
+            if record.nonce != ref.nonce:
+                return ""
+            self._remember(ref.key, ref.task_id, ref.generation, memory)
+        del self._records[ref.key]
+        return record.payload
+
+    def announce(self, worker: str, *, ttl: float) -> None:
+        """Say that a worker lives which releases the locks of the tasks that it runs."""
+        self._announced = (self._clock() + ttl, worker)
+
+    def workers_seen(self) -> bool:
+        """Tell whether such a worker was seen lately."""
+        return self._announced[0] > self._clock()
+
+    def get(self, lock: str) -> str | None:
+        """Return the task id that holds a lock, or None."""
+        record = self._live(lock)
+        return record.task_id if record else None
+
+    def unlock(self, lock: str) -> None:
+        """Free a lock, whoever holds it."""
+        self._records.pop(lock, None)
+
+    def clear(self, key_prefix: str) -> None:
+        """Free every lock under a prefix, whoever holds it."""
+        with self._mutex:
+            for kept in (self._records, self._done):
+                for key in [key for key in kept if key.startswith(key_prefix)]:
+                    del kept[key]
+
+    def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Yield every lock under a prefix and its record."""
+        for key in [key for key in self._records if key.startswith(key_prefix)]:
+            if record := self._live(key):
+                yield key, {"id": record.task_id, "state": record.state, "task": record.task, "args": record.arguments}
+
+    def _live(self, key: str) -> _Record | None:
+        record = self._records.get(key)
+        if record is not None and record.expires <= self._clock():
+            del self._records[key]
+            return None
+        return record
+
+    def _put(self, key: str, record: _Record, ttl: float) -> None:
+        expires = self._clock() + ttl
+        self._records[key] = replace(record, expires=min(expires, record.until) if record.until else expires)
+
+    def _ended(self, key: str, task_id: str, generation: int) -> bool:
+        return self._done.get(key, {}).get((task_id, generation), 0.0) > self._clock()
+
+    def _remember(self, key: str, task_id: str, generation: int, memory: float) -> None:
+        now = self._clock()
+        ended = {run: until for run, until in self._done.get(key, {}).items() if until > now}
+        self._done[key] = {**ended, (task_id, generation): now + memory}
+
+    def _holder(self, verdict: Verdict, ref: Ref) -> Holder:
+        record = self._live(ref.key)
+        if record is None:
+            return Holder(verdict, ref.task_id, "", None, 0, 0.0)
+        since, left = datetime.fromtimestamp(record.since, UTC), max(0.0, record.expires - self._clock())
+        return Holder(verdict, record.task_id, record.state, since, record.fence, left)
