@@ -48,6 +48,11 @@ def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str =
     return value
 
 
+def measured(text: str) -> None:
+    """Print what a test has measured; ``pytest -rP`` shows it."""
+    print(text)  # noqa: T201 - that is what it is for
+
+
 def alive(pid: int) -> bool:
     """Tell whether a process can still run; a zombie cannot."""
     try:
@@ -493,7 +498,10 @@ def _oracle_client() -> Redis:
     """Return this process's own client: one made before a fork would be shared by the children."""
     if os.getpid() not in _clients:
         url = os.environ.get("SB_TEST_ORACLE_URL") or os.environ["SB_TEST_URL"]
-        _clients[os.getpid()] = Redis.from_url(url.replace("redis+socket://", "unix://", 1), decode_responses=True)
+        # redis-py gives up on a reply after 5 s by default: the body of a task may wait for longer.
+        _clients[os.getpid()] = Redis.from_url(
+            url.replace("redis+socket://", "unix://", 1), decode_responses=True, socket_timeout=None
+        )
     return _clients[os.getpid()]
 
 

@@ -40,7 +40,7 @@ RETRY_AFTER = 30.0
 TAKERS_SHARE = 0.8
 
 #: Seconds until a message that the broker did not take is tried again: doubled each time, up to the second figure.
-FIRST_RETRY, LAST_RETRY = 1.0, 15.0
+FIRST_RETRY, LAST_RETRY = 1.0, 4.0
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -114,6 +114,8 @@ class Dispatcher:
                     decided.append(self._settle(message, holders.get(message.occurrence.id)))
                     self._failures = 0
                 except SchedulingError as exc:
+                    if not self._may_send(term):
+                        break
                     if isinstance(exc.__context__, UNREACHABLE):
                         unsent.append(message.stored.member)
                         self._failed("the broker", exc)

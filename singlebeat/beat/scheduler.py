@@ -71,7 +71,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._term: Term | None = None
         self._standing_by = False
         self._in_trouble = ""
-        self._closed = False
+        self._closed = self._ticking = False
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout) if timeout else None
 
@@ -125,12 +125,17 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             logger.critical("beat: The worker's main process is gone: this beat ends")
             self.close()
             raise SystemExit(1)
+        if self._closed:
+            raise SystemExit  # of the signal's handler, which some library has swallowed
         self._watched()
+        self._ticking = True
         try:
             delay = self._tick(datetime.now(UTC))
         except (RedisError, LockBackendError) as exc:
             self._trouble(str(exc))
             return TROUBLE_INTERVAL
+        finally:
+            self._ticking = False
         if self._in_trouble:
             logger.info("beat: Redis answers again")
             self._in_trouble = ""
@@ -148,7 +153,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         is_new = term != self._term
         if is_new:
             self._lead(term)
-        due = self.store.due(now, all_pending=is_new)
+        # After trouble as after a change of leaders: what was claimed meanwhile may not have been sent.
+        due = self.store.due(now, all_pending=is_new or bool(self._in_trouble))
         self._work_off(due, term, now)
         if due.statics_gone and self.app.conf.beat_schedule:
             logger.warning("beat: The schedule has vanished from Redis: installing beat_schedule again")
@@ -278,4 +284,5 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             self._watchdog.stop()
         if "lease" in self.__dict__:
             self.lease.release()
-        super(RedBeatScheduler, self).close()
+        if not self._ticking:  # else the connection may be in use: we are called again when the tick has ended
+            super(RedBeatScheduler, self).close()

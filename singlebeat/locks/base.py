@@ -113,8 +113,8 @@ class Ticket:
         return replace(self, nonce=nonce)
 
     def successor(self, generation: int) -> Ticket:
-        """Return the ticket of the message that a run leaves its lock to."""
-        return replace(self, queued=self.key, generation=generation, nonce="")
+        """Return the ticket of the message that a run leaves its lock to: it waits until that run has ended."""
+        return replace(self, queued=self.key, waits=True, waited=0, generation=generation, nonce="")
 
     @property
     def run(self) -> Ref:
@@ -169,12 +169,24 @@ class BaseBackend(ABC):
         """Hand the lock of a run over to another generation or state of the same task id; False if it was lost."""
 
     @abstractmethod
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+        """Let a run leave its lock to its own retry when it ends; ``to`` None takes that back. False if it was lost.
+
+        Args:
+            ttl: how long the lock may then wait for the start of that message.
+        """
+
+    @abstractmethod
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Keep the locks of living requests, in one round trip."""
 
     @abstractmethod
-    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> list[str]:
-        """Free the locks of requests that are over, in one round trip; only their own. Return their payloads."""
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
+        """Free the locks of requests that are over, in one round trip; only their own. Return their payloads.
+
+        Args:
+            ran: they have run, even if their locks were lost or never taken: their ends are remembered in any case.
+        """
 
     @abstractmethod
     def announce(self, worker: str, *, ttl: float) -> None:

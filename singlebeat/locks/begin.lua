@@ -1,6 +1,6 @@
 --- begin: start a run, or learn why it must not start.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: higher after each retry or replace
@@ -33,13 +33,16 @@ end
 if redis.call("ZSCORE", done, id .. ":" .. ARGV[2]) then
   return reply("done")
 end
-local record = redis.call("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence")
+local record = redis.call("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 if holder and holder ~= id then
   return reply("held")
 end
 if holder and held_gen > gen then
   return reply("stale")
+end
+if holder and state == "running" and record[7] == ARGV[2] then
+  return reply("held") -- by the run that has promised us its lock, and has not ended yet
 end
 if holder and held_gen == gen and state == "running" then
   return reply(held_nonce == nonce and "started" or "copy")
@@ -62,6 +65,7 @@ end
 local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)
 redis.call("HSET", lock, "gen", gen, "state", "running", "nonce", nonce,
   "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))
+redis.call("HDEL", lock, "next", "next_ttl")
 if bound then
   lease = math.max(1, math.min(lease, bound - now))
 end

@@ -29,6 +29,7 @@ class _Record:
     expires: float
     until: float | None
     payload: str
+    promised: tuple[int, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
 
 
 class MemoryBackend(BaseBackend):
@@ -84,6 +85,8 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.HELD, ref)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)
+            if record and record.state == "running" and record.promised and record.promised[0] == ref.generation:
+                return self._holder(Verdict.HELD, ref)
             if record and record.generation == ref.generation and record.state == "running":
                 same = record.nonce == ref.nonce
                 return self._holder(Verdict.STARTED if same else Verdict.COPY, ref)
@@ -94,7 +97,13 @@ class MemoryBackend(BaseBackend):
                 record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, until, "")
             self._last_fence = fence = max(int(now * 1_000_000), self._last_fence + 1)
             record = replace(
-                record, generation=ref.generation, state="running", nonce=ref.nonce, since=now, fence=fence
+                record,
+                generation=ref.generation,
+                state="running",
+                nonce=ref.nonce,
+                since=now,
+                fence=fence,
+                promised=None,
             )
             self._put(ref.key, record, lease)
             return self._holder(Verdict.STARTED, ref)
@@ -107,7 +116,8 @@ class MemoryBackend(BaseBackend):
                 return False
             if to.generation > record.generation:
                 self._remember(ref.key, ref.task_id, record.generation, memory)
-            self._done.get(ref.key, {}).pop((ref.task_id, to.generation), None)
+            elif to.generation < record.generation:
+                self._done.get(ref.key, {}).pop((ref.task_id, to.generation), None)
             state = "running" if to.nonce else "queued"
             handed = replace(record, generation=to.generation, nonce=to.nonce, state=state, since=self._clock())
             self._put(ref.key, handed, ttl)
@@ -130,19 +140,36 @@ class MemoryBackend(BaseBackend):
         self._put(ref.key, record, max(lease, left) if record.state == "queued" else lease)
         return Renewal(record.state)
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> list[str]:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+        """Let a run leave its lock to its own retry when it ends."""
+        with self._mutex:
+            record = self._live(run.key)
+            if record is None or (record.task_id, record.nonce, record.state) != (run.task_id, run.nonce, "running"):
+                return False
+            self._records[run.key] = replace(record, promised=(to.generation, ttl) if to else None)
+            return True
+
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
         """Free the locks of requests that are over."""
         with self._mutex:
-            return [self._finish(ref, memory) for ref in refs]
+            return [self._finish(ref, memory, ran=ran) for ref in refs]
 
-    def _finish(self, ref: Ref, memory: float) -> str:
+    def _finish(self, ref: Ref, memory: float, *, ran: bool) -> str:
         record = self._live(ref.key)
-        if record is None or (record.task_id, record.generation) != (ref.task_id, ref.generation):
-            return ""
-        if record.state == "running":
-            if record.nonce != ref.nonce:
-                return ""
+        ours = record is not None and (record.task_id, record.generation) == (ref.task_id, ref.generation)
+        holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
+        queued = ours and record is not None and record.state == "queued"
+        if holds or (ran and (queued or not ours)):
             self._remember(ref.key, ref.task_id, ref.generation, memory)
+        if record is None or not (holds or queued):
+            return ""
+        if holds and record.promised:
+            generation, ttl = record.promised
+            handed = replace(
+                record, generation=generation, nonce="", state="queued", since=self._clock(), promised=None
+            )
+            self._put(ref.key, handed, ttl)
+            return ""
         del self._records[ref.key]
         return record.payload
 

@@ -74,9 +74,15 @@ class RedisBackend(BaseBackend):
         calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(lease))) for r in refs]
         return [Renewal(reply) for reply in self._call_each("renew", calls)]
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float) -> list[str]:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+        """Let a run leave its lock to its own retry when it ends."""
+        args = (run.task_id, run.nonce, to.generation if to else "", _ms(ttl))
+        with self._reaching():
+            return bool(_script("promise")(self.redis, (run.key,), args))
+
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
         """Free the locks of requests that are over."""
-        calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(memory))) for r in refs]
+        calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(memory), int(ran))) for r in refs]
         return [payload for _, payload in self._call_each("finish", calls)]
 
     def announce(self, worker: str, *, ttl: float) -> None:

@@ -108,7 +108,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
 
 def _finish(task: Any, ticket: Ticket) -> None:
     try:
-        backend_of(task.app).finish_many([ticket.run], memory=Config.of(task.app).singlebeat_queued_ttl)
+        backend_of(task.app).finish_many([ticket.run], memory=Config.of(task.app).singlebeat_queued_ttl, ran=True)
     except LockBackendError as exc:  # the main process tries again, and then the lease ends by itself
         logger.warning("the lock of task %s stays until its lease ends: %s", ticket.task_id, exc)
 

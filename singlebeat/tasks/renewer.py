@@ -33,6 +33,12 @@ ANNOUNCED_FOR = 24 * 3600.0
 #: Seconds without gate for plain tasks after the locks' server failed, so that an outage cannot stall the worker.
 GATE_PAUSE = 10.0
 
+#: Seconds after which a call that failed is repeated.
+RETRY_AFTER = 0.5
+
+#: Ends of runs that are kept in mind while the server is away.
+MOST_ENDS = 10_000
+
 #: Seconds that a worker which shuts down waits for its last locks to be freed.
 FLUSH_TIMEOUT = 5.0
 
@@ -53,10 +59,10 @@ class Renewer:
         self.backend = new_backend(app, own_connections=True)
         self.gate = new_backend(app, own_connections=True)
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
-        self._finished: SimpleQueue[tuple[float, Ticket]] = SimpleQueue()
+        self._finished: SimpleQueue[tuple[float, Ticket, bool]] = SimpleQueue()
         self._handovers: SimpleQueue[tuple[Ref, Ref]] = SimpleQueue()
         self._wake: SimpleQueue[threading.Event | None] = SimpleQueue()
-        self._later: list[tuple[float, Ticket]] = []
+        self._later: list[tuple[float, Ticket, bool]] = []
         self._gate_closed_until = 0.0
         self._started = False
 
@@ -79,11 +85,11 @@ class Renewer:
         """Free the locks of a request that is over, some seconds from now if its body may still live."""
         self._requests.pop(id(request), None)
         if request.ticket is not None:
-            self.finish_ticket(request.ticket, after=after)
+            self.finish_ticket(request.ticket, after=after, ran=request.time_start is not None)
 
-    def finish_ticket(self, ticket: Ticket, *, after: float = 0.0) -> None:
+    def finish_ticket(self, ticket: Ticket, *, after: float = 0.0, ran: bool = False) -> None:
         """Free the locks of a message that is over."""
-        self._finished.put((time.monotonic() + after, ticket))
+        self._finished.put((time.monotonic() + after, ticket, ran))
         self._wake.put(None)
 
     def hand_over(self, request: Request, successor: Ref) -> None:
@@ -109,11 +115,11 @@ class Renewer:
             done.wait(FLUSH_TIMEOUT)
 
     def _run(self) -> None:
-        due = 0.0
+        due, failing = 0.0, False
         while True:
             waiting: list[threading.Event] = []
             try:
-                soon = min([due, *(moment for moment, _ in self._later)])
+                soon = min([due, *(moment for moment, _, _ in self._later)])
                 event = self._wake.get(timeout=max(0.0, soon - time.monotonic()))
                 if event:
                     waiting.append(event)
@@ -125,8 +131,13 @@ class Renewer:
                     due = time.monotonic() + self.lease / 3
                     self._renew()
                     self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
+                    failing = False
+                    self._gate_closed_until = 0.0
             except LockBackendError as exc:
-                logger.warning("%s; locks that are not renewed end by themselves", exc)
+                due = min(due, time.monotonic() + RETRY_AFTER)
+                if not failing:
+                    logger.warning("%s; locks that are not renewed end by themselves", exc)
+                failing = True
             except Exception:  # the outer edge of the thread: it must live as long as its worker
                 logger.exception("the renewer of locks failed and goes on")
             for event in waiting:
@@ -139,20 +150,32 @@ class Renewer:
         while not self._finished.empty():
             self._later.append(self._finished.get_nowait())
         now = time.monotonic()
-        refs = [ref for moment, ticket in self._later if moment <= now for ref in ticket.refs]
-        self._later = [(moment, ticket) for moment, ticket in self._later if moment > now]
-        if refs:
-            self.backend.finish_many(refs, memory=self.memory)
+        over = [(ticket, ran) for moment, ticket, ran in self._later if moment <= now]
+        later = [item for item in self._later if item[0] > now]
+        # Until it has worked: the end of a run is remembered even if the server is away at that moment.
+        self._later = later + [(now + RETRY_AFTER, ticket, ran) for ticket, ran in over][-MOST_ENDS:]
+        for has_run in (True, False):
+            refs = [ticket.run for ticket, ran in over if ran is has_run]
+            self.backend.finish_many(refs, memory=self.memory, ran=has_run)
+        self.backend.finish_many([ref for ticket, _ in over for ref in ticket.refs[1:]], memory=self.memory)
+        self._later = later
 
     def _renew(self) -> None:
         # valuerefs() copies in one step: requests come and go in other threads meanwhile.
         requests = [request for weak in self._requests.valuerefs() if (request := weak()) is not None]
-        held = [(request, ref) for request in requests if request.ticket for ref in request.ticket.refs]
+        held = [
+            (request, ref)
+            for request in requests
+            if request.ticket is not None and not request.waits_for_its_end()
+            for ref in request.ticket.refs
+        ]
         renewals = self.backend.renew_many([ref for _, ref in held], lease=self.lease)
         for (request, ref), renewal in zip(held, renewals, strict=True):
             if request.ticket is None or ref.key != request.ticket.key:
                 continue  # the lock of a message in the queue ends with its start
-            if renewal is Renewal.RUNNING:
+            if renewal is Renewal.QUEUED and request.time_start is not None:
+                self._begin(request, ref)  # it started while the server was away
+            elif renewal is Renewal.RUNNING:
                 request.seen_running = True
             elif renewal is Renewal.OVER:
                 self._requests.pop(id(request), None)
@@ -160,6 +183,10 @@ class Renewer:
                 self._requests.pop(id(request), None)
                 logger.warning("%s[%s] runs on without its lock: it was lost", request.name, request.id)
                 signals.lock_lost.send(sender=request.name, ref=ref)
+
+    def _begin(self, request: Request, ref: Ref) -> None:
+        arguments = request.argsrepr or ""
+        self.backend.begin(ref, lease=self.lease, memory=self.memory, task=request.name, arguments=arguments)
 
 
 _renewers: dict[tuple[int, int], Renewer] = {}

@@ -94,6 +94,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
             if name in vars(cls):
                 setattr(cls, name, wrap(vars(cls)[name]))
 
+    def waits_for_its_end(self) -> bool:
+        """Tell whether the message has a bound on its wait, and waits still: its lock ends with that bound."""
+        return self.expires is not None and self.time_start is None
+
     def begin_for_plain_task(self) -> bool:
         """Take the lock for a task that has no gate of its own; tell whether it may start."""
         if self.ticket is None or self._has_own_gate or self.revoked():

@@ -174,20 +174,18 @@ class Singleton(Task):  # type: ignore[misc]
             raise
 
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
-        """Send a retry or replacement of the run that calls us: its lock goes over to the next generation first."""
-        backend, memory = self.singleton_backend, self.singleton_config.singlebeat_queued_ttl
-        successor = run.successor(generation(options))
-        rotated = False
+        """Send a retry or replacement of the run that calls us, after that has promised it its lock."""
+        backend, successor = self.singleton_backend, run.successor(generation(options))
+        promised = False
         try:
-            rotated = backend.rotate(run.run, to=successor.run, ttl=self.time_to_start(options), memory=memory)
+            promised = backend.promise(run.run, to=successor.run, ttl=self.time_to_start(options))
         except LockBackendError as exc:  # the higher generation of its message takes the lock over at its start
             logger.warning("%s[%s] goes on without its lock: %s", self.name, run.task_id, exc)
         try:
             return publish(headers={**options["headers"], HEADER: successor.header()})
         except BaseException:
-            if rotated:
-                lease = self.singleton_config.singlebeat_lock_lease
-                backend.rotate(successor.run, to=run.run, ttl=lease, memory=memory)
+            if promised:
+                backend.promise(run.run, to=None, ttl=0)
             raise
 
     def _apply_eagerly(self, task_id: str, args: Any, kwargs: Any, publish: Publish) -> AsyncResult:

@@ -105,10 +105,10 @@ def test_a_free_lock_is_acquired_and_queued_under_the_task_id(backend, redis, li
 
 
 def test_another_call_learns_who_holds_the_lock_and_changes_nothing(backend, redis, lives):
-    acquire(backend)
+    acquire(backend, payload="[1]")
     before = redis.hgetall(LOCK)
 
-    holder = acquire(backend, B, ttl=QUEUED_TTL * 10, expiry=1.0)
+    holder = acquire(backend, B, ttl=QUEUED_TTL * 10, expiry=1.0, payload="[2]")
 
     assert (holder.verdict, holder.task_id, holder.state) == (Verdict.HELD, "a", "queued")
     assert just_now(holder.since)

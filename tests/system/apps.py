@@ -36,9 +36,11 @@ def fail(name: str) -> None:
         raise RuntimeError(name)
 
 
-def retrying(self: Task, name: str, times: int) -> str:
-    """Retry itself until it has run so many times; bound."""
-    with recorded(name):
+def retrying(self: Task, name: str, times: int, seconds: float = 0) -> str:
+    """Retry itself until it has run so many times, each like ``plain``; bound."""
+    with recorded(name) as client:
+        if seconds:
+            client.blpop([f"go:{name}"], timeout=seconds)
         if self.request.retries + 1 < times:
             raise self.retry(countdown=0.5, max_retries=None)
         return name

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import threading
 import time
@@ -28,7 +27,6 @@ from typing import Any
 
 from celery.schedules import schedule
 from celery.signals import task_received
-from redis import Redis
 from redis.exceptions import RedisError
 
 import singlebeat.beat.scheduler as scheduler_module
@@ -41,11 +39,11 @@ from singlebeat.locks import backend_of
 from tests.support import CeleryLauncher, CeleryProcess, Oracle, RedisServer, _oracle_client, wait_until
 from tests.system.apps import app, make_app
 
-__all__ = ("APP", "Chaos", "Line", "SabotagedScheduler", "app", "steady")
+__all__ = ("APP", "PLAIN", "SINGLE", "Chaos", "Line", "SabotagedScheduler", "app", "steady")
 
 APP = "tests.system.chaos"
-PLAIN = "tests.system.apps.plain"
-HOUR = timedelta(hours=1)
+PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
+DAY = timedelta(days=1)
 
 #: Oracle's key that holds how many seconds the clocks of the beats are ahead.
 CLOCK = "clock"
@@ -174,10 +172,13 @@ class Chaos:
         env = {"SB_CHAOS": orders}
         return self.celery("beat", app=APP, env=env, conf={**self.conf, **conf}, server=self.server)
 
-    def worker(self, *args: str) -> CeleryProcess:
+    def announce_worker(self) -> None:
+        """Let beats know that there will be a worker, so that they take locks."""
+        backend_of(self.app).announce("a worker", ttl=3600)
+
+    def worker(self) -> CeleryProcess:
         """Start a worker, and return when beats know that it looks after locks."""
-        args = args or ("-c", "2")
-        worker = self.celery("worker", *args, app=APP, conf=self.conf, server=self.server).ready()
+        worker = self.celery("worker", "-c", "2", app=APP, conf=self.conf, server=self.server).ready()
         wait_until(backend_of(self.app).workers_seen, what="the worker to announce itself")
         return worker
 
@@ -215,7 +216,7 @@ class Chaos:
 
     # ------------------------------------------------ occurrences
 
-    def feed(self, count: int, *, over: float = 0.0, delay: float = 0.0) -> None:
+    def feed(self, count: int, *, over: float = 0.0, delay: float = 0.0, task: str = PLAIN) -> None:
         """Let ``count`` occurrences fall due, each of an entry of its own, from ``delay`` on and ``over`` so long.
 
         Nothing can merge them with a later one: each must be decided, published and started by itself.
@@ -225,8 +226,8 @@ class Chaos:
             for at in range(count):
                 name = f"e{next(self._numbers)}"
                 nominal = datetime.fromtimestamp(round(begin + over * at / count, 3), UTC)
-                entry = Entry(name, PLAIN, schedule(HOUR), args=[name], app=self.app)
-                fields = {"definition": entry.encode(), "meta": Meta(nominal - HOUR).encode()}
+                entry = Entry(name, task, schedule(DAY), args=[name], app=self.app)
+                fields = {"definition": entry.encode(), "meta": Meta(nominal - DAY).encode()}
                 pipe.hset(self.keys.entry(name), mapping=fields)
                 pipe.zadd(self.keys.schedule, {self.keys.entry(name): nominal.timestamp()})
                 self.expected[Occurrence.of(self.keys.prefix, name, nominal).id] = name
@@ -331,8 +332,3 @@ def steady(count: int, *, every: float = 0.1) -> Mapping[str, Any]:
         f"s{n}": {"task": PLAIN, "schedule": schedule(timedelta(seconds=every)), "args": [f"s{n}"]}
         for n in range(count)
     }
-
-
-def moments(count: int, total: int, *, seed: int) -> list[int]:
-    """Return random numbers of occurrences, rising, at which something is to happen."""
-    return sorted(random.Random(seed).sample(range(1, total), count))

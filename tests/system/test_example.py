@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import CeleryProcess, wait_until
+from tests.support import CeleryProcess, measured, wait_until
 
 GREETED = r"Task exampleconf\.greet\[\S+\] succeeded"
 SKIPPED = (
@@ -49,7 +49,7 @@ def test_beat_and_worker_in_one_run_a_task_within_ten_seconds_and_name_what_is_s
     succeeded = both.wait_for(GREETED)
     first = next(line for line in both.lines if line.startswith("[2"))
     took = (moment(succeeded.string) - moment(first)).total_seconds()
-    print(f"the first task succeeded {took:.1f} s after the first line of the log")
+    measured(f"the first task succeeded {took:.1f} s after the first line of the log")
     assert took < 10
     runs_and_skips(both, both)
     sockets = list(Path(celery.temporary).glob("singlebeat-*/redis.sock"))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from celery.schedules import schedule
 
-from tests.support import APP, RedisServer, wait_until
+from tests.support import APP, RedisServer, measured, wait_until
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def test_a_task_of_five_seconds_due_every_second_never_piles_up(task, beats_app,
 
     assert oracle.max_concurrent("long") == 1
     assert max(waiting) <= 1, waiting
-    print(f"{decisions}, {len(runs)} runs, {waiting.total()} samples of the queue: {waiting}")
+    measured(f"{decisions}, {len(runs)} runs, {waiting.total()} samples of the queue: {waiting}")
     assert decisions["dispatched"] >= 2, "nothing was dispatched after the first run"
     assert decisions["dispatched"] + decisions["skipped_overlap"] == decisions.total()
     assert len({run.id for run in runs}) == len(runs), "an occurrence ran twice"

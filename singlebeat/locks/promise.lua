@@ -1,0 +1,25 @@
+--- promise: let a run leave its lock to its own retry or replacement when it ends.
+--
+-- Until then it keeps the lock: its body may go on after the retry was sent.
+--
+-- KEYS[1]  lock     hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
+-- ARGV[1]  id       task id that must hold the lock
+-- ARGV[2]  nonce    the run that must hold it
+-- ARGV[3]  next     the generation that gets the lock; empty: the promise is taken back
+-- ARGV[4]  ttl_ms   how long the lock may wait for that message to start
+--
+-- returns  1 promised or taken back, 0 the lock is not held so
+
+local lock = KEYS[1]
+local id, nonce, next_gen, ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+
+local record = redis.call("HMGET", lock, "id", "nonce", "state")
+if record[1] ~= id or record[2] ~= nonce or record[3] ~= "running" then
+  return 0
+end
+if next_gen == "" then
+  redis.call("HDEL", lock, "next", "next_ttl")
+else
+  redis.call("HSET", lock, "next", next_gen, "next_ttl", ttl)
+end
+return 1

@@ -1,0 +1,351 @@
+"""Leases, crashes, pauses and claims in any order: nothing is claimed twice, and nothing by a beat fenced off."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.schedules import schedule
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+from singlebeat import Entry
+from singlebeat.beat import lease as lease_module
+from singlebeat.beat import store as store_module
+from singlebeat.beat.entry import Meta
+from singlebeat.beat.keys import Keys
+from singlebeat.beat.lease import MARGIN, Lease, Term
+from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.recurrence import following
+from singlebeat.beat.store import Claim, Claimed, Due, Store, Stored
+from singlebeat.lua import Script
+from tests.system.apps import make_app
+
+#: Seconds of a lease in the machine's time; real ones are too few to end it.
+TTL = 300.0
+EVERY = timedelta(seconds=60)
+RETRY_AFTER = timedelta(seconds=30)
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+#: Speeds of the beats' monotonic clocks, which the margin of the lease must bear.
+SPEEDS = (0.95, 1.05)
+
+beats = st.integers(0, len(SPEEDS) - 1)
+delays = st.sampled_from([0, 0, 0, 20, 150, 280])
+lost = st.sampled_from([False, False, False, True])
+
+
+class ManualLease(Lease):
+    """A lease that is renewed when the machine says so."""
+
+    def _keep_renewing(self) -> None:
+        pass
+
+
+class LeaseTrustingItsReplies(ManualLease):
+    """The mistake to count trust from the reply instead of the request."""
+
+    def acquire(self) -> Term | None:
+        known = self._term
+        term = super().acquire()
+        if term is not known:
+            self._trusted_until = self._clock() + self.ttl * (1 - MARGIN)
+        return term
+
+
+@dataclass
+class Hands:
+    """What a beat holds in its hands while others go on."""
+
+    term: Term
+    due: Due
+    now: datetime
+    taken: list[tuple[Stored, Occurrence]] = field(default_factory=list)
+
+
+@dataclass
+class Beat:
+    """One process."""
+
+    lease: Lease
+    store: Store
+    hands: Hands | None = None
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Two beats with the real lease, store and scripts on a real server.
+
+    A beat is paused when the others' rules run while it holds what it has read: every rule of a beat goes on with that,
+    however old it is. Time passes when told to, also between a request and its execution, and from there to its reply.
+    """
+
+    redis: Redis
+    app: Celery
+    lease_class: type[Lease] = ManualLease
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.redis.flushdb()
+        self.keys = Keys.of(self.app)
+        self.now = 0.0
+        self.lease_ends = 0.0
+        #: Somebody has deleted the lock by hand: two beats may believe that they lead, and still none may claim twice.
+        self.robbed = False
+        self.delay, self.lose = (0.0, 0.0), False
+        self.claimed: Counter[str] = Counter()
+        self.retaken: Counter[tuple[str, float]] = Counter()
+        self.terms: set[int] = set()
+        self.ledger_is_new = False
+        self.beats = [self.new_beat(speed) for speed in SPEEDS]
+        for name in ("a", "b"):
+            entry = Entry(name, "tests.system.apps.plain", schedule(EVERY), app=self.app)
+            key = self.keys.entry(name)
+            self.redis.hset(key, mapping={"definition": entry.encode(), "meta": Meta(START - EVERY).encode()})
+            self.redis.zadd(self.keys.schedule, {key: START.timestamp()})
+
+    def new_beat(self, speed: float) -> Beat:
+        lease = self.lease_class(
+            lambda: self, self.keys.lease, ttl=TTL, clock=lambda speed=speed: 1000 + self.now * speed
+        )
+        return Beat(lease, Store(self.app, self.redis))
+
+    # ------------------------------------------------ the wire between leases and server
+
+    def evalsha(self, *args: Any) -> Any:
+        return self._call(self.redis.evalsha, *args)
+
+    def eval(self, *args: Any) -> Any:
+        return self._call(self.redis.eval, *args)
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        before, after = self.delay
+        self.pass_time(before)
+        reply = method(*args)
+        if reply:  # a lease was taken, prolonged or given up
+            self.lease_ends = self.now + TTL
+        self.pass_time(after)
+        if self.lose:
+            raise RedisConnectionError("the reply was lost")
+        return reply
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.lease_ends:
+            self.redis.delete(self.keys.lease.lock, self.keys.lease.leader)
+
+    def ask(self, verb: Callable[[], Any], before: float, after: float, lost: bool) -> Any:
+        self.delay, self.lose = (before, after), lost
+        try:
+            return verb()
+        except RedisError:
+            return None
+        finally:
+            self.delay, self.lose = (0.0, 0.0), False
+
+    @property
+    def hands(self) -> list[tuple[Store, Hands]]:
+        return [(beat.store, beat.hands) for beat in self.beats if beat.hands is not None]
+
+    @property
+    def wall(self) -> datetime:
+        return START + timedelta(seconds=self.now)
+
+    def is_fenced(self, term: Term) -> bool:
+        return self.redis.get(self.keys.lease.lock) != term.token
+
+    # ------------------------------------------------ what a beat does
+
+    @rule(at=beats, before=delays, after=delays, lost=lost, all_pending=st.booleans())
+    def read(self, at, before, after, lost, all_pending):
+        beat = self.beats[at]
+        known = beat.lease.term()
+        term = self.ask(beat.lease.acquire, before, after, lost)
+        if term is None:
+            return
+        if term != known:
+            assert term.number > max(self.terms, default=0)
+            self.terms.add(term.number)
+        beat.hands = Hands(term, beat.store.due(self.wall, all_pending=all_pending), self.wall)
+
+    @rule(at=beats, before=delays, after=delays, lost=lost)
+    def renew(self, at, before, after, lost):
+        self.ask(self.beats[at].lease.renew, before, after, lost)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def claim(self, data):
+        store, hands = data.draw(st.sampled_from(self.hands))
+        self.ledger_is_new = True
+        claims = [self.claim_for(stored, hands.now) for stored in hands.due.entries]
+        fenced = self.is_fenced(hands.term)
+        replies = store.claim(claims, hands.term, retry_at=self.wall + RETRY_AFTER)
+        for claim, reply in zip(claims, replies, strict=True):
+            assert not fenced or reply in {Claimed.FENCED}, "a beat has claimed that another one has fenced off"
+            if reply is Claimed.CLAIMED:
+                self.claimed[claim.occurrence.id] += 1
+                hands.taken.append((claim.stored, claim.occurrence))
+
+    def claim_for(self, stored: Stored, now: datetime) -> Claim:
+        nominal = datetime.fromtimestamp(stored.score, UTC)
+        upcoming = following(stored.entry.schedule, nominal, now, zone=UTC)
+        occurrence = Occurrence.of(self.keys.prefix, stored.entry.name, nominal)
+        return Claim(stored, upcoming.timestamp(), Meta(nominal, 1), occurrence)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def retake(self, data):
+        store, hands = data.draw(st.sampled_from(self.hands))
+        self.ledger_is_new = True
+        fenced = self.is_fenced(hands.term)
+        # Later than when it was read, as clocks go: one time to try it names one taker.
+        retry_at = self.wall + RETRY_AFTER + timedelta(milliseconds=1 + self.retaken.total())
+        taken = store.retake(hands.due.recovered, hands.term, retry_at=retry_at)
+        assert not (fenced and taken), "a beat has taken up what is another one's"
+        self.retaken.update((stored.pending.id, stored.pending_score) for stored in taken)
+        hands.taken.extend((stored, stored.pending) for stored in taken)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def confirm(self, data):
+        store, hands = data.draw(st.sampled_from(self.hands))
+        self.ledger_is_new = True
+        decisions = [
+            (stored, Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.DISPATCHED), None)
+            for stored, occurrence in hands.taken
+        ]
+        store.confirm(decisions, hands.term)
+
+    # ------------------------------------------------ the world
+
+    @rule(at=beats, what=st.sampled_from(["crash", "stop", "lock is deleted"]))
+    def trouble(self, at, what):
+        if what == "lock is deleted":
+            self.robbed = bool(self.redis.delete(self.keys.lease.lock)) or self.robbed
+            return
+        if what == "stop":
+            self.beats[at].lease.release()
+        self.beats[at] = self.new_beat(SPEEDS[at])
+
+    @rule(seconds=st.sampled_from([10, 40, 120, 310]))
+    def time_passes(self, seconds):
+        self.pass_time(seconds)
+
+    # ------------------------------------------------ what always holds
+
+    @invariant()
+    def no_occurrence_is_claimed_twice(self):
+        assert not {id_: count for id_, count in self.claimed.items() if count > 1}
+
+    @invariant()
+    def no_occurrence_is_taken_up_twice_at_a_time(self):
+        assert not {taken: count for taken, count in self.retaken.items() if count > 1}
+
+    @invariant()
+    def every_claimed_occurrence_is_pending_or_decided_once(self):
+        if not self.ledger_is_new:
+            return
+        self.ledger_is_new = False
+        members = self.redis.zrange(self.keys.pending, 0, -1)
+        pending = Counter(Occurrence.decode(self.redis.hget(member, "pending")).id for member in members)
+        decided = Counter(record["id"] for _, record in self.redis.xrange(self.keys.history))
+        assert pending + decided == Counter(set(self.claimed))
+
+    @invariant()
+    def who_trusts_in_its_term_leads(self):
+        terms = [term for beat in self.beats if (term := beat.lease.term()) is not None]
+        if not self.robbed:
+            assert [term for term in terms if self.is_fenced(term)] == []
+            assert len(terms) <= 1
+
+
+def run(server: Any, redis: Redis, *, lease_class: type[Lease] = ManualLease, **options: Any) -> None:
+    with make_app(server.celery_url, {"singlebeat_history_limit": 100_000}) as app:
+        machine = type("Machine", (LeaseMachine,), {"redis": redis, "app": app, "lease_class": lease_class})
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck), **options
+            ),
+        )
+
+
+def test_nothing_is_claimed_twice_whatever_happens_around_a_claim(server, redis):
+    run(server, redis, max_examples=200, stateful_step_count=30)
+
+
+#: Script and check that is taken out of it, by what the machine must notice.
+MUTANTS = {
+    "a claim after the end of the term": (
+        store_module,
+        "claim",
+        'token ~= "" and redis.call("GET", lock) ~= token',
+    ),
+    "a claim of what was claimed before": (
+        store_module,
+        "claim",
+        'tonumber(redis.call("ZSCORE", schedule, member) or "nan") ~= score',
+    ),
+    "a retake after the end of the term": (
+        store_module,
+        "retake",
+        'token ~= "" and redis.call("GET", lock) ~= token',
+    ),
+    "a retake of what was taken up before": (
+        store_module,
+        "retake",
+        'tonumber(redis.call("ZSCORE", pending, member) or "nan") ~= score',
+    ),
+    "a second decision": (store_module, "confirm", 'redis.call("HGET", entry, "pending") ~= occurrence'),
+    "a campaign against a leader": (lease_module, "campaign", "holder and holder ~= last"),
+    "a renewal of another one's term": (lease_module, "renew", 'redis.call("GET", lock) ~= token'),
+    "the end of another one's term": (lease_module, "resign", 'redis.call("GET", lock) ~= token'),
+}
+
+
+def break_script(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, check: str) -> None:
+    script, original = Script("singlebeat.beat", name), module._script
+    assert f"if {check} then" in script.text
+    script.text = script.text.replace(f"if {check} then", "if false then")
+    script.sha = hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
+    monkeypatch.setattr(module, "_script", lambda wanted: script if wanted == name else original(wanted))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_machine_notices(server, redis, monkeypatch, mutant):
+    break_script(monkeypatch, *MUTANTS[mutant])
+
+    with pytest.raises(AssertionError):
+        run(
+            server,
+            redis,
+            max_examples=1000,
+            stateful_step_count=30,
+            phases=[Phase.generate],
+            derandomize=True,
+            database=None,
+        )
+
+
+def test_the_machine_notices_trust_that_counts_from_the_reply(server, redis):
+    with pytest.raises(AssertionError):
+        run(
+            server,
+            redis,
+            lease_class=LeaseTrustingItsReplies,
+            max_examples=1000,
+            stateful_step_count=30,
+            phases=[Phase.generate],
+            derandomize=True,
+            database=None,
+        )

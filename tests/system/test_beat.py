@@ -1,0 +1,237 @@
+"""Beat as a process: how it is started, what it does with what others write into Redis, and who takes over."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from statistics import median
+
+import celery as celery_package
+import pytest
+from celery.schedules import schedule
+
+from tests.support import APP, RedisServer, measured, wait_until
+
+OTHER_SCHEDULER = {"beat_scheduler": "celery.beat:PersistentScheduler"}
+LEADS = r"beat: Acquired lock: this beat leads, term \d+"
+EVERY_SECOND = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["a"]}
+
+
+def now(redis) -> float:
+    """Return the server's time, in seconds."""
+    seconds, microseconds = redis.time()
+    return seconds + microseconds / 1e6
+
+
+@pytest.fixture
+def locked_server() -> Iterator[RedisServer]:
+    with RedisServer(password="hush-hush") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("command", "conf"),
+    [
+        (["beat", "-S", "singlebeat.Scheduler"], OTHER_SCHEDULER),
+        (["beat", "-S", "singlebeat"], OTHER_SCHEDULER),
+        (["beat"], {"beat_scheduler": "singlebeat.Scheduler"}),
+        (["worker", "-B", "--scheduler", "singlebeat.Scheduler"], OTHER_SCHEDULER),
+    ],
+    ids=["-S class", "-S short name", "setting", "worker -B"],
+)
+def test_every_way_to_start_it_runs_it_and_shows_no_password(command, conf, celery, locked_server):
+    process = celery(*command, conf={**conf, "beat_schedule": {"a": EVERY_SECOND}}, server=locked_server)
+
+    process.wait_for(LEADS)
+    process.wait_for(r"Scheduler: Sending due task a ")
+
+    if command[0] == "beat":
+        assert process.matches(rf"^\s+\. redis -> unix://:\*+@{locked_server.path}$")
+        assert process.matches(r"^\s+\. lock -> `redbeat::lock`, lease 10 s$")
+        assert process.matches(r"singlebeat\.(\S+\.)?Scheduler")
+    assert locked_server.password not in process.text
+    assert locked_server.client().hget("redbeat::leader", "pid")
+    assert "Traceback" not in process.text
+
+
+def test_the_banner_shows_the_lock_and_the_lease_that_are_configured(celery, server):
+    beat = celery("beat", conf={"redbeat_lock_timeout": 2.5, "redbeat_lock_key": "mine"}).ready()
+
+    assert beat.matches(rf"^\s+\. redis -> unix://{server.path}$")
+    assert beat.matches(r"^\s+\. lock -> `redbeat:mine`, lease 2\.5 s$")
+
+
+def definition(name: str, schedule: dict, **more) -> str:
+    """Return an entry as RedBeat's documentation writes it."""
+    task = {"name": name, "task": f"{APP}.plain", "args": [name], "kwargs": {"seconds": 0}, "enabled": True}
+    return json.dumps({**task, "schedule": schedule, **more})
+
+
+INTERVAL = {"__type__": "interval", "every": 5, "relative": False}
+CRONTAB = {
+    "__type__": "crontab",
+    "minute": "5",
+    "hour": "*",
+    "day_of_week": "monday",
+    "day_of_month": "*/7",
+    "month_of_year": "[1-12]",
+}
+
+
+def test_an_entry_that_is_written_with_redis_commands_runs_within_two_seconds(celery, oracle, redis):
+    celery("worker", "-c", "1").ready()
+    beat = celery("beat")
+    beat.wait_for(LEADS)
+    forms = {
+        "interval example": (INTERVAL, "redbeat:interval example"),
+        "new-task-name": (INTERVAL, "new-task-name"),
+        "no-relative": ({"__type__": "interval", "every": 5}, "redbeat:no-relative"),
+        "crontab example": (CRONTAB, "redbeat:crontab example"),
+    }
+    delays = {}
+    for name, (when, member) in forms.items():
+        began = now(redis)
+        redis.hset(f"redbeat:{name}", "definition", definition(name, when))
+        redis.zadd("redbeat::schedule", {member: 0})
+        run = oracle.wait_started(1, name)[0]
+        delays[name] = run.started - began
+
+    redis.zadd("redbeat::schedule", {"redbeat:zadd first": 0})
+    beat.wait_for(r"Entry redbeat:zadd first cannot be used and waits to be mended")
+    began = now(redis)
+    redis.hset("redbeat:zadd first", "definition", definition("zadd first", INTERVAL))
+    delays["zadd first"] = oracle.wait_started(1, "zadd first")[0].started - began
+
+    measured(", ".join(f"{name}: {delay:.2f} s" for name, delay in delays.items()))
+    assert median(delays.values()) < 4, delays  # not 2: a machine may be slow
+    next_run = datetime.fromtimestamp(redis.zscore("redbeat::schedule", "redbeat:crontab example"))  # noqa: DTZ006
+    assert next_run.minute == 5
+    oracle.wait_started(2, "new-task-name")  # it goes on, under the place that its writer gave it
+    assert redis.zscore("redbeat::schedule", "redbeat:new-task-name") is None
+    assert not redis.exists("redbeat::quarantine")
+
+
+def test_an_entry_that_is_removed_with_redis_commands_stops(celery, oracle, redis):
+    celery("worker", "-c", "1").ready()
+    celery("beat").ready()
+    often = {"__type__": "interval", "every": 0.5}
+    for name in ("clock", "removed"):
+        redis.hset(f"redbeat:{name}", "definition", definition(name, often))
+        redis.zadd("redbeat::schedule", {f"redbeat:{name}": 0})
+    oracle.wait_started(2, "removed")
+
+    redis.delete("redbeat:removed")
+    redis.zrem("redbeat::schedule", "redbeat:removed")
+
+    def ticks(count):
+        oracle.wait_started(oracle.started("clock") + count, "clock")
+
+    ticks(2)  # what was on its way has come
+    started = oracle.started("removed")
+    ticks(4)
+    assert oracle.started("removed") == started
+    assert redis.keys("redbeat:removed") == []
+    assert redis.zscore("redbeat::schedule", "redbeat:removed") is None
+
+
+@pytest.fixture
+def two_beats(celery):
+    """Starts two beats; returns the one that leads and the one that stands by."""
+
+    def start(*args, **conf):
+        both = [
+            celery("beat", *args, *(["-n", f"beat{number}@test"] if args else []), conf=conf) for number in range(2)
+        ]
+        leader = wait_until(
+            lambda: next((beat for beat in both if beat.matches(LEADS)), None), timeout=30, what="a leader"
+        )
+        standby = both[1 - both.index(leader)]
+        standby.wait_for(rf"beat: Standing by: \S+, pid {leader.pid}, since \S+ leads")
+        return leader, standby
+
+    return start
+
+
+@pytest.mark.skipif(
+    tuple(map(int, celery_package.__version__.split(".")[:2])) < (5, 7), reason="beat answers since Celery 5.7"
+)
+def test_one_beat_leads_one_stands_by_and_both_answer_a_ping(two_beats, celery):
+    leader, standby = two_beats("--enable-remote-control", beat_schedule={"a": EVERY_SECOND})
+    leader.wait_for("Sending due task a ", count=2)
+
+    for beat in (leader, standby):
+        beat.wait_for(r"(?i)remote control")
+    ping = celery("inspect", "ping", "-d", "beat0@test,beat1@test", "--timeout", "5")
+
+    assert ping.wait(60) == 0, ping.tail()
+    wait_until(lambda: ping.matches("2 nodes online"), what="both answers")
+    assert all(ping.matches(rf"beat{number}@test: OK") for number in range(2)), ping.tail()
+    assert not standby.matches(LEADS)
+    assert not standby.matches("Sending due task")
+
+
+@pytest.mark.parametrize(
+    ("end", "lease", "bound"), [("terminate", 10, 5), ("kill", 2, 6.5)], ids=["SIGTERM", "SIGKILL"]
+)
+def test_the_other_beat_takes_over(end, lease, bound, two_beats, redis):
+    # Within 1 s after SIGTERM, within the lease and 1 s after SIGKILL; the bounds are for slow machines.
+    often = {**EVERY_SECOND, "schedule": schedule(0.25)}
+    leader, standby = two_beats(redbeat_lock_timeout=lease, beat_schedule={"a": often})
+    leader.wait_for("Sending due task a ", count=2)
+    assert not standby.matches("Sending due task")
+
+    began = time.monotonic()
+    getattr(leader, end)()
+    standby.wait_for("Sending due task a ")
+    took = time.monotonic() - began
+
+    measured(f"{end}, lease {lease} s: dispatched by the other after {took:.2f} s")
+    assert took < bound
+    assert standby.matches(LEADS)
+    assert redis.hget("redbeat::leader", "pid") == str(standby.pid)
+    if end == "terminate":
+        assert leader.wait() == 0
+        assert leader.matches("beat: Released lock")
+    standby.wait_for("Sending due task a ", count=4)
+    ids = [record["id"] for _, record in redis.xrange("redbeat::history")]
+    assert len(set(ids)) == len(ids) >= 4, "an occurrence was decided twice"
+
+
+def test_a_beat_that_is_stopped_amid_its_messages_ends_and_loses_none(celery, redis):
+    # The signal meets it in any of the calls that a message takes, and closes the connection under them.
+    entries = {f"e{number}": {**EVERY_SECOND, "schedule": schedule(0.05), "args": [number]} for number in range(50)}
+    for turn in range(3):
+        beat = celery("beat", conf={"beat_schedule": entries})
+        beat.wait_for("Sending due task e", count=100 + turn)
+
+        beat.terminate()
+
+        assert beat.wait(20) == 0
+        assert beat.matches("beat: Released lock")
+    decisions = Counter(record["decision"] for _, record in redis.xrange("redbeat::history"))
+    assert set(decisions) == {"dispatched"}, decisions
+
+
+@pytest.mark.parametrize("command", [["beat"], ["worker"], ["worker", "-B"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("singlebeat_lock_leese", 3, r"unknown setting singlebeat_lock_leese; did you mean singlebeat_lock_lease\?"),
+        ("redbeat_lock_timeout", -1, r"redbeat_lock_timeout must be a positive number of seconds, not -1"),
+    ],
+    ids=["unknown name", "wrong value"],
+)
+def test_a_wrong_setting_ends_the_start_with_one_line_that_names_it(setting, value, message, command, celery):
+    process = celery(*command, conf={setting: value})
+
+    code = process.wait(60)
+
+    process.stop()
+    assert code not in (0, None)
+    lines = [line for line in process.lines if setting in line]
+    assert len(lines) == 1, process.tail()
+    assert process.matches(rf"^Error: {message}$"), process.tail()
+    assert "Traceback" not in process.text
