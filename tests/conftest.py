@@ -10,6 +10,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
+from tests import matrix
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
 pytest_plugins = ("tests.chaos_report",)
@@ -73,3 +74,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     if report.failed and isinstance(launcher, CeleryLauncher):
         report.sections.extend((f"log of celery {process.args[0]}", process.tail()) for process in launcher.processes)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the tests have measured, cell by cell."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    if cells := matrix.cells_of(reports):
+        terminalreporter.section("when the lock of a task is free")
+        for line in matrix.lines(cells):
+            terminalreporter.write_line(line)
