@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -45,6 +46,9 @@ STANDBY_INTERVAL = 0.3
 #: Seconds after which a tick that met trouble is tried again.
 TROUBLE_INTERVAL = 1.0
 
+#: Seconds after trouble until what is claimed and not confirmed is taken up.
+RECHECK_AFTER = 2.0
+
 #: Shortest sleep: a tick that returns 0 keeps Celery from its own work.
 SHORTEST_SLEEP = 0.001
 
@@ -72,6 +76,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._standing_by = False
         self._in_trouble = ""
         self._closed = self._ticking = False
+        self._recheck_at = 0.0
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout) if timeout else None
 
@@ -153,8 +158,10 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         is_new = term != self._term
         if is_new:
             self._lead(term)
-        # After trouble as after a change of leaders: what was claimed meanwhile may not have been sent.
-        due = self.store.due(now, all_pending=is_new or bool(self._in_trouble))
+        recovered = 0 < self._recheck_at <= time.monotonic()
+        if recovered:
+            self._recheck_at = 0.0
+        due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at))
         self._work_off(due, term, now)
         if due.statics_gone and self.app.conf.beat_schedule:
             logger.warning("beat: The schedule has vanished from Redis: installing beat_schedule again")
@@ -185,6 +192,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             logger.info("beat: Standing by: %s leads", name)
 
     def _trouble(self, text: str) -> None:
+        # What was claimed before it may not have been sent; but let the workers tell first what they ran meanwhile.
+        self._recheck_at = time.monotonic() + RECHECK_AFTER
         if text != self._in_trouble:
             logger.error("beat: %s; trying again every %g s", text, TROUBLE_INTERVAL)
             self._in_trouble = text

@@ -136,7 +136,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Every end of a run but success, Retry and Ignore and Reject among them."""
         exc = exc_info.exception
-        if isinstance(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, Postponed):
+        exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
+        if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)
         limit = isinstance(exc, celery_request.TimeLimitExceeded)

@@ -201,7 +201,16 @@ def test_the_repeated_hour_survives_a_round_trip(app, fold):
 def test_meta_is_written_with_redbeats_fields_only():
     written = json.loads(Meta(datetime(2024, 1, 2, 3, 4, 5, 6, tzinfo=UTC), 9).encode())
 
-    moment = {"year": 2024, "month": 1, "day": 2, "hour": 3, "minute": 4, "second": 5, "microsecond": 6, "timezone": "UTC"}
+    moment = {
+        "year": 2024,
+        "month": 1,
+        "day": 2,
+        "hour": 3,
+        "minute": 4,
+        "second": 5,
+        "microsecond": 6,
+        "timezone": "UTC",
+    }
     assert written == {"last_run_at": {"__type__": "datetime", **moment}, "total_run_count": 9}
 
 
