@@ -215,7 +215,7 @@ def test_redbeats_own_receiver_leaves_our_scheduler_alone(bench):
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://u:hunter2@127.0.0.1:1/3", "unix://:hunter2@/tmp/none", "redis://127.0.0.1:1/3?password=hunter2"]
+    "url", ["redis://u:hunter2@127.0.0.1:1/3", "unix://:hunter2@/run/none", "redis://127.0.0.1:1/3?password=hunter2"]
 )
 def test_the_banner_shows_server_lock_and_lease_without_the_password(url):
     app = make_app("memory://", {"redbeat_redis_url": url, "redbeat_key_prefix": "mine:", "redbeat_lock_timeout": 42})

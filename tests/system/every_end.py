@@ -1,7 +1,7 @@
 """The lock of a task is held until the task is over, however it ends, and is free then; and no two run at once.
 
-One row per way to end, one column per pool and acknowledgement. It is run by hand, a column at a time, until it is quick and steady
-enough for every run::
+One row per way to end, one column per pool and acknowledgement. It is run by hand, a column at a time, until it is
+quick and steady enough for every run::
 
     python -m pytest -p no:xdist tests/system/every_end.py -k "prefork and early"
 """
