@@ -24,6 +24,7 @@ from singlebeat.beat.policy import Policy
 from singlebeat.beat.statics import Statics
 from singlebeat.beat.store import Claim, Claimed, Due, Store, Stored
 from singlebeat.connections import schedule_client
+from singlebeat.errors import ConfigError
 from tests.system.apps import make_app
 
 TASK = "tests.system.apps.plain"
@@ -943,3 +944,34 @@ def test_a_key_that_is_not_ours_survives_the_static_entry_of_its_name(install, r
     install()
 
     assert redis.get("redbeat:taken") == "a text"
+
+
+# ---------------------------------------------------------------- a server that may evict keys
+
+
+@pytest.mark.parametrize(("check", "level"), [("warn", "WARNING"), ("error", "ERROR")])
+def test_a_server_that_may_evict_keys_is_reported(own_server, app, caplog, check, level):
+    app.conf.redbeat_key_expiry_check = check
+    client = own_server.client()
+    client.config_set("maxmemory-policy", "allkeys-lru")
+
+    Store(app, client).check_eviction()
+
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert "noeviction" in record.getMessage()
+
+
+def test_a_server_that_may_evict_keys_ends_the_start_if_that_is_asked_for(own_server, app):
+    app.conf.redbeat_key_expiry_check = "raise"
+    client = own_server.client()
+    client.config_set("maxmemory-policy", "volatile-ttl")
+
+    with pytest.raises(ConfigError, match="noeviction"):
+        Store(app, client).check_eviction()
+
+
+def test_a_server_that_keeps_all_keys_is_not_talked_about(own_server, app, caplog):
+    Store(app, own_server.client()).check_eviction()
+
+    assert caplog.records == []
