@@ -128,7 +128,16 @@ class Request(celery_request.Request):  # type: ignore[misc]
         Args:
             after: seconds that the body may still live.
         """
-        if self.ticket is None or self._over or not self.acknowledged or self._requeued:
+        if self.ticket is None or self._over or self._requeued:
+            return
+        if self._already_cancelled and self.task.acks_late:  # the broker has its message again, whatever was said
+            self._over = True
+            if self.acknowledged:
+                renewer_of(self.app).forget(self)
+            else:
+                renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
+            return
+        if not self.acknowledged:
             return
         self._over = True
         renewer_of(self.app).finish(self, after=after)

@@ -240,8 +240,23 @@ class Scene:
 
         return self.watch.until(lambda: self.runs()[count - 1 : count], what=what)[0]
 
+    def wait_accepted(self) -> Run:
+        """Return the run when the worker's main process knows of it: until then the pool would start it again."""
+        inspect = self.stage.app.control.inspect(limit=1, timeout=PATIENCE)
+
+        def accepted() -> bool:
+            replies = inspect.active() or {}
+            return any(
+                job["id"] == self.ids[0] and job["worker_pid"] for jobs in replies.values() for job in jobs or ()
+            )
+
+        run = self.wait_started()
+        wait_until(accepted, timeout=PATIENCE, what="the worker to know of the run")
+        return run
+
     def let_go(self) -> None:
-        self.stage.oracle.let_go(self.name)
+        """End the body that runs, or the next one."""
+        self.stage.oracle.let_go(self.name, 2)  # one may go to a body that has just been killed
 
     def held(self) -> bool:
         return all(self.redis.exists(key) for key in self.keys)
@@ -273,14 +288,21 @@ class Scene:
             return f"{runs} runs of {self.name} and its lock;\n{self.runs()}\n{locks}\n{dict(self.freeings())}"
 
         self.watch.until(
-            lambda: len(self.runs()) >= runs and not any(run.lives for run in self.runs()),
+            lambda: (
+                len(self.runs()) >= runs
+                and not any(run.lives for run in self.runs())
+                and (at is not None or self.runs()[-1].ended)
+            ),
             what=lambda: f"the end of {states()}",
         )
-        self.watch.until(lambda: all(self.freeings().values()), what=lambda: f"the freeing after {states()}")
+        ended = max((run.ended for run in self.runs() if run.ended), default=0.0)
+        self.watch.until(
+            lambda: all(found and (once or found[-1].at > ended) for found in self.freeings().values()),
+            what=lambda: f"the freeing after {states()}",
+        )
         wait_until(lambda: not any(self.redis.exists(key) for key in self.keys), timeout=PATIENCE, what=states())
         assert len(self.runs()) == runs, f"it ran {len(self.runs())} times, not {runs}"
         last = [freeings[-1] for freeings in self.freeings().values()]
-        ended = max((run.ended for run in self.runs() if run.ended), default=0.0)
         over = ended if at is None else at
         for key, freeings in self.freeings().items():
             assert len(freeings) == 1 or not once, f"lock {key} became free more than once: {freeings}"
