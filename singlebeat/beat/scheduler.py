@@ -242,7 +242,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
     def connection(self) -> Any:
         """The broker connection; one that hangs must not hold up a tick for long."""
         connection = self.app.connection_for_write()
-        if connection.transport_cls in {"redis", "rediss", "sentinel"} or "redis" in str(connection.transport_cls):
+        if any(name in str(connection.transport_cls) for name in ("redis", "sentinel")):
             timeout = Config.of(self.app).singlebeat_socket_timeout
             for name in ("socket_timeout", "socket_connect_timeout"):
                 connection.transport_options.setdefault(name, timeout)

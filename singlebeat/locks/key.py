@@ -10,21 +10,10 @@ from typing import Any
 
 from kombu.utils import json as kombu_json
 
-__all__ = ("bind", "digest", "lock_key", "readable")
+__all__ = ("canonical", "digest", "done_key", "lock_key", "readable")
 
 #: Characters of the arguments that a lock shows to people.
 READABLE_LENGTH = 200
-
-
-def bind(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    """Bind arguments to the signature of a task's function, with its defaults applied.
-
-    Raises:
-        TypeError: the arguments do not fit the signature.
-    """
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound
 
 
 def canonical(bound: inspect.BoundArguments) -> tuple[list[Any], dict[str, Any]]:
