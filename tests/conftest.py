@@ -76,6 +76,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests whose ids begin alike, ``test_it[group: case]``, in one process: they share what is dear to start."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group, separator, _ = nodeid.partition(": ")
+            return group if separator and "[" in group else nodeid
+
+    return Groups(config, log)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what the tests have measured, cell by cell."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]

@@ -8,6 +8,12 @@ from typing import Any
 #: The name of the property of a test that is a cell of the table.
 CELL = "matrix"
 
+#: Lists of cells below the table, by the property that puts a cell there.
+LISTS = {
+    "lease": "Left to lease expiry:",
+    "lapsed": "Ended with its lease while the broker had the message, and taken again by the next run:",
+}
+
 
 def cells_of(reports: Iterable[Any]) -> list[Mapping[str, Any]]:
     """Return the cells that tests have recorded, each once."""
@@ -23,7 +29,7 @@ def lines(cells: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the table and its lists as reStructuredText.
 
     A cell has ``row``, ``column``, ``text``, their places in ``order`` (two numbers), ``absent`` (why the row has
-    nothing to say in other columns, by column), and perhaps ``lease``: the lock was left to its expiry.
+    nothing to say in other columns, by column), and perhaps a name of ``LISTS``.
     """
     found = sorted(cells, key=lambda cell: tuple(cell["order"]))
     rows = list(dict.fromkeys(cell["row"] for cell in found))
@@ -47,13 +53,14 @@ def lines(cells: Iterable[Mapping[str, Any]]) -> list[str]:
     if reasons:
         out += ["", "n/a, because", ""]
         out += [f"* {_mark(number)}: {reason}" for number, reason in enumerate(reasons)]
-    leases = [cell for cell in found if cell.get("lease")]
-    if leases:
-        out += ["", "Left to lease expiry:", ""]
+    for kind, title in LISTS.items():
         by_row: dict[str, list[str]] = {}
-        for cell in leases:
-            by_row.setdefault(cell["row"], []).append(f"{cell['column']} ({cell['text'].removeprefix('lease ')} s)")
-        out += [f"* {row}: {', '.join(where)}" for row, where in by_row.items()]
+        for cell in found:
+            if cell.get(kind):
+                by_row.setdefault(cell["row"], []).append(cell["column"])
+        if by_row:
+            out += ["", title, ""]
+            out += [f"* {row}: {', '.join(where)}" for row, where in by_row.items()]
     return out
 
 

@@ -187,6 +187,8 @@ class Scene:
     #: Of the cell: how long the lock outlived the task.
     text: str = ""
     by_lease: bool = False
+    #: The lock ended with its lease while the message was with the broker, and was taken again.
+    lapsed: bool = False
 
     @property
     def config(self) -> Config:
@@ -311,12 +313,15 @@ class Scene:
         allowed = {*by, *(["expired"] if lease else [])}
         assert {freeing.event for freeing in last} <= allowed, f"freed by {last}, not by {allowed}"
         self.by_lease = lease and any(freeing.event == "expired" for freeing in last)
+        self.lapsed = any(freeing.event == "expired" for found in self.freeings().values() for freeing in found[:-1])
         self.measured(max(freeing.at for freeing in last) - over)
 
     def measured(self, seconds: float) -> None:
         self.text = "<0.1" if seconds < 0.1 else f"{seconds:.1f}"
         if self.by_lease:
             self.text = f"lease {self.text}"
+        elif self.lapsed:
+            self.text = f"lapse {self.text}"
 
     def freeings(self) -> dict[str, list[Freeing]]:
         return {key: self.watch.freeings[key] for key in self.keys}
