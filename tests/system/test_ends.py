@@ -1,9 +1,7 @@
 """The lock of a task is held until the task is over, however it ends, and is free then; and no two run at once.
 
-One row per way to end, one column per pool and acknowledgement. It is run by hand, a column at a time, until
-all its cells are green and it is quick enough for every run::
-
-    python -m pytest -n 4 tests/system/every_end.py -k "prefork and early"
+One row per way to end, one column per pool and acknowledgement; each cell is a test, ``-k "prefork and early"`` picks
+a column of them. The cells of a column share workers where they can.
 """
 
 from __future__ import annotations
