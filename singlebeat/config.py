@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .errors import ConfigError
+from .overlap import Overlap
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -86,6 +87,12 @@ def _expiry_check(value: Any) -> str:
     return str(value)
 
 
+def _overlap(value: Any) -> Overlap:
+    if value not in list(Overlap):
+        raise ValueError(f"must be one of {', '.join(Overlap)}")
+    return Overlap(value)
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -143,8 +150,8 @@ class Config:
     singleton_json_encoder_class: Any = _setting(
         None, _anything, "JSON encoder for arguments in unique keys; default: kombu's"
     )
-    singlebeat_overlap: str = _setting(
-        "skip", _text, "what becomes of a call that meets its equal, where its task does not say"
+    singlebeat_overlap: Overlap = _setting(
+        Overlap.SKIP, _overlap, "what becomes of a call that meets its equal, where its task does not say"
     )
     singlebeat_lock_lease: float = _setting(30.0, _seconds, "seconds that a running task's lock outlives its worker")
     singlebeat_queued_ttl: float = _setting(

@@ -18,7 +18,7 @@ from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError
 from ..locks import backend_of, time_to_start
-from ..locks.base import HEADER, Call, Holder, Ticket, Verdict
+from ..locks.base import HEADER, Call, Holder, Ticket, Verdict, unusable
 from ..locks.key import digest, lock_key, readable
 from .occurrence import Decision, Occurrence, Outcome
 
@@ -234,6 +234,9 @@ class Dispatcher:
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
         held_by = str(holder) if holder is not None and holder.verdict is Verdict.HELD else ""
+        if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:
+            logger.error("beat: %s is sent without its lock: %s", entry.name, unusable(message.ticket.key))
+            holder = None
         if holder is None or holder.verdict is Verdict.ACQUIRED:  # else whoever claimed it has sent it already
             logger.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
             held_by = self._publish(entry)

@@ -9,7 +9,18 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-__all__ = ("HEADER", "BaseBackend", "Call", "Holder", "Ref", "Renewal", "Ticket", "Verdict", "generation")
+__all__ = (
+    "HEADER",
+    "BaseBackend",
+    "Call",
+    "Holder",
+    "Ref",
+    "Renewal",
+    "Ticket",
+    "Verdict",
+    "generation",
+    "unusable",
+)
 
 #: The message header that carries a lock's key and the task id that owns it.
 HEADER = "singlebeat_lock"
@@ -30,6 +41,7 @@ class Verdict(StrEnum):
     DONE = "done"  #: our task id has ended under this lock
     ROTATED = "rotated"  #: the lock was handed over
     LOST = "lost"  #: the lock is not held as we thought
+    UNUSABLE = "unusable"  #: what the lock's key holds is no lock
 
 
 class Renewal(StrEnum):
@@ -147,7 +159,9 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
-        """Take the locks of calls that are about to be sent, in one round trip: ACQUIRED, RUNNING, DONE or HELD.
+        """Take the locks of calls that are about to be sent, in one round trip.
+
+        The verdicts: ACQUIRED, RUNNING, DONE, HELD, UNUSABLE.
 
         Args:
             again: the task ids may have been sent before, so one that has ended is refused.
@@ -211,6 +225,11 @@ class BaseBackend(ABC):
     @abstractmethod
     def locks(self, key_prefix: str) -> Iterable[tuple[str, Mapping[str, str]]]:
         """Yield every lock under a prefix and its record, for people."""
+
+
+def unusable(key: str) -> str:
+    """Return what to tell about a key that holds something else than a lock."""
+    return f"the key {key} holds something that is no lock: delete it"
 
 
 def instant(milliseconds: str | int) -> datetime | None:

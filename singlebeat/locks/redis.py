@@ -9,7 +9,7 @@ from typing import Any, cast
 from ..connections import RedisError, masked, private, shared
 from ..errors import LockBackendError
 from ..lua import Script
-from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant
+from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
 from .key import done_key
 
 __all__ = ("RedisBackend",)
@@ -62,7 +62,10 @@ class RedisBackend(BaseBackend):
     ) -> Holder:
         """Start a run, or say why it must not start."""
         args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
-        return _holder(self._call_each("begin", [(ref.key, args)])[0])
+        holder = _holder(self._call_each("begin", [(ref.key, args)])[0])
+        if holder.verdict is Verdict.UNUSABLE:
+            raise LockBackendError(unusable(ref.key))
+        return holder
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Hand the lock of a run over to another generation or state of the same task id."""
@@ -72,7 +75,8 @@ class RedisBackend(BaseBackend):
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Keep the locks of living requests."""
         calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(lease))) for r in refs]
-        return [Renewal(reply) for reply in self._call_each("renew", calls)]
+        replies = self._call_each("renew", calls)
+        return [Renewal.LOST if isinstance(reply, Exception) else Renewal(reply) for reply in replies]
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Let a run leave its lock to its own retry when it ends."""
@@ -83,7 +87,8 @@ class RedisBackend(BaseBackend):
     def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
         """Free the locks of requests that are over."""
         calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(memory), int(ran))) for r in refs]
-        return [payload for _, payload in self._call_each("finish", calls)]
+        replies = self._call_each("finish", calls)
+        return ["" if isinstance(reply, Exception) else reply[1] for reply in replies]
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""
@@ -126,11 +131,11 @@ class RedisBackend(BaseBackend):
                     yield key, record
 
     def _call_each(self, name: str, calls: Sequence[tuple[str, Sequence[str | int | float]]]) -> list[Any]:
-        """Run one script per lock, all in one round trip."""
+        """Run one script per lock, all in one round trip; a key that holds no lock spoils its own reply only."""
         with self._reaching():
             replies = _script(name).batch(self.redis, [((lock, done_key(lock)), args) for lock, args in calls])
             for reply in replies:
-                if isinstance(reply, Exception):
+                if isinstance(reply, Exception) and "WRONGTYPE" not in str(reply):
                     raise reply
         return replies
 
@@ -156,7 +161,9 @@ class _Reaching:
 WORKER_KEY = "singlebeat:worker"
 
 
-def _holder(reply: Sequence[Any]) -> Holder:
+def _holder(reply: Any) -> Holder:
+    if isinstance(reply, Exception):
+        return Holder(Verdict.UNUSABLE, "", "", None, 0, 0.0)
     verdict, task_id, state, since, fence, ttl_ms = reply
     return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), max(0, int(ttl_ms)) / 1000)
 

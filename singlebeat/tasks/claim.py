@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..locks.base import Call, Holder, Ref, Ticket, Verdict
+from ..errors import LockBackendError
+from ..locks.base import Call, Holder, Ref, Ticket, Verdict, unusable
 from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
 
@@ -19,6 +20,9 @@ def claim(
 
     Returns:
         Its ticket and the key that was taken for it, or else who holds the lock and nothing.
+
+    Raises:
+        LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
     """
     key, must_be_sent = task.generate_lock(task.name, args, kwargs), has_continuations(options)
     own, behind = f"{key}:{task_id}", f"{key}:next"
@@ -34,6 +38,8 @@ def claim(
         # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
         again = bool((options.get("headers") or {}).get("celery_beat_task"))
         holder: Holder = task.singleton_backend.acquire_many([call], again=again)[0]
+        if holder.verdict is Verdict.UNUSABLE:
+            raise LockBackendError(unusable(lock))
         return holder
 
     match task.lock:

@@ -123,8 +123,10 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         case Verdict.STARTED:
             return True
         case Verdict.COPY:
-            # Not dropped: if the run dies, this message is what is left of it.
-            _postpone(task, request, ticket, countdown=max(1.0, holder.ttl), why="it is running already")
+            # Not dropped: if the run dies, this message is what is left of it, and waits even for an equal call that
+            # was quicker to take the lock.
+            heir = replace(ticket, waits=True)
+            _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
         case Verdict.DONE | Verdict.STALE:
             logger.info("%s[%s] has run already: this copy is dropped", task.name, ticket.task_id)
             return False

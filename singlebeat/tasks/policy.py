@@ -12,6 +12,7 @@ from typing import Any
 from kombu import serialization
 
 from ..errors import ConfigError
+from ..overlap import Overlap
 
 __all__ = (
     "Lock",
@@ -33,18 +34,6 @@ class Lock(StrEnum):
     UNTIL_EXPIRED = "until_expired"  #: from the call until ``lock_expiry`` has passed
     WHILE_EXECUTING = "while_executing"  #: from the start to the end of its run
     UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"  #: one may run while another waits
-
-
-class Overlap(StrEnum):
-    """What becomes of a call that meets its equal (Temporal's overlap policies, and ``raise``)."""
-
-    SKIP = "skip"  #: it is not sent; its result is that of the other
-    RAISE = "raise"  #: it is not sent; DuplicateTaskError
-    BUFFER_ONE = "buffer_one"  #: it runs once more after the other, with the latest arguments
-    BUFFER_ALL = "buffer_all"  #: each waits for its turn
-    CANCEL_OTHER = "cancel_other"  #: the other is revoked; this one runs after it
-    TERMINATE_OTHER = "terminate_other"  #: the other is terminated; this one runs after it
-    ALLOW_ALL = "allow_all"  #: it runs beside the other
 
 
 _AT_THE_CALL = {Overlap.SKIP, Overlap.RAISE, Overlap.ALLOW_ALL}

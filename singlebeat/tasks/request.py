@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from billiard.einfo import ExceptionWithTraceback
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
 from celery.utils.log import get_logger
 from celery.worker import request as celery_request
@@ -34,7 +34,11 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            self.over()
+            # SystemExit and the like in a pool without processes: Celery fails on what it gets instead of a result.
+            if isinstance(args[0], ExceptionInfo) and not self.acknowledged:
+                self._leave_to_next_delivery()
+            else:
+                self.over()
 
     return ended
 
@@ -57,7 +61,6 @@ class Request(celery_request.Request):  # type: ignore[misc]
     ticket: Ticket | None = None
     #: The renewer has seen that this delivery is the run which holds the lock.
     seen_running = False
-    _requeued = False
     _over = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -128,19 +131,24 @@ class Request(celery_request.Request):  # type: ignore[misc]
         Args:
             after: seconds that the body may still live.
         """
-        if self.ticket is None or self._over or self._requeued:
+        if self.ticket is None or self._over:
             return
         if self._already_cancelled and self.task.acks_late:  # the broker has its message again, whatever was said
-            self._over = True
             if self.acknowledged:
+                self._over = True
                 renewer_of(self.app).forget(self)
             else:
-                renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
+                self._leave_to_next_delivery()
             return
         if not self.acknowledged:
             return
         self._over = True
         renewer_of(self.app).finish(self, after=after)
+
+    def _leave_to_next_delivery(self) -> None:
+        if self.ticket is not None:
+            self._over = True
+            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Every end of a run but success, Retry and Ignore and Reject among them."""
@@ -172,9 +180,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Reject the message; requeued, it keeps its lock and waits again."""
         requeued = requeue and not self.acknowledged
         super().reject(requeue)
-        if requeued and self.ticket is not None:
-            self._requeued = True
-            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
+        if requeued:
+            self._leave_to_next_delivery()
         else:
             self.over()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from singlebeat.locks.key import done_key, lock_key
 from singlebeat.locks.redis import WORKER_KEY, RedisBackend
 from singlebeat.lua import Script
 from tests.support import RedisServer, free_port, wait_until
+from tests.system.apps import make_app
 
 PREFIX = "SINGLETONLOCK_"
 LOCK = lock_key(PREFIX, "d1")
@@ -78,6 +80,27 @@ def later(ref: Ref, generation: int = 1, nonce: str = "") -> Ref:
 
 def just_now(moment: datetime | None) -> bool:
     return abs(datetime.now(UTC) - moment) < timedelta(seconds=SLACK)
+
+
+# ---------------------------------------------------------------- keys of others
+
+
+def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis):
+    foreign = Ref(lock_key(PREFIX, "d2"), "b", nonce="n1")
+    redis.set(foreign.key, "somebody else's")
+
+    acquired = backend.acquire_many([call(foreign), call(A)])
+    with pytest.raises(LockBackendError, match=f"the key {re.escape(foreign.key)} holds something that is no lock"):
+        begin(backend, foreign)
+    begin(backend, RUN)
+    renewed = backend.renew_many([foreign, RUN], lease=LEASE)
+    finished = backend.finish_many([foreign, RUN], memory=MEMORY, ran=True)
+
+    assert [holder.verdict for holder in acquired] == [Verdict.UNUSABLE, Verdict.ACQUIRED]
+    assert renewed == [Renewal.LOST, Renewal.RUNNING]
+    assert finished == ["", ""]
+    assert not redis.exists(LOCK)
+    assert redis.get(foreign.key) == "somebody else's"
 
 
 # ---------------------------------------------------------------- acquire
@@ -886,13 +909,15 @@ def test_a_backend_survives_the_restart_of_its_server(own_server):
     assert begin(backend, replace(B, nonce="n1")).verdict is Verdict.STARTED
 
 
-def test_a_key_of_another_kind_in_the_place_of_a_lock_is_an_error_and_is_kept(backend, redis):
-    redis.set(LOCK, "somebody else's")
+def test_a_call_whose_key_holds_no_lock_says_which_key_to_delete(server, redis):
+    task = make_app(server.celery_url).tasks["tests.system.apps.single"]
+    key = task.generate_lock(task.name, ["a"])
+    redis.set(key, "somebody else's")
 
-    with pytest.raises(LockBackendError, match="WRONGTYPE"):
-        acquire(backend)
+    with pytest.raises(LockBackendError, match=f"the key {re.escape(key)} holds something that is no lock: delete it"):
+        task.delay("a")
 
-    assert redis.get(LOCK) == "somebody else's"
+    assert redis.get(key) == "somebody else's"
 
 
 def test_own_connections_are_shared_with_nobody(server):

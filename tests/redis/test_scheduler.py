@@ -545,6 +545,21 @@ def test_plain_tasks_are_locked_once_a_worker_looks_after_locks(bench):
     assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
 
 
+def test_what_is_no_lock_at_the_key_of_one_does_not_hinder_the_others(bench, caplog):
+    bench.put("a", task=SINGLE)
+    bench.put("b", task=SINGLE)
+    task = bench.app.tasks[SINGLE]
+    foreign = task.generate_lock(SINGLE, ["a"])
+    bench.redis.set(foreign, "somebody else's")
+
+    bench.scheduler().tick()
+
+    assert sorted(bench.names) == ["a", "b"]
+    assert f"the key {foreign} holds something that is no lock: delete it" in caplog.text
+    assert bench.redis.get(foreign) == "somebody else's"
+    assert bench.redis.hget(task.generate_lock(SINGLE, ["b"]), "state") == "queued"
+
+
 def test_without_such_a_worker_plain_tasks_are_sent_unlocked_and_it_is_said_once(bench, caplog):
     for name in ("a", "b"):
         bench.put(name, args=["same"])

@@ -316,7 +316,7 @@ def _leave_alone(s: Scene, kind: str, *, dies: bool, again: bool) -> None:
     elif s.late and s.pool == "gevent":
         worker = s.stage.worker(pool="solo")  # one that restores
     if again:
-        s.over(runs=2, lease=True, once=False)
+        s.over(runs=2)
     else:
         s.over(at=ended, lease=True)
         if s.late:

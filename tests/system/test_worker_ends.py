@@ -10,6 +10,7 @@ import time
 import pytest
 from celery.schedules import schedule
 
+from singlebeat.locks.base import HEADER, Ref, Ticket
 from tests.support import APP, measured, wait_until
 
 #: Seconds of the lease where a test waits for its end.
@@ -97,6 +98,25 @@ def test_a_lock_is_kept_far_beyond_its_lease_while_the_body_runs(celery, oracle,
     oracle.let_go("a")
     assert first.get(timeout=20) == "a"
     assert single.delay("a", seconds=60) != first
+
+
+def test_what_is_left_of_a_run_that_died_runs_even_if_an_equal_call_takes_the_lock_before_it(
+    celery, oracle, redis, single, lock_of
+):
+    worker = celery("worker", "-c", "2").ready()
+    backend, lock = single.singleton_backend, lock_of(single, "a")
+    lived = {"memory": 60.0, "task": single.name, "arguments": "'a'"}
+    assert backend.begin(Ref(lock, "first", nonce="of the run that died"), lease=LEASE, **lived).verdict == "started"
+    single.apply_async(["a"], task_id="first", headers={HEADER: Ticket("first", lock, lock).header()})
+    worker.wait_for("first.* waits for its turn: it is running already")
+
+    other = Ref(lock, "second", nonce="of an equal call")
+    wait_until(lambda: backend.begin(other, lease=60, **lived).verdict == "started", what="the end of the lease")
+    worker.wait_for(r"first.* waits for its turn: its lock is held by task second")
+
+    assert not oracle.runs()
+    backend.finish_many([other], memory=60)
+    assert [run.id for run in oracle.wait_started(1)] == ["first"]
 
 
 @pytest.mark.parametrize("task", ["single", "single_fail"])

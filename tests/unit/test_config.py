@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "singleton_raise_on_duplicate": ("yes", 1, 0, ""),
     "singleton_lock_expiry": SECONDS,
     "singleton_on_backend_error": ("", "ignore", True, 1, [], {}),
-    "singlebeat_overlap": (None, *TEXT),
+    "singlebeat_overlap": (None, "bufer_one", *TEXT),
     "singlebeat_lock_lease": (None, *SECONDS),
     "singlebeat_queued_ttl": (None, *SECONDS),
     "singlebeat_socket_timeout": (None, *SECONDS),
