@@ -1,29 +1,36 @@
---- confirm: record what became of a claimed occurrence; it is pending no longer.
+--- confirm: record what became of claimed occurrences; they are pending no longer.
 --
--- KEYS[1]  entry       hash: definition, meta, pending
--- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed
--- KEYS[3]  history     stream: one record per decision
--- ARGV[1]  member      of the entry in pending
--- ARGV[2]  occurrence  JSON of the occurrence, as it was claimed
--- ARGV[3]  meta        for the entry; empty: leave it
--- ARGV[4]  limit       records to keep; 0: keep none
--- ARGV[5...]  record   fields and values of the record
+-- KEYS[1]     pending     zset: members with an occurrence that is claimed and not confirmed
+-- KEYS[2]     history     stream: one record per decision
+-- KEYS[3...]  entries     hashes: definition, meta, pending
+-- ARGV[1]     limit       records to keep; 0: keep none
+-- ARGV[2]     decisions   JSON, one array for each entry:
+--             member      of the entry in pending
+--             occurrence  JSON of the occurrence, as it was claimed
+--             meta        for the entry; empty: leave it
+--             record      array of fields and values
 --
--- returns  1 recorded, 0 the occurrence was confirmed before, or its entry is gone
+-- returns  how many were recorded; the others were confirmed before, or their entries are gone
 
-local entry, pending, history = KEYS[1], KEYS[2], KEYS[3]
-local member, occurrence, meta, limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local pending, history, limit = KEYS[1], KEYS[2], ARGV[1]
 
-if redis.call("HGET", entry, "pending") ~= occurrence then
-  return 0
+local function confirm(entry, member, occurrence, meta, record)
+  if redis.pcall("HGET", entry, "pending") ~= occurrence then
+    return 0
+  end
+  redis.call("HDEL", entry, "pending")
+  redis.call("ZREM", pending, member)
+  if meta ~= "" then
+    redis.call("HSET", entry, "meta", meta)
+  end
+  if limit ~= "0" then
+    redis.call("XADD", history, "MAXLEN", "~", limit, "*", unpack(record))
+  end
+  return 1
 end
 
-redis.call("HDEL", entry, "pending")
-redis.call("ZREM", pending, member)
-if meta ~= "" then
-  redis.call("HSET", entry, "meta", meta)
+local recorded = 0
+for i, decision in ipairs(cjson.decode(ARGV[2])) do
+  recorded = recorded + confirm(KEYS[i + 2], unpack(decision))
 end
-if limit ~= "0" then
-  redis.call("XADD", history, "MAXLEN", "~", limit, "*", unpack(ARGV, 5))
-end
-return 1
+return recorded

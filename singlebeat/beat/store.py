@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from celery.utils.log import get_logger
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, EntryError
-from ..lua import Call, Script
+from ..lua import Script, packed
 from .entry import PARKED, Entry, Meta
 from .keys import Keys
 from .occurrence import Decision, Occurrence
@@ -165,16 +166,10 @@ class Store:
     ) -> Iterable[Stored]:
         if not members:
             return
-        with self.client.pipeline(transaction=False) as pipe:
-            for member in members:
-                pipe.hmget(self.keys.entry(member), "definition", "meta", "policy", "pending")
-            for member in quarantined:
-                pipe.zscore(self.keys.schedule, member)
-            replies = pipe.execute(raise_on_error=False)
-        gone = {member for member, score in zip(quarantined, replies[len(members) :], strict=True) if score is None}
-        for member, reply in zip(members, replies, strict=False):
+        replies = json.loads(_script("read")(self.client, [self.keys.entry(member) for member in members], ()))
+        for member, reply in zip(members, replies, strict=True):
             try:
-                if isinstance(reply, Exception):
+                if isinstance(reply, str):
                     raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
                 definition, meta, policy, pending = reply
                 if not definition and member not in scores and member not in quarantined:
@@ -186,7 +181,7 @@ class Store:
                 score, past = scores.get(member, PARKED), Meta.decode(meta)
                 stored = Stored(member, score, sha, entry, past, Policy.decode(policy), taken)
             except EntryError as exc:
-                if member in gone:
+                if member in quarantined and member not in scores and not self._is_scheduled(member):
                     self.quarantine.forget(member)
                 else:
                     self.quarantine.put(member, str(exc), due=member in scores)
@@ -194,6 +189,9 @@ class Store:
                 if member in quarantined:
                     self.quarantine.lift(member)
                 yield stored
+
+    def _is_scheduled(self, member: str) -> bool:
+        return self.client.zscore(self.keys.schedule, member) is not None
 
     def _decode(self, member: str, definition: str, now: datetime) -> tuple[str, Entry]:
         found = self._decoded.get((member, definition))
@@ -212,54 +210,39 @@ class Store:
 
     def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[Claimed]:
         """Move entries on, each in one step that nobody else can have taken; one round trip."""
+        if not claims:
+            return []
         keys = self.keys
-        calls = [
-            (
-                (keys.lock or keys.lease.leader, keys.schedule, keys.entry(claim.stored.member), keys.pending),
-                (
-                    term.token,
-                    claim.stored.member,
-                    repr(claim.stored.score),
-                    claim.stored.sha,
-                    repr(claim.next_score),
-                    claim.meta.encode() if claim.meta else "",
-                    claim.occurrence.encode() if claim.occurrence else "",
-                    retry_at.timestamp(),
-                ),
-            )
-            for claim in claims
-        ]
-        return [Claimed(reply) for reply in _checked(_script("claim").batch(self.client, calls))]
+        touched = [keys.lock or keys.lease.leader, keys.schedule, keys.pending]
+        wishes = []
+        for claim in claims:
+            stored = claim.stored
+            touched.append(keys.entry(stored.member))
+            wish = (stored.member, stored.score, stored.sha, repr(claim.next_score))
+            past, taken = claim.meta.encode() if claim.meta else "", claim.occurrence
+            wishes.append((*wish, past, taken.encode() if taken else ""))
+        args = (term.token, repr(retry_at.timestamp()), packed(wishes))
+        return [Claimed(verdict) for verdict in json.loads(_script("claim")(self.client, touched, args))]
 
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
         """Record what became of claimed occurrences; one round trip."""
-        keys = self.keys
-        calls: list[Call] = [
-            (
-                (keys.entry(stored.member), keys.pending, keys.history),
-                (
-                    stored.member,
-                    decision.occurrence.encode(),
-                    meta.encode() if meta else "",
-                    self.history_limit,
-                    *decision.fields(term.number),
-                ),
-            )
-            for stored, decision, meta in decisions
-        ]
-        _checked(_script("confirm").batch(self.client, calls))
+        if not decisions:
+            return
+        touched, rows = [self.keys.pending, self.keys.history], []
+        for stored, decision, meta in decisions:
+            touched.append(self.keys.entry(stored.member))
+            past = meta.encode() if meta else ""
+            rows.append((stored.member, decision.occurrence.encode(), past, decision.fields(term.number)))
+        _script("confirm")(self.client, touched, (self.history_limit, packed(rows)))
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
         """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""
+        if not recovered:
+            return []
         keys = self.keys
-        calls = [
-            (
-                (keys.lock or keys.lease.leader, keys.pending),
-                (term.token, stored.member, repr(stored.pending_score), retry_at.timestamp()),
-            )
-            for stored in recovered
-        ]
-        replies = _checked(_script("retake").batch(self.client, calls))
+        wishes = packed((stored.member, stored.pending_score) for stored in recovered)
+        touched, args = (keys.lock or keys.lease.leader, keys.pending), (term.token, repr(retry_at.timestamp()), wishes)
+        replies = json.loads(_script("retake")(self.client, touched, args))
         return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
 
     def record(self, decisions: Sequence[Decision], term: Term) -> None:
@@ -277,10 +260,3 @@ class Store:
         if retries:
             scores = {member: retry_at.timestamp() for member, retry_at in retries.items()}
             self.client.zadd(self.keys.pending, scores, xx=True)
-
-
-def _checked(replies: list[Any]) -> list[Any]:
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies

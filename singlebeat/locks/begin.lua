@@ -12,11 +12,12 @@
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
---          started  the run holds the lock; fence is its fencing number
---          copy     the same message runs elsewhere under a live lease
---          stale    a later generation of the same id holds the lock
---          done     this generation of the id has ended before
---          held     another id holds it; nothing was written
+--          started   the run holds the lock; fence is its fencing number
+--          copy      the same message runs elsewhere under a live lease
+--          stale     a later generation of the same id holds the lock
+--          done      this generation of the id has ended before
+--          held      another id holds it; nothing was written
+--          unusable  what is at the key is no lock; nothing was written
 
 local lock, done = KEYS[1], KEYS[2]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
@@ -30,10 +31,13 @@ local function reply(verdict)
   return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
 end
 
+local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
+if record.err then
+  return {"unusable", "", "", "0", "0", 0}
+end
 if redis.call("ZSCORE", done, id .. ":" .. ARGV[2]) then
   return reply("done")
 end
-local record = redis.call("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 if holder and holder ~= id then
   return reply("held")

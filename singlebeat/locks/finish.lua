@@ -1,49 +1,58 @@
---- finish: free the lock of a request that is over; of any other request's lock nothing changes.
+--- finish: free the locks of requests that are over; of any other request's lock nothing changes.
 --
 -- A run that has promised its lock to its retry leaves it to that message.
 --
--- KEYS[1]  lock     hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
--- KEYS[2]  done     zset: "id:generation" of runs that ended under this lock lately, by time (ms)
--- ARGV[1]  id       task id of the request
--- ARGV[2]  gen      its generation
--- ARGV[3]  nonce    names this delivery of the message; empty: it was never delivered
--- ARGV[4]  done_ms  how long the end of a run is remembered
--- ARGV[5]  ran      1: it has run, even if its lock says otherwise; 0: it may not have started
+-- KEYS     two for each request:
+--          lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
+--          done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+-- ARGV[1]  done_ms   how long the end of a run is remembered
+-- ARGV[2]  ran       1: they have run, even if their locks say otherwise; 0: they may not have started
+-- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message; empty:
+--                    it was never delivered]
 --
--- returns  {verdict, payload of the lock that is free now, or an empty text}
+-- returns  JSON, one array for each request: [verdict, payload of the lock that is free now, or an empty text]
 --          finished  this run held the lock: it is free or its retry's, and the end is remembered
 --          released  the message held the lock but not as a run: it is free
---          kept      the lock is free already, or another run, generation or id holds it
+--          kept      the lock is free already, or another run, generation or id holds it, or it is no lock
 
-local lock, done = KEYS[1], KEYS[2]
-local id, gen, nonce, done_ms, ran = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == "1"
-
+local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
 local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
-local record = redis.call("HMGET", lock, "id", "gen", "state", "nonce", "payload", "next", "next_ttl", "until")
-local ours = record[1] == id and record[2] == gen
-local holds = ours and record[3] == "running" and record[4] == nonce
-local queued = ours and record[3] == "queued"
-local another = ours and not holds and not queued
-
-if holds or (ran and not another) then
-  redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
-  redis.call("ZADD", done, now, id .. ":" .. gen)
-  redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
-end
-if not holds and not queued then
-  return {"kept", ""}
-end
-if holds and record[6] then
-  local ttl = tonumber(record[7])
-  if record[8] then
-    ttl = math.max(1, math.min(ttl, record[8] - now))
+local function finish(lock, done, id, gen, nonce)
+  local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "payload", "next", "next_ttl", "until")
+  if record.err then
+    return {"kept", ""}
   end
-  redis.call("HSET", lock, "gen", record[6], "nonce", "", "state", "queued", "since", now)
-  redis.call("HDEL", lock, "next", "next_ttl")
-  redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
-  return {"finished", ""}
+  local ours = record[1] == id and record[2] == gen
+  local holds = ours and record[3] == "running" and record[4] == nonce
+  local queued = ours and record[3] == "queued"
+  local another = ours and not holds and not queued
+
+  if holds or (ran and not another) then
+    redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
+    redis.call("ZADD", done, now, id .. ":" .. gen)
+    redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
+  end
+  if not holds and not queued then
+    return {"kept", ""}
+  end
+  if holds and record[6] then
+    local ttl = tonumber(record[7])
+    if record[8] then
+      ttl = math.max(1, math.min(ttl, record[8] - now))
+    end
+    redis.call("HSET", lock, "gen", record[6], "nonce", "", "state", "queued", "since", now)
+    redis.call("HDEL", lock, "next", "next_ttl")
+    redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
+    return {"finished", ""}
+  end
+  redis.call("DEL", lock)
+  return {holds and "finished" or "released", record[5] or ""}
 end
-redis.call("DEL", lock)
-return {holds and "finished" or "released", record[5] or ""}
+
+local replies = {}
+for i, request in ipairs(cjson.decode(ARGV[3])) do
+  replies[i] = finish(KEYS[2 * i - 1], KEYS[2 * i], unpack(request))
+end
+return cjson.encode(replies)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..connections import RedisError, masked, private, shared
+from ..config import Config
+from ..connections import RedisError, lock_url, masked, private, shared
 from ..errors import LockBackendError
-from ..lua import Script
+from ..lua import Script, packed
 from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
 from .key import done_key
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 __all__ = ("RedisBackend",)
 
@@ -41,6 +46,17 @@ class RedisBackend(BaseBackend):
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
         self._own = private(url, timeout=timeout, options=kwargs) if own_connections else None
 
+    @classmethod
+    def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
+        """Return the backend of an app, on the server that its settings name.
+
+        Raises:
+            ConfigError: no setting names a Redis server; the message says which one to set.
+        """
+        config = Config.of(app)
+        given = {"timeout": config.singlebeat_socket_timeout, "own_connections": own_connections}
+        return cls(lock_url(app), **{**given, **config.singleton_backend_kwargs})
+
     @property
     def redis(self) -> Any:
         """The client; looked up at each call, because a forked child must not use its parent's."""
@@ -48,21 +64,15 @@ class RedisBackend(BaseBackend):
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent."""
-        wanted = [
-            (
-                c.ref.key,
-                (c.ref.task_id, _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, int(again), c.payload, c.replace),
-            )
-            for c in calls
-        ]
-        return [_holder(reply) for reply in self._call_each("acquire", wanted)]
+        rows = [(c.ref.task_id, _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.replace) for c in calls]
+        return [_holder(reply) for reply in self._run_many("acquire", [c.ref for c in calls], int(again), rows=rows)]
 
     def begin(
         self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
     ) -> Holder:
         """Start a run, or say why it must not start."""
         args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
-        holder = _holder(self._call_each("begin", [(ref.key, args)])[0])
+        holder = _holder(self._run("begin", (ref.key, done_key(ref.key)), args))
         if holder.verdict is Verdict.UNUSABLE:
             raise LockBackendError(unusable(ref.key))
         return holder
@@ -70,25 +80,21 @@ class RedisBackend(BaseBackend):
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Hand the lock of a run over to another generation or state of the same task id."""
         args = (ref.task_id, ref.nonce, to.generation, to.nonce, _ms(ttl), _ms(memory))
-        return _holder(self._call_each("rotate", [(ref.key, args)])[0]).verdict is Verdict.ROTATED
+        return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Keep the locks of living requests."""
-        calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(lease))) for r in refs]
-        replies = self._call_each("renew", calls)
-        return [Renewal.LOST if isinstance(reply, Exception) else Renewal(reply) for reply in replies]
+        return [Renewal(reply) for reply in self._run_many("renew", refs, _ms(lease), rows=_requests(refs))]
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Let a run leave its lock to its own retry when it ends."""
         args = (run.task_id, run.nonce, to.generation if to else "", _ms(ttl))
-        with self._reaching():
-            return bool(_script("promise")(self.redis, (run.key,), args))
+        return bool(self._run("promise", (run.key,), args))
 
     def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
         """Free the locks of requests that are over."""
-        calls = [(r.key, (r.task_id, r.generation, r.nonce, _ms(memory), int(ran))) for r in refs]
-        replies = self._call_each("finish", calls)
-        return ["" if isinstance(reply, Exception) else reply[1] for reply in replies]
+        replies = self._run_many("finish", refs, _ms(memory), int(ran), rows=_requests(refs))
+        return [payload for _, payload in replies]
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""
@@ -130,13 +136,16 @@ class RedisBackend(BaseBackend):
                 if record:
                     yield key, record
 
-    def _call_each(self, name: str, calls: Sequence[tuple[str, Sequence[str | int | float]]]) -> list[Any]:
-        """Run one script per lock, all in one round trip; a key that holds no lock spoils its own reply only."""
+    def _run(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
         with self._reaching():
-            replies = _script(name).batch(self.redis, [((lock, done_key(lock)), args) for lock, args in calls])
-            for reply in replies:
-                if isinstance(reply, Exception) and "WRONGTYPE" not in str(reply):
-                    raise reply
+            return _script(name)(self.redis, keys, args)
+
+    def _run_many(self, name: str, refs: Sequence[Ref], *args: int, rows: Sequence[Sequence[str | int]]) -> list[Any]:
+        """Run a script once for many locks, with one row of values for each."""
+        if not refs:
+            return []
+        keys = [key for ref in refs for key in (ref.key, done_key(ref.key))]
+        replies: list[Any] = json.loads(self._run(name, keys, (*args, packed(rows))))
         return replies
 
     def _reaching(self) -> _Reaching:
@@ -161,9 +170,11 @@ class _Reaching:
 WORKER_KEY = "singlebeat:worker"
 
 
-def _holder(reply: Any) -> Holder:
-    if isinstance(reply, Exception):
-        return Holder(Verdict.UNUSABLE, "", "", None, 0, 0.0)
+def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
+    return [(ref.task_id, str(ref.generation), ref.nonce) for ref in refs]
+
+
+def _holder(reply: Sequence[Any]) -> Holder:
     verdict, task_id, state, since, fence, ttl_ms = reply
     return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), max(0, int(ttl_ms)) / 1000)
 

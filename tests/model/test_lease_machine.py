@@ -289,7 +289,7 @@ MUTANTS = {
     "a claim after the end of the term": (
         store_module,
         "claim",
-        'token ~= "" and redis.call("GET", lock) ~= token',
+        "fenced",
     ),
     "a claim of what was claimed before": (
         store_module,
@@ -299,14 +299,14 @@ MUTANTS = {
     "a retake after the end of the term": (
         store_module,
         "retake",
-        'token ~= "" and redis.call("GET", lock) ~= token',
+        "fenced",
     ),
     "a retake of what was taken up before": (
         store_module,
         "retake",
         'tonumber(redis.call("ZSCORE", pending, member) or "nan") ~= score',
     ),
-    "a second decision": (store_module, "confirm", 'redis.call("HGET", entry, "pending") ~= occurrence'),
+    "a second decision": (store_module, "confirm", 'redis.pcall("HGET", entry, "pending") ~= occurrence'),
     "a campaign against a leader": (lease_module, "campaign", "holder and holder ~= last"),
     "a renewal of another one's term": (lease_module, "renew", 'redis.call("GET", lock) ~= token'),
     "the end of another one's term": (lease_module, "resign", 'redis.call("GET", lock) ~= token'),

@@ -16,7 +16,7 @@ from singlebeat.errors import LockBackendError
 from singlebeat.locks.base import Call, Holder, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import done_key, lock_key
 from singlebeat.locks.redis import WORKER_KEY, RedisBackend
-from singlebeat.lua import Script
+from singlebeat.lua import Script, packed
 from tests.support import RedisServer, free_port, wait_until
 from tests.system.apps import make_app
 
@@ -68,8 +68,9 @@ def renew(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE) -> Ren
 
 def finish(redis: Redis, ref: Ref = RUN, *, memory: float = MEMORY) -> str:
     """Call the script itself: the backend drops its verdict."""
-    args = (ref.task_id, ref.generation, ref.nonce, round(memory * 1000))
-    verdict, payload = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key)), args)
+    args = (round(memory * 1000), 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
+    reply = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key)), args)
+    ((verdict, payload),) = json.loads(reply)
     assert payload == ""
     return verdict
 
