@@ -34,6 +34,10 @@ class _Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
         return super().dict_to_object(d)
 
 
+#: Made once: that costs more than reading a short text with it.
+_DECODER = _Decoder()
+
+
 def _crontab_field(value: Any) -> Any:
     # "[1-12]" is how RedBeat's own documentation writes a range.
     return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
@@ -46,7 +50,7 @@ def loads_object(text: str, what: str) -> Mapping[str, Any]:
         EntryError: it cannot be understood; the message begins with ``what``.
     """
     try:
-        raw = json.loads(text, cls=_Decoder)
+        raw = _DECODER.decode(text)
     except RecursionError:
         raise EntryError(f"{what} is nested too deeply") from None
     except Exception as exc:  # the constructors that it names may raise anything, and it must harm nobody else

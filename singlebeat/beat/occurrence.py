@@ -77,4 +77,8 @@ class Decision:
             "term": str(term),
         }
         # Names that somebody wrote into Redis may hold what no text can.
-        return [text.encode(errors="backslashreplace").decode() for pair in record.items() for text in pair]
+        return [
+            text if text.isascii() else text.encode(errors="backslashreplace").decode()
+            for pair in record.items()
+            for text in pair
+        ]

@@ -15,6 +15,10 @@ __all__ = ("canonical", "digest", "done_key", "lock_key", "readable")
 #: Characters of the arguments that a lock shows to people.
 READABLE_LENGTH = 200
 
+#: Made once: that costs more than writing a short text with them.
+_encode_default = kombu_json.JSONEncoder().encode
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode
+
 
 def canonical(bound: inspect.BoundArguments) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments in one form, whichever way they were written: by name where they have one."""
@@ -48,14 +52,14 @@ def digest(
     call = [task, list(args), dict(kwargs)] + ([scope] if scope else [])
     try:
         # There and back first, as the message goes: then keys of dicts are texts, sorted alike at sender and worker.
-        text = json.dumps(json.loads(_encoded(call, encoder)), sort_keys=True)
+        text = _encode_sorted(json.loads(_encoded(call, encoder)))
     except (TypeError, ValueError) as exc:
         raise TypeError(f"{task}: {_culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _encoded(value: Any, encoder: type | None) -> str:
-    return str(kombu_json.dumps(value, cls=encoder or kombu_json.JSONEncoder))
+    return str(kombu_json.dumps(value, cls=encoder) if encoder else _encode_default(value))
 
 
 def _culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None) -> str:
