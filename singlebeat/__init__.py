@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from .beat.scheduler import Scheduler
     from .errors import DuplicateTaskError
     from .locks import clear_locks
+    from .tasks.exclusive import exclusive
     from .tasks.install import install
     from .tasks.singleton import Singleton
 
-__all__ = ("DuplicateTaskError", "Entry", "Scheduler", "Singleton", "clear_locks", "install")
+__all__ = ("DuplicateTaskError", "Entry", "Scheduler", "Singleton", "clear_locks", "exclusive", "install")
 
 _HOMES = {
     "Scheduler": "beat.scheduler",
     "Entry": "beat.entry",
     "Singleton": "tasks.singleton",
+    "exclusive": "tasks.exclusive",
     "install": "tasks.install",
     "clear_locks": "locks",
     "DuplicateTaskError": "errors",

@@ -7,7 +7,7 @@ leadership_gained     sender: the app · term
 leadership_lost       sender: the app · term, reason
 occurrence_decided    sender: the app · entry (its name), decision (``beat.occurrence.Decision``)
 duplicate             sender: the task · task_id (of the holder), args, kwargs
-lock_lost             sender: the task's name · ref (``locks.base.Ref``)
+lock_lost             sender: the task's name, or ``singlebeat.exclusive`` · ref (``locks.base.Ref``)
 ===================== ============================================================================
 """
 

@@ -1,8 +1,8 @@
 --- acquire: take the locks of calls that are about to be sent, or learn who holds them.
 --
--- KEYS     two for each call:
---          lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
---          done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+-- KEYS[1...]  two for each call:
+--             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
+--             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  calls      JSON, one array for each call:
 --          id         task id of the call; it may ask again (a repeated publish)

@@ -2,9 +2,9 @@
 --
 -- A run that has promised its lock to its retry leaves it to that message.
 --
--- KEYS     two for each request:
---          lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
---          done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+-- KEYS[1...]  two for each request:
+--             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
+--             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  done_ms   how long the end of a run is remembered
 -- ARGV[2]  ran       1: they have run, even if their locks say otherwise; 0: they may not have started
 -- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message; empty:

@@ -1,8 +1,8 @@
 --- renew: keep the locks of requests alive while their worker lives; never take one, never resurrect one.
 --
--- KEYS     two for each request:
---          lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
---          done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+-- KEYS[1...]  two for each request:
+--             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
+--             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  lease_ms  how long a lock outlives the worker
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message]
 --

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from _queue import Empty, SimpleQueue  # the C one: gevent does not patch it, so that a native thread can wait on it
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -17,6 +15,7 @@ from ..config import Config
 from ..errors import LockBackendError
 from ..locks import new_backend
 from ..locks.base import Ref, Renewal, Ticket
+from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -41,8 +40,6 @@ MOST_ENDS = 10_000
 
 #: Seconds that a worker which shuts down waits for its last locks to be freed.
 FLUSH_TIMEOUT = 5.0
-
-Work = Callable[[], None]
 
 
 class Renewer:
@@ -70,7 +67,7 @@ class Renewer:
         """Start the thread, once; native even where gevent or eventlet have patched threads."""
         if not self._started:
             self._started = True
-            _start_native_thread(self._run)
+            start_native_thread(self._run, "singlebeat-renewer")
 
     def keep(self, request: Request) -> None:
         """Renew the lock of a request from now on."""
@@ -198,16 +195,3 @@ def renewer_of(app: Celery) -> Renewer:
     if key not in _renewers:
         _renewers[key] = Renewer(app)
     return _renewers[key]
-
-
-def _start_native_thread(target: Work) -> None:
-    try:
-        from gevent.monkey import get_original, is_module_patched  # noqa: PLC0415 - only where gevent is at work
-    except ImportError:
-        patched = False
-    else:
-        patched = is_module_patched("threading")
-    if patched:
-        get_original("_thread", "start_new_thread")(target, ())
-    else:
-        threading.Thread(target=target, name="singlebeat-renewer", daemon=True).start()

@@ -1,0 +1,138 @@
+"""Renews the exclusive locks that this process holds: one thread for all of them, for as long as there are any."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from celery.utils.log import get_logger
+
+from ..config import Config
+from ..errors import ConfigError, LockBackendError
+from ..locks import backend_of, new_backend
+from ..locks.inspect import InspectBackend
+from ..locks.legacy import LegacyBackend
+from ..locks.memory import MemoryBackend
+from .threads import Empty, SimpleQueue, start_native_thread
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..locks.base import Ref
+    from .exclusive import Exclusive
+
+__all__ = ("Keeper", "keeper_of")
+
+logger = get_logger(__name__)
+
+#: Renewals per lease: two may fail before a lock is in danger.
+RENEWALS_PER_LEASE = 3
+
+#: Seconds after which a renewal that failed is repeated, at the latest.
+RETRY_AFTER = 0.5
+
+#: Seconds that the thread stays when there is nothing left to renew.
+LINGER = 1.0
+
+
+class Keeper:
+    """Renews the exclusive locks that this process holds for an app.
+
+    The set of locks is weak: what nobody is inside of any more is not renewed, however it was left. It is also what
+    decides: whoever takes a lock out of it, the one who frees it or the one who finds it lost, is the only one.
+
+    Raises:
+        ConfigError: the app has no server for its locks, or its lock backend knows no leases.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self.pid, self.config, self.backend = os.getpid(), Config.of(app), backend_of(app)
+        if isinstance(self.backend, InspectBackend | LegacyBackend):
+            raise ConfigError(
+                f"singleton_backend_class: exclusive() needs locks that end with their lease, which "
+                f"{type(self.backend).__name__} has not: use the default backend, in Redis"
+            )
+        # The memory of a process has no connections, and the locks of another memory are other locks.
+        in_memory = isinstance(self.backend, MemoryBackend)
+        self._backend = self.backend if in_memory else new_backend(app, own_connections=True)
+        self._held: WeakValueDictionary[str, Exclusive] = WeakValueDictionary()
+        self._news: SimpleQueue[None] = SimpleQueue()
+        #: Holds one thing while there is no thread: whoever gets it starts one.
+        self._no_thread: SimpleQueue[None] = SimpleQueue()
+        self._no_thread.put(None)
+
+    def keep(self, ref: Ref, lock: Exclusive) -> None:
+        """Renew a lock from now on."""
+        self._held[ref.nonce] = lock
+        self._news.put(None)
+        if self._may_start():
+            start_native_thread(self._run, "singlebeat-exclusive")
+
+    def keeps(self, ref: Ref) -> bool:
+        """Tell whether a lock is renewed; a forked child holds no lock of its parent."""
+        return self.pid == os.getpid() and ref.nonce in self._held
+
+    def drop(self, ref: Ref) -> bool:
+        """Renew a lock no more; True for the first who says so."""
+        return self.keeps(ref) and self._held.pop(ref.nonce, None) is not None
+
+    def _may_start(self) -> bool:
+        with suppress(Empty):
+            self._no_thread.get_nowait()
+            return True
+        return False
+
+    def _run(self) -> None:
+        due, failing = time.monotonic() + self._pause(), False
+        while True:
+            with suppress(Empty):
+                self._news.get(timeout=max(0.0, due - time.monotonic()))
+            due = min(due, time.monotonic() + self._pause())
+            if time.monotonic() < due:
+                continue
+            if not self._held:
+                self._no_thread.put(None)
+                # One that came in between has found no reason to start a thread, or has started one.
+                if not self._held or not self._may_start():
+                    return
+            try:
+                self._renew()
+                due, failing = time.monotonic() + self._pause(), False
+            except LockBackendError as exc:
+                due = time.monotonic() + min(RETRY_AFTER, self._pause())
+                if not failing:
+                    logger.warning("%s; exclusive locks that are not renewed end by themselves", exc)
+                failing = True
+            except Exception:  # the outer edge of the thread: it must live as long as there are locks
+                logger.exception("the keeper of exclusive locks failed and goes on")
+                due = time.monotonic() + self._pause()
+
+    def _locks(self) -> list[Exclusive]:
+        # valuerefs() copies in one step: locks come and go in other threads meanwhile.
+        return [lock for weak in self._held.valuerefs() if (lock := weak()) is not None]
+
+    def _pause(self) -> float:
+        return min((lock.lease / RENEWALS_PER_LEASE for lock in self._locks()), default=LINGER)
+
+    def _renew(self) -> None:
+        locks = self._locks()
+        for lease in {lock.lease for lock in locks}:
+            equal = [lock for lock in locks if lock.lease == lease]
+            asked_at = time.monotonic()
+            renewals = self._backend.renew_many([lock.ref for lock in equal], lease=lease)
+            for lock, renewal in zip(equal, renewals, strict=True):
+                lock.note(renewal, asked_at)
+
+
+_keepers: WeakKeyDictionary[Celery, Keeper] = WeakKeyDictionary()
+
+
+def keeper_of(app: Celery) -> Keeper:
+    """Return the keeper of an app in this process; a forked child gets one of its own."""
+    keeper = _keepers.get(app)
+    if keeper is None or keeper.pid != os.getpid():
+        keeper = _keepers[app] = Keeper(app)
+    return keeper

@@ -1,0 +1,575 @@
+"""``exclusive`` against a real server: who gets the lock, for how long, and what becomes of it at every kind of end."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+import time
+from contextlib import ExitStack
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+from redis.crc import key_slot
+
+import singlebeat
+from singlebeat import signals
+from singlebeat.errors import ConfigError, LockBackendError
+from singlebeat.locks.key import done_key, lock_key
+from singlebeat.tasks.keeper import keeper_of
+from tests.support import RedisServer, wait_until
+from tests.system.apps import make_app
+
+#: Seconds of a lease that is to pass within a test; two thirds of it are what a slow machine may stand still.
+LEASE = 1.0
+
+#: Texts that mean something to Redis, to Lua, to a format or to a cluster.
+ODD_KEYS = [
+    "",
+    "two words",
+    "a{b}c",
+    "{",
+    "}",
+    "}{",
+    "{}",
+    "*",
+    "?[a-z]\\",
+    "ünï☃😀",
+    "line\nbreak",
+    "\x00",
+    "\udcff",
+    "a",
+    "a}:done",
+    "%s%(x)s",
+    "'\"",
+    "x" * 10_000,
+]
+
+
+@pytest.fixture
+def exclusive(app: Celery):
+    return functools.partial(singlebeat.exclusive, app=app)
+
+
+@pytest.fixture
+def lost():
+    """Collects what ``lock_lost`` tells."""
+    told: list[tuple[str, str]] = []
+
+    def receive(sender: str, ref, **_) -> None:
+        told.append((sender, ref.key))
+
+    signals.lock_lost.connect(receive)
+    yield told
+    signals.lock_lost.disconnect(receive)
+
+
+def lock_of(key: str) -> str:
+    return lock_key("SINGLETONLOCK_", f"exclusive:{key}")
+
+
+def age(lock) -> float:
+    return time.time() - lock.holder.since.timestamp()
+
+
+class Elsewhere:
+    """A thread that does what it is told, one thing after the other; ``with`` ends it."""
+
+    def __enter__(self):
+        self._asked, self._answers = SimpleQueue(), SimpleQueue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+        return self
+
+    def _work(self) -> None:
+        while (function := self._asked.get()) is not None:
+            try:
+                self._answers.put((function(), None))
+            except BaseException as exc:
+                self._answers.put((None, exc))
+
+    def __call__(self, function):
+        self._asked.put(function)
+        value, exc = self._answers.get(timeout=30)
+        if exc:
+            raise exc
+        return value
+
+    def __exit__(self, *exc_info):
+        self._asked.put(None)
+        self._thread.join()
+
+
+# ---------------------------------------------------------------- who gets it
+
+
+def test_two_threads_exclude_one_another(exclusive):
+    first, second = exclusive("a"), exclusive("a")
+    with Elsewhere() as elsewhere:
+        elsewhere(first.__enter__)
+        with second:
+            assert first
+            assert not second
+            assert second.holder.task_id == first.holder.task_id == first.ref.task_id
+            assert second.fence == 0
+        assert not first.is_lost(), "whoever was refused frees nothing"
+        elsewhere(lambda: first.__exit__(None, None, None))
+    with exclusive("a") as third:
+        assert third
+
+
+def test_of_two_threads_that_race_for_a_key_exactly_one_wins_each_time(exclusive):
+    rounds, together = 200, threading.Barrier(2, timeout=30)
+    wins = [[] for _ in range(rounds)]
+
+    def race() -> None:
+        for number in range(rounds):
+            together.wait()
+            with exclusive("a") as lock:
+                if lock:
+                    wins[number].append(lock.fence)
+                together.wait()
+
+    with Elsewhere() as one, Elsewhere() as other:
+        one._asked.put(race)
+        other(race)
+    assert [len(winners) for winners in wins] == [1] * rounds
+    fences = [fence for (fence,) in wins]
+    assert fences == sorted(set(fences)), "they rise from holder to holder"
+
+
+def test_whoever_holds_a_key_does_not_get_it_again(exclusive):
+    with exclusive("a") as outer:
+        with exclusive("a") as inner:
+            assert not inner
+        assert not outer.is_lost()
+
+
+def test_a_task_is_the_holder_under_its_id_and_does_not_get_its_key_again(server, redis):
+    with make_app(server.celery_url, {"task_always_eager": True}) as app:
+
+        @app.task(shared=False, name="nested")
+        def nested():
+            with singlebeat.exclusive("a") as outer, singlebeat.exclusive("a") as inner:
+                return bool(outer), bool(inner), inner.holder.task_id, redis.hget(lock_of("a"), "task")
+
+        @app.task(shared=False, name="in turn")
+        def in_turn():
+            with singlebeat.exclusive("a") as first:
+                pass
+            with singlebeat.exclusive("a") as second:
+                return bool(first), bool(second)
+
+        # No app was named: it is that of the task, and its locks are real ones although the task is not sent.
+        result = nested.delay()
+        assert result.get() == (True, False, result.id, "nested")
+        assert in_turn.delay().get() == (True, True)
+
+
+def test_different_keys_do_not_exclude_one_another_whatever_is_in_them(exclusive, app, redis):
+    with ExitStack() as stack:
+        for key in ODD_KEYS:
+            assert stack.enter_context(exclusive(key)), key
+        for key in ODD_KEYS:
+            with exclusive(key) as again:
+                assert not again, key
+        assert redis.dbsize() == len(ODD_KEYS)
+    assert redis.dbsize() == 0
+
+
+def test_all_keys_of_a_lock_are_in_one_slot_of_a_cluster():
+    for key in ODD_KEYS:
+        lock = lock_of(key).encode("utf-8", "surrogateescape")
+        done = done_key(lock_of(key)).encode("utf-8", "surrogateescape")
+        assert lock != done
+        assert key_slot(lock) == key_slot(done), key
+
+
+def test_clear_locks_frees_it(exclusive, app, redis):
+    with exclusive("a*") as lock:
+        assert redis.keys() == [lock_of("a*")]
+        singlebeat.clear_locks(app)
+        assert lock.is_lost()
+    assert redis.keys() == []
+
+
+def test_the_record_tells_people_what_is_locked(exclusive, redis):
+    with exclusive("feed 7") as lock:
+        record = redis.hgetall(lock_of("feed 7"))
+    assert record["task"] == "singlebeat.exclusive"
+    assert record["args"] == "'feed 7'"
+    assert str(os.getpid()) in record["id"]
+    assert int(record["fence"]) == lock.fence
+
+
+def test_what_is_no_lock_at_its_key_is_an_error_that_names_it(exclusive, redis):
+    redis.set(lock_of("a"), "what?")
+    with pytest.raises(LockBackendError, match="exclusive:a"), exclusive("a"):
+        pass
+    assert redis.get(lock_of("a")) == "what?"
+
+
+@pytest.mark.parametrize("backend", ["singlebeat.locks.inspect:InspectBackend", f"{__name__}:Custom"])
+def test_a_backend_without_leases_is_refused(server, backend):
+    with make_app(server.celery_url, {"singleton_backend_class": backend}) as app:  # noqa: SIM117 - it need not raise
+        with pytest.raises(ConfigError, match="singleton_backend_class"), singlebeat.exclusive("a", app=app):
+            pass
+
+
+class Custom:
+    """As celery-singleton's backends."""
+
+    def __init__(self, *args, **kwargs):
+        self.lock = self.unlock = self.get = self.clear = None
+
+
+# ---------------------------------------------------------------- how long
+
+
+def test_it_is_renewed_for_as_long_as_it_is_held(exclusive, redis, lost):
+    with make_app("memory://", {"singleton_backend_class": "singlebeat.locks.memory:MemoryBackend"}) as in_memory:
+        in_process = functools.partial(singlebeat.exclusive, app=in_memory)
+        with exclusive("a", lease=LEASE) as real, in_process("a", lease=LEASE) as local:
+            assert real
+            assert local
+            assert 0 < redis.pttl(lock_of("a")) <= LEASE * 1000
+
+            def is_over() -> bool:
+                for one in (exclusive, in_process):
+                    with one("a", lease=LEASE) as other:
+                        assert not other
+                return min(age(real), age(local)) > 2 * LEASE
+
+            wait_until(is_over, what="two leases to pass")
+    assert redis.dbsize() == 0
+    assert lost == []
+
+
+def test_a_short_lease_is_renewed_beside_a_long_one(exclusive):
+    with exclusive("long", lease=600), exclusive("short", lease=LEASE) as short:
+        wait_until(lambda: age(short) > LEASE + 0.5)
+        with exclusive("short") as other:
+            assert not other
+
+
+def test_the_lease_is_that_of_the_setting_by_default(server, redis):
+    with make_app(server.celery_url, {"singlebeat_lock_lease": 600}) as app, singlebeat.exclusive("a", app=app):
+        assert 300_000 < redis.pttl(lock_of("a")) <= 600_000
+
+
+def test_a_lock_that_nobody_is_inside_of_any_more_ends_with_its_lease(exclusive, redis):
+    """As after an exception between the acquisition and the body: a signal handler's, say."""
+    assert exclusive("a", lease=LEASE).__enter__()
+    gc.collect()
+    wait_until(lambda: not redis.exists(lock_of("a")))
+
+
+@pytest.mark.parametrize("lease", [0, -1, 0.0001, float("inf"), float("nan")])
+def test_a_lease_that_is_no_time_is_refused(lease):
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        singlebeat.exclusive("a", lease=lease)
+
+
+def test_one_thread_renews_all_and_ends_when_nothing_is_held(exclusive):
+    before = set(threading.enumerate())
+
+    def ours() -> set[threading.Thread]:
+        return set(threading.enumerate()) - before
+
+    with ExitStack() as stack:
+        for number in range(100):
+            stack.enter_context(exclusive(f"key {number}", lease=LEASE))
+        assert len(ours()) == 1
+    wait_until(lambda: not ours(), what="the end of the thread")
+    with exclusive("again", lease=LEASE) as lock:
+        assert len(ours()) == 1
+        wait_until(lambda: age(lock) > LEASE + 0.5)
+        assert not lock.is_lost()
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_an_error_in_the_body_comes_through_and_frees_the_lock(exclusive, redis):
+    with pytest.raises(SystemExit, match="mine"), exclusive("a"):
+        raise SystemExit("mine")
+    assert redis.dbsize() == 0
+
+
+def test_a_thousand_keys_in_a_burst_leave_nothing_behind(exclusive, redis):
+    with ExitStack() as stack:
+        for number in range(1000):
+            with exclusive(f"short {number}") as lock:
+                assert lock
+            assert stack.enter_context(exclusive(f"long {number}"))
+        assert redis.dbsize() == 1000
+    assert redis.dbsize() == 0
+
+
+def test_the_exit_leaves_a_lock_that_somebody_else_has_taken_meanwhile(exclusive, redis):
+    first, second = exclusive("a"), exclusive("a")
+    with first:
+        redis.pexpire(lock_of("a"), 1)
+        wait_until(lambda: not redis.exists(lock_of("a")))
+        assert second.__enter__()
+        assert second.fence > first.fence
+    assert redis.hget(lock_of("a"), "nonce") == second.ref.nonce
+    second.__exit__(None, None, None)
+    assert redis.dbsize() == 0
+
+
+def test_a_lock_that_is_lost_is_told_once(exclusive, redis, lost, caplog):
+    with exclusive("a", lease=LEASE) as lock:
+        redis.delete(lock_of("a"))
+        wait_until(lambda: lost)
+        assert lock.is_lost()
+        assert lock, "it was acquired"
+    assert lost == [("singlebeat.exclusive", lock_of("a"))]
+    assert [record.levelname for record in caplog.records if "'a' was lost" in record.getMessage()] == ["WARNING"]
+
+
+def test_whoever_asks_hears_of_a_loss_at_once(exclusive, redis, lost):
+    with exclusive("a", lease=600) as lock:
+        assert not lock.is_lost()
+        redis.delete(lock_of("a"))
+        assert lock.is_lost()
+    assert len(lost) == 1
+    assert lock.is_lost(), "after the end it is not ours either"
+
+
+def test_who_has_not_got_it_or_does_not_hold_it_any_more_has_lost_it(exclusive, lost):
+    with exclusive("a") as held, exclusive("a") as refused:
+        assert refused.is_lost()
+        assert not held.is_lost()
+    assert held.is_lost()
+    assert lost == []
+
+
+def test_it_is_entered_once(exclusive):
+    with exclusive("a") as lock:
+        pass
+    with pytest.raises(RuntimeError, match="make a new one"), lock:
+        pass
+
+
+# ---------------------------------------------------------------- forks
+
+
+def test_a_forked_child_neither_frees_nor_gets_nor_has_a_lock_of_its_parent(exclusive, redis):
+    with exclusive("a", lease=LEASE) as lock:
+        assert in_child(lambda: lock.__exit__(None, None, None)) == 0
+        assert redis.hget(lock_of("a"), "nonce") == lock.ref.nonce
+
+        def ask() -> None:
+            assert lock.is_lost()
+            with exclusive("a") as other:
+                assert not other
+
+        assert in_child(ask) == 0
+        assert not lock.is_lost()
+
+
+def test_a_forked_child_keeps_locks_of_its_own(exclusive, redis):
+    def hold() -> None:
+        with exclusive("child", lease=LEASE) as lock:
+            wait_until(lambda: age(lock) > LEASE + 0.5)
+            assert not lock.is_lost()
+
+    with exclusive("parent"):
+        assert in_child(hold) == 0
+        assert redis.keys() == [lock_of("parent")]
+
+
+def in_child(function) -> int:
+    """Run a function in a forked child, and return its exit code."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---------------------------------------------------------------- the server is away
+
+
+@pytest.fixture
+def away():
+    """A server of its own that keeps its data when it is killed, and an app that does not wait for it for long."""
+    with (
+        RedisServer("--appendonly", "yes", "--appendfsync", "always") as server,
+        make_app(server.celery_url, {"singlebeat_socket_timeout": 0.2}) as app,
+    ):
+        yield SimpleNamespace(server=server, app=app, exclusive=functools.partial(singlebeat.exclusive, app=app))
+
+
+def test_without_a_server_nobody_gets_in(away):
+    away.server.kill()
+    with pytest.raises(LockBackendError, match="does not answer"), away.exclusive("a"):
+        pytest.fail("the body runs")
+
+
+def test_what_a_server_that_hung_grants_later_ends_with_its_lease(away):
+    with away.exclusive("warm"):  # the script is known from here on
+        pass
+    away.server.pause()
+    with pytest.raises(LockBackendError, match="does not answer"), away.exclusive("a", lease=LEASE):
+        pytest.fail("the body runs")
+    away.server.resume()
+
+    def get() -> bool:
+        with away.exclusive("a") as lock:
+            return bool(lock)
+
+    wait_until(get)
+
+
+def test_a_lock_outlives_an_outage_that_is_shorter_than_its_lease(away, lost, caplog):
+    asked = SimpleQueue()
+    backend = keeper_of(away.app)._backend
+    renew_many = backend.renew_many
+    backend.renew_many = lambda refs, **options: (asked.put(refs), renew_many(refs, **options))[1]
+    with away.exclusive("a", lease=30) as lock, away.exclusive("short", lease=LEASE):
+        away.server.kill()
+        for _ in range(3):
+            asked.get(timeout=10)
+        away.server.restart()
+        redis = away.server.client()
+        redis.pexpire(lock_of("a"), 20_000)
+        wait_until(lambda: redis.pttl(lock_of("a")) > 20_000, what="a renewal")
+        assert not lock.is_lost()
+    assert len([record for record in caplog.records if "does not answer" in record.getMessage()]) == 1
+    assert lock_of("a") not in {key for _, key in lost}
+    assert not redis.exists(lock_of("a"))
+
+
+def test_while_the_server_is_away_the_lock_is_ours_until_its_lease_ends_and_then_that_is_told(away, lost):
+    with away.exclusive("long", lease=600) as long, away.exclusive("short", lease=LEASE) as short:
+        away.server.kill()
+        assert not long.is_lost()
+        wait_until(short.is_lost)
+        assert not long.is_lost()
+    assert lost == [("singlebeat.exclusive", lock_of("short"))]
+
+
+def test_an_exit_without_a_server_is_logged_and_harmless(away, caplog):
+    def body() -> None:
+        with away.exclusive("a"):
+            away.server.kill()
+            raise KeyError("the body's")
+
+    with pytest.raises(KeyError, match="the body's"):
+        body()
+    assert "'a' stays until its lease ends" in caplog.text
+
+
+# ---------------------------------------------------------------- as a decorator
+
+
+def test_a_decorated_function_runs_alone_per_key_and_returns_none_otherwise(exclusive, caplog):
+    caplog.set_level("INFO")
+
+    @exclusive("import-feed:{feed_id}")
+    def import_feed(feed_id: int, *, then=lambda: None):
+        """Import it."""
+        return feed_id, then()
+
+    assert import_feed(7, then=lambda: import_feed(8)) == (7, (8, None))
+    assert import_feed(7, then=lambda: import_feed(feed_id=7)) == (7, None)
+    assert "import_feed is skipped: 'import-feed:7' is held by" in caplog.text
+    assert import_feed(7) == (7, None), "it is free again"
+    assert (import_feed.__name__, import_feed.__doc__) == ("import_feed", "Import it.")
+
+
+def test_the_key_is_made_of_the_arguments_however_they_are_written(exclusive, redis):
+    @exclusive("{user.name}:{mode}:{options[x]}:{{}}")
+    def sync(user, mode="full", **options):
+        return redis.keys()
+
+    ann = SimpleNamespace(name="ann")
+    assert sync(ann, x=1) == sync(user=ann, mode="full", x=1) == [lock_of("ann:full:1:{}")]
+
+
+def test_the_key_may_be_a_function_of_the_arguments(exclusive, redis):
+    @exclusive(lambda number, *rest: f"{number % 10}:{rest}")
+    def work(number, *rest):
+        return redis.keys()
+
+    assert work(27, 1) == [lock_of("7:(1,)")]
+    assert work(number=27) == [lock_of("7:()")]
+
+
+def test_methods_can_be_guarded(exclusive, redis):
+    class Shop:
+        name = "ours"
+
+        @exclusive("{self.name}:{item}")
+        def sell(self, item):
+            return redis.keys()
+
+    assert Shop().sell("tea") == [lock_of("ours:tea")]
+
+
+def test_a_guarded_task_checks_its_arguments_at_the_call_like_any_task(app, redis):
+    @app.task(shared=False, bind=True, name="guarded")
+    @singlebeat.exclusive("{self.name}:{feed_id}")
+    def guarded(self, feed_id):
+        return redis.hget(lock_of("guarded:7"), "id")
+
+    with pytest.raises(TypeError, match="feed_id"):
+        guarded.delay()
+    result = guarded.apply((7,))
+    assert result.get() == result.id
+
+
+async def coroutine(): ...
+
+
+def generator():
+    yield
+
+
+async def async_generator():
+    yield
+
+
+class AsyncCallable:
+    async def __call__(self): ...
+
+
+@pytest.mark.parametrize(
+    "function", [coroutine, generator, async_generator, AsyncCallable(), functools.partial(coroutine)]
+)
+def test_what_returns_before_its_body_runs_is_refused(exclusive, function):
+    with pytest.raises(TypeError, match="the lock would be free"):
+        exclusive("a")(function)
+
+
+def test_a_task_is_refused_because_it_would_not_be_one_any_more(exclusive, app):
+    with pytest.raises(TypeError, match=r"below @app\.task"):
+
+        @exclusive("a")
+        @app.task(shared=False, name="wrong way round")
+        def task(): ...
+
+
+@pytest.mark.parametrize("key", ["{feed}", "{}", "{0}", "{feed.id}", "{feed[id]!r:>5}"])
+def test_a_key_that_names_no_argument_is_refused_at_the_definition(exclusive, key):
+    with pytest.raises(TypeError, match="its arguments: feed_id"):
+
+        @exclusive(key)
+        def import_feed(feed_id): ...
+
+
+@pytest.mark.parametrize("key", [7, None, b"a", len])
+def test_a_key_that_is_no_text_is_refused(exclusive, key):
+    with pytest.raises(TypeError, match="must be a text"), exclusive(key):
+        pass
+    with pytest.raises(TypeError, match="must be a text"):
+        exclusive(lambda: key)(lambda: None)()

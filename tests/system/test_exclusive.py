@@ -1,0 +1,79 @@
+"""``exclusive`` in real workers: processes, threads and greenlets exclude one another, and the dead hold nothing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from redis import Redis
+
+import singlebeat
+from singlebeat.locks.key import lock_key
+from tests.support import wait_until
+from tests.system import exclusives
+from tests.system.exclusives import LEASE
+
+PATIENCE = 30.0
+
+LOCK = lock_key("SINGLETONLOCK_", "exclusive:guarded a")
+
+
+@pytest.fixture
+def app(server, redis):
+    with exclusives.make_app(server.celery_url) as app:
+        yield app
+
+
+def age(redis: Redis, lock: str) -> float:
+    """Return the seconds since a lock was taken; it must not have ended."""
+    seconds, microseconds = redis.time()
+    return seconds + microseconds / 1e6 - int(redis.hget(lock, "since")) / 1000
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_runs_of_a_guarded_task_exclude_one_another_in_every_pool(celery, app, oracle, redis, pool):
+    celery("worker", "-P", pool, "-c", "2", app=exclusives.__name__).ready()
+    task = app.tasks["tests.system.exclusives.guarded"]
+    first = task.delay("a")
+    (run,) = oracle.wait_started(1, "a")
+    wait_until(lambda: age(redis, LOCK) > 1.5 * LEASE, what="more than a lease to pass")
+
+    assert task.delay("a").get(timeout=PATIENCE) is None
+    with singlebeat.exclusive("guarded a", app=app) as lock:
+        assert not lock
+        assert lock.holder.task_id == first.id == run.id
+
+    oracle.let_go("a")
+    assert first.get(timeout=PATIENCE) == "a"
+    oracle.let_go("a")
+    assert task.delay("a").get(timeout=PATIENCE) == "a"
+    assert oracle.started("a") == 2
+    assert oracle.max_concurrent("a") == 1
+    assert not redis.keys("*exclusive*")
+
+
+def test_a_worker_that_is_killed_holds_its_lock_no_longer_than_its_lease(celery, app, oracle, redis):
+    worker = celery("worker", "-c", "1", app=exclusives.__name__).ready()
+    app.tasks["tests.system.exclusives.guarded"].delay("a")
+    oracle.wait_started(1, "a")
+    worker.kill_group()
+    wait_until(lambda: not oracle.running("a"), what="the death of the run")
+    assert redis.pttl(LOCK) <= LEASE * 1000, "what is left at most when its owner is dead"
+
+    def get() -> bool:
+        with singlebeat.exclusive("guarded a", app=app) as lock:
+            return bool(lock)
+
+    wait_until(get, what="the end of the lease")
+
+
+def test_a_body_that_blocks_the_loop_of_gevent_keeps_its_lock(celery, app, redis, tmp_path):
+    celery("worker", "-P", "gevent", "-c", "2", app=exclusives.__name__).ready()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    lock = lock_key("SINGLETONLOCK_", "exclusive:block")
+    result = app.tasks["tests.system.exclusives.block"].delay(str(pipe))
+    wait_until(lambda: redis.exists(lock), timeout=PATIENCE)
+    wait_until(lambda: age(redis, lock) > 2 * LEASE, what="two leases to pass")
+    os.close(os.open(pipe, os.O_WRONLY))
+    assert result.get(timeout=PATIENCE) is False
