@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 from celery.utils.imports import symbol_by_name
 
 from ..config import Config
-from ..connections import lock_url
+from ..errors import ConfigError
 from .base import BaseBackend
+from .legacy import LegacyBackend
 from .memory import MemoryBackend
-from .redis import RedisBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ("backend_of", "clear_locks", "eager_backend_of", "new_backend", "time_to_start")
+
+#: By name, because a backend that needs no Redis must not import it.
+DEFAULT_BACKEND = "singlebeat.locks.redis:RedisBackend"
 
 _backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
 _eager_backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
@@ -29,7 +32,7 @@ def backend_of(app: Celery) -> BaseBackend:
     """Return the lock backend of an app, made on first use.
 
     Raises:
-        ConfigError: no server for the locks is configured; the message names the setting.
+        ConfigError: as ``new_backend``.
     """
     backend = _backends.get(app)
     if backend is None:
@@ -46,14 +49,19 @@ def eager_backend_of(app: Celery) -> BaseBackend:
 
 
 def new_backend(app: Celery, *, own_connections: bool = False) -> BaseBackend:
-    """Return a new lock backend for an app, for a thread of its own if asked so."""
-    config = Config.of(app)
-    cls: Any = symbol_by_name(config.singleton_backend_class or RedisBackend)
-    kwargs = dict(config.singleton_backend_kwargs)
-    if issubclass(cls, RedisBackend):
-        kwargs = {"timeout": config.singlebeat_socket_timeout, "own_connections": own_connections, **kwargs}
-    backend: BaseBackend = cls(lock_url(app), **kwargs)
-    return backend
+    """Return a new lock backend for an app, for a thread of its own if asked so.
+
+    Raises:
+        ConfigError: its class cannot be imported, or has no server; the message names the setting.
+    """
+    given = Config.of(app).singleton_backend_class or DEFAULT_BACKEND
+    try:
+        cls: Any = symbol_by_name(given)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise ConfigError(f"singleton_backend_class: cannot import {given!r}: {exc}") from exc
+    if isinstance(cls, type) and issubclass(cls, BaseBackend):
+        return cls.of_app(app, own_connections=own_connections)
+    return LegacyBackend.around(cls, app)
 
 
 def clear_locks(app: Celery) -> None:

@@ -7,10 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+from ..config import Config
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 __all__ = (
     "HEADER",
+    "RUN_HEADER",
     "BaseBackend",
     "Call",
     "Holder",
@@ -25,8 +31,14 @@ __all__ = (
 #: The message header that carries a lock's key and the task id that owns it.
 HEADER = "singlebeat_lock"
 
+#: The message header that tells a run which occurrence of which entry it is: ``self.request.singlebeat``.
+RUN_HEADER = "singlebeat"
+
 #: Retries that fit between two replacements of a task in its generation.
 RETRIES_PER_REPLACEMENT = 1_000_000
+
+#: Seconds of a lock that user code takes without an expiry: until it is unlocked, as in celery-singleton.
+UNTIL_UNLOCKED = 100 * 365 * 86_400.0
 
 
 class Verdict(StrEnum):
@@ -157,6 +169,15 @@ class Call:
 class BaseBackend(ABC):
     """Keeps the locks; durations are seconds, instants are of the server's clock, every verb is atomic."""
 
+    @classmethod
+    def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
+        """Return a backend for an app, made of ``singleton_backend_kwargs``; override it for one that takes more.
+
+        Args:
+            own_connections: share none with the rest of the process: it is for a thread beside it.
+        """
+        return cls(**Config.of(app).singleton_backend_kwargs)
+
     @abstractmethod
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent, in one round trip.
@@ -209,6 +230,15 @@ class BaseBackend(ABC):
     @abstractmethod
     def workers_seen(self) -> bool:
         """Tell whether such a worker was seen lately."""
+
+    def lock(self, lock: str, task_id: str, expiry: float | None = None) -> bool:
+        """Take a lock for a task id; tell whether that id holds it now. For user code, as in celery-singleton.
+
+        Args:
+            expiry: seconds after which the lock ends whatever happens; None: it stays until it is unlocked.
+        """
+        call = Call(Ref(lock, task_id), "", "", expiry or UNTIL_UNLOCKED, expiry)
+        return self.acquire_many([call])[0].verdict in {Verdict.ACQUIRED, Verdict.RUNNING}
 
     @abstractmethod
     def get(self, lock: str) -> str | None:

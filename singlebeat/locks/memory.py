@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Self
+from weakref import WeakKeyDictionary
 
 from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
 
+if TYPE_CHECKING:
+    from celery import Celery
+
 __all__ = ("MemoryBackend",)
+
+_memories: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +42,25 @@ class MemoryBackend(BaseBackend):
     """Keeps the locks in this process, with the verdicts of ``RedisBackend``.
 
     Args:
-        url: not used; every backend class is given one.
         clock: seconds since 1970.
     """
 
-    def __init__(self, url: str | None = None, *, clock: Callable[[], float] = time.time, **kwargs: Any) -> None:
-        self.url, self._clock = url, clock
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._mutex = threading.RLock()
         self._records: dict[str, _Record] = {}
         self._done: dict[str, dict[tuple[str, int], float]] = {}
         self._announced = (0.0, "")
         self._last_fence = 0
+
+    @classmethod
+    def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
+        """Return the one memory of an app in this process."""
+        if app not in _memories:
+            _memories[app] = super().of_app(app)
+        memory = _memories[app]
+        assert isinstance(memory, cls)  # noqa: S101 - for the type checker
+        return memory
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import Config
@@ -23,9 +23,9 @@ __all__ = ("RedisBackend",)
 SCAN_COUNT = 500
 
 
-@cache
-def _script(name: str) -> Script:
-    return Script(__package__, name)
+# Read before there are threads and forks: whoever reads a file of a package takes a lock of the import system, and a
+# child that is forked meanwhile never gets it.
+_SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "finish", "promise", "renew", "rotate")}
 
 
 def _ms(seconds: float | None) -> int:
@@ -45,6 +45,7 @@ class RedisBackend(BaseBackend):
     def __init__(self, url: str, *, timeout: float = 5.0, own_connections: bool = False, **kwargs: Any) -> None:
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
         self._own = private(url, timeout=timeout, options=kwargs) if own_connections else None
+        self._shared: tuple[int, Any] = (0, None)  #: process and client
 
     @classmethod
     def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
@@ -59,8 +60,14 @@ class RedisBackend(BaseBackend):
 
     @property
     def redis(self) -> Any:
-        """The client; looked up at each call, because a forked child must not use its parent's."""
-        return self._own or shared(self.url, timeout=self.timeout, options=self.kwargs)
+        """The client; a forked child must not use its parent's."""
+        if self._own is not None:
+            return self._own
+        pid, client = self._shared
+        if pid != os.getpid():
+            client = shared(self.url, timeout=self.timeout, options=self.kwargs)
+            self._shared = os.getpid(), client
+        return client
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent."""
@@ -138,7 +145,7 @@ class RedisBackend(BaseBackend):
 
     def _run(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
         with self._reaching():
-            return _script(name)(self.redis, keys, args)
+            return _SCRIPTS[name](self.redis, keys, args)
 
     def _run_many(self, name: str, refs: Sequence[Ref], *args: int, rows: Sequence[Sequence[str | int]]) -> list[Any]:
         """Run a script once for many locks, with one row of values for each."""

@@ -15,7 +15,6 @@ from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
 from ..locks.inspect import InspectBackend
 from ..locks.legacy import LegacyBackend
-from ..locks.memory import MemoryBackend
 from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
@@ -55,9 +54,7 @@ class Keeper:
                 f"singleton_backend_class: exclusive() needs locks that end with their lease, which "
                 f"{type(self.backend).__name__} has not: use the default backend, in Redis"
             )
-        # The memory of a process has no connections, and the locks of another memory are other locks.
-        in_memory = isinstance(self.backend, MemoryBackend)
-        self._backend = self.backend if in_memory else new_backend(app, own_connections=True)
+        self._backend = new_backend(app, own_connections=True)
         self._held: WeakValueDictionary[str, Exclusive] = WeakValueDictionary()
         self._news: SimpleQueue[None] = SimpleQueue()
         #: Holds one thing while there is no thread: whoever gets it starts one.

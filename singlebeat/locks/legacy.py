@@ -1,0 +1,204 @@
+"""The locks in a backend that was written for celery-singleton: four methods, any store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Self
+
+from ..config import Config
+from ..errors import ConfigError, LockBackendError
+from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("LegacyBackend",)
+
+#: Between a task id and its generation in the store; the first generation is the bare id, as celery-singleton has it.
+LATER = " #"
+
+
+class LegacyBackend(BaseBackend):
+    """Keeps the locks with ``lock``, ``unlock``, ``get`` and ``clear`` of a custom ``singleton_backend_class``.
+
+    While a retry or a replacement holds a lock, its store has ``<task id> #<number>``: it must keep such a text.
+
+    What four methods cannot promise: there is no lease, so a lock whose worker died with all its processes stays until
+    its ``lock_expiry``, or for good; freeing is a look and then a deletion, not one step; ends are not remembered, so
+    a message that the broker delivers twice runs twice; there are no payloads and no fencing numbers. Plain tasks
+    that beat dispatches get no lock.
+
+    Args:
+        custom: an object with these four methods.
+    """
+
+    def __init__(self, custom: Any) -> None:
+        self.custom = custom
+        self._promised: dict[Ref, tuple[Ref, float]] = {}  #: run -> its retry, and how long that may wait
+
+    @classmethod
+    def around(cls, custom_class: Any, app: Celery) -> Self:
+        """Return the adapter of a custom backend, which is built as celery-singleton does.
+
+        Raises:
+            ConfigError: it cannot be built.
+        """
+        config = Config.of(app)
+        url = config.singleton_backend_url or app.conf.result_backend
+        if not config.singleton_backend_url and not str(url).startswith("redis://"):
+            url = app.conf.broker_url
+        try:
+            return cls(custom_class(url, **config.singleton_backend_kwargs))
+        except Exception as exc:  # it may do anything
+            raise ConfigError(f"singleton_backend_class: cannot build {custom_class!r}: {exc!r}") from exc
+
+    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+        """Take the locks of calls that are about to be sent, one by one: ACQUIRED, RUNNING or HELD."""
+        return [self._acquire(call) for call in calls]
+
+    def _acquire(self, call: Call) -> Holder:
+        task_id, generation = self._take(call.ref, call.expiry)
+        if task_id != call.ref.task_id:
+            return _holder(Verdict.HELD, task_id)
+        return _holder(Verdict.RUNNING if generation else Verdict.ACQUIRED, task_id)
+
+    def _take(self, ref: Ref, expiry: float | None) -> tuple[str, int]:
+        """Take a lock if it is free; return who holds it now, and of which generation it is."""
+        with _naming(self._name):
+            # Twice: it may be freed between the refusal and the look.
+            for _ in range(2):
+                if self.custom.lock(ref.key, _owner(ref), expiry=_seconds(expiry)):
+                    return ref.task_id, ref.generation
+                if held := self._held(ref.key):
+                    return held
+        raise LockBackendError(f"{self._name}.lock({ref.key!r}) refuses a lock, but get() says that it is free")
+
+    def begin(
+        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+    ) -> Holder:
+        """Start a run: STARTED, or STALE or HELD, and then it must not start."""
+        with _naming(self._name):
+            held = self._held(ref.key)
+            if held and held[0] == ref.task_id and held[1] <= ref.generation > 0:
+                # A retry: the run that has sent it is over, and what it has left ends when it has waited too long.
+                self.custom.unlock(ref.key)
+                held = None
+        task_id, generation = held or self._take(ref, expiry)
+        if task_id != ref.task_id:
+            return _holder(Verdict.HELD, task_id)
+        return _holder(Verdict.STALE if generation > ref.generation else Verdict.STARTED, task_id)
+
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+        """Hand the lock of a run over to another generation of the same task id; False if it was lost."""
+        with _naming(self._name):
+            ours = self._held(ref.key) == (ref.task_id, ref.generation)
+            if ours and to.generation != ref.generation:
+                self._hand_over(ref, to, ttl)
+            return ours
+
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+        """Let a run leave its lock to its own retry when it ends, in this process; ``to`` None takes that back."""
+        with _naming(self._name):
+            if self._held(run.key) != (run.task_id, run.generation):
+                return False
+        if to is None:
+            self._promised.pop(run, None)
+        else:
+            self._promised[run] = to, ttl
+        return True
+
+    def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
+        """Tell what became of the locks of living requests; there is no lease to renew."""
+        with _naming(self._name):
+            return [self._renew(ref) for ref in refs]
+
+    def _renew(self, ref: Ref) -> Renewal:
+        held = self._held(ref.key)
+        if held is None or held[0] != ref.task_id or held[1] < ref.generation:
+            return Renewal.LOST
+        return Renewal.RUNNING if held[1] == ref.generation else Renewal.OVER
+
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
+        """Free the locks of requests that are over; only their own. There are no payloads."""
+        with _naming(self._name):
+            for ref in refs:
+                successor = self._promised.pop(ref, None)
+                if self._held(ref.key) != (ref.task_id, ref.generation):
+                    continue
+                if successor is None:
+                    self.custom.unlock(ref.key)
+                else:
+                    self._hand_over(ref, *successor)
+        return [""] * len(refs)
+
+    def announce(self, worker: str, *, ttl: float) -> None:
+        """Do nothing: see ``workers_seen``."""
+
+    def workers_seen(self) -> bool:
+        """Return False: a lock of a plain task is for good if its worker dies, so beat had better take none."""
+        return False
+
+    def get(self, lock: str) -> str | None:
+        """Return the task id that holds a lock, or None."""
+        with _naming(self._name):
+            held = self._held(lock)
+        return held[0] if held else None
+
+    def unlock(self, lock: str) -> None:
+        """Free a lock, whoever holds it."""
+        with _naming(self._name):
+            self.custom.unlock(lock)
+
+    def clear(self, key_prefix: str) -> None:
+        """Free every lock under a prefix, whoever holds it."""
+        with _naming(self._name):
+            self.custom.clear(key_prefix)
+
+    def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Yield nothing: such a backend cannot list its locks."""
+        return iter(())
+
+    @property
+    def _name(self) -> str:
+        return type(self.custom).__name__
+
+    def _held(self, lock: str) -> tuple[str, int] | None:
+        """Return the task id and generation that hold a lock."""
+        owner = self.custom.get(lock)
+        if not owner:
+            return None
+        text = owner.decode() if isinstance(owner, bytes) else str(owner)
+        task_id, separator, number = text.rpartition(LATER)
+        return (task_id, int(number)) if separator and number.isdecimal() else (text, 0)
+
+    def _hand_over(self, ref: Ref, to: Ref, ttl: float) -> None:
+        # If another call takes the lock in between, the message that it is for waits for its turn.
+        self.custom.unlock(ref.key)
+        self.custom.lock(to.key, _owner(to), expiry=_seconds(ttl))
+
+
+def _seconds(expiry: float | None) -> int | None:
+    return math.ceil(expiry) if expiry else None  # redis-py, for one, takes no fractions
+
+
+def _owner(ref: Ref) -> str:
+    return f"{ref.task_id}{LATER}{ref.generation}" if ref.generation else ref.task_id
+
+
+def _holder(verdict: Verdict, task_id: str) -> Holder:
+    state = "running" if verdict is Verdict.STARTED else "queued or running"
+    return Holder(verdict, task_id, state, datetime.now(UTC) if verdict is Verdict.STARTED else None, 0, 0.0)
+
+
+@contextmanager
+def _naming(backend: str) -> Iterator[None]:
+    """Turn whatever a custom backend raises into our error, with its name."""
+    try:
+        yield
+    except LockBackendError:
+        raise
+    except Exception as exc:
+        raise LockBackendError(f"the lock backend {backend} failed: {exc!r}") from exc

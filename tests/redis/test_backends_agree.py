@@ -1,0 +1,336 @@
+"""Every lock backend of ours gives the same answers: the one in Redis, and the one in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+from singlebeat.locks.base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
+from singlebeat.locks.key import lock_key
+from singlebeat.locks.memory import MemoryBackend
+from singlebeat.locks.redis import RedisBackend
+from tests.support import RedisServer, measured, wait_until
+
+PREFIX = "LOCK_"
+MEMORY = 3600.0
+#: Far apart, so that it shows in what is left which of them was used, and long, so that none ends.
+QUEUED_TTL, LEASE, PROMISED_TTL, EXPIRIES = 10_000.0, 1_000.0, 4_000.0, (None, 2_000.0, 20_000.0)
+#: What the two may be apart in time on a slow machine.
+SLACK = 100.0
+
+Answers = Callable[[BaseBackend], Any]
+
+
+def about(seconds: float) -> int:
+    """Return what is the same for a lifetime and for what is left of it a little later."""
+    return round((seconds + SLACK / 2) / (2 * SLACK))
+
+
+class Ask:
+    """One verb with its arguments, for any backend."""
+
+    def __init__(self, verb: str, ask: Answers, *about: Any) -> None:
+        self.verb, self.ask, self.about = verb, ask, about
+
+    def __repr__(self) -> str:
+        return f"{self.verb}{self.about}"
+
+
+# Few of each, so that they meet often.
+locks = st.sampled_from([lock_key(PREFIX, "one"), lock_key(PREFIX, "one"), lock_key(PREFIX, "two")])
+ids = st.sampled_from(["a", "a", "b"])
+generations = st.sampled_from([0, 0, 1, 2])
+runs = st.builds(Ref, locks, ids, generations, st.sampled_from(["n1", "n1", "n2"]))
+messages = st.builds(Ref, locks, ids, generations)
+anybody = runs | messages
+payloads = st.sampled_from(["", "one", "one", "two"])
+expiries = st.sampled_from(EXPIRIES)
+
+
+@st.composite
+def acquire(draw: st.DrawFn) -> Ask:
+    calls = draw(
+        st.lists(
+            st.builds(
+                Call,
+                st.builds(Ref, locks, ids),
+                st.just("app.task"),
+                st.just("1, x=2"),
+                st.just(QUEUED_TTL),
+                expiries,
+                payloads,
+                st.sampled_from(["", "", "payload", "holder"]),
+            ),
+            min_size=1,
+            max_size=2,
+        )
+    )
+    again = draw(st.booleans())
+    return Ask("acquire", lambda b: b.acquire_many(calls, again=again), calls, again)
+
+
+@st.composite
+def begin(draw: st.DrawFn) -> Ask:
+    ref, expiry = draw(runs), draw(expiries)
+    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
+    return Ask("begin", lambda b: b.begin(ref, **options), ref, expiry)
+
+
+@st.composite
+def rotate(draw: st.DrawFn) -> Ask:
+    ref, generation, nonce = draw(anybody), draw(generations), draw(st.sampled_from(["", "", "n1", "n2"]))
+    to = Ref(ref.key, ref.task_id, generation, nonce)
+    return Ask("rotate", lambda b: b.rotate(ref, to=to, ttl=PROMISED_TTL, memory=MEMORY), ref, to)
+
+
+@st.composite
+def promise(draw: st.DrawFn) -> Ask:
+    run, generation = draw(runs), draw(st.sampled_from([None, 1, 1, 2]))
+    to = None if generation is None else Ref(run.key, run.task_id, generation)
+    return Ask("promise", lambda b: b.promise(run, to=to, ttl=PROMISED_TTL), run, to)
+
+
+@st.composite
+def renew(draw: st.DrawFn) -> Ask:
+    refs = draw(st.lists(anybody, min_size=1, max_size=2))
+    return Ask("renew", lambda b: b.renew_many(refs, lease=LEASE), refs)
+
+
+@st.composite
+def finish(draw: st.DrawFn) -> Ask:
+    refs, ran = draw(st.lists(anybody, min_size=1, max_size=2)), draw(st.booleans())
+    return Ask("finish", lambda b: b.finish_many(refs, memory=MEMORY, ran=ran), refs, ran)
+
+
+@st.composite
+def by_user(draw: st.DrawFn) -> Ask:
+    lock, task_id, expiry = draw(locks), draw(ids), draw(expiries)
+    verbs: dict[str, Answers] = {
+        "lock": lambda b: b.lock(lock, task_id, expiry),
+        "unlock": lambda b: b.unlock(lock),
+        "clear": lambda b: b.clear(lock),
+    }
+    verb = draw(st.sampled_from(["lock", "lock", "unlock", "clear"]))
+    return Ask(verb, verbs[verb], lock, task_id, expiry)
+
+
+@st.composite
+def life(draw: st.DrawFn) -> list[Ask]:
+    """What one delivery does, and a copy of it: verbs that pick their runs by themselves seldom meet."""
+    run, generation, ran = draw(runs), draw(generations), draw(st.booleans())
+    copy, to = replace(run, nonce="n3"), Ref(run.key, run.task_id, generation)
+    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+    steps = [
+        Ask("begin", lambda b: b.begin(run, **options), run),
+        Ask("promise", lambda b: b.promise(run, to=to, ttl=PROMISED_TTL), run, to),
+        Ask("finish", lambda b: b.finish_many([copy], memory=MEMORY, ran=ran), copy, ran),
+        Ask("renew", lambda b: b.renew_many([run], lease=LEASE), run),
+        Ask("finish", lambda b: b.finish_many([run], memory=MEMORY), run),
+        Ask("begin", lambda b: b.begin(copy, **options), copy),
+    ]
+    return [step for step in steps if draw(st.sampled_from([True, True, True, False]))]
+
+
+#: Those that are here several times lead on; the others mostly find what those have left.
+verbs = st.one_of(acquire(), acquire(), begin(), begin(), begin(), rotate(), promise(), renew(), finish(), by_user())
+episodes = st.lists(verbs, min_size=4, max_size=10) | life()
+histories = st.lists(episodes, min_size=3, max_size=6).map(lambda parts: [ask for part in parts for ask in part])
+
+
+class Comparable:
+    """What a backend answers in a form that must be the same for each, whatever the time is.
+
+    A fencing number is part of it as the count of runs that it has risen by.
+    """
+
+    def __init__(self, backend: BaseBackend) -> None:
+        self.backend = backend
+        self.fences = [0]
+
+    def __call__(self, ask: Ask) -> Any:
+        return self._plain(ask.ask(self.backend))
+
+    def _plain(self, answer: Any) -> Any:
+        if isinstance(answer, list):
+            return [self._plain(one) for one in answer]
+        if not isinstance(answer, Holder):
+            return answer
+        verdict, task_id, state, since, fence, ttl = astuple(answer)
+        if fence > self.fences[-1]:
+            self.fences.append(fence)
+        return verdict, task_id, state, since is not None, self.fences.index(fence), about(ttl)
+
+    def state(self) -> Any:
+        held = {
+            key: (self.backend.get(key), [record[name] for name in ("id", "state", "task", "args")])
+            for key, record in self.backend.locks(PREFIX)
+        }
+        # No id has it, so this only looks; its fence and lifetime are what the record has.
+        seen = self.backend.acquire_many([Call(Ref(key, "nobody"), "", "", 1) for key in sorted(held)])
+        return held, self._plain(seen)
+
+
+def kinds(verb: str, answer: Any) -> list[str]:
+    """Name what an answer was, to see that the histories have met everything."""
+    if isinstance(answer, list):
+        return [kind for one in answer for kind in kinds(verb, one)]
+    if isinstance(answer, tuple):
+        return [f"{verb}: {answer[0]}"]
+    return [f"{verb}: {answer}"]
+
+
+@pytest.mark.timeout(600)  # of which it needs ten, unless it has found something and looks for less of it
+def test_redis_and_memory_give_the_same_answers_to_any_history(server: RedisServer, redis: Redis) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+    @given(history=histories)
+    def agree(history: list[Ask]) -> None:
+        redis.flushdb()
+        in_redis, in_memory = Comparable(RedisBackend(server.url)), Comparable(MemoryBackend())
+        for number, ask in enumerate(history):
+            expected = in_redis(ask)
+            assert in_memory(ask) == expected, f"step {number}: {ask}"
+            seen.update(kinds(ask.verb, expected))
+        assert in_memory.state() == in_redis.state()
+
+    agree()
+
+    measured(", ".join(f"{kind} {count}" for kind, count in sorted(seen.items())))
+    expected = {f"acquire: {verdict}" for verdict in ("acquired", "running", "done", "held")}
+    expected |= {f"begin: {verdict}" for verdict in ("started", "stale", "done", "held")}
+    expected |= {"renew: running", "renew: over", "renew: lost", "promise: True", "lock: True"}
+    assert expected <= set(seen), "the histories do not meet everything: compare more of them"
+
+
+# ---------------------------------------------------------------- what ends by itself
+
+LOCK = lock_key(PREFIX, "one")
+TINY = 0.05
+
+
+@pytest.fixture(params=["redis", "memory"])
+def backend(request: pytest.FixtureRequest, server: RedisServer, redis: Redis) -> BaseBackend:
+    return RedisBackend(server.url) if request.param == "redis" else MemoryBackend()
+
+
+def free(backend: BaseBackend, lock: str = LOCK) -> None:
+    wait_until(lambda: backend.get(lock) is None, what="the end of the lock")
+
+
+def take(
+    backend: BaseBackend, task_id: str = "a", *, ttl: float = QUEUED_TTL, again: bool = False, **options: Any
+) -> Holder:
+    return backend.acquire_many([Call(Ref(LOCK, task_id), "app.task", "", ttl, **options)], again=again)[0]
+
+
+def start(backend: BaseBackend, ref: Ref, *, lease: float = LEASE, **options: Any) -> Holder:
+    return backend.begin(ref, lease=lease, memory=MEMORY, task="app.task", arguments="", **options)
+
+
+RUN = Ref(LOCK, "a", nonce="n1")
+
+
+def test_a_message_that_waits_too_long_loses_its_lock(backend):
+    take(backend, ttl=TINY)
+    free(backend)
+
+    assert take(backend, "b").verdict is Verdict.ACQUIRED
+    assert start(backend, RUN).verdict is Verdict.HELD
+
+
+def test_a_run_that_is_not_renewed_loses_its_lock_to_the_next_call(backend):
+    start(backend, RUN, lease=TINY)
+    free(backend)
+
+    assert backend.renew_many([RUN], lease=LEASE) == [Renewal.LOST]
+    assert backend.get(LOCK) is None
+    assert take(backend, "b").verdict is Verdict.ACQUIRED
+    assert backend.finish_many([RUN], memory=MEMORY) == [""]
+    assert backend.get(LOCK) == "b"
+
+
+def test_a_copy_goes_on_when_the_lease_of_its_run_has_ended(backend):
+    before = start(backend, RUN, lease=TINY)
+    free(backend)
+
+    copy = start(backend, Ref(LOCK, "a", nonce="n2"))
+
+    assert copy.verdict is Verdict.STARTED
+    assert copy.fence > before.fence
+
+
+@pytest.mark.parametrize("by", ["call", "start"])
+def test_no_renewal_and_no_hand_over_goes_past_the_expiry(backend, by):
+    if by == "call":
+        take(backend, expiry=TINY)
+    start(backend, RUN, expiry=TINY)
+    backend.renew_many([RUN], lease=LEASE)
+    backend.rotate(RUN, to=Ref(LOCK, "a", 1), ttl=QUEUED_TTL, memory=MEMORY)
+
+    free(backend)
+
+
+def test_a_lock_that_was_promised_ends_when_its_retry_has_waited_too_long(backend):
+    start(backend, RUN)
+    backend.promise(RUN, to=Ref(LOCK, "a", 1), ttl=TINY)
+    backend.finish_many([RUN], memory=MEMORY)
+
+    free(backend)
+
+
+def test_the_end_of_a_run_is_forgotten_after_its_time(backend):
+    start(backend, RUN)
+    backend.finish_many([RUN], memory=TINY)
+
+    def forgotten() -> bool:
+        return take(backend, again=True).verdict is Verdict.ACQUIRED
+
+    wait_until(forgotten, what="a new call under the old id")
+
+
+def test_a_worker_is_not_seen_any_more_after_its_time(backend):
+    assert not backend.workers_seen()
+    backend.announce("host:1", ttl=MEMORY)
+    assert backend.workers_seen()
+    backend.announce("host:1", ttl=TINY)
+    wait_until(lambda: not backend.workers_seen(), what="the end of the announcement")
+
+
+# ---------------------------------------------------------------- celery-singleton's four methods
+
+
+def test_user_code_locks_and_unlocks_as_with_celery_singleton(backend):
+    assert backend.lock(LOCK, "a") is True
+    assert backend.lock(LOCK, "b") is False
+    assert backend.get(LOCK) == "a"
+    backend.unlock(LOCK)
+    assert backend.get(LOCK) is None
+    assert backend.lock(LOCK, "b", 60) is True
+    backend.clear(PREFIX)
+    assert backend.get(LOCK) is None
+
+
+def test_a_lock_of_user_code_is_its_own_again_for_the_same_id_even_when_it_runs(backend):
+    assert backend.lock(LOCK, "a")
+    assert backend.lock(LOCK, "a")
+    start(backend, RUN)
+    assert backend.lock(LOCK, "a")
+
+
+def test_a_lock_of_user_code_ends_at_its_expiry_and_not_before_an_unlock_without_one(backend):
+    other = lock_key(PREFIX, "two")
+    backend.lock(LOCK, "a", expiry=TINY)
+    backend.lock(other, "a")
+
+    free(backend)
+
+    held = backend.acquire_many([Call(Ref(other, "b"), "", "", 1)])[0]
+    assert held.ttl > 365 * 86_400
