@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from click import ClickException
 
-__all__ = ("ConfigError", "DuplicateTaskError", "EntryError", "LockBackendError", "SinglebeatError")
+__all__ = ("ConfigError", "ConflictError", "DuplicateTaskError", "EntryError", "LockBackendError", "SinglebeatError")
 
 
 class SinglebeatError(Exception):
@@ -28,7 +28,11 @@ class DuplicateTaskError(SinglebeatError):
 
 
 class EntryError(SinglebeatError):
-    """What Redis holds under an entry's key cannot be understood as an entry."""
+    """What is given or stored as an entry cannot be one."""
+
+
+class ConflictError(EntryError):
+    """Somebody else has changed the entry since it was read."""
 
 
 class LockBackendError(SinglebeatError):

@@ -114,6 +114,13 @@ class Meta:
 
     last_run_at: datetime | None = None  #: nominal time of its last occurrence, in UTC; None: it has never run
     total_run_count: int = 0
+    #: From when on the next occurrence counts, if that is not the last one: its schedule has changed then.
+    since: datetime | None = None
+
+    @property
+    def counts_from(self) -> datetime | None:
+        """The moment after which its next nominal time lies; None: it is due now."""
+        return self.since or self.last_run_at
 
     @classmethod
     def decode(cls, text: str | None) -> Meta:
@@ -125,15 +132,10 @@ class Meta:
         if not text:
             return cls()
         raw = loads_object(text, "meta")
-        last, count = raw.get("last_run_at"), raw.get("total_run_count", 0)
-        if isinstance(last, str):
-            last = _loads_instant(last)
-        if last is not None and not isinstance(last, datetime):
-            raise EntryError(f"meta: last_run_at is neither a datetime nor null: {last!r}")
+        count = raw.get("total_run_count", 0)
         try:
-            if last is not None:
-                last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
-            return cls(last, int(count) if isinstance(count, int | float) else 0)
+            count = int(count) if isinstance(count, int | float) else 0
+            return cls(_instant(raw, "last_run_at"), count, _instant(raw, "since"))
         except (ValueError, OverflowError) as exc:
             raise EntryError(f"meta is out of range: {exc}") from exc
 
@@ -143,20 +145,23 @@ class Meta:
 
     def encode(self) -> str:
         """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""
-        last = self.last_run_at
-        if last is not None:
-            fields = {name: getattr(last, name) for name in DATETIME_FIELDS}
-            return json.dumps(
-                {
-                    "last_run_at": {"__type__": "datetime", **fields, "timezone": "UTC"},
-                    "total_run_count": self.total_run_count,
-                }
-            )
-        return json.dumps({"last_run_at": None, "total_run_count": self.total_run_count})
+        raw = {"last_run_at": _raw(self.last_run_at), "total_run_count": self.total_run_count}
+        return json.dumps(raw if self.since is None else {**raw, "since": _raw(self.since)})
 
 
-def _loads_instant(text: str) -> datetime:
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError as exc:
-        raise EntryError(f"meta: last_run_at is no ISO 8601 date: {text!r}") from exc
+def _raw(moment: datetime | None) -> Mapping[str, Any] | None:
+    if moment is None:
+        return None
+    return {"__type__": "datetime", **{name: getattr(moment, name) for name in DATETIME_FIELDS}, "timezone": "UTC"}
+
+
+def _instant(raw: Mapping[str, Any], name: str) -> datetime | None:
+    moment = raw.get(name)
+    if isinstance(moment, str):
+        try:
+            moment = datetime.fromisoformat(moment)
+        except ValueError as exc:
+            raise EntryError(f"meta: {name} is no ISO 8601 date: {moment!r}") from exc
+    if moment is not None and not isinstance(moment, datetime):
+        raise EntryError(f"meta: {name} is neither a datetime nor null: {moment!r}")
+    return None if moment is None else moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)

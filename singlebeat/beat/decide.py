@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 
 from .codec import Meta
 from .entry import PARKED
-from .occurrence import Decision, Occurrence, Outcome
-from .recurrence import following, next_occurrence
+from .occurrence import Decision, Kind, Occurrence, Outcome
 from .store import Claim, Stored
+from .timetable import Timetable
 
 __all__ = ("claim_for", "too_late")
+
+#: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
+#: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
+LONGEST_STEP_BACK = timedelta(hours=3)
+
+#: How late an occurrence is a catch-up.
+CATCH_UP_AFTER = timedelta(minutes=1)
 
 
 def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Claim:
     """Decide what to do with an entry whose score says that it may be due; no I/O.
 
+    Of all nominal times since the last run the latest runs, and stands for the others.
+
     Args:
-        zone: in which wall clocks are read.
+        zone: in which wall clocks are read, where the entry does not say.
         prefix: of the schedule's keys.
     """
-    schedule, last = stored.entry.schedule, stored.meta.last_run_at
-    if last is None:  # RedBeat's meaning: it has never run, so it is due now
-        nominal = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
+    entry, policy, past = stored.entry, stored.policy, stored.meta
+    table = Timetable(entry.name, entry.schedule, policy, zone)
+    if policy.max_runs is not None and past.total_run_count >= policy.max_runs:
+        return Claim(stored, PARKED)
+    since = past.counts_from
+    if since is not None and since > now + LONGEST_STEP_BACK:
+        since = now
+    if since is None:  # RedBeat's meaning: it has never run, so it is due now
+        asked = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
+        nominal = table.bounded(table.latest(asked, now) or asked)
     else:
-        first = next_occurrence(schedule, last, zone=zone)
-        if first is None or first > now:  # the score was a guess: of another beat, or of another writer
-            return Claim(stored, PARKED if first is None else first.timestamp())
-        nominal = first
-    upcoming = following(schedule, nominal, now, zone=zone)
-    next_score = PARKED if upcoming is None else upcoming.timestamp()
-    occurrence = Occurrence.of(prefix, stored.entry.name, nominal)
-    count = stored.meta.total_run_count
-    if not stored.entry.enabled:  # its time goes on, so that it does not run for the past when it is enabled
-        decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.PAUSED)
-        return Claim(stored, next_score, Meta(nominal, count) if last else None, decision=decision)
-    if too_late(stored, nominal.timestamp(), now):
-        decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED)
+        nominal = table.overdue(since, now)
+    if nominal is None or nominal > now:  # the score was a guess: of another beat, or of another writer
+        return Claim(stored, table.score(nominal or table.next(since or now)))
+    next_score = table.score(table.next(nominal))
+    is_late = now - table.due(nominal) > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
+    kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
+    occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run_at, kind=kind)
+    count = past.total_run_count
+    if not entry.enabled or policy.paused:  # its time goes on, so that it does not run for the past when it goes on
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.PAUSED, policy.note)
+        return Claim(stored, next_score, Meta(nominal, count) if since else None, decision=decision)
+    if too_late(stored, occurrence, now):
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.MISSED)
         return Claim(stored, next_score, Meta(nominal, count), decision=decision)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
 
 
-def too_late(stored: Stored, nominal: float, now: datetime) -> bool:
+def too_late(stored: Stored, occurrence: Occurrence, now: datetime) -> bool:
     """Tell whether an occurrence is later than its entry's misfire grace time."""
-    grace = stored.policy.misfire_grace_time
-    return grace is not None and now.timestamp() - nominal > grace
+    grace, jitter = stored.policy.misfire_grace_time, stored.policy.jitter or 0.0
+    return grace is not None and occurrence.is_scheduled and now.timestamp() - occurrence.nominal > grace + jitter

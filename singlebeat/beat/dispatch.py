@@ -18,9 +18,12 @@ from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError
 from ..locks import backend_of, time_to_start
-from ..locks.base import HEADER, Call, Holder, Ticket, Verdict, unusable
-from ..locks.key import digest, lock_key, readable
+from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
+from ..locks.key import readable
+from ..overlap import Overlap
+from ..tasks.claim import claim
 from .occurrence import Decision, Occurrence, Outcome
+from .plain import PlainTask
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -45,18 +48,16 @@ FIRST_RETRY, LAST_RETRY = 1.0, 4.0
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 
-#: Options that say where a message goes: for a plain task they tell two calls apart, like the arguments.
-ROUTE = ("queue", "exchange", "routing_key")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Message:
     """One occurrence on its way to the broker."""
 
     stored: Stored
     occurrence: Occurrence
-    entry: Entry  #: a copy of its own, with task id and header in its options
-    ticket: Ticket | None  #: its lock; None: it takes one by itself, or is sent without one
+    entry: Entry  #: a copy of its own, with task id and headers in its options
+    ticket: Ticket | None = None  #: its lock; None: it takes one when it is sent, or is sent without one
+    claims: tuple[PlainTask, Overlap] | None = None  #: for the lock that a plain task takes when it is sent
 
 
 class Dispatcher:
@@ -120,7 +121,7 @@ class Dispatcher:
                         unsent.append(message.stored.member)
                         self._failed("the broker", exc)
                     else:
-                        decided.append(self._give_up(message.stored, message.occurrence, message.ticket, exc))
+                        decided.append(self._give_up(message, exc))
         finally:
             self.store.confirm(decided, term)
             delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
@@ -128,13 +129,28 @@ class Dispatcher:
         for _, decision, _ in decided:
             signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
-    def _publish(self, entry: Entry) -> str:
-        """Send the task of an entry; return what holds its lock if it takes one by itself and has not got it."""
+    def _publish(self, message: _Message) -> str:
+        """Send the task of an entry; return what holds its lock if it takes one only now and has not got it."""
+        entry, occurrence, lock = message.entry, message.occurrence, None
+        if message.claims is not None:
+            task, overlap = message.claims
+            try:
+                ticket, taken = claim(
+                    task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options
+                )
+            except LockBackendError as exc:
+                raise SchedulingError(str(exc)) from exc
+            if isinstance(ticket, Holder):
+                return "" if ticket.task_id == occurrence.id else str(ticket)
+            entry.options["headers"][HEADER] = ticket.header()
+            lock = Ref(taken, occurrence.id) if taken else None
         try:
             result = self._send(entry)
         except SchedulingError as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
                 return f"task {exc.__context__.task_id}"
+            if lock is not None:
+                self._release(lock)
             raise
         logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
         other = getattr(result, "is_duplicate", False) and result.id != entry.options["task_id"]
@@ -146,23 +162,24 @@ class Dispatcher:
         if self._failures == 1:
             logger.error("Scheduler: Message Error: %s; what is due stays pending until %s answers", exc, server)
 
-    def _give_up(
-        self, stored: Stored, occurrence: Occurrence, ticket: Ticket | None, exc: Exception
-    ) -> tuple[Stored, Decision, Meta | None]:
+    def _give_up(self, message: _Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
-        entry = stored.entry
+        entry, occurrence, stored = message.entry, message.occurrence, message.stored
         logger.error("Scheduler: Message Error: %s cannot be sent: %s", entry.name, exc, exc_info=exc)
-        if ticket is not None:
-            backend_of(self.app).finish_many([ticket.run], memory=Config.of(self.app).singlebeat_queued_ttl)
+        if message.ticket is not None:
+            self._release(message.ticket.run)
         decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, repr(exc.__context__ or exc))
-        return stored, decision, stored.meta.uncounted()
+        return stored, decision, stored.uncounted(occurrence)
+
+    def _release(self, lock: Ref) -> None:
+        backend_of(self.app).finish_many([lock], memory=Config.of(self.app).singlebeat_queued_ttl)
 
     def _prepare(
         self,
         claimed: Sequence[tuple[Stored, Occurrence]],
         decided: list[tuple[Stored, Decision, Meta | None]],
     ) -> list[_Message]:
-        plain = any(not hasattr(self.app.tasks.get(stored.entry.task), "generate_lock") for stored, _ in claimed)
+        plain = any(not hasattr(self.app.tasks.get(stored.entry.task), "claims_by_itself") for stored, _ in claimed)
         looked_after = plain and self._workers_look_after_locks()
         messages = []
         for stored, occurrence in claimed:
@@ -170,34 +187,44 @@ class Dispatcher:
             entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
             entry.options["task_id"] = occurrence.id
             entry.options.setdefault("retry", False)  # we try again ourselves, and keep nobody waiting meanwhile
+            if stored.policy.expires is not None:
+                entry.options["expires"] = stored.policy.expires
+            headers = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}
+            entry.options["headers"] = headers
+            message = _Message(stored, occurrence, entry)
             try:
-                key = self._lock_key(entry, looked_after=looked_after)
+                self._find_lock(message, looked_after=looked_after)
             except Exception as exc:  # a task's own key function may do anything
-                decided.append(self._give_up(stored, occurrence, None, exc))
+                decided.append(self._give_up(message, exc))
                 continue
-            ticket = Ticket(occurrence.id, key, queued=key) if key else None
-            if ticket is not None:
-                entry.options["headers"] = {**(entry.options.get("headers") or {}), HEADER: ticket.header()}
-            messages.append(_Message(stored, occurrence, entry, ticket))
+            if message.ticket is not None:
+                headers[HEADER] = message.ticket.header()
+            messages.append(message)
         return messages
 
-    def _lock_key(self, entry: Entry, *, looked_after: bool) -> str | None:
-        """Return the key of the lock that we take for an entry's task, None if we take none."""
+    def _find_lock(self, message: _Message, *, looked_after: bool) -> None:
+        """Note what is known about the lock of a message: its ticket, if it can be taken along with others."""
+        entry = message.entry
+        overlap = message.occurrence.overlap or message.stored.policy.overlap
         task = self.app.tasks.get(entry.task)
-        if getattr(task, "claims_by_itself", False):
-            return None
-        generate: Callable[..., str] | None = getattr(task, "generate_lock", None)
+        if hasattr(task, "claims_by_itself"):
+            if task.claims_by_itself or overlap not in {None, Overlap.SKIP}:
+                if overlap is not None:
+                    entry.options["overlap"] = overlap
+                return
+        elif hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
+            return  # one of celery-singleton takes its lock itself
+        else:
+            task = PlainTask(self.app, entry.task, entry.options)
+            if overlap not in {None, Overlap.SKIP}:
+                message.claims = task, overlap
+                return
         try:
-            if generate is not None:
-                return generate(entry.task, entry.args, entry.kwargs)
-            if not looked_after:
-                return None
-            prefix = Config.of(self.app).singleton_key_prefix
-            route = {name: str(entry.options[name]) for name in ROUTE if entry.options.get(name)}
-            return lock_key(prefix, digest(entry.task, entry.args or (), entry.kwargs or {}, scope=route))
+            key = task.generate_lock(entry.task, entry.args, entry.kwargs)
         except TypeError as exc:
             logger.warning("beat: %s is sent without a lock: %s", entry.name, exc)
-            return None
+        else:
+            message.ticket = Ticket(message.occurrence.id, key, queued=key)
 
     def _workers_look_after_locks(self) -> bool:
         """Tell whether a worker was seen that frees the locks of plain tasks: else they would stay for an hour."""
@@ -239,9 +266,9 @@ class Dispatcher:
             holder = None
         if holder is None or holder.verdict is Verdict.ACQUIRED:  # else whoever claimed it has sent it already
             logger.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
-            held_by = self._publish(entry)
+            held_by = self._publish(message)
         if not held_by:
             return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
         logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, held_by)
         decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}")
-        return stored, decision, stored.meta.uncounted()
+        return stored, decision, stored.uncounted(occurrence)

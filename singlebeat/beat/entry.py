@@ -18,15 +18,14 @@ from ..connections import schedule_client, schedule_url
 from ..errors import EntryError
 from .codec import Meta, decode_definition, loads_object
 from .keys import Keys
-from .recurrence import next_occurrence
+from .policy import Policy
+from .save import save_entries
+from .timetable import PARKED, Timetable
 
 if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ("PARKED", "Entry", "Meta", "prepare")
-
-#: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
-PARKED = -1.0
 
 
 class _Conf(RedBeatConfig):  # type: ignore[misc]
@@ -52,15 +51,25 @@ def prepare(app: Celery) -> None:
 
 
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
-    """A schedule entry in Redis, with RedBeat's interface.
+    """A schedule entry in Redis, with RedBeat's interface; takes the wishes of ``Policy`` by name, too.
 
-    >>> Entry("greet", "tasks.greet", schedule(60), args=["world"], app=app).save()  # doctest: +SKIP
+    >>> Entry("greet", "tasks.greet", schedule(60), args=["world"], jitter=5, app=app).save()  # doctest: +SKIP
+
+    Raises:
+        EntryError: a wish is unknown or wrong, or contradicts another.
     """
 
-    def __init__(self, *args: Any, app: Celery | None = None, **kwargs: Any) -> None:
+    #: Definition and policy as they were read, for an entry that was read.
+    version: tuple[str, str] | None = None
+
+    def __init__(self, *args: Any, app: Celery | None = None, policy: Policy | None = None, **kwargs: Any) -> None:
         app = app_or_default(app)
         prepare(app)
+        wishes = {name: kwargs.pop(name) for name in Policy.names() & kwargs.keys()}
+        self.policy = policy or Policy.of(wishes)
         super().__init__(*args, app=app, **kwargs)
+        if self.policy.expires is not None and (self.options or {}).get("expires") is not None:
+            raise EntryError(f"entry {self.name!r}: expires is in its options as well as in its policy")
 
     def __copy__(self) -> Entry:
         # Celery's __reduce__ knows neither ``enabled`` nor RedBeat's order of arguments.
@@ -77,8 +86,13 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     def with_past(self, meta: Meta) -> Entry:
         """Return a copy with what is known about its past."""
         entry = copy.copy(self)
-        entry.__dict__.update(last_run_at=meta.last_run_at, total_run_count=meta.total_run_count)
+        entry.__dict__.update(last_run_at=meta.last_run_at, total_run_count=meta.total_run_count, _since=meta.since)
         return entry
+
+    @property
+    def timetable(self) -> Timetable:
+        """The entry's times."""
+        return Timetable(self.name, self.schedule, self.policy, self.app.timezone)
 
     @classmethod
     def decode(cls, key: str, definition: str, app: Celery) -> Entry:
@@ -121,10 +135,12 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             EntryError: it cannot be understood.
         """
         app = app_or_default(app)
-        definition, meta = schedule_client(app).hmget(key, "definition", "meta")
+        definition, meta, policy = schedule_client(app).hmget(key, "definition", "meta", "policy")
         if not definition:
             raise KeyError(key)
-        return cls.decode(key, definition, app).with_past(Meta.decode(meta))
+        entry = cls.decode(key, definition, app).with_past(Meta.decode(meta))
+        entry.policy, entry.version = Policy.decode(policy), (definition, policy or "")
+        return entry
 
     @staticmethod
     def load_definition(key: str, app: Any = None, definition: str | None = None) -> Any:
@@ -145,17 +161,16 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         last = self.last_run_at
         if last is not None:
             last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
-        return Meta(last, self.total_run_count)
+        return Meta(last, self.total_run_count, getattr(self, "_since", None))
 
     @property
     def due_at(self) -> datetime | None:
         """The next time when the entry is due, now if it is overdue or has never run, None if there is none."""
-        now = datetime.now(UTC)
-        last = self.meta.last_run_at
-        if last is None:
+        now, since = datetime.now(UTC), self.meta.counts_from
+        if since is None:
             return now
-        following = next_occurrence(self.schedule, last, zone=self.app.timezone)
-        return None if following is None else max(now, following)
+        nominal = self.timetable.next(since)
+        return None if nominal is None else max(now, self.timetable.due(nominal))
 
     @property
     def score(self) -> float:
@@ -170,17 +185,17 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return rank
 
     def save(self) -> Entry:
-        """Store the entry; one that is there keeps what is known about its past.
+        """Store the entry; one that is there keeps its past, and one whose times are unchanged its next time.
 
         Raises:
+            ConflictError: somebody else has changed the entry since it was read.
             EntryError: a value cannot be stored.
         """
-        definition = self.encode()
-        with schedule_client(self.app).pipeline() as pipe:
-            pipe.hset(self.key, "definition", definition)
-            pipe.hsetnx(self.key, "meta", self.meta.encode())
-            pipe.zadd(self.app.redbeat_conf.schedule_key, {self.key: self.score})
-            pipe.execute()
+        results = save_entries(schedule_client(self.app), Keys.of(self.app), {self.name: self}, datetime.now(UTC))
+        for problem in results.values():
+            if problem is not None:
+                raise problem
+        self.version = None
         return self
 
     def delete(self) -> None:

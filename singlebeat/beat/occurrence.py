@@ -6,11 +6,13 @@ import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
 from ..errors import EntryError
+from ..overlap import Overlap
 
-__all__ = ("Decision", "Occurrence", "Outcome")
+__all__ = ("Decision", "Kind", "Occurrence", "Outcome")
 
 
 class Outcome(StrEnum):
@@ -18,9 +20,18 @@ class Outcome(StrEnum):
 
     DISPATCHED = "dispatched"  #: its message was sent
     SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
-    PAUSED = "paused"  #: its entry is disabled
+    PAUSED = "paused"  #: its entry is paused or disabled
     MISSED = "missed"  #: it was later than its misfire grace time allows
     PUBLISH_FAILED = "publish_failed"  #: its message can never be sent
+
+
+class Kind(StrEnum):
+    """Why an entry runs."""
+
+    SCHEDULED = "scheduled"  #: its time has come
+    CATCH_UP = "catch_up"  #: its time has passed while no beat ran; it stands for all that were missed
+    MANUAL = "manual"  #: somebody has triggered it
+    BACKFILL = "backfill"  #: somebody wants runs for a time in the past
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +40,55 @@ class Occurrence:
 
     id: str
     nominal: float  #: seconds since 1970
+    previous: float | None = None  #: nominal time of the run before it
+    kind: Kind = Kind.SCHEDULED
+    overlap: Overlap | None = None  #: instead of the entry's
 
     @classmethod
-    def of(cls, prefix: str, name: str, nominal: datetime) -> Occurrence:
+    def of(
+        cls,
+        prefix: str,
+        name: str,
+        nominal: datetime,
+        *,
+        previous: datetime | None = None,
+        kind: Kind = Kind.SCHEDULED,
+        overlap: Overlap | None = None,
+    ) -> Occurrence:
         """Return the occurrence of an entry at a time: the same one, whoever asks and however often."""
         seconds = nominal.timestamp()
-        return cls(str(uuid5(NAMESPACE_OID, f"{prefix}\n{name}\n{round(seconds * 1000)}")), seconds)
+        seed = f"{prefix}\n{name}\n{round(seconds * 1000)}"
+        if kind in {Kind.MANUAL, Kind.BACKFILL}:  # another run than the scheduled one of that time
+            seed += f"\n{kind}"
+        before = None if previous is None else previous.timestamp()
+        return cls(str(uuid5(NAMESPACE_OID, seed)), seconds, before, kind, overlap)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether it is one of the schedule's: counted, and perhaps too late."""
+        return self.kind in {Kind.SCHEDULED, Kind.CATCH_UP}
+
+    def header(self, entry: str) -> dict[str, Any]:
+        """Return what the message carries under ``RUN_HEADER``; instants in ISO 8601."""
+        previous = None if self.previous is None else _iso(self.previous)
+        return {
+            "entry": entry,
+            "occurrence": self.id,
+            "nominal": _iso(self.nominal),
+            "previous": previous,
+            "kind": str(self.kind),
+        }
 
     def encode(self) -> str:
         """Return the ``pending`` field of an entry."""
-        return json.dumps({"id": self.id, "nominal": self.nominal})
+        raw: dict[str, Any] = {"id": self.id, "nominal": self.nominal}
+        if self.previous is not None:
+            raw["previous"] = self.previous
+        if self.kind is not Kind.SCHEDULED:
+            raw["kind"] = self.kind
+        if self.overlap is not None:
+            raw["overlap"] = self.overlap
+        return json.dumps(raw)
 
     @classmethod
     def decode(cls, text: str) -> Occurrence:
@@ -49,8 +99,15 @@ class Occurrence:
         """
         try:
             raw = json.loads(text)
-            return cls(str(raw["id"]), float(raw["nominal"]))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
+            previous, overlap = raw.get("previous"), raw.get("overlap")
+            return cls(
+                str(raw["id"]),
+                float(raw["nominal"]),
+                None if previous is None else float(previous),
+                Kind(raw.get("kind", Kind.SCHEDULED)),
+                None if overlap is None else Overlap(overlap),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as exc:
             raise EntryError(f"pending cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
@@ -66,11 +123,11 @@ class Decision:
 
     def fields(self, term: int) -> list[str]:
         """Return the fields and values of a history record."""
-        nominal = datetime.fromtimestamp(self.occurrence.nominal, UTC).isoformat(timespec="milliseconds")
         record = {
             "entry": self.entry,
             "task": self.task,
-            "nominal": nominal,
+            "nominal": _iso(self.occurrence.nominal),
+            "kind": self.occurrence.kind.value,
             "decision": self.outcome.value,
             "reason": self.reason,
             "id": self.occurrence.id,
@@ -82,3 +139,7 @@ class Decision:
             for pair in record.items()
             for text in pair
         ]
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

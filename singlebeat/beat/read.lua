@@ -1,6 +1,6 @@
 --- read: the fields of some entries.
 --
--- KEYS  entries  hashes: definition, meta, policy, pending
+-- KEYS[1...]  entries  hashes: definition, meta, policy, pending
 --
 -- returns  JSON, one array for each entry: [definition, meta, policy, pending], false for what is not there;
 --          a text instead of the array says what is wrong with the key

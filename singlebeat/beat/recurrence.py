@@ -22,7 +22,7 @@ from cronsim import CronSim, CronSimError
 if TYPE_CHECKING:
     from datetime import tzinfo
 
-__all__ = ["following", "next_occurrence"]
+__all__ = ["following", "latest_occurrence", "next_occurrence", "starts_at"]
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
@@ -74,6 +74,37 @@ def following(schedule: BaseSchedule, nominal: datetime, now: datetime, *, zone:
     if found is not None and found <= now:
         return next_occurrence(schedule, now, zone=zone)
     return found
+
+
+def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, *, zone: tzinfo) -> datetime | None:
+    """
+    Return the last nominal time later than `after` and not later than `until`, or None when there is none between.
+
+    An interval counts from `after`. Any other schedule is searched by halves: a year of minutes takes some forty steps.
+    """
+    after, until = _in_utc(after), _in_utc(until)
+    if _is_plain(schedule, interval) and not schedule.relative:
+        steps = (until - after) // _period(schedule)
+        return after + steps * _period(schedule) if steps > 0 else None
+    found, behind = next_occurrence(schedule, after, zone=zone), until
+    if found is None or found > until:
+        return None
+    while (upcoming := next_occurrence(schedule, found, zone=zone)) is not None and upcoming <= until:
+        middle = upcoming + (behind - upcoming) / 2
+        ahead = next_occurrence(schedule, middle, zone=zone)
+        if ahead is not None and ahead <= until:
+            found = ahead
+        else:  # there is none between the middle and the end
+            found, behind = upcoming, middle
+    return found
+
+
+def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datetime | None:
+    """Return the first nominal time not before `start`; an interval begins with it."""
+    start = _in_utc(start)
+    if _is_plain(schedule, interval) and not schedule.relative:
+        return start
+    return next_occurrence(schedule, start - timedelta(microseconds=1), zone=zone)
 
 
 def _in_utc(moment: datetime) -> datetime:

@@ -162,14 +162,14 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         if recovered:
             self._recheck_at = 0.0
         due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at))
-        self._work_off(due, term, now)
+        scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
         if due.statics_gone and self.app.conf.beat_schedule:
             logger.warning("beat: The schedule has vanished from Redis: installing beat_schedule again")
             self.setup_schedule()
             return SHORTEST_SLEEP
         if due.more:
             return SHORTEST_SLEEP
-        upcoming = due.next_score - datetime.now(UTC).timestamp() if due.next_score is not None else POLL_INTERVAL
+        upcoming = min(scores) - datetime.now(UTC).timestamp() if scores else POLL_INTERVAL
         return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, POLL_INTERVAL))
 
     def _lead(self, term: Term) -> None:
@@ -198,16 +198,17 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             logger.error("beat: %s; trying again every %g s", text, TROUBLE_INTERVAL)
             self._in_trouble = text
 
-    def _work_off(self, due: Due, term: Term, now: datetime) -> None:
+    def _work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
+        """Do what is due; return when the entries that this has moved on are due next."""
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending) for stored in retaken if stored.pending is not None]
-        late = [(stored, occurrence) for stored, occurrence in pending if too_late(stored, occurrence.nominal, now)]
+        late = [(stored, occurrence) for stored, occurrence in pending if too_late(stored, occurrence, now)]
         missed: list[tuple[Stored, Decision, Meta | None]] = [
             (
                 stored,
                 Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED),
-                stored.meta.uncounted(),
+                stored.uncounted(occurrence),
             )
             for stored, occurrence in late
         ]
@@ -218,6 +219,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self.store.record([claim.decision for claim in done if claim.decision is not None], term)
         fresh = [(replace(c.stored, meta=c.meta or c.stored.meta), c.occurrence) for c in done if c.occurrence]
         self.dispatcher.dispatch([pair for pair in pending if pair not in late] + fresh, term, now)
+        return [claim.next_score for claim in done if claim.next_score >= 0]
 
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
         for stored in entries:

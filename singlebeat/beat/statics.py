@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
-from ..errors import EntryError
-from .entry import Entry, Meta
 from .keys import Keys
-from .store import BATCH
+from .save import save_entries
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from .entry import Entry
 
 __all__ = ("Statics",)
 
@@ -61,43 +61,7 @@ class Statics:
         One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
         its next time.
         """
-        names, installed = list(entries), list[str]()
-        for at in range(0, len(names), BATCH):
-            installed += self._install_batch({name: entries[name] for name in names[at : at + BATCH]}, now)
-        return installed
-
-    def _install_batch(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
-        keys, installed = self.keys, list[str]()
-        with self.client.pipeline(transaction=False) as pipe:
-            for name in entries:
-                pipe.hmget(keys.prefix + name, "definition", "meta")
-                pipe.zscore(keys.schedule, keys.prefix + name)
-            replies = pipe.execute(raise_on_error=False)
-        with self.client.pipeline() as pipe:
-            for (name, entry), found, score in zip(entries.items(), replies[::2], replies[1::2], strict=True):
-                key = keys.prefix + name
-                if isinstance(found, Exception):
-                    logger.error("beat: Cannot add entry %r to the schedule: %s holds something else", name, key)
-                    continue
-                old, meta = found
-                try:
-                    stored = Entry.decode(key, old, self.app) if old else None
-                    past = Meta.decode(meta) if meta else Meta(now)
-                except EntryError:
-                    stored, past, meta = None, Meta(now), None
-                if stored is not None and not stored.enabled:
-                    entry.enabled = False
-                try:
-                    definition = entry.encode()
-                except EntryError as exc:
-                    logger.error("beat: Cannot add the entry to the schedule: %s", exc)  # noqa: TRY400
-                    continue
-                if old != definition:
-                    pipe.hset(key, "definition", definition)
-                if not meta:
-                    pipe.hset(key, "meta", past.encode())
-                if score is None or stored is None or stored.schedule != entry.schedule:
-                    pipe.zadd(keys.schedule, {key: entry.with_past(past).score})
-                installed.append(name)
-            pipe.execute()
-        return installed
+        results = save_entries(self.client, self.keys, entries, now, keep_paused=True)
+        for problem in filter(None, results.values()):
+            logger.error("beat: Cannot add the entry to the schedule: %s", problem)
+        return [name for name, problem in results.items() if problem is None]

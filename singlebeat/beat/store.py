@@ -18,12 +18,13 @@ from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, EntryError
 from ..lua import Script, packed
-from .entry import PARKED, Entry, Meta
+from .entry import Entry, Meta
 from .keys import Keys
 from .occurrence import Decision, Occurrence
 from .policy import Policy
 from .quarantine import Quarantine
 from .recurrence import next_occurrence
+from .timetable import PARKED
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -38,7 +39,7 @@ logger = get_logger("celery.beat")
 BATCH = 500
 
 #: Decoded entries that are kept, by their raw definition.
-CACHE_SIZE = 20_000
+CACHE_SIZE = 5_000
 
 
 @cache
@@ -58,6 +59,10 @@ class Stored:
     policy: Policy
     pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when that is to be tried again
+
+    def uncounted(self, occurrence: Occurrence) -> Meta | None:
+        """Return the past without an occurrence that was counted when it was claimed, None if it was not."""
+        return self.meta.uncounted() if occurrence.is_scheduled else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,10 @@ class Store:
                 sha, entry = self._decode(member, definition, now)
                 taken = Occurrence.decode(pending) if pending else None
                 score, past = scores.get(member, PARKED), Meta.decode(meta)
-                stored = Stored(member, score, sha, entry, past, Policy.decode(policy), taken)
+                wishes = Policy.decode(policy)
+                if wishes.expires is not None and entry.options.get("expires") is not None:
+                    raise EntryError("expires is in its options as well as in its policy")  # noqa: TRY301
+                stored = Stored(member, score, sha, entry, past, wishes, taken)
             except EntryError as exc:
                 if member in quarantined and member not in scores and not self._is_scheduled(member):
                     self.quarantine.forget(member)

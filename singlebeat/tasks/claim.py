@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import LockBackendError
-from ..locks.base import Call, Holder, Ref, Ticket, Verdict, unusable
+from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
 from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
 
@@ -36,7 +36,7 @@ def claim(
         shown = options.get("argsrepr") or readable(args or (), kwargs or {})
         call = Call(Ref(lock, task_id), task.name, shown, wait, expiry, payload, replace)
         # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
-        again = bool((options.get("headers") or {}).get("celery_beat_task"))
+        again = RUN_HEADER in (options.get("headers") or {})
         holder: Holder = task.singleton_backend.acquire_many([call], again=again)[0]
         if holder.verdict is Verdict.UNUSABLE:
             raise LockBackendError(unusable(lock))
@@ -54,10 +54,13 @@ def claim(
             otherwise = Ticket(task_id, key, waits=True)
         case _:
             replaces = "holder" if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER} else ""
-            holder, ticket = acquire(key, replace=replaces), Ticket(task_id, key, key)
+            holder = acquire(key, replace=replaces)
+            ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
             otherwise = Ticket(task_id, key, waits=True)
     if holder.verdict is Verdict.ACQUIRED:
         return ticket, behind if task.lock == Lock.UNTIL_AND_WHILE_EXECUTING else key
+    if holder.task_id == task_id:  # it was sent before
+        return holder, ""
     if must_be_sent or overlap is Overlap.BUFFER_ALL:
         return otherwise, ""
     if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:

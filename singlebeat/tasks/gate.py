@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from celery import Task
@@ -15,7 +15,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of
-from ..locks.base import HEADER, Holder, Renewal, Ticket, Verdict
+from ..locks.base import HEADER, RUN_HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
 from .policy import decode_arguments, has_continuations
 
@@ -31,14 +31,31 @@ class Postponed(Ignore):  # type: ignore[misc]
     """The message was sent again and waits for its turn: its locks stay as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The run of a Singleton, for its body: ``self.request.singlebeat``."""
+class Run(Mapping[str, Any]):
+    """The run of a Singleton, for its body: ``self.request.singlebeat``.
 
-    task: Any
-    ticket: Ticket
-    #: Rises from run to run of equal calls: a resource that refuses lower ones is safe from a run that lost its lock.
-    fence: int
+    As a mapping it is what the run of any task gets that beat has sent, empty for one that was sent otherwise:
+    ``entry``, ``occurrence``, ``nominal`` and ``previous`` (ISO 8601), ``kind`` (a word of ``beat.occurrence.Kind``).
+    """
+
+    def __init__(self, task: Any, ticket: Ticket, fence: int) -> None:
+        self.task, self.ticket = task, ticket
+        #: Rises from run to run of equal calls: a resource that refuses lower ones is safe from a run without lock.
+        self.fence = fence
+        header = getattr(task.request, RUN_HEADER, None)
+        self._header: Mapping[str, Any] = header if isinstance(header, Mapping) else {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._header[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._header)
+
+    def __len__(self) -> int:
+        return len(self._header)
+
+    def __bool__(self) -> bool:
+        return True
 
     def is_lost(self) -> bool:
         """Ask the locks' server whether this run does not hold its lock any more."""
@@ -62,7 +79,7 @@ def run_under_lock(
         Ignore: the run must not start; what happens instead has been logged and done.
     """
     request = task.request
-    if request.called_directly or request.is_eager or getattr(request, "singlebeat", None):
+    if request.called_directly or request.is_eager or isinstance(getattr(request, RUN_HEADER, None), Run):
         yield None
         return
     ticket = Ticket.of_message(vars(request), request.id)
@@ -131,7 +148,8 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
             logger.info("%s[%s] has run already: this copy is dropped", task.name, ticket.task_id)
             return False
     embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
-    if ticket.waits or has_continuations({**embedded, "chain": request.chain, "chord": request.chord}):
+    embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
+    if ticket.waits or has_continuations(embedded):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         later = replace(ticket, waited=min(ticket.waited + 1, 10))
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")

@@ -48,7 +48,7 @@ TOGETHER: Mapping[Lock, set[Overlap]] = {
 }
 
 #: Options of a call that somebody waits on: they would never hear of it if it were not sent.
-CONTINUATIONS = ("chain", "chord", "group_id", "link", "link_error")
+CONTINUATIONS = ("chord", "group_id", "link", "link_error", "replaced_task_nesting")
 
 
 def overlap_of(word: Any, lock: Lock) -> Overlap:
@@ -131,8 +131,9 @@ def _follow(bound: inspect.BoundArguments, path: str) -> Any:
 
 
 def has_continuations(options: Mapping[str, Any]) -> bool:
-    """Tell whether somebody waits for this very call: a chain, a chord, a group or a callback."""
-    return any(options.get(name) for name in CONTINUATIONS)
+    """Tell whether somebody waits for this very call: a chain, a chord, a group, a callback or whom it replaces."""
+    # The last step of a chain comes with an empty one, a call of its own with none.
+    return options.get("chain") is not None or any(options.get(name) for name in CONTINUATIONS)
 
 
 def encode_arguments(args: Any, kwargs: Any, serializer: str | None) -> str:

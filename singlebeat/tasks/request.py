@@ -117,13 +117,16 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 task=self.task.name,
                 arguments=self.argsrepr or "",
             )
-            return may_start(self.task, self.ticket, holder, self._context)
+            if not may_start(self.task, self.ticket, holder, self._context):
+                return False
+            queued = [replace(ref, nonce="") for ref in self.ticket.refs[1:]]  # the next call may wait in its place
+            renewer.gate.finish_many(queued, memory=config.singlebeat_queued_ttl)
         except Postponed:
             return False
         except LockBackendError as exc:
             renewer.failed()
             logger.warning("%s[%s] runs without its lock: %s", self.task.name, self.id, exc)
-            return True
+        return True
 
     def over(self, *, after: float = 0.0) -> None:
         """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again.

@@ -18,10 +18,10 @@ from ..config import Config
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError
 from ..locks import backend_of, eager_backend_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.base import HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation
+from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation
 from ..locks.key import canonical, digest, lock_key, readable
 from .claim import claim
-from .gate import run_under_lock
+from .gate import Run, run_under_lock
 from .install import install
 from .policy import Lock, Overlap, check, overlap_of, pick
 
@@ -66,6 +66,8 @@ class Singleton(Task):  # type: ignore[misc]
         run = inspect.getattr_static(cls, "run")
         # Of the class, not of the instance: whoever wraps an instance's ``run`` later may show ``self`` or hide it.
         cls.call_signature = _call_signature(run)
+        if inspect.isfunction(function := vars(cls).get("unique_on")):
+            cls.unique_on = staticmethod(function)  # else it would get the task, too, as a method does
         if not vars(cls).get("abstract"):
             check(cls, getattr(cls, "name", None) or cls.__name__)
 
@@ -151,7 +153,7 @@ class Singleton(Task):  # type: ignore[misc]
 
         own = Ticket.of_message(options.get("headers") or {}, task_id)
         if self.app.conf.task_always_eager:
-            return self._apply_eagerly(task_id, args, kwargs, publish)
+            return self._apply_eagerly(task_id, args, kwargs, publish, overlap)
         if own is not None and own.nonce:
             return self._hand_over_and_send(own, options, publish)
         if own is not None:
@@ -188,13 +190,13 @@ class Singleton(Task):  # type: ignore[misc]
                 backend.promise(run.run, to=None, ttl=0)
             raise
 
-    def _apply_eagerly(self, task_id: str, args: Any, kwargs: Any, publish: Publish) -> AsyncResult:
+    def _apply_eagerly(self, task_id: str, args: Any, kwargs: Any, publish: Publish, overlap: Overlap) -> AsyncResult:
         """Run the task here and now, under a lock that only this process knows."""
         backend, ref = eager_backend_of(self.app), Ref(self.generate_lock(self.name, args, kwargs), task_id)
         call = Call(ref, self.name, readable(args or (), kwargs or {}), self.singleton_config.singlebeat_queued_ttl)
         holder = backend.acquire_many([call])[0]
         if holder.verdict is not Verdict.ACQUIRED:  # it calls itself
-            return self._duplicate(holder, args, kwargs, self._overlap({}))
+            return self._duplicate(holder, args, kwargs, overlap)
         try:
             return publish()
         finally:
@@ -249,8 +251,8 @@ class Singleton(Task):  # type: ignore[misc]
 
     def on_replace(self, sig: Any) -> None:
         """Hand the lock over to a replacement that is the same call, and free it for any other."""
-        run = getattr(self.request, "singlebeat", None)
-        if run is not None:
+        run = getattr(self.request, RUN_HEADER, None)
+        if isinstance(run, Run):
             same = sig.task == self.name and self.generate_lock(self.name, sig.args, sig.kwargs) == run.ticket.key
             if same:
                 headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}

@@ -1,0 +1,43 @@
+--- save: store entries, each unless somebody has changed it since we have read it.
+--
+-- KEYS[1]     schedule  zset: members by the time of their next occurrence (s)
+-- KEYS[2...]  entries   hashes: definition, meta, policy
+-- ARGV[1]     wishes    JSON, one array for each entry:
+--             member      of the entry in the schedule
+--             found       [definition, meta, policy] as we have read them, false for what was not there
+--             fields      [definition, meta, policy] to be stored; an empty text: it shall not be there
+--             score       of the next occurrence, as a text; empty: leave it
+--
+-- returns  JSON, for each entry whether it was stored
+
+local schedule = KEYS[1]
+
+local function save(entry, member, found, fields, score)
+  local stored = redis.pcall("HMGET", entry, "definition", "meta", "policy")
+  if stored.err then
+    return false
+  end
+  for i = 1, 3 do
+    if stored[i] ~= found[i] then
+      return false
+    end
+  end
+
+  for i, name in ipairs({"definition", "meta", "policy"}) do
+    if fields[i] == "" and stored[i] then
+      redis.call("HDEL", entry, name)
+    elseif fields[i] ~= "" and fields[i] ~= stored[i] then
+      redis.call("HSET", entry, name, fields[i])
+    end
+  end
+  if score ~= "" then
+    redis.call("ZADD", schedule, score, member)
+  end
+  return true
+end
+
+local saved = {}
+for i, wish in ipairs(cjson.decode(ARGV[1])) do
+  saved[i] = save(KEYS[i + 1], unpack(wish))
+end
+return cjson.encode(saved)

@@ -1,0 +1,138 @@
+"""Stores entries, in batches: an entry that is there keeps its past, one that is unchanged its next time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.log import get_logger
+
+from ..errors import ConflictError, EntryError
+from ..lua import Script, packed
+from .codec import Meta
+from .policy import Policy
+
+if TYPE_CHECKING:
+    from .entry import Entry
+    from .keys import Keys
+
+__all__ = ("save_entries",)
+
+logger = get_logger("celery.beat")
+
+#: Entries that one round trip reads or writes.
+BATCH = 500
+
+#: How often an entry is read and written again that somebody else has changed in between.
+ATTEMPTS = 5
+
+#: Wishes that change the times of an entry.
+TIMING = ("timezone", "start_time", "end_time", "jitter")
+
+
+@cache
+def _script(name: str) -> Script:
+    return Script(__package__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What is to be stored of one entry, if it is still as it was found."""
+
+    member: str
+    found: tuple[Any, Any, Any]  #: definition, meta, policy
+    fields: tuple[str, str, str]
+    score: str  #: empty: leave it
+
+
+def save_entries(
+    client: Any, keys: Keys, entries: Mapping[str, Entry], now: datetime, *, keep_paused: bool = False
+) -> Mapping[str, EntryError | None]:
+    """Store entries by name, and return what went wrong with each of them, None for nothing.
+
+    Args:
+        keep_paused: one that somebody has paused or disabled stays so.
+    """
+    results: dict[str, EntryError | None] = {}
+    names = list(entries)
+    for at in range(0, len(names), BATCH):
+        left: Sequence[str] = names[at : at + BATCH]
+        for _ in range(ATTEMPTS):
+            wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_paused)
+            left = _write(client, keys, wishes)
+            if not left:
+                break
+        for name in left:
+            results[name] = ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
+    return results
+
+
+def _plan(
+    client: Any,
+    keys: Keys,
+    entries: Mapping[str, Entry],
+    results: dict[str, EntryError | None],
+    now: datetime,
+    keep_paused: bool,
+) -> Mapping[str, _Wish]:
+    members = [keys.prefix + name for name in entries]
+    found = json.loads(_script("read")(client, members, ()))
+    scores = client.zmscore(keys.schedule, members)
+    wishes = {}
+    for (name, entry), fields, score in zip(entries.items(), found, scores, strict=True):
+        try:
+            if isinstance(fields, str):
+                raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
+            definition, meta, policy, _ = fields
+            if entry.version is not None and entry.version != (definition or "", policy or ""):
+                raise ConflictError(f"entry {name!r} was changed since it was read: read it again")
+            wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_paused)
+            results[name] = None
+        except EntryError as exc:
+            results[name] = exc
+    return wishes
+
+
+def _wish(
+    entry: Entry, member: str, found: tuple[Any, Any, Any], score: float | None, now: datetime, keep_paused: bool
+) -> _Wish:
+    definition, meta, policy = found
+    try:
+        stored, wanted = type(entry).decode(member, definition, entry.app), Policy.decode(policy or "")
+        past = Meta.decode(meta or "") if meta else None
+    except (EntryError, TypeError):  # not there, or broken: it is replaced
+        stored, wanted, past = None, Policy(), None
+    if keep_paused and stored is not None:
+        if not stored.enabled:
+            entry.enabled = False
+        if wanted.paused:
+            entry.policy = replace(entry.policy, paused=True, note=wanted.note)
+    same_times = (
+        stored is not None
+        and stored.schedule == entry.schedule
+        and all(getattr(wanted, name) == getattr(entry.policy, name) for name in TIMING)
+    )
+    if past is None:
+        past = Meta(None if entry.policy.run_on_start else entry.meta.last_run_at, entry.meta.total_run_count)
+    elif stored is not None and not same_times:
+        past = replace(past, since=now)
+    moved = not same_times or score is None
+    return _Wish(
+        member,
+        found,
+        (entry.encode(), past.encode() if moved or not meta else meta, entry.policy.encode()),
+        repr(entry.with_past(past).score) if moved else "",
+    )
+
+
+def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:
+    """Write, and return the names of those that somebody has changed meanwhile."""
+    if not wishes:
+        return []
+    rows = packed((wish.member, wish.found, wish.fields, wish.score) for wish in wishes.values())
+    saved = json.loads(_script("save")(client, [keys.schedule, *(wish.member for wish in wishes.values())], (rows,)))
+    return [name for name, done in zip(wishes, saved, strict=True) if not done]

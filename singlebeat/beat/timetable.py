@@ -1,0 +1,95 @@
+"""The times of one entry: its schedule within the bounds of its policy; pure, time is an argument."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from typing import Any
+
+from .policy import Policy
+from .recurrence import latest_occurrence, next_occurrence, starts_at
+
+__all__ = ("PARKED", "Timetable")
+
+#: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
+PARKED = -1.0
+
+#: The shortest step of a nominal time.
+TICK = timedelta(microseconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """When an entry asks for runs (nominal times) and when these are due, which jitter may put later."""
+
+    name: str
+    schedule: Any  #: Celery's ``BaseSchedule``
+    policy: Policy
+    zone: tzinfo  #: of the app, for an entry that has no zone of its own
+
+    def next(self, after: datetime) -> datetime | None:
+        """Return the first nominal time after a moment, None if there is none."""
+        start, end, zone = self.policy.start_time, self.policy.end_time, self.policy.timezone or self.zone
+        if start is not None and after < start:
+            nominal = starts_at(self.schedule, start, zone=zone)
+        else:
+            nominal = next_occurrence(self.schedule, after, zone=zone)
+        return nominal if nominal is None or end is None or nominal <= end else None
+
+    def latest(self, after: datetime, until: datetime) -> datetime | None:
+        """Return the last nominal time that is later than one moment and not later than another, or None."""
+        start, end, zone = self.policy.start_time, self.policy.end_time, self.policy.timezone or self.zone
+        until = until if end is None else min(until, end)
+        if start is not None and after < start:
+            first = self.next(after)
+            if first is None or first > until:
+                return None
+            return latest_occurrence(self.schedule, first, until, zone=zone) or first
+        return latest_occurrence(self.schedule, after, until, zone=zone)
+
+    def bounded(self, nominal: datetime) -> datetime | None:
+        """Return a nominal time that was not asked from the schedule, within the bounds of the policy."""
+        start, end = self.policy.start_time, self.policy.end_time
+        if start is not None and nominal < start:
+            return self.next(nominal)
+        return nominal if end is None or nominal <= end else None
+
+    def score(self, nominal: datetime | None) -> float:
+        """Return the place in the schedule of a nominal time: seconds since 1970 when it is due, or PARKED."""
+        return PARKED if nominal is None else self.due(nominal).timestamp()
+
+    def due(self, nominal: datetime) -> datetime:
+        """Return when the occurrence of a nominal time is to run: a hash of both spreads entries, and stays the same.
+
+        It lies before the next nominal time even if the jitter is longer (APScheduler's may pass it).
+        """
+        if self.policy.jitter is None:
+            return nominal
+        span, upcoming = timedelta(seconds=self.policy.jitter), self.next(nominal)
+        if upcoming is not None:
+            span = min(span, upcoming - nominal)
+        seed = f"{self.name}\n{round(nominal.timestamp() * 1000)}".encode(errors="surrogateescape")
+        part = int.from_bytes(hashlib.sha256(seed).digest()[:4]) / 2**32
+        return nominal + span * part
+
+    def overdue(self, after: datetime, now: datetime) -> datetime | None:
+        """Return the last nominal time after a moment whose run is due by now, None if none is."""
+        nominal = self.latest(after, now)
+        if nominal is not None and self.due(nominal) > now:  # the one before it is due in any case
+            nominal = self.latest(after, nominal - TICK)
+        return nominal
+
+    def runs(self, after: datetime, *, count: int | None = None) -> Iterator[datetime]:
+        """Yield the nominal times after a moment.
+
+        Args:
+            count: runs that the entry has had, for ``max_runs``.
+        """
+        left = None if self.policy.max_runs is None else self.policy.max_runs - (count or 0)
+        nominal = self.next(after)
+        while nominal is not None and (left is None or left > 0):
+            yield nominal
+            left = None if left is None else left - 1
+            nominal = self.next(nominal)
