@@ -92,7 +92,7 @@ class Policy:
     max_runs: int | None = _wish(_count)
     #: A new entry runs at once, and then as scheduled.
     run_on_start: bool = _wish(_flag, default=False)
-    #: Time after the nominal one at which a message that no worker has started is dropped.
+    #: Time after which a message that no worker has started is dropped.
     expires: float | None = _wish(_seconds)
     #: Its occurrences pass without a run.
     paused: bool = _wish(_flag, default=False)
@@ -106,15 +106,14 @@ class Policy:
         Raises:
             EntryError: one of them is unknown or wrong, or two contradict each other; the message names them.
         """
-        known = {each.name: each.metadata["check"] for each in fields(cls)}
-        values = {}
+        values: dict[str, Any] = {}
         for name, value in wishes.items():
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
+            if name not in _CHECKS:
+                near = difflib.get_close_matches(str(name), _CHECKS, n=1)
                 raise EntryError(f"policy: there is no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
             if value is not None:
                 try:
-                    values[name] = known[name](value)
+                    values[name] = _CHECKS[name](value)
                 except ValueError as exc:
                     raise EntryError(f"policy: {name} {exc}, not {value!r}") from None
         policy = cls(**values)
@@ -125,7 +124,7 @@ class Policy:
     @classmethod
     def names(cls) -> frozenset[str]:
         """Return the name of every wish."""
-        return frozenset(each.name for each in fields(cls))
+        return frozenset(_CHECKS)
 
     @classmethod
     def decode(cls, text: str | None) -> Policy:
@@ -138,12 +137,18 @@ class Policy:
 
     def encode(self) -> str:
         """Return the ``policy`` field of an entry; an empty text if nothing is wished."""
+        if self == _NO_WISHES:
+            return ""
         wishes = {}
         for each in fields(self):
             value = getattr(self, each.name)
             if value != each.default:
                 wishes[each.name] = value if isinstance(value, bool | int | float) else _readable(value)
-        return json.dumps(wishes) if wishes else ""
+        return json.dumps(wishes)
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {each.name: each.metadata["check"] for each in fields(Policy)}
+_NO_WISHES = Policy()
 
 
 @lru_cache(maxsize=4096)

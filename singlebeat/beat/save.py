@@ -90,8 +90,10 @@ def _plan(
             definition, meta, policy, _ = fields
             if entry.version is not None and entry.version != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")
-            wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_paused)
             results[name] = None
+            unchanged = (entry.encode(), entry.policy.encode()) == (definition, policy or "")
+            if not unchanged or not meta or score is None:
+                wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_paused)
         except EntryError as exc:
             results[name] = exc
     return wishes
@@ -102,9 +104,9 @@ def _wish(
 ) -> _Wish:
     definition, meta, policy = found
     try:
-        stored, wanted = type(entry).decode(member, definition, entry.app), Policy.decode(policy or "")
-        past = Meta.decode(meta or "") if meta else None
-    except (EntryError, TypeError):  # not there, or broken: it is replaced
+        stored = type(entry).decode(member, definition, entry.app) if definition else None
+        wanted, past = Policy.decode(policy or ""), Meta.decode(meta) if meta else None
+    except EntryError:  # broken: it is replaced
         stored, wanted, past = None, Policy(), None
     if keep_paused and stored is not None:
         if not stored.enabled:
