@@ -342,19 +342,20 @@ class Scene:
 
     def consume(self) -> None:
         """Let the worker read the queue of this scene, too."""
-        self._asked(self.stage.app.control.add_consumer(self.queue, reply=True, timeout=PATIENCE, limit=1))
+        self._ask(lambda timeout: self.stage.app.control.add_consumer(self.queue, reply=True, timeout=timeout, limit=1))
 
     def revoke(self, task_id: str) -> None:
         """Return when the worker knows that the task is revoked."""
-        self._asked(self.stage.app.control.revoke(task_id, reply=True, timeout=PATIENCE, limit=1))
+        self._ask(lambda timeout: self.stage.app.control.revoke(task_id, reply=True, timeout=timeout, limit=1))
 
     def revoke_stamped(self, **headers: list[str]) -> None:
         control = self.stage.app.control
-        self._asked(control.revoke_by_stamped_headers(headers, reply=True, timeout=PATIENCE, limit=1))
+        self._ask(lambda timeout: control.revoke_by_stamped_headers(headers, reply=True, timeout=timeout, limit=1))
 
     @staticmethod
-    def _asked(replies: Any) -> None:
-        assert replies, "the worker did not answer"
+    def _ask(ask: Callable[[float], Any]) -> None:
+        # Broadcasts have no guarantee, and a solo worker hears of nothing while it runs a body: ask until it answers.
+        wait_until(lambda: ask(PATIENCE / 10), timeout=PATIENCE, what="the worker's answer")
 
     def take_message(self) -> dict[str, Any]:
         """Take the message out of the scene's own queue."""
