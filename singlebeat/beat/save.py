@@ -50,19 +50,19 @@ class _Wish:
 
 
 def save_entries(
-    client: Any, keys: Keys, entries: Mapping[str, Entry], now: datetime, *, keep_paused: bool = False
+    client: Any, keys: Keys, entries: Mapping[str, Entry], now: datetime, *, keep_disabled: bool = False
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return what went wrong with each of them, None for nothing.
 
     Args:
-        keep_paused: one that somebody has paused or disabled stays so.
+        keep_disabled: one that somebody has disabled stays so, as one that is paused does in any case.
     """
     results: dict[str, EntryError | None] = {}
     names = list(entries)
     for at in range(0, len(names), BATCH):
         left: Sequence[str] = names[at : at + BATCH]
         for _ in range(ATTEMPTS):
-            wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_paused)
+            wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
             left = _write(client, keys, wishes)
             if not left:
                 break
@@ -77,7 +77,7 @@ def _plan(
     entries: Mapping[str, Entry],
     results: dict[str, EntryError | None],
     now: datetime,
-    keep_paused: bool,
+    keep_disabled: bool,
 ) -> Mapping[str, _Wish]:
     members = [keys.prefix + name for name in entries]
     found = json.loads(_script("read")(client, members, ()))
@@ -93,14 +93,14 @@ def _plan(
             results[name] = None
             unchanged = (entry.encode(), entry.policy.encode()) == (definition, policy or "")
             if not unchanged or not meta or score is None:
-                wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_paused)
+                wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_disabled)
         except EntryError as exc:
             results[name] = exc
     return wishes
 
 
 def _wish(
-    entry: Entry, member: str, found: tuple[Any, Any, Any], score: float | None, now: datetime, keep_paused: bool
+    entry: Entry, member: str, found: tuple[Any, Any, Any], score: float | None, now: datetime, keep_disabled: bool
 ) -> _Wish:
     definition, meta, policy = found
     try:
@@ -108,11 +108,10 @@ def _wish(
         wanted, past = Policy.decode(policy or ""), Meta.decode(meta) if meta else None
     except EntryError:  # broken: it is replaced
         stored, wanted, past = None, Policy(), None
-    if keep_paused and stored is not None:
-        if not stored.enabled:
-            entry.enabled = False
-        if wanted.paused:
-            entry.policy = replace(entry.policy, paused=True, note=wanted.note)
+    if keep_disabled and stored is not None and not stored.enabled:
+        entry.enabled = False
+    if wanted.paused and entry.version is None:  # whoever has not read the entry does not know that it is paused
+        entry.policy = replace(entry.policy, paused=True, note=wanted.note)
     same_times = (
         stored is not None
         and stored.schedule == entry.schedule

@@ -61,7 +61,7 @@ class Statics:
         One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
         its next time.
         """
-        results = save_entries(self.client, self.keys, entries, now, keep_paused=True)
+        results = save_entries(self.client, self.keys, entries, now, keep_disabled=True)
         for problem in filter(None, results.values()):
             logger.error("beat: Cannot add the entry to the schedule: %s", problem)
         return [name for name, problem in results.items() if problem is None]

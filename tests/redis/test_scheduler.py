@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.beat import Service
 from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
@@ -552,6 +552,22 @@ def test_plain_tasks_are_locked_once_a_worker_looks_after_locks(bench):
     bench.scheduler().tick()
 
     assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
+
+
+def test_a_task_of_another_uniqueness_layer_takes_its_lock_itself(bench):
+    class Theirs(Task):
+        def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
+            raise AssertionError("its keys are its own business")
+
+    app = bench.new_app()
+    app.task(lambda name: name, name="theirs", base=Theirs, shared=False)
+    backend_of(app).announce("w", ttl=60)
+    bench.put(task="theirs")
+
+    bench.scheduler(app=app).tick()
+
+    assert bench.names == ["e"]
+    assert bench.redis.keys("SINGLETONLOCK_*") == []
 
 
 def test_what_is_no_lock_at_the_key_of_one_does_not_hinder_the_others(bench, caplog):
