@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -35,6 +35,22 @@ _PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
 _NEXT_URL = re.compile(r";(?=[\w+-]+://)")
 
 _clients: dict[tuple[int, str, str], Any] = {}
+
+
+class _Retry(Retry):
+    """Repeats a call, but not the connecting within it as well: that made nine tries of three."""
+
+    _busy = False
+
+    def call_with_retry(self, do: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Call, and call again if that fails; redis-py gives each connection a copy of its own."""
+        if self._busy:
+            return do()
+        self._busy = True
+        try:
+            return super().call_with_retry(do, *args, **kwargs)
+        finally:
+            self._busy = False
 
 
 def is_redis(url: object) -> bool:
@@ -76,7 +92,7 @@ def private(url: str, *, timeout: float, retries: int = 2, options: Mapping[str,
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "health_check_interval": HEALTH_CHECK_INTERVAL,
-        "retry": Retry(ExponentialBackoff(cap=0.5, base=0.02), retries),
+        "retry": _Retry(ExponentialBackoff(cap=0.5, base=0.02), retries),
         "encoding_errors": "surrogateescape",  # bytes that are no text must not end a tick
         **given,
         "decode_responses": True,

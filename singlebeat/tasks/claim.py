@@ -9,6 +9,7 @@ from ..errors import LockBackendError
 from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
 from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
+from .undo import undo_later
 
 __all__ = ("claim",)
 
@@ -37,7 +38,12 @@ def claim(
         call = Call(Ref(lock, task_id), task.name, shown, wait, expiry, payload, replace)
         # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
         again = RUN_HEADER in (options.get("headers") or {})
-        holder: Holder = task.singleton_backend.acquire_many([call], again=again)[0]
+        backend = task.singleton_backend
+        try:
+            holder: Holder = backend.acquire_many([call], again=again)[0]
+        except LockBackendError:
+            undo_later(backend, call.ref)
+            raise
         if holder.verdict is Verdict.UNUSABLE:
             raise LockBackendError(unusable(lock))
         return holder
