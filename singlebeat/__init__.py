@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .beat.api import Schedule
     from .beat.entry import Entry
     from .beat.scheduler import Scheduler
     from .errors import DuplicateTaskError
@@ -14,11 +15,21 @@ if TYPE_CHECKING:
     from .tasks.install import install
     from .tasks.singleton import Singleton
 
-__all__ = ("DuplicateTaskError", "Entry", "Scheduler", "Singleton", "clear_locks", "exclusive", "install")
+__all__ = (
+    "DuplicateTaskError",
+    "Entry",
+    "Schedule",
+    "Scheduler",
+    "Singleton",
+    "clear_locks",
+    "exclusive",
+    "install",
+)
 
 _HOMES = {
     "Scheduler": "beat.scheduler",
     "Entry": "beat.entry",
+    "Schedule": "beat.api",
     "Singleton": "tasks.singleton",
     "exclusive": "tasks.exclusive",
     "install": "tasks.install",

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from click import ClickException
 
-__all__ = ("ConfigError", "ConflictError", "DuplicateTaskError", "EntryError", "LockBackendError", "SinglebeatError")
+__all__ = (
+    "ConfigError",
+    "ConflictError",
+    "DuplicateTaskError",
+    "EntryError",
+    "LockBackendError",
+    "SinglebeatError",
+    "UnknownEntryError",
+)
 
 
 class SinglebeatError(Exception):
@@ -31,8 +39,14 @@ class EntryError(SinglebeatError):
     """What is given or stored as an entry cannot be one."""
 
 
+class UnknownEntryError(EntryError, KeyError):
+    """There is no entry of this name."""
+
+    __str__ = Exception.__str__  # KeyError's puts the message into quotes
+
+
 class ConflictError(EntryError):
-    """Somebody else has changed the entry since it was read."""
+    """Somebody else has changed the entry since it was read, or has an occurrence of it under way."""
 
 
 class LockBackendError(SinglebeatError):

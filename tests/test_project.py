@@ -18,7 +18,7 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "singlebeat"
 SCRIPTS = sorted(PACKAGE.rglob("*.lua"))
-PUBLIC = {"Scheduler", "Entry", "Singleton", "clear_locks", "DuplicateTaskError", "exclusive", "install"}
+PUBLIC = {"Scheduler", "Schedule", "Entry", "Singleton", "clear_locks", "DuplicateTaskError", "exclusive", "install"}
 TOP_LEVEL = {"singlebeat", "tests", "exampleconf.py", "pyproject.toml", "README.rst", "LICENSE"}
 
 #: An argument of a script: ``KEYS[1]``; ``ARGV[3...]`` names all from the third on.
@@ -43,7 +43,9 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    source = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in {".py", ".lua"}}
+    source = {
+        path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in {".py", ".lua", ".json"}
+    }
 
     assert shipped == source | {"singlebeat/py.typed"}
 

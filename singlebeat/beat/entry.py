@@ -15,7 +15,7 @@ from redbeat.schedulers import RedBeatConfig
 
 from ..config import Config
 from ..connections import schedule_client, schedule_url
-from ..errors import EntryError
+from ..errors import EntryError, UnknownEntryError
 from .codec import Meta, decode_definition, loads_object
 from .keys import Keys
 from .policy import Policy
@@ -131,13 +131,24 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """Return the stored entry of a key.
 
         Raises:
-            KeyError: there is none.
+            UnknownEntryError: there is none; it is a KeyError, too.
             EntryError: it cannot be understood.
         """
         app = app_or_default(app)
-        definition, meta, policy = schedule_client(app).hmget(key, "definition", "meta", "policy")
+        return cls.from_fields(key, *schedule_client(app).hmget(key, "definition", "meta", "policy"), app=app)
+
+    @classmethod
+    def from_fields(
+        cls, key: str, definition: str | None, meta: str | None, policy: str | None, *, app: Celery
+    ) -> Entry:
+        """Return the entry of a key from the fields of its hash.
+
+        Raises:
+            UnknownEntryError: there is no definition; it is a KeyError, too.
+            EntryError: it cannot be understood.
+        """
         if not definition:
-            raise KeyError(key)
+            raise UnknownEntryError(f"there is no entry at {key!r}")
         entry = cls.decode(key, definition, app).with_past(Meta.decode(meta))
         entry.policy, entry.version = Policy.decode(policy), (definition, policy or "")
         return entry
@@ -198,15 +209,15 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         self.version = None
         return self
 
-    def delete(self) -> None:
-        """Remove the entry."""
+    def delete(self) -> bool:
+        """Remove the entry; tell whether it was there."""
         keys = Keys.of(self.app)
         with schedule_client(self.app).pipeline() as pipe:
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
             pipe.delete(self.key)
-            pipe.execute()
+            return any(pipe.execute())
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
         """Count the entry's time from another moment, by default from now."""

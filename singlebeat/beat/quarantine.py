@@ -60,13 +60,15 @@ class Quarantine:
         self._known.pop(member, None)
         self.client.hdel(self.keys.quarantine, member)
 
-    def lift(self, member: str) -> None:
-        """Take an entry up again that is mended."""
+    def lift(self, member: str, *, has_pending: bool) -> None:
+        """Take an entry up again that is mended, with the occurrence of it that was not confirmed."""
         logger.info("beat: Entry %s is mended", _printable(member))
         self._known.pop(member, None)
         with self.client.pipeline() as pipe:
             pipe.hdel(self.keys.quarantine, member)
             pipe.zadd(self.keys.schedule, {member: 0}, xx=True)
+            if has_pending:
+                pipe.zadd(self.keys.pending, {member: 0}, nx=True)
             pipe.execute()
 
 

@@ -116,6 +116,8 @@ def _wish(
         stored is not None
         and stored.schedule == entry.schedule
         and all(getattr(wanted, name) == getattr(entry.policy, name) for name in TIMING)
+        # It may be finished, and go on now.
+        and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
     if past is None:
         past = Meta(None if entry.policy.run_on_start else entry.meta.last_run_at, entry.meta.total_run_count)

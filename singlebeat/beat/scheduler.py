@@ -40,6 +40,9 @@ logger = get_logger("celery.beat")
 #: Longest sleep of the leader in seconds: how late a change that somebody writes into Redis may be noticed.
 POLL_INTERVAL = 1.0
 
+#: Sleep of the leader after it has sent what somebody asked for: of a backfill, the next one is asked for then.
+ASKED_INTERVAL = 0.1
+
 #: Seconds between two looks of a beat that stands by; how soon it follows a leader that has left.
 STANDBY_INTERVAL = 0.3
 
@@ -170,7 +173,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         if due.more:
             return SHORTEST_SLEEP
         upcoming = min(scores) - datetime.now(UTC).timestamp() if scores else POLL_INTERVAL
-        return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, POLL_INTERVAL))
+        asked = any(stored.pending and not stored.pending.is_scheduled for stored in due.recovered)
+        return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, ASKED_INTERVAL if asked else POLL_INTERVAL))
 
     def _lead(self, term: Term) -> None:
         if term.token:
@@ -204,14 +208,10 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending) for stored in retaken if stored.pending is not None]
         late = [(stored, occurrence) for stored, occurrence in pending if too_late(stored, occurrence, now)]
-        missed: list[tuple[Stored, Decision, Meta | None]] = [
-            (
-                stored,
-                Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED),
-                stored.uncounted(occurrence),
-            )
-            for stored, occurrence in late
-        ]
+        missed = list[tuple[Stored, Decision, Meta | None]]()
+        for stored, occurrence in late:
+            decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED)
+            missed.append((stored, decision, stored.uncounted(occurrence)))
         self.store.confirm(missed, term)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)

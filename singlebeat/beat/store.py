@@ -195,7 +195,7 @@ class Store:
                     self.quarantine.put(member, str(exc), due=member in scores)
             else:
                 if member in quarantined:
-                    self.quarantine.lift(member)
+                    self.quarantine.lift(member, has_pending=taken is not None)
                 yield stored
 
     def _is_scheduled(self, member: str) -> bool:

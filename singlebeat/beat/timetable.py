@@ -71,8 +71,8 @@ class Timetable:
         if upcoming is not None:
             span = min(span, upcoming - nominal)
         seed = f"{self.name}\n{round(nominal.timestamp() * 1000)}".encode(errors="surrogateescape")
-        part = int.from_bytes(hashlib.sha256(seed).digest()[:4]) / 2**32
-        return nominal + span * part
+        part = int.from_bytes(hashlib.sha256(seed).digest()[:4])  # of 2**32
+        return nominal + (span // TICK * part >> 32) * TICK  # rounded down: the next nominal time is never reached
 
     def overdue(self, after: datetime, now: datetime) -> datetime | None:
         """Return the last nominal time after a moment whose run is due by now, None if none is."""
@@ -81,14 +81,15 @@ class Timetable:
             nominal = self.latest(after, nominal - TICK)
         return nominal
 
-    def runs(self, after: datetime, *, count: int | None = None) -> Iterator[datetime]:
-        """Yield the nominal times after a moment.
+    def runs(self, since: datetime | None, now: datetime, *, count: int = 0) -> Iterator[datetime]:
+        """Yield the nominal times of the runs to come; the first one is past if it is overdue.
 
         Args:
+            since: after which its next nominal time lies; None: it has never run, and is due now.
             count: runs that the entry has had, for ``max_runs``.
         """
-        left = None if self.policy.max_runs is None else self.policy.max_runs - (count or 0)
-        nominal = self.next(after)
+        left = None if self.policy.max_runs is None else self.policy.max_runs - count
+        nominal = self.bounded(now) if since is None else self.overdue(since, now) or self.next(since)
         while nominal is not None and (left is None or left > 0):
             yield nominal
             left = None if left is None else left - 1

@@ -1,0 +1,266 @@
+"""The schedule of an app, for its programs: read, change and trigger entries; needs Redis, and no beat."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cache
+from itertools import dropwhile, islice
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from celery.utils.log import get_logger
+
+from ..connections import schedule_client
+from ..errors import ConflictError, EntryError, UnknownEntryError
+from ..lua import Script, packed
+from ..overlap import Overlap
+from .backfill import Span
+from .entry import Entry
+from .keys import Keys
+from .occurrence import Kind, Occurrence
+from .policy import Policy
+from .save import ATTEMPTS, BATCH, save_entries
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("Schedule",)
+
+logger = get_logger(__name__)
+
+#: Seconds between two looks whether an entry's last occurrence is confirmed.
+POLL_INTERVAL = 0.05
+
+#: How far the occurrences of a backfill that is too long are counted.
+COUNTED = 10_000
+
+
+@cache
+def _script(name: str) -> Script:
+    return Script(__package__, name)
+
+
+class Schedule:
+    """The entries of an app.
+
+    >>> Schedule(app).upsert("greet", "tasks.greet", crontab(minute=0), args=["world"], jitter=5)  # doctest: +SKIP
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self.app, self.keys = app, Keys.of(app)
+
+    @property
+    def _client(self) -> Any:
+        return schedule_client(self.app)
+
+    def get(self, name: str) -> Entry:
+        """Return an entry.
+
+        Raises:
+            UnknownEntryError: there is none; it is a KeyError, too.
+            EntryError: it cannot be understood.
+        """
+        return self._entry(name, self._read([self.keys.prefix + name])[0])
+
+    def save(self, entry: Entry) -> Entry:
+        """Store an entry, new or read; it keeps its past, and if its times are unchanged its next time.
+
+        Raises:
+            ConflictError: somebody else has changed the entry since it was read.
+            EntryError: a value cannot be stored.
+        """
+        problem = save_entries(self._client, self.keys, {entry.name: entry}, datetime.now(UTC))[entry.name]
+        if problem is not None:
+            raise problem
+        entry.version = None
+        return entry
+
+    def upsert(
+        self,
+        name: str,
+        task: str,
+        schedule: Any,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        enabled: bool = True,
+        **policy: Any,
+    ) -> Entry:
+        """Store an entry under a name, whatever is there; it keeps its past, and stays paused if it is.
+
+        Args:
+            schedule: of Celery or RedBeat, or a number of seconds.
+            options: for ``apply_async``.
+            policy: wishes by the names of ``Policy``.
+
+        Raises:
+            EntryError: a value cannot be stored, or a wish is unknown or wrong.
+        """
+        given = {"args": list(args), "kwargs": dict(kwargs or {}), "options": dict(options or {}), "enabled": enabled}
+        return self.save(Entry(name, task, schedule, app=self.app, policy=Policy.of(policy), **given))
+
+    def delete(self, name: str) -> bool:
+        """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back."""
+        return Entry(name, app=self.app).delete()
+
+    def pause(self, name: str, note: str = "") -> None:
+        """Let an entry's times pass without a run.
+
+        Args:
+            note: for people: why; empty: what it says is left.
+
+        Raises:
+            UnknownEntryError: there is none; it is a KeyError, too.
+            ConflictError: somebody else keeps changing it.
+            EntryError: its policy cannot be understood.
+        """
+        self._wish(name, paused=True, **({"note": note} if note else {}))
+
+    def resume(self, name: str) -> None:
+        """End a pause and remove its note; the times that have passed are not made up for.
+
+        Raises:
+            UnknownEntryError, ConflictError, EntryError: as ``pause``.
+        """
+        self._wish(name, paused=False, note="")
+
+    def next_runs(self, name: str, count: int, *, after: datetime | None = None) -> Sequence[datetime]:
+        """Return the next nominal times of an entry, in UTC, whether it is paused or not.
+
+        Args:
+            count: how many at most; there are fewer if the entry ends.
+            after: only what is later; by default all, of which the first is past if it is overdue.
+
+        Raises:
+            UnknownEntryError, EntryError: as ``get``.
+        """
+        entry, now = self.get(name), datetime.now(UTC)
+        # Without a number of runs to count, all that lies before it can be left out at once.
+        from_when = now if after is None or entry.policy.max_runs is not None else max(now, after)
+        runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
+        if after is not None:
+            runs = dropwhile(lambda nominal: nominal <= after, runs)
+        return [*islice(runs, count)]
+
+    def trigger(self, name: str, *, timeout: float = 10.0) -> str:
+        """Let an entry run as soon as a beat leads, also if it is paused, disabled or finished; return the task id.
+
+        The run takes the entry's lock and is recorded as ``manual``; it is not counted, and next times stay.
+
+        Args:
+            timeout: seconds to wait while another occurrence of the entry is on its way.
+
+        Raises:
+            UnknownEntryError, EntryError: as ``get``.
+            ConflictError: another occurrence of the entry was on its way for all that time.
+        """
+        entry, now = self.get(name), datetime.now(UTC)
+        last = entry.meta.last_run_at
+        previous = None if last is None else last.timestamp()
+        occurrence = Occurrence(str(uuid4()), now.timestamp(), previous, Kind.MANUAL)
+        self._propose(name, occurrence, timeout)
+        return occurrence.id
+
+    def backfill(
+        self,
+        name: str,
+        start: datetime,
+        end: datetime,
+        *,
+        overlap: str = Overlap.BUFFER_ALL,
+        limit: int = 1000,
+        dry_run: bool = False,
+        timeout: float = 10.0,
+    ) -> Sequence[Occurrence]:
+        """Let an entry run once for each of its nominal times in ``(start, end]``, in their order; return these.
+
+        An interval counts from ``start``. Each run is handed to beat when that has sent the one before. A call that was
+        interrupted goes on when it is repeated with the same start and end. Runs are not counted, next times stay.
+
+        Args:
+            overlap: what becomes of one that meets an equal call, a word of ``Overlap``.
+            limit: more runs than that are refused before the first is sent.
+            dry_run: only return them.
+            timeout: seconds to wait for each one to be sent.
+
+        Raises:
+            UnknownEntryError, EntryError: as ``get``; there are too many runs, or ``start`` and ``end`` are wrong.
+            ConflictError: an occurrence was not sent in time, or another backfill of the entry is not finished.
+        """
+        word = Policy.of({"overlap": overlap}).overlap
+        entry, key = self.get(name), self.keys.prefix + name
+        found: str = self._client.hget(key, "backfill") or ""
+        span = Span.of(start, end).resumed(found, name, key)
+        counted = max(COUNTED, limit)
+        left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
+        if len(left) > limit:
+            number = f"more than {counted}" if len(left) > counted else len(left)
+            raise EntryError(
+                f"backfill of {name!r}: {number} runs are more than the limit of {limit}; raise it if need be"
+            )
+        if dry_run:
+            return left
+        for occurrence in left:
+            is_last = occurrence is left[-1]
+            at = "" if is_last else replace(span, at=datetime.fromtimestamp(occurrence.nominal, UTC)).encode()
+            self._propose(name, occurrence, timeout, found=found, at=at)
+            found = at
+        if not left and found:
+            self._client.hdel(key, "backfill")
+        return left
+
+    def list(self) -> Iterator[Entry]:
+        """Yield all entries, by the time of their next run; those that cannot be used are left out and logged."""
+        members = self._client.zrange(self.keys.schedule, 0, -1)
+        for at in range(0, len(members), BATCH):
+            keys = [self.keys.entry(member) for member in members[at : at + BATCH]]
+            for key, fields in zip(keys, self._read(keys), strict=True):
+                try:
+                    yield self._entry(key.removeprefix(self.keys.prefix), fields)
+                except EntryError as exc:
+                    logger.warning("%s is left out: %s", key.encode(errors="backslashreplace").decode(), exc)
+
+    def _read(self, keys: Sequence[str]) -> Sequence[Any]:
+        rows: Sequence[Any] = json.loads(_script("read")(self._client, keys, ()))
+        return rows
+
+    def _entry(self, name: str, fields: Any) -> Entry:
+        if isinstance(fields, str):
+            raise EntryError(f"entry {name!r} cannot be used: its key holds something else: {fields}")
+        if not fields[0]:
+            raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
+        return Entry.from_fields(self.keys.prefix + name, *fields[:3], app=self.app)
+
+    def _wish(self, name: str, **wishes: Any) -> None:
+        """Change some wishes of an entry, and nothing else in it."""
+        key = self.keys.prefix + name
+        for _ in range(ATTEMPTS):
+            fields = self._read([key])[0]
+            if isinstance(fields, str) or not fields[0]:
+                raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
+            definition, meta, policy = found = fields[:3]
+            wanted = (definition, meta or "", replace(Policy.decode(policy or ""), **wishes).encode())
+            row = packed([(key, found, wanted, "")])
+            if json.loads(_script("save")(self._client, [self.keys.schedule, key], (row,)))[0]:
+                return
+        raise ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
+
+    def _propose(self, name: str, occurrence: Occurrence, timeout: float, *, found: str = "", at: str = "") -> None:
+        key, deadline = self.keys.prefix + name, time.monotonic() + timeout
+        args = (key, occurrence.encode(), found, at)
+        while (verdict := _script("propose")(self._client, [key, self.keys.pending], args)) == "pending":
+            if time.monotonic() >= deadline:
+                raise ConflictError(
+                    f"entry {name!r} has an occurrence that was not sent within {timeout:g} s: does a beat run? "
+                    "(celery singlebeat status)"
+                )
+            time.sleep(POLL_INTERVAL)
+        if verdict == "missing":
+            raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
+        if verdict == "moved":
+            raise ConflictError(f"entry {name!r}: another call goes on with its backfill")

@@ -1,0 +1,71 @@
+"""Runs of an entry for times in the past: which they are, and how far they have come; pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ..errors import ConflictError, EntryError
+from ..overlap import Overlap
+from .occurrence import Kind, Occurrence
+from .timetable import Timetable
+
+__all__ = ("Span",)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The times of a backfill: later than its start, not later than its end, and those up to ``at`` are done."""
+
+    start: datetime
+    end: datetime
+    at: datetime
+
+    @classmethod
+    def of(cls, start: datetime, end: datetime) -> Span:
+        """Return a span that has not begun.
+
+        Raises:
+            EntryError: one of the two has no time zone, or the end is before the start.
+        """
+        for name, moment in (("start", start), ("end", end)):
+            if moment.utcoffset() is None:
+                raise EntryError(f"backfill: {name} needs a time zone, {moment!r} has none")
+        start, end = start.astimezone(UTC), end.astimezone(UTC)
+        if end < start:
+            raise EntryError(f"backfill: its end {end} is before its start {start}")
+        return cls(start, end, start)
+
+    def encode(self) -> str:
+        """Return the ``backfill`` field of an entry."""
+        return json.dumps({name: getattr(self, name).isoformat() for name in ("start", "end", "at")})
+
+    def resumed(self, text: str | None, name: str, key: str) -> Span:
+        """Return the same span from where an earlier call has left it, by what that has written.
+
+        Raises:
+            ConflictError: that was another span.
+            EntryError: it cannot be understood.
+        """
+        if not text:
+            return self
+        try:
+            found = Span(**{name: datetime.fromisoformat(value) for name, value in json.loads(text).items()})
+        except (ValueError, TypeError, AttributeError) as exc:
+            raise EntryError(f"entry {name!r}: its field backfill cannot be read, HDEL {key} backfill: {exc}") from exc
+        if (found.start, found.end) != (self.start, self.end):
+            raise ConflictError(
+                f"entry {name!r} has an unfinished backfill from {found.start} to {found.end}: finish it with the same "
+                f"start and end, or give it up with HDEL {key} backfill"
+            )
+        return found
+
+    def occurrences(self, table: Timetable, prefix: str, overlap: Overlap | None) -> Iterator[Occurrence]:
+        """Yield what is left, each with the time before it as its previous one."""
+        previous, nominal = self.at, table.next(self.at)
+        while nominal is not None and nominal <= self.end:
+            kind = Kind.BACKFILL
+            yield Occurrence.of(prefix, table.name, nominal, previous=previous, kind=kind, overlap=overlap)
+            previous, nominal = nominal, table.next(nominal)

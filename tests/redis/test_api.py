@@ -1,0 +1,671 @@
+"""``singlebeat.Schedule``: what a program does to entries, and what a beat then does with them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.beat import Service
+from celery.schedules import crontab, schedule
+from redis import Redis
+
+from singlebeat import Entry, Schedule, Scheduler
+from singlebeat.beat.entry import Meta
+from singlebeat.beat.occurrence import Kind, Occurrence
+from singlebeat.beat.policy import Policy
+from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
+from singlebeat.overlap import Overlap
+from tests.support import RedisServer, wait_until
+from tests.system.apps import make_app
+
+PLAIN = "tests.system.apps.plain"
+SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::history"
+QUARANTINE = "redbeat::quarantine"
+START = datetime(2026, 3, 1, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def api(app: Celery) -> Schedule:
+    return Schedule(app)
+
+
+@pytest.fixture
+def beat(server: RedisServer, redis: Redis) -> Iterator[Scheduler]:
+    """A scheduler that ticks when it is told to."""
+    app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None})
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    yield scheduler
+    scheduler.close()
+    app.close()
+
+
+@pytest.fixture
+def ticking(beat: Scheduler) -> Iterator[None]:
+    """Let the scheduler tick all the time, as a beat does."""
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(min(beat.tick(), 0.02)):
+            pass
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def ids(redis: Redis) -> list[str]:
+    """The task ids of all messages in the queue, the first one first."""
+    return [json.loads(text)["headers"]["id"] for text in redis.lrange("celery", 0, -1)[::-1]]
+
+
+def headers(redis: Redis) -> list[dict[str, Any]]:
+    """What each message in the queue tells its run, the first one first."""
+    return [json.loads(text)["headers"]["singlebeat"] for text in redis.lrange("celery", 0, -1)[::-1]]
+
+
+def decisions(redis: Redis) -> list[tuple[str, str]]:
+    return [(record["kind"], record["decision"]) for _, record in redis.xrange(HISTORY)]
+
+
+# ---------------------------------------------------------------- get, list
+
+
+def test_what_was_stored_is_got(api):
+    api.upsert(
+        "e", PLAIN, 60, args=["a"], kwargs={"seconds": 1}, options={"queue": "q"}, enabled=False, jitter=5, note="n"
+    )
+    entry = api.get("e")
+
+    assert (entry.name, entry.task, entry.schedule, entry.enabled) == ("e", PLAIN, schedule(60), False)
+    assert (entry.args, entry.kwargs, entry.options) == (["a"], {"seconds": 1}, {"queue": "q"})
+    assert entry.policy == Policy(jitter=5.0, note="n")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda api: api.get("nobody"),
+        lambda api: api.pause("nobody"),
+        lambda api: api.resume("nobody"),
+        lambda api: api.trigger("nobody"),
+        lambda api: api.next_runs("nobody", 1),
+        lambda api: api.backfill("nobody", START, START + HOUR),
+    ],
+    ids=["get", "pause", "resume", "trigger", "next_runs", "backfill"],
+)
+def test_a_name_that_is_nobodys_is_named_and_nothing_is_written(api, redis, verb):
+    with pytest.raises(UnknownEntryError, match=r"^there is no entry 'nobody' under redbeat:$") as caught:
+        verb(api)
+
+    assert isinstance(caught.value, KeyError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert redis.dbsize() == 0
+
+
+def test_an_entry_that_cannot_be_read_says_why(api, redis):
+    redis.hset("redbeat:e", mapping={"definition": "{"})
+    redis.set("redbeat:f", "a text")
+
+    with pytest.raises(EntryError, match="definition cannot be read"):
+        api.get("e")
+    with pytest.raises(EntryError, match="its key holds something else"):
+        api.get("f")
+
+
+def test_all_entries_are_listed_by_their_times_and_broken_ones_are_logged(api, redis, caplog):
+    for number in range(505):
+        api.upsert(f"e{number}", PLAIN, 1000 - number)
+    redis.hset("redbeat:e7", "definition", "{")
+    redis.hset("redbeat:e8", "policy", '{"jiter": 5}')
+    redis.zadd(SCHEDULE, {"redbeat:e9": -1})
+    redis.zadd(SCHEDULE, {"e504": 1})  # RedBeat's documentation puts in bare names, too
+    redis.zrem(SCHEDULE, "redbeat:e504")
+    for number in range(505):
+        if number not in (7, 8, 9, 504):
+            redis.zadd(SCHEDULE, {f"redbeat:e{number}": 10_000 - number})
+
+    listed = [entry.name for entry in api.list()]
+
+    assert listed == ["e9", "e504", *(f"e{number}" for number in reversed(range(504)) if number not in (7, 8, 9))]
+    assert "redbeat:e7 is left out: definition cannot be read" in caplog.text
+    assert "redbeat:e8 is left out: policy: there is no 'jiter'; did you mean 'jitter'?" in caplog.text
+
+
+# ---------------------------------------------------------------- save, upsert, delete
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"jiter": 5}, "there is no 'jiter'; did you mean 'jitter'?"),
+        ({"jitter": -5}, "jitter must be a positive number of seconds, not -5"),
+        ({"timezone": "Mars/Olympus"}, "timezone must be the IANA name"),
+        ({"overlap": "raise"}, "overlap must be one of skip, "),
+        ({"start_time": datetime(2026, 1, 1)}, "start_time must be a date and time with offset"),  # noqa: DTZ001
+        ({"start_time": START, "end_time": START - HOUR}, "is before start_time"),
+        ({"max_runs": 0}, "max_runs must be a whole number"),
+        ({"paused": "yes"}, "paused must be true or false"),
+        ({"expires": 5, "options": {"expires": 6}}, "expires is in its options as well as in its policy"),
+    ],
+)
+def test_typos_and_contradictions_are_refused_and_nothing_is_written(api, redis, wishes, message):
+    with pytest.raises(EntryError) as caught:
+        api.upsert("e", PLAIN, 60, **wishes)
+
+    assert message in str(caught.value)
+    assert redis.dbsize() == 0
+
+
+def test_an_unchanged_entry_is_not_written(api, redis):
+    api.upsert("e", PLAIN, 60, jitter=5)
+    redis.hset("redbeat:e", "meta", (past := Meta(START, 7).encode()))
+    redis.zadd(SCHEDULE, {"redbeat:e": 12345})
+
+    api.upsert("e", PLAIN, 60, jitter=5)
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == 12345
+    assert redis.hget("redbeat:e", "meta") == past
+
+
+@pytest.mark.parametrize("change", [{"args": ["b"]}, {"note": "n"}, {"overlap": "allow_all"}, {"expires": 5}])
+def test_a_change_that_is_not_of_its_times_keeps_the_next_time(api, redis, change):
+    api.upsert("e", PLAIN, 60)
+    redis.hset("redbeat:e", "meta", (past := Meta(START, 7).encode()))
+    redis.zadd(SCHEDULE, {"redbeat:e": 12345})
+
+    api.upsert("e", PLAIN, 60, **change)
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == 12345
+    assert redis.hget("redbeat:e", "meta") == past
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schedule": 120},
+        {"schedule": crontab(minute=5)},
+        {"timezone": "Asia/Tokyo"},
+        {"jitter": 30},
+        {"start_time": datetime(2020, 1, 1, tzinfo=UTC)},
+        {"end_time": datetime(2090, 1, 1, tzinfo=UTC)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_change_of_its_times_counts_from_now_and_keeps_the_last_run(api, redis, change):
+    api.upsert("e", PLAIN, 60)
+    redis.hset("redbeat:e", "meta", Meta(START, 7).encode())
+    before = datetime.now(UTC)
+
+    api.upsert("e", PLAIN, change.pop("schedule", 60), **change)
+
+    past = Meta.decode(redis.hget("redbeat:e", "meta"))
+    assert (past.last_run_at, past.total_run_count) == (START, 7)
+    assert before <= past.since <= datetime.now(UTC)
+    assert redis.zscore(SCHEDULE, "redbeat:e") >= before.timestamp()
+
+
+def test_an_edit_of_an_entry_that_somebody_else_has_edited_is_refused(api):
+    api.upsert("e", PLAIN, 60)
+    mine, theirs = api.get("e"), api.get("e")
+    theirs.args = ["theirs"]
+    api.save(theirs)
+    mine.args = ["mine"]
+
+    with pytest.raises(ConflictError, match="'e' was changed since it was read: read it again"):
+        api.save(mine)
+
+    assert api.get("e").args == ["theirs"]
+
+
+def test_a_pause_meanwhile_is_an_edit_too(api):
+    api.upsert("e", PLAIN, 60)
+    mine = api.get("e")
+    api.pause("e")
+    mine.args = ["mine"]
+
+    with pytest.raises(ConflictError):
+        api.save(mine)
+
+
+def test_of_many_edits_at_once_all_are_done_or_refused(api):
+    """Each adds its number to the arguments that it has read: none of those that were stored may be lost."""
+    api.upsert("e", PLAIN, 60)
+    stored = list[int]()
+
+    def edit(number: int) -> None:
+        for attempt in range(20):
+            entry = api.get("e")
+            entry.args = [*entry.args, number * 100 + attempt]
+            try:
+                api.save(entry)
+            except ConflictError:
+                continue
+            stored.append(number * 100 + attempt)
+
+    threads = [threading.Thread(target=edit, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(api.get("e").args) == sorted(stored)
+    assert stored
+
+
+def test_a_deleted_entry_leaves_nothing_behind(api, redis):
+    api.upsert("e", PLAIN, 60)
+    api.trigger("e")
+
+    assert api.delete("e") is True
+    assert api.delete("e") is False
+    assert redis.dbsize() == 0
+
+
+def test_a_broken_entry_can_be_deleted(api, redis):
+    redis.hset("redbeat:e", "definition", "{")
+    redis.zadd(SCHEDULE, {"redbeat:e": 0})
+
+    assert api.delete("e") is True
+    assert redis.dbsize() == 0
+
+
+# ---------------------------------------------------------------- pause, resume
+
+
+def test_a_pause_changes_the_policy_alone(api, redis):
+    strange = json.dumps({"task": PLAIN, "schedule": 60, "unknown": "kept"})
+    meta = Meta(START, 7).encode()
+    redis.hset("redbeat:e", mapping={"definition": strange, "meta": meta, "policy": '{"jitter": 5}', "mine": "kept"})
+    redis.zadd(SCHEDULE, {"redbeat:e": 12345})
+
+    api.pause("e", "until Monday")
+
+    assert redis.hgetall("redbeat:e") == {
+        "definition": strange,
+        "meta": meta,
+        "policy": json.dumps({"jitter": 5.0, "paused": True, "note": "until Monday"}),
+        "mine": "kept",
+    }
+    assert redis.zscore(SCHEDULE, "redbeat:e") == 12345
+
+    api.resume("e")
+
+    assert json.loads(redis.hget("redbeat:e", "policy")) == {"jitter": 5.0}
+
+
+def test_a_pause_without_a_note_leaves_the_note(api):
+    api.upsert("e", PLAIN, 60, note="ask Ann")
+
+    api.pause("e")
+
+    assert api.get("e").policy == Policy(paused=True, note="ask Ann")
+
+
+def test_an_upsert_leaves_a_paused_entry_paused(api):
+    api.upsert("e", PLAIN, 60)
+    api.pause("e", "why")
+
+    api.upsert("e", PLAIN, 120)
+
+    assert api.get("e").policy == Policy(paused=True, note="why")
+
+
+def test_a_pause_amid_edits_loses_neither(api, redis):
+    api.upsert("e", PLAIN, 60)
+    over = threading.Event()
+
+    def claim_and_claim() -> None:
+        """Write its past over and over, as a beat does."""
+        count = 0
+        with redis.pipeline() as pipe:
+            while not over.wait(0.002):
+                count += 1
+                pipe.hset("redbeat:e", "meta", Meta(START, count).encode()).execute()
+
+    thread = threading.Thread(target=claim_and_claim)
+    thread.start()
+    try:
+        for number in range(50):
+            api.pause("e", f"note {number}")
+            assert api.get("e").policy.note == f"note {number}"
+            api.resume("e")
+    finally:
+        over.set()
+        thread.join()
+    assert api.get("e").policy == Policy()
+    assert api.get("e").total_run_count > 0
+
+
+# ---------------------------------------------------------------- the next runs
+
+
+def test_the_next_runs_of_an_interval_stay_on_its_grid(api, redis):
+    last = datetime.now(UTC) - 0.5 * HOUR
+    Entry("e", PLAIN, schedule(HOUR), app=api.app, last_run_at=last).save()
+
+    assert api.next_runs("e", 3) == [last + HOUR, last + 2 * HOUR, last + 3 * HOUR]
+    assert api.next_runs("e", 2, after=last + 100.5 * HOUR) == [last + 101 * HOUR, last + 102 * HOUR]
+    assert api.next_runs("e", 1, after=last + HOUR) == [last + 2 * HOUR]
+    assert api.next_runs("e", 0) == []
+
+
+def test_a_run_that_is_overdue_comes_first_and_stands_for_all_that_were_missed(api):
+    last = datetime.now(UTC) - 2.5 * HOUR
+    Entry("e", PLAIN, schedule(HOUR), app=api.app, last_run_at=last).save()
+
+    assert api.next_runs("e", 2) == [last + 2 * HOUR, last + 3 * HOUR]
+    assert api.next_runs("e", 1, after=datetime.now(UTC)) == [last + 3 * HOUR]
+
+
+def test_an_entry_that_has_never_run_is_due_now(api, redis):
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": 60}))
+    before = datetime.now(UTC)
+
+    first, second = api.next_runs("e", 2)
+
+    assert before <= first <= datetime.now(UTC)
+    assert second == first + timedelta(seconds=60)
+
+
+def test_the_next_runs_end_with_the_entry(api):
+    last = datetime.now(UTC)
+    Entry("n", PLAIN, schedule(60), app=api.app, last_run_at=last, total_run_count=3, max_runs=5).save()
+    Entry("t", PLAIN, schedule(60), app=api.app, last_run_at=last, end_time=last + timedelta(seconds=150)).save()
+    Entry("over", PLAIN, schedule(60), app=api.app, last_run_at=last, total_run_count=5, max_runs=5).save()
+
+    assert [len(api.next_runs(name, 10)) for name in ("n", "t", "over")] == [2, 2, 0]
+    assert api.next_runs("n", 10, after=last + timedelta(seconds=90)) == [last + timedelta(seconds=120)]
+
+
+def test_the_next_runs_of_a_busy_entry_in_a_year_are_known_at_once(api):
+    last = datetime.now(UTC)
+    Entry("e", PLAIN, schedule(0.001), app=api.app, last_run_at=last).save()
+
+    assert api.next_runs("e", 1, after=last + timedelta(days=3650)) == [last + timedelta(days=3650, milliseconds=1)]
+
+
+# ---------------------------------------------------------------- trigger
+
+
+@pytest.mark.parametrize("state", ["active", "paused", "disabled", "finished"])
+def test_a_triggered_entry_runs_once_whatever_its_state_and_its_times_stay(api, beat, redis, state):
+    wishes = {"paused": {"paused": True}, "disabled": {"enabled": False}, "finished": {"max_runs": 7}}.get(state, {})
+    last = datetime.now(UTC)
+    Entry("e", PLAIN, schedule(HOUR), ["a"], app=api.app, last_run_at=last, total_run_count=7, **wishes).save()
+    if state == "finished":
+        redis.zadd(SCHEDULE, {"redbeat:e": -1})
+    score, meta = redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")
+
+    task_id = api.trigger("e")
+    for _ in range(3):
+        beat.tick()
+
+    assert ids(redis) == [task_id]
+    assert decisions(redis) == [("manual", "dispatched")]
+    (header,) = headers(redis)
+    assert (header["entry"], header["occurrence"], header["kind"]) == ("e", task_id, "manual")
+    assert datetime.fromisoformat(header["previous"]) == last.replace(microsecond=last.microsecond // 1000 * 1000)
+    assert (redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")) == (score, meta)
+    assert not redis.exists(PENDING)
+
+
+def test_triggers_wait_for_one_another(api, beat, redis, ticking):
+    api.upsert("e", PLAIN, 3600, args=["a"], overlap="allow_all")
+
+    task_ids = [api.trigger("e", timeout=30) for _ in range(3)]
+
+    wait_until(lambda: len(ids(redis)) == 3, what="three messages")
+    assert ids(redis) == task_ids
+    assert len(set(task_ids)) == 3
+
+
+def test_triggers_at_once_are_each_a_run(api, redis, ticking):
+    api.upsert("e", PLAIN, 3600, args=["a"], overlap="allow_all")
+    triggered = list[str]()
+    threads = [threading.Thread(target=lambda: triggered.append(api.trigger("e", timeout=30))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    wait_until(lambda: len(ids(redis)) == 5, what="five messages")
+    assert sorted(ids(redis)) == sorted(triggered)
+
+
+def test_a_trigger_without_a_beat_waits_for_one_and_a_second_says_so(api, redis, beat):
+    api.upsert("e", PLAIN, 3600, args=["a"])
+    first = api.trigger("e")
+
+    with pytest.raises(ConflictError, match=r"'e' has an occurrence that was not sent within 0 s: does a beat run\?"):
+        api.trigger("e", timeout=0)
+    beat.tick()
+
+    assert ids(redis) == [first]
+
+
+def test_a_trigger_takes_the_entrys_lock(api, redis, beat):
+    api.upsert("e", "tests.system.apps.single", 3600, args=["a"])
+    api.trigger("e")
+    beat.tick()
+    api.trigger("e")
+    beat.tick()
+
+    assert len(ids(redis)) == 1
+    assert decisions(redis) == [("manual", "dispatched"), ("manual", "skipped_overlap")]
+
+
+def test_a_trigger_whose_reply_was_lost_is_one_run(api, redis, beat):
+    api.upsert("e", PLAIN, 3600, args=["a"])
+    occurrence = Occurrence("the-id", 1.0, kind=Kind.MANUAL)
+    for _ in range(2):
+        api._propose("e", occurrence, 0.0)
+    beat.tick()
+
+    assert ids(redis) == ["the-id"]
+
+
+def test_an_occurrence_that_waited_in_a_broken_entry_is_sent_when_that_is_mended(api, redis, beat):
+    api.upsert("e", PLAIN, 3600, args=["a"])
+    task_id = api.trigger("e")
+    good = redis.hget("redbeat:e", "definition")
+    redis.hset("redbeat:e", "definition", "{")
+    beat.tick()
+    assert redis.hexists(QUARANTINE, "redbeat:e")
+    redis.hset("redbeat:e", "definition", good)
+    for _ in range(3):
+        beat.tick()
+
+    assert ids(redis) == [task_id]
+
+
+# ---------------------------------------------------------------- backfill
+
+
+HOURS = [START + n * HOUR for n in range(1, 6)]
+END = HOURS[-1]
+
+
+@pytest.fixture
+def hourly(api: Schedule) -> Callable[..., Entry]:
+    def hourly(**wishes: Any) -> Entry:
+        return api.upsert("e", PLAIN, crontab(minute=0), args=["a"], **{"overlap": "allow_all", **wishes})
+
+    return hourly
+
+
+def times(occurrences: Any) -> list[datetime]:
+    return [datetime.fromtimestamp(occurrence.nominal, UTC) for occurrence in occurrences]
+
+
+def test_a_backfill_runs_every_time_after_its_start_up_to_its_end_in_order(api, redis, hourly, ticking):
+    hourly()
+    score, meta = redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")
+
+    done = api.backfill("e", START, END)
+
+    assert times(done) == HOURS
+    wait_until(lambda: len(ids(redis)) == 5, what="five messages")
+    assert ids(redis) == [occurrence.id for occurrence in done]
+    assert [datetime.fromisoformat(header["nominal"]) for header in headers(redis)] == HOURS
+    assert [datetime.fromisoformat(header["previous"]) for header in headers(redis)] == [START, *HOURS[:-1]]
+    wait_until(lambda: decisions(redis) == [("backfill", "dispatched")] * 5, what="five decisions")
+    assert (redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")) == (score, meta)
+    assert not redis.hexists("redbeat:e", "backfill")
+
+
+def test_a_dry_run_writes_nothing_and_tells_the_same(api, redis, hourly, ticking):
+    hourly()
+    before = redis.hgetall("redbeat:e")
+
+    planned = api.backfill("e", START, END, dry_run=True)
+
+    assert redis.hgetall("redbeat:e") == before
+    assert planned == api.backfill("e", START, END)
+    assert all(occurrence.overlap is Overlap.BUFFER_ALL for occurrence in planned)
+
+
+def test_a_backfill_keeps_to_the_bounds_of_the_policy(api, hourly):
+    hourly(start_time=HOURS[1], end_time=HOURS[3], max_runs=1)
+
+    assert times(api.backfill("e", START, END, dry_run=True)) == HOURS[1:4]
+
+
+def test_an_interval_is_backfilled_from_the_start(api):
+    api.upsert("e", PLAIN, 3600, args=["a"])
+
+    assert times(api.backfill("e", START, END, dry_run=True)) == HOURS
+
+
+def test_a_backfill_of_too_many_runs_is_refused_before_the_first(api, redis, hourly):
+    hourly()
+    with pytest.raises(EntryError, match=r"backfill of 'e': 5 runs are more than the limit of 4"):
+        api.backfill("e", START, END, limit=4)
+    api.upsert("often", PLAIN, 0.001)
+    with pytest.raises(EntryError, match=r"more than 10000 runs are more than the limit of 1000"):
+        api.backfill("often", START, END)
+
+    assert not redis.exists(PENDING)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "message"),
+    [
+        (START, START - HOUR, "is before its start"),
+        (START.replace(tzinfo=None), END, "start needs a time zone"),
+        (START, END.replace(tzinfo=None), "end needs a time zone"),
+    ],
+)
+def test_a_span_that_is_none_is_refused(api, hourly, start, end, message):
+    hourly()
+    with pytest.raises(EntryError, match=message):
+        api.backfill("e", start, end)
+
+
+def test_an_overlap_that_is_none_is_refused(api, hourly):
+    hourly()
+    with pytest.raises(EntryError, match="overlap must be one of"):
+        api.backfill("e", START, END, overlap="sometimes")
+
+
+def test_an_interrupted_backfill_goes_on_where_it_was(api, redis, hourly, beat):
+    hourly()
+    with pytest.raises(ConflictError, match="was not sent within 0 s"):  # no beat ticks: it gets to the first one
+        api.backfill("e", START, END, timeout=0)
+    assert json.loads(redis.hget("redbeat:e", "backfill"))["at"] == HOURS[0].isoformat()
+    beat.tick()
+    with pytest.raises(ConflictError, match="was not sent within 0 s"):
+        api.backfill("e", START, END, timeout=0)
+    beat.tick()
+
+    assert times(api.backfill("e", START, END, dry_run=True)) == HOURS[2:]
+    with pytest.raises(ConflictError, match="an unfinished backfill from 2026-03-01 00:00"):
+        api.backfill("e", START, END + HOUR)
+    for _ in HOURS[2:4]:
+        with pytest.raises(ConflictError, match="was not sent within 0 s"):
+            api.backfill("e", START, END, timeout=0)
+        beat.tick()
+    assert times(api.backfill("e", START, END, timeout=0)) == HOURS[4:]
+    beat.tick()
+
+    assert [datetime.fromisoformat(header["nominal"]) for header in headers(redis)] == HOURS
+    assert not redis.hexists("redbeat:e", "backfill")
+
+
+def test_two_equal_backfills_at_once_run_nothing_twice(api, redis, hourly, ticking):
+    hourly()
+    outcomes = list[object]()
+
+    def backfill() -> None:
+        try:
+            outcomes.append(api.backfill("e", START, END, timeout=30))
+        except ConflictError as exc:
+            outcomes.append(exc)
+
+    threads = [threading.Thread(target=backfill) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len([one for one in outcomes if isinstance(one, ConflictError)]) == 2:
+        pytest.fail(f"neither went on: {outcomes}")
+    wait_until(lambda: not redis.exists(PENDING), what="the last confirmation")
+
+    nominals = [header["nominal"] for header in headers(redis)]
+    assert set(map(datetime.fromisoformat, nominals)) == set(HOURS)
+    if any(isinstance(one, ConflictError) for one in outcomes):  # else the one began when the other had ended
+        assert all(before < after for before, after in pairwise(nominals))
+
+
+def test_whoever_finds_that_another_call_has_gone_on_stops(api, redis, hourly, beat):
+    hourly()
+    planned = api.backfill("e", START, END, dry_run=True)
+    with pytest.raises(ConflictError, match="was not sent within 0 s"):
+        api.backfill("e", START, END, timeout=0)
+    beat.tick()
+    before = redis.hgetall("redbeat:e")
+
+    with pytest.raises(ConflictError, match="'e': another call goes on with its backfill"):
+        api._propose("e", planned[0], 1.0, found="", at="mine")
+
+    assert redis.hgetall("redbeat:e") == before
+    assert not redis.exists(PENDING)
+
+
+def test_a_trigger_amid_a_backfill_leaves_its_place(api, redis, hourly, beat):
+    hourly()
+    with pytest.raises(ConflictError):
+        api.backfill("e", START, END, timeout=0)
+    beat.tick()
+    at = redis.hget("redbeat:e", "backfill")
+
+    api.trigger("e")
+
+    assert redis.hget("redbeat:e", "backfill") == at
+
+
+def test_a_place_that_cannot_be_read_says_how_to_give_it_up(api, redis, hourly):
+    hourly()
+    redis.hset("redbeat:e", "backfill", '{"start": 7}')
+
+    with pytest.raises(EntryError, match="HDEL redbeat:e backfill"):
+        api.backfill("e", START, END)
+
+
+def test_an_entry_that_is_deleted_amid_its_backfill_does_not_come_back(api, redis, hourly):
+    hourly()
+    occurrence = api.backfill("e", START, END, dry_run=True)[0]
+    api.delete("e")
+
+    with pytest.raises(UnknownEntryError):
+        api._propose("e", occurrence, 1.0)
+    assert redis.dbsize() == 0

@@ -1,0 +1,362 @@
+"""Every wish of an entry, through the ticks of a scheduler: what is sent, what is decided, and when it is due next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery import Celery
+from celery.beat import Service
+from celery.schedules import crontab, schedule
+from redis import Redis
+
+from singlebeat import Entry, Schedule
+from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.scheduler import Scheduler
+from singlebeat.locks import backend_of
+from tests.support import RedisServer
+from tests.system.apps import make_app
+
+PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
+SCHEDULE, HISTORY, QUARANTINE = "redbeat::schedule", "redbeat::history", "redbeat::quarantine"
+SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
+
+
+class Desk:
+    """An app with its schedule, a scheduler that ticks when it is told to, and a look at what was sent."""
+
+    def __init__(self, app: Celery, redis: Redis) -> None:
+        self.app, self.redis = app, redis
+        self.schedule = Schedule(app)
+        self.scheduler: Scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+
+    def put(self, *, task: str = PLAIN, every: Any = HOUR, ago: timedelta | None = 1.5 * HOUR, **more: Any) -> Entry:
+        """Store the entry ``e``: by default its next time was half an hour ago."""
+        every = schedule(every) if isinstance(every, timedelta) else every
+        last = None if ago is None else datetime.now(UTC) - ago
+        more = {"last_run_at": last, "total_run_count": 0 if ago is None else 7, "args": ["e"], **more}
+        return Entry("e", task, every, app=self.app, **more).save()
+
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.scheduler.tick()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The headers of all messages in the queue, the first one first."""
+        return [json.loads(text)["headers"] for text in self.redis.lrange("celery", 0, -1)[::-1]]
+
+    @property
+    def decisions(self) -> list[str]:
+        return [record["decision"] for _, record in self.redis.xrange(HISTORY)]
+
+    @property
+    def score(self) -> float:
+        return self.redis.zscore(SCHEDULE, "redbeat:e")
+
+    @property
+    def meta(self) -> Meta:
+        return Meta.decode(self.redis.hget("redbeat:e", "meta"))
+
+    def nominal(self, message: dict[str, Any]) -> datetime:
+        return datetime.fromisoformat(message["singlebeat"]["nominal"])
+
+
+@pytest.fixture
+def desk(server: RedisServer, redis: Redis) -> Iterator[Desk]:
+    with make_app(server.celery_url, {"singlebeat_watchdog_timeout": None}) as app:
+        desk = Desk(app, redis)
+        yield desk
+        desk.scheduler.close()
+
+
+# ---------------------------------------------------------------- when
+
+
+def test_timezone_is_the_wall_clock_of_the_entry(desk):
+    tokyo = datetime.now(ZoneInfo("Asia/Tokyo")).replace(minute=0, second=0, microsecond=0)
+    desk.put(every=crontab(minute=0, hour=tokyo.hour), ago=3 * HOUR)
+    desk.tick()
+    assert desk.messages == []  # on the app's clock, which is UTC, that hour is far
+
+    entry = desk.schedule.get("e")
+    desk.schedule.upsert("e", PLAIN, entry.schedule, args=["e"], timezone="Asia/Tokyo")
+    desk.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 3 * HOUR, 7).encode())
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+
+    assert [desk.nominal(message) for message in desk.messages] == [tokyo]
+    assert datetime.fromtimestamp(desk.score, UTC) == tokyo + timedelta(days=1)
+
+
+def test_start_time_keeps_a_new_entry_waiting(desk):
+    start = datetime.now(UTC) + HOUR
+    desk.put(ago=None, start_time=start)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+
+    assert desk.messages == []
+    assert desk.score == start.timestamp()
+
+
+def test_an_interval_begins_at_its_start_time(desk):
+    start = (datetime.now(UTC) - timedelta(minutes=30)).replace(microsecond=0)
+    desk.put(ago=3 * HOUR, start_time=start)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick(2)
+
+    assert [desk.nominal(message) for message in desk.messages] == [start]
+    assert desk.score == (start + HOUR).timestamp()
+
+
+def test_end_time_ends_the_entry_which_is_kept(desk):
+    desk.put(end_time=datetime.now(UTC))
+    desk.tick(2)
+
+    assert desk.decisions == ["dispatched"]
+    assert desk.score == PARKED
+    assert desk.redis.exists("redbeat:e")
+
+
+def test_what_is_later_than_its_end_time_does_not_run(desk):
+    desk.put(end_time=datetime.now(UTC) - HOUR)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+
+    assert (desk.messages, desk.decisions, desk.score) == ([], [], PARKED)
+
+
+def test_max_runs_counts_what_was_sent(desk):
+    desk.put(max_runs=8, task=SINGLE)
+    backend = backend_of(desk.app)
+    desk.schedule.trigger("e")
+    desk.tick()  # the triggered one is not counted, and keeps the next one from running
+    assert desk.decisions == ["dispatched"]
+    desk.tick()
+    assert desk.decisions == ["dispatched", "skipped_overlap"]
+    assert desk.meta.total_run_count == 7
+
+    backend.clear("SINGLETONLOCK_")
+    desk.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+    assert desk.decisions == ["dispatched", "skipped_overlap", "dispatched"]
+    assert desk.meta.total_run_count == 8
+
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+    assert len(desk.decisions) == 3
+    assert desk.score == PARKED
+
+
+def test_a_finished_entry_goes_on_when_it_may_run_more_often(desk):
+    desk.put(max_runs=7)
+    desk.tick()
+    assert (desk.decisions, desk.score) == ([], PARKED)
+
+    desk.schedule.upsert("e", PLAIN, HOUR, args=["e"], max_runs=8)
+    desk.tick()
+
+    assert desk.score != PARKED
+
+
+def test_run_on_start_runs_a_new_entry_at_once_and_never_again(desk):
+    def save() -> None:
+        desk.schedule.upsert("e", PLAIN, 3600, args=["e"], run_on_start=True)
+
+    save()
+    desk.tick()
+    assert desk.decisions == ["dispatched"]
+
+    save()
+    desk.schedule.upsert("e", PLAIN, 1800, args=["e"], run_on_start=True)
+    desk.tick()
+    assert desk.decisions == ["dispatched"]
+
+
+def test_without_it_a_new_entry_waits_for_its_time(desk):
+    desk.schedule.upsert("e", PLAIN, 3600, args=["e"])
+    desk.tick()
+
+    assert desk.decisions == []
+
+
+def test_run_on_start_of_beat_schedule_is_no_run_of_every_start(server, redis):
+    entry = {"task": PLAIN, "schedule": 3600.0, "args": ["e"], "run_on_start": True}
+    conf = {"singlebeat_watchdog_timeout": None, "beat_schedule": {"e": entry}}
+    for _ in range(3):
+        with make_app(server.celery_url, conf) as app:
+            desk = Desk(app, redis)
+            desk.tick(3)
+            desk.scheduler.close()
+
+    assert desk.decisions == ["dispatched"]
+
+
+def test_jitter_puts_the_run_off_and_leaves_its_nominal_time(desk):
+    entry = desk.put(jitter=600)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+    (message,) = desk.messages
+    upcoming = desk.nominal(message) + HOUR
+
+    assert abs(desk.nominal(message) - (entry.last_run_at + HOUR)) < timedelta(milliseconds=1)
+    assert upcoming.timestamp() <= desk.score < upcoming.timestamp() + 600
+    assert desk.score == pytest.approx(entry.timetable.due(entry.last_run_at + 2 * HOUR).timestamp())
+
+
+def test_what_its_jitter_has_put_off_is_not_sent_before(desk):
+    entry = desk.put(jitter=3599, ago=HOUR + SECOND)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+
+    assert desk.messages == []
+    assert desk.score == entry.timetable.due(entry.last_run_at + HOUR).timestamp()
+
+
+# ---------------------------------------------------------------- whether
+
+
+@pytest.mark.parametrize(("grace", "decision"), [(1790, "missed"), (1900, "dispatched")])
+def test_misfire_grace_time_decides_what_is_too_late(desk, grace, decision):
+    desk.put(misfire_grace_time=grace)
+    desk.tick(2)
+
+    assert desk.decisions == [decision]
+    assert desk.meta.total_run_count == (8 if decision == "dispatched" else 7)
+
+
+def test_what_jitter_has_put_off_is_not_late_for_that(desk):
+    desk.put(misfire_grace_time=1790, jitter=600)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+
+    assert desk.decisions == ["dispatched"]
+
+
+def test_paused_lets_its_times_pass_and_says_why(desk):
+    desk.put(paused=True, note="until Monday")
+    desk.tick(2)
+    ((_, record),) = desk.redis.xrange(HISTORY)
+
+    assert (record["decision"], record["reason"]) == ("paused", "until Monday")
+    assert desk.messages == []
+    assert desk.meta.total_run_count == 7
+    assert desk.score > datetime.now(UTC).timestamp()
+
+    desk.schedule.resume("e")
+    desk.tick(2)
+    assert desk.decisions == ["paused"]  # what has passed is not made up for
+
+
+def test_of_many_missed_times_the_latest_runs_as_a_catch_up(desk):
+    entry = desk.put(ago=5.5 * HOUR)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": (entry.last_run_at + HOUR).timestamp()})
+    desk.tick(2)
+    (message,) = desk.messages
+    run = message["singlebeat"]
+
+    assert run["kind"] == "catch_up"
+    assert abs(desk.nominal(message) - (entry.last_run_at + 5 * HOUR)) < timedelta(milliseconds=1)
+    assert abs(datetime.fromisoformat(run["previous"]) - entry.last_run_at) < timedelta(milliseconds=1)
+    assert run["occurrence"] == message["id"]
+    assert desk.score == pytest.approx((entry.last_run_at + 6 * HOUR).timestamp())
+
+
+def test_what_is_on_time_is_scheduled(desk):
+    desk.put(ago=HOUR + SECOND)
+    desk.tick()
+
+    assert [message["singlebeat"]["kind"] for message in desk.messages] == ["scheduled"]
+
+
+# ---------------------------------------------------------------- how
+
+
+def test_expires_counts_from_the_dispatch(desk):
+    desk.put(expires=30)
+    before = datetime.now(UTC)
+    desk.tick()
+    (message,) = desk.messages
+
+    expires = datetime.fromisoformat(message["expires"])
+    assert before + 30 * SECOND <= expires <= datetime.now(UTC) + 30 * SECOND
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
+@pytest.mark.parametrize(
+    ("overlap", "sent", "waiting"),
+    [
+        (None, 1, 0),
+        ("skip", 1, 0),
+        ("buffer_one", 1, 0),  # the first is still queued, and the same call: nothing would be new
+        ("buffer_all", 3, 3),
+        ("allow_all", 3, 0),
+        ("cancel_other", 3, 0),
+        ("terminate_other", 3, 0),
+    ],
+)
+def test_overlap_decides_about_calls_that_wait_in_the_queue(desk, task, overlap, sent, waiting):
+    backend_of(desk.app).announce("w@h", ttl=60)
+    desk.put(task=task, **({"overlap": overlap} if overlap else {}))
+    for _ in range(3):
+        desk.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
+        desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+        desk.tick()
+
+    tickets = [message.get("singlebeat_lock") or {} for message in desk.messages]
+    assert desk.decisions == ["dispatched"] * sent + ["skipped_overlap"] * (3 - sent)
+    assert len(desk.messages) == sent
+    assert sum(bool(ticket.get("waits")) for ticket in tickets) == waiting
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
+def test_every_message_says_of_which_run_it_is(desk, task):
+    entry = desk.put(task=task, ago=HOUR + SECOND, options={"headers": {"mine": 1}})
+    desk.tick()
+    (message,) = desk.messages
+
+    assert message["singlebeat"] == {
+        "entry": "e",
+        "occurrence": message["id"],
+        "nominal": (entry.last_run_at + HOUR).isoformat(timespec="milliseconds"),
+        "previous": entry.last_run_at.isoformat(timespec="milliseconds"),
+        "kind": "scheduled",
+    }
+    assert message["mine"] == 1
+
+
+# ---------------------------------------------------------------- wrong ones
+
+REFUSED = [
+    ('{"jiter": 5}', "policy: there is no 'jiter'; did you mean 'jitter'?"),
+    ('{"jitter": 0}', "policy: jitter must be a positive number of seconds, not 0"),
+    ('{"overlap": "raise"}', "policy: overlap must be one of"),
+    ('{"start_time": "2026-12-01T09:00"}', "policy: start_time must be a date and time with offset"),
+    (
+        '{"start_time": "2026-12-02T00:00Z", "end_time": "2026-12-01T00:00Z"}',
+        "policy: end_time 2026-12-01 00:00:00+00:00 is before start_time",
+    ),
+    ('{"expires": 5}', "expires is in its options as well as in its policy"),
+    ("{", "policy cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("policy", "reason"), REFUSED, ids=[policy for policy, _ in REFUSED])
+def test_a_wrong_policy_sets_the_entry_aside_with_the_reason_until_it_is_mended(desk, policy, reason):
+    entry = desk.put(options={"expires": 60} if "expires" in policy else {})
+    desk.redis.hset("redbeat:e", "policy", policy)
+    desk.tick(2)
+
+    assert desk.messages == []
+    assert json.loads(desk.redis.hget(QUARANTINE, entry.key))["reason"].startswith(reason)
+    assert desk.redis.hget("redbeat:e", "policy") == policy
+
+    desk.redis.hset("redbeat:e", "policy", '{"note": "mended"}')
+    desk.tick(2)
+    assert desk.decisions == ["dispatched"]
+    assert not desk.redis.exists(QUARANTINE)

@@ -1,0 +1,516 @@
+"""Every kind of lock and every policy for a call that meets its equal, on a real worker; and what makes calls equal."""
+
+from __future__ import annotations
+
+import pytest
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+
+from singlebeat import DuplicateTaskError, Singleton
+from singlebeat.errors import ConfigError
+from singlebeat.overlap import Overlap
+from singlebeat.tasks.policy import Lock
+from tests.support import wait_until
+from tests.system.singles import PATIENCE, served, task_name
+
+#: Seconds of the worker's lease: renewals come every third of it.
+LEASE = 1.5
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("kinds"), "-c", "4", conf={"singlebeat_lock_lease": LEASE}) as at:
+        yield at
+
+
+@pytest.fixture(autouse=True)
+def celery(at):
+    """Shows the log of the worker when a test fails."""
+    return at.start
+
+
+@pytest.fixture
+def name(request):
+    return request.node.name
+
+
+# ---------------------------------------------------------------- lock: when a call excludes its equals
+
+
+def test_until_executed_excludes_from_the_call_to_the_end_of_the_run(at, name):
+    task = at.task("until_executed")
+    first = task.apply_async((name,), queue=name)
+    assert task.delay(name) == first, "while it waits"
+
+    at.consume(name)
+    at.oracle.wait_started(1, name)
+    assert task.delay(name) == first, "while it runs"
+
+    at.oracle.let_go(name)
+    first.get(timeout=PATIENCE)
+    second = task.delay(name, seconds=60)
+    assert second != first
+    at.oracle.let_go(name)
+    at.over(name, [first.id, second.id])
+    assert at.oracle.max_concurrent(name) == 1
+
+
+def test_until_executing_excludes_from_the_call_to_the_start_of_the_run(at, name):
+    task = at.task("until_executing")
+    first = task.apply_async((name,), queue=name)
+    assert task.delay(name) == first, "while it waits"
+
+    at.consume(name)
+    at.oracle.wait_started(1, name)
+    second = task.delay(name)
+    assert second != first
+    at.oracle.wait_started(2, name)
+    assert at.oracle.max_concurrent(name) == 2
+
+    at.oracle.let_go(name, 2)
+    at.over(name, [first.id, second.id])
+    at.free(at.lock("until_executing", name))
+
+
+def test_until_expired_excludes_until_its_expiry_although_its_run_has_ended(at, name):
+    task, lock = at.task("until_expired"), at.lock("until_expired", name)
+    first = task.apply_async((name,), queue=name)
+    assert task.delay(name) == first, "while it waits"
+
+    at.consume(name)
+    at.oracle.wait_started(1, name)
+    assert task.delay(name) == first, "while it runs"
+
+    at.oracle.let_go(name)
+    first.get(timeout=PATIENCE)
+    assert task.delay(name) == first, "when it has ended"
+    assert 0 < at.redis.pttl(lock) <= 600_000
+    at.over(name, [first.id])
+
+
+def test_until_expired_excludes_no_longer_than_its_expiry(at, name):
+    task = at.task("until_soon_expired")
+    first = task.delay(name)
+    at.oracle.wait_started(1, name)
+
+    at.free(at.lock("until_soon_expired", name))
+    second = task.delay(name)
+
+    assert second != first
+    at.oracle.wait_started(2, name)
+    at.oracle.let_go(name, 2)
+    at.over(name, [first.id, second.id])
+
+
+def test_while_executing_excludes_from_the_start_to_the_end_of_the_run(at, name):
+    task = at.task("while_executing")
+    first = task.apply_async((name,), queue=name)
+    at.consume(name)
+    at.oracle.wait_started(1, name)
+
+    second = task.delay(name)
+    assert second.id != first.id
+    with pytest.raises(TaskRevokedError, match=f"duplicate of {first.id}"):
+        second.get(timeout=PATIENCE)
+
+    at.oracle.let_go(name)
+    first.get(timeout=PATIENCE)
+    third = task.delay(name)
+    at.oracle.let_go(name)
+    third.get(timeout=PATIENCE)
+    at.over(name, [first.id, third.id])
+    at.free(at.lock("while_executing", name))
+
+
+def test_while_executing_does_not_exclude_calls_that_wait(at, name):
+    task = at.task("while_executing_in_turn")
+    results = [task.apply_async((name,), queue=name) for _ in range(2)]
+    assert results[0].id != results[1].id
+    assert not any(result.is_duplicate for result in results)
+
+    at.consume(name)
+    at.oracle.let_go(name, 2)
+
+    at.over(name, [result.id for result in results])
+    assert at.oracle.max_concurrent(name) == 1
+
+
+def test_until_and_while_executing_lets_one_run_and_one_wait(at, name):
+    task = at.task("until_and_while_executing")
+    first = task.apply_async((name,), queue=name)
+    assert task.delay(name) == first, "while it waits"
+
+    at.consume(name)
+    at.oracle.wait_started(1, name)
+    second = task.delay(name)
+    assert second != first
+    assert not second.is_duplicate
+    third = task.delay(name)
+    assert third == second
+    assert third.is_duplicate
+
+    at.oracle.let_go(name, 2)
+    at.over(name, [first.id, second.id])
+    assert at.oracle.max_concurrent(name) == 1
+    lock = at.lock("until_and_while_executing", name)
+    at.free(lock, f"{lock}:next")
+
+
+# ---------------------------------------------------------------- overlap: what becomes of a call that meets its equal
+
+
+@pytest.fixture(params=["by the task", "by the call", "by the app"])
+def call(request, at):
+    """Sends a call under a policy that is its task's, its own or the app's; its value makes it no other call."""
+
+    def call(overlap, name, value=None, **options):
+        if request.param == "by the task":
+            return at.task(overlap).apply_async((name, value), **options)
+        if request.param == "by the call":
+            return at.task("single").apply_async((name, value), overlap=overlap, **options)
+        return at.task("single", singlebeat_overlap=overlap).apply_async((name, value), **options)
+
+    def lock(overlap, name):
+        return at.lock(overlap if request.param == "by the task" else "single", name)
+
+    call.lock = lock
+    return call
+
+
+def test_skip_sends_nothing_and_returns_the_result_of_the_other(at, call, name):
+    first = call("skip", name, 1)
+    at.oracle.wait_started(1, name)
+    second = call("skip", name, 2)
+
+    assert second == first
+    assert (first.is_duplicate, second.is_duplicate) == (False, True)
+    at.oracle.let_go(name)
+    assert second.get(timeout=PATIENCE) == 1
+    at.over(name, [first.id])
+    at.free(call.lock("skip", name))
+
+
+def test_raise_sends_nothing_and_names_the_other(at, call, name):
+    first = call("raise", name, 1)
+    at.oracle.wait_started(1, name)
+
+    with pytest.raises(DuplicateTaskError, match=first.id) as caught:
+        call("raise", name, 2)
+
+    assert caught.value.task_id == first.id
+    at.oracle.let_go(name)
+    assert first.get(timeout=PATIENCE) == 1
+    at.over(name, [first.id])
+    at.free(call.lock("raise", name))
+
+
+def test_buffer_one_runs_once_more_with_the_latest_arguments(at, call, name):
+    first = call("buffer_one", name, 1)
+    at.oracle.wait_started(1, name)
+    second, third, fourth = (call("buffer_one", name, value) for value in (2, 3, 4))
+
+    assert second != first
+    assert third == fourth == second
+    assert [result.is_duplicate for result in (first, second, third, fourth)] == [False, False, True, True]
+    at.oracle.let_go(name, 2)
+    assert first.get(timeout=PATIENCE) == 1
+    assert second.get(timeout=PATIENCE) == 4
+    at.over(name, [first.id, second.id])
+    assert at.oracle.max_concurrent(name) == 1
+    lock = call.lock("buffer_one", name)
+    at.free(lock, f"{lock}:next")
+
+
+def test_buffer_all_lets_each_wait_for_its_turn(at, call, name):
+    first = call("buffer_all", name, 1)
+    at.oracle.wait_started(1, name)
+    results = [first, *(call("buffer_all", name, value) for value in (2, 3, 4))]
+
+    assert len({result.id for result in results}) == 4
+    at.oracle.let_go(name, 4)
+    assert [result.get(timeout=PATIENCE) for result in results] == [1, 2, 3, 4]
+    at.over(name, [result.id for result in results])
+    assert at.oracle.max_concurrent(name) == 1
+    at.free(call.lock("buffer_all", name))
+
+
+def test_cancel_other_runs_after_a_run_that_has_begun(at, call, name):
+    first = call("cancel_other", name, 1)
+    at.oracle.wait_started(1, name)
+    second = call("cancel_other", name, 2)
+
+    assert second != first
+    assert not second.is_duplicate
+    at.oracle.let_go(name, 2)
+    assert second.get(timeout=PATIENCE) == 2
+    at.over(name, [first.id, second.id])
+    assert at.oracle.max_concurrent(name) == 1
+    lock = call.lock("cancel_other", name)
+    at.free(lock, f"{lock}:next")
+
+
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_call_takes_the_place_of_one_that_has_not_begun(at, call, name, overlap):
+    first = call(overlap, name, 1, queue=name)
+    second = call(overlap, name, 2, queue=name)
+
+    assert second != first
+    at.consume(name)
+    with pytest.raises(TaskRevokedError):
+        first.get(timeout=PATIENCE)
+    at.oracle.let_go(name)
+    assert second.get(timeout=PATIENCE) == 2
+    at.over(name, [second.id])
+    at.free(call.lock(overlap, name))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="nothing marks a message whose place was taken: once the lock is free again, it runs"
+)
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_call_that_lost_its_place_does_not_run_after_the_one_that_took_it(at, name, overlap):
+    first = at.task(overlap).apply_async((name, 1), queue=name)
+    second = at.task(overlap).apply_async((name, 2, 0))
+    assert second.get(timeout=PATIENCE) == 2
+
+    at.consume(name)
+    at.oracle.let_go(name)
+    with pytest.raises(TaskRevokedError):
+        first.get(timeout=PATIENCE)
+    at.over(name, [second.id])
+
+
+def test_terminate_other_ends_the_run_and_begins_after_it(at, call, name):
+    first = call("terminate_other", name, 1)
+    (begun,) = at.oracle.wait_started(1, name)
+    second = call("terminate_other", name, 2)
+
+    assert second != first
+    with pytest.raises(TaskRevokedError, match="terminated"):
+        first.get(timeout=PATIENCE)
+    at.oracle.wait_started(2, name)
+    assert not begun.lives
+    at.oracle.let_go(name)
+    assert second.get(timeout=PATIENCE) == 2
+    assert [run.id for run in at.oracle.runs(name)] == [first.id, second.id]
+    assert at.oracle.max_concurrent(name) == 1
+    lock = call.lock("terminate_other", name)
+    at.free(lock, f"{lock}:next")
+
+
+def test_allow_all_runs_beside_the_other(at, call, name):
+    first = call("allow_all", name, 1)
+    second = call("allow_all", name, 2)
+
+    assert second != first
+    assert {run.id for run in at.oracle.wait_started(2, name)} == {first.id, second.id}
+    assert at.oracle.max_concurrent(name) == 2
+    at.oracle.let_go(name, 2)
+    assert [first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)] == [1, 2]
+    at.over(name, [first.id, second.id])
+
+
+def test_the_policy_of_a_call_goes_before_its_tasks_and_that_before_the_apps(at, name):
+    conf = {"singlebeat_overlap": "buffer_all"}
+    first = at.task("raise", **conf).delay(name)
+
+    assert at.task("raise", **conf).apply_async((name,), overlap="skip") == first
+    with pytest.raises(DuplicateTaskError):
+        at.task("raise", **conf).delay(name)
+
+    at.oracle.let_go(name)
+    at.over(name, [first.id])
+
+
+def test_a_policy_of_the_app_that_contradicts_a_lock_leaves_its_tasks_alone(at, name):
+    first = at.task("until_executing", singlebeat_overlap="terminate_other").apply_async((name,), queue=name)
+
+    again = at.task("until_executing", singlebeat_overlap="terminate_other").delay(name)
+
+    assert again == first
+    assert again.is_duplicate
+
+
+#: What makes no sense: a lock that does not reach to the end of the run cannot name what is to wait or to end.
+CONTRADICTIONS = [
+    *((lock, overlap) for lock in ("until_executing", "until_expired", "until_and_while_executing") for overlap in (
+        "buffer_one", "buffer_all", "cancel_other", "terminate_other")),
+    *(("while_executing", overlap) for overlap in ("raise", "buffer_one", "cancel_other", "terminate_other")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lock", "overlap"), [(str(lock), str(overlap)) for lock in Lock for overlap in Overlap])
+def test_a_task_whose_words_contradict_each_other_is_refused_when_it_is_defined(lock, overlap):
+    options = {"lock": lock, "overlap": overlap, "lock_expiry": 60}
+
+    if (lock, overlap) not in CONTRADICTIONS:
+        assert define(**options).overlap == overlap
+        return
+    with pytest.raises(ConfigError, match=rf"task defined: overlap={overlap} contradicts lock={lock}"):
+        define(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lock": "until_finished"}, "lock must be one of until_executed, .*, not 'until_finished'"),
+        ({"overlap": "queue"}, "overlap must be one of skip, .*, not 'queue'"),
+        ({"lock": "until_expired"}, "lock=until_expired needs lock_expiry"),
+        ({"overlap": "skip", "raise_on_duplicate": True}, "overlap=skip contradicts raise_on_duplicate=True"),
+        ({"overlap": "raise", "raise_on_duplicate": False}, "overlap=raise contradicts raise_on_duplicate=False"),
+        ({"unique_on": ["user.id"]}, "unique_on names 'user.id', which is no argument of the task; .*: account"),
+    ],
+)
+def test_a_wrong_option_is_refused_when_the_task_is_defined(options, named):
+    with pytest.raises(ConfigError, match=f"task defined: {named}"):
+        define(**options)
+
+
+def define(**options):
+    def body(account):
+        pass
+
+    return Celery(set_as_current=False).task(body, name="defined", base=Singleton, shared=False, lazy=False, **options)
+
+
+@pytest.mark.parametrize(("lock", "overlap"), CONTRADICTIONS)
+def test_a_call_whose_policy_contradicts_the_lock_of_its_task_is_not_sent(at, name, lock, overlap):
+    with pytest.raises(ConfigError, match=f"overlap={overlap} contradicts lock={lock}"):
+        at.task(lock).apply_async((name,), overlap=overlap)
+
+    assert not at.redis.exists(at.lock(lock, name))
+
+
+# ---------------------------------------------------------------- unique_on: what makes two calls equal
+
+
+@pytest.mark.parametrize(
+    ("task", "value", "equal", "other"),
+    [
+        ("on_names", "a", "a", "b"),
+        (
+            "on_a_path",
+            {"user": {"id": 1, "seen": 1}},
+            {"user": {"id": 1, "seen": 2}},
+            {"user": {"id": 2, "seen": 1}},
+        ),
+        ("on_a_function", "apple", "avocado", "banana"),
+    ],
+)
+def test_unique_on_tells_which_calls_are_equal(at, name, task, value, equal, other):
+    task = at.task(task)
+    first = task.delay(name, value)
+
+    assert task.delay(value=equal, name=name, seconds=30) == first
+    second = task.delay(name, other)
+    assert second != first
+
+    at.oracle.let_go(name, 2)
+    assert [first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)] == [value, other]
+    at.over(name, [first.id, second.id])
+
+
+def test_an_empty_unique_on_makes_all_calls_equal(at, name):
+    task = at.task("on_nothing")
+    first = task.delay(name, 1)
+
+    assert task.delay("another name", 2) == first
+
+    at.oracle.let_go(name)
+    at.over(name, [first.id])
+    at.free(at.lock("on_nothing", name))
+
+
+# ---------------------------------------------------------------- the run: who holds the lock, and how long
+
+
+def test_a_call_that_is_sent_by_name_takes_its_lock_at_the_start(at, name):
+    first = at.app().send_task(task_name("until_executed"), (name,))
+    at.oracle.wait_started(1, name)
+
+    assert at.task("until_executed").delay(name) == first
+    second = at.app().send_task(task_name("until_executed"), (name,))
+    with pytest.raises(TaskRevokedError, match=f"duplicate of {first.id}"):
+        second.get(timeout=PATIENCE)
+
+    at.oracle.let_go(name)
+    at.over(name, [first.id])
+    at.free(at.lock("until_executed", name))
+
+
+def test_lock_expiry_counts_from_the_call_through_all_retries(at, name):
+    task, lock = at.task("retry_once"), at.lock("retry_once", name)
+    first = task.apply_async((name,), countdown=0.2)
+    until = at.redis.hget(lock, "until")
+    assert until
+
+    for runs in (1, 2):
+        at.oracle.wait_started(runs, name)
+        assert at.redis.hmget(lock, "id", "until") == [first.id, until]
+        at.oracle.let_go(name)
+    at.over(name, [first.id, first.id])
+    at.free(lock)
+
+
+def test_the_fence_rises_from_run_to_run(at, name):
+    task, fences = at.task("report"), []
+    for _ in range(3):
+        at.oracle.let_go(name)
+        run = task.delay(name).get(timeout=PATIENCE)
+        assert run["lost"] is False
+        fences.append(run["fence"])
+    # Also when nothing is left that remembers the last one.
+    at.redis.delete(at.lock("report", name), at.lock("report", name) + ":done")
+    at.oracle.let_go(name)
+    fences.append(task.delay(name).get(timeout=PATIENCE)["fence"])
+
+    assert fences[0] > 0
+    assert fences == sorted(set(fences))
+
+
+def test_a_run_whose_lock_is_taken_away_knows_it_and_its_worker_says_so(at, name):
+    task, lock = at.task("report"), at.lock("report", name)
+    first = task.delay(name)
+    at.oracle.wait_started(1, name)
+    _wait_for_renewal(at.redis, lock)
+
+    task.unlock(lock)
+
+    at.worker.wait_for(rf"{first.id}\] runs on without its lock: it was lost")
+    at.worker.wait_for(rf"lock_lost: {task.name} {first.id}")
+    second = task.delay(name)
+    assert second != first
+    at.oracle.wait_started(2, name)
+    at.oracle.let_go(name, 2)
+    one, other = first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)
+    assert (one["lost"], other["lost"]) == (True, False)
+    assert other["fence"] > one["fence"]
+    at.over(name, [first.id, second.id])
+    at.free(lock)
+
+
+def _wait_for_renewal(redis, lock):
+    """Return when the worker has renewed the lock of a run: its time left has risen."""
+    least = redis.pttl(lock)
+
+    def risen():
+        nonlocal least
+        left = redis.pttl(lock)
+        least = min(least, left)
+        return left > least
+
+    wait_until(risen, timeout=PATIENCE, what="a renewal")
+
+
+def test_a_body_that_makes_its_own_call_again_meets_itself(at, name):
+    first = at.task("again").delay(name)
+
+    assert first.get(timeout=PATIENCE) == first.id
+    at.over(name, [first.id])
+
+
+def test_an_eager_body_that_makes_its_own_call_again_meets_itself(at, name, monkeypatch):
+    monkeypatch.setenv("SB_TEST_ORACLE_URL", f"{at.server.url}?db=15")
+    first = at.task("again", task_always_eager=True).delay(name)
+
+    assert first.get() == first.id

@@ -1,0 +1,173 @@
+"""While the locks' server is away, or does not answer, calls and starts do what ``singleton_on_backend_error`` says."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+
+import pytest
+
+from singlebeat.errors import LockBackendError
+from singlebeat.locks.base import HEADER
+from singlebeat.locks.redis import RedisBackend
+from tests.support import RedisServer, wait_until
+from tests.system.singles import PATIENCE, make_app, served, task_name
+
+#: Seconds that one call to a server may take, and that a call of a task may then last: it may ask more than once.
+#: With the default of 5 s for the first it would last longer.
+TIMEOUT, BOUND = 0.2, 10.0
+
+
+@pytest.fixture
+def locks():
+    with RedisServer() as locks:
+        yield locks
+
+
+@pytest.fixture(autouse=True)
+def celery(request):
+    """Shows the log of the test's worker, if it has one, when it fails."""
+    served = [request.getfixturevalue(name) for name in ("at", "stage") if name in request.fixturenames]
+    return served[-1].start if served else None
+
+
+@pytest.fixture
+def name(request):
+    return request.node.name
+
+
+@pytest.fixture(params=["gone", "mute"])
+def outage(request, locks):
+    """Ends and begins the service of the locks: the server is killed and comes back empty, or hangs for a while."""
+
+    class Outage:
+        begin = staticmethod(locks.kill if request.param == "gone" else locks.pause)
+        end = staticmethod(locks.restart if request.param == "gone" else locks.resume)
+        executes_late = request.param == "mute"
+
+    return Outage
+
+
+def settings(locks, policy):
+    conf = {"singleton_backend_url": locks.url, "singlebeat_socket_timeout": TIMEOUT, "singlebeat_lock_lease": 1.5}
+    return conf if policy is None else {**conf, "singleton_on_backend_error": policy}
+
+
+@pytest.fixture
+def single(request, locks, server, redis):
+    """A task of an app whose policy is the test's, without a worker."""
+    policy = request.node.callspec.params["policy"]
+    # It wants no results: each would keep a subscription.
+    with make_app(server.celery_url, {**settings(locks, policy), "result_backend": "disabled"}) as app:
+        yield app.tasks[task_name("until_executed")]
+
+
+@pytest.mark.parametrize("policy", [None, "raise"])
+def test_a_call_that_cannot_get_its_lock_is_refused_and_not_sent(policy, single, outage, redis, locks, name):
+    single.apply_async((f"{name}, before",), queue=name)
+    outage.begin()
+    began = time.monotonic()
+
+    with pytest.raises(LockBackendError, match=f"the locks' server unix://{locks.path} does not answer"):
+        single.apply_async((name,), queue=name)
+
+    assert time.monotonic() - began < BOUND
+    assert redis.llen(name) == 1
+    outage.end()
+
+
+@pytest.mark.parametrize("policy", [None])
+def test_a_call_that_was_refused_can_be_made_when_the_server_is_back(policy, single, outage, redis, name):
+    single.apply_async((f"{name}, before",), queue=name)
+    outage.begin()
+    with pytest.raises(LockBackendError):
+        single.apply_async((name,), queue=name)
+    outage.end()
+
+    def sent() -> bool:
+        with suppress(LockBackendError):  # TIMEOUT is short for a busy machine
+            return not single.apply_async((name,), queue=name).is_duplicate
+        return False
+
+    # A server that hung takes the lock for the refused call when it wakes up.
+    wait_until(sent, timeout=PATIENCE)
+    assert redis.llen(name) == 2
+
+
+def test_a_server_that_never_answers_is_tried_three_times(locks):
+    backend = RedisBackend(locks.url, timeout=TIMEOUT, own_connections=True)
+    with locks.client() as client:
+        before = client.info("stats")["total_connections_received"]
+        locks.pause()
+        with pytest.raises(LockBackendError):
+            backend.get("key")
+        locks.resume()
+        tries = client.info("stats")["total_connections_received"] - before
+
+    assert 1 <= tries <= 3
+
+
+@pytest.mark.parametrize("policy", ["run"])
+def test_a_call_that_cannot_get_its_lock_is_sent_without_it_if_so_asked(policy, single, outage, redis, name):
+    outage.begin()
+    began = time.monotonic()
+
+    result = single.apply_async((name,), queue=name)
+
+    assert time.monotonic() - began < BOUND
+    assert not result.is_duplicate
+    (message,) = (json.loads(raw)["headers"] for raw in redis.lrange(name, 0, -1))
+    assert message["id"] == result.id
+    assert not message.get(HEADER)
+    outage.end()
+
+
+@pytest.fixture
+def at(request, locks, tmp_path):
+    """A worker whose policy is the test's; broker and results are on another server than the locks."""
+    with served(tmp_path, "-c", "2", conf=settings(locks, request.node.callspec.params["policy"])) as at:
+        at.conf = settings(locks, request.node.callspec.params["policy"])
+        yield at
+
+
+@pytest.mark.parametrize(("policy", "outage"), [(None, "mute"), ("run", "gone")], indirect=["outage"])
+def test_a_task_whose_lock_cannot_be_asked_for_runs_once_without_it(policy, at, outage, locks, name):
+    task = at.task("until_executed", **at.conf)
+    lock = task.generate_lock(task.name, (name, 0, 0))
+    first = task.apply_async((name, 0, 0), queue=name)
+    outage.begin()
+
+    at.consume(name)
+    assert first.get(timeout=PATIENCE) == 0
+    at.worker.wait_for(rf"{first.id}\] runs without its lock: .* does not answer")
+
+    outage.end()
+    with locks.client() as client:
+        at.free(lock, on=client)
+    second = task.delay(name, 0, 0)
+    assert second != first
+    assert second.get(timeout=PATIENCE) == 0
+    at.over(name, [first.id, second.id])
+
+
+@pytest.mark.parametrize("policy", ["raise"])
+def test_a_task_whose_lock_cannot_be_asked_for_waits_until_it_can_if_so_asked(policy, at, outage, locks, name):
+    task = at.task("until_executed", **at.conf)
+    lock = task.generate_lock(task.name, (name,))
+    first = task.apply_async((name,), queue=name)
+    outage.begin()
+
+    at.consume(name)
+    at.worker.wait_for(rf"{first.id}\] waits for its turn: .* does not answer")
+    assert not at.oracle.runs(name)
+
+    outage.end()
+    at.oracle.wait_started(1, name)
+    with locks.client() as client:
+        assert client.hmget(lock, "id", "state") == [first.id, "running"]
+        assert task.delay(name) == first
+        at.oracle.let_go(name)
+        assert first.get(timeout=PATIENCE) is None
+        at.free(lock, on=client)
+    at.over(name, [first.id])
