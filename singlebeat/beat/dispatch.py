@@ -179,7 +179,7 @@ class Dispatcher:
         claimed: Sequence[tuple[Stored, Occurrence]],
         decided: list[tuple[Stored, Decision, Meta | None]],
     ) -> list[_Message]:
-        plain = any(not hasattr(self.app.tasks.get(stored.entry.task), "claims_by_itself") for stored, _ in claimed)
+        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, _ in claimed)
         looked_after = plain and self._workers_look_after_locks()
         messages = []
         for stored, occurrence in claimed:
@@ -207,8 +207,9 @@ class Dispatcher:
         entry = message.entry
         overlap = message.occurrence.overlap or message.stored.policy.overlap
         task = self.app.tasks.get(entry.task)
-        if hasattr(task, "claims_by_itself"):
-            if task.claims_by_itself or overlap not in {None, Overlap.SKIP}:
+        claims_by_itself = getattr(task, "claims_by_itself", None)
+        if claims_by_itself is not None:
+            if claims_by_itself or overlap not in {None, Overlap.SKIP}:
                 if overlap is not None:
                     entry.options["overlap"] = overlap
                 return

@@ -628,7 +628,7 @@ def _(s: Scene) -> None:
     worker.wait_for("[Cc]onnection to broker lost")
     s.watch.until(lambda: s.runs()[0].ended, what=lambda: "the end of the cancelled body")
     s.let_go()
-    # A killed greenlet looks like a success: whether its message comes again is known only when it comes.
+    # A killed greenlet reports a success, which may or may not have reached the broker: the lock is left to its lease.
     s.over(runs=2, lease=True, once=s.pool != "gevent")
     s.stage.wait_quiet()
 
