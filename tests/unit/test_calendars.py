@@ -256,7 +256,7 @@ def test_the_zone_of_a_rule_or_of_a_clock_has_a_name() -> None:
     "plan",
     [
         crontab(minute={30, 0}, hour=range(3), day_of_month=frozenset({1}), month_of_year=(1, 7)),
-        crontab(minute=iter([5, 10])),
+        pytest.param(crontab(minute=iter([5, 10])), id="an iterator"),
         crontab(minute=[0, 30], hour="*/4"),
         schedule(timedelta(milliseconds=1500)),
         schedule(timedelta(days=2), relative=True),
