@@ -33,7 +33,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     table = Timetable(entry.name, entry.schedule, policy, zone)
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs:
         return Claim(stored, PARKED)
-    since = past.counts_from
+    since = table.since(past.counts_from)
     if since is not None and since > now + LONGEST_STEP_BACK:
         since = now
     if since is None:  # RedBeat's meaning: it has never run, so it is due now

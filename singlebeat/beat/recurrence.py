@@ -7,18 +7,19 @@ made on a local time, because adding to a local time is off by the shift of the 
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from copy import copy
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
 
 from celery.schedules import BaseSchedule, crontab, solar
 from celery.schedules import schedule as interval
 from celery.utils.time import remaining
 from cronsim import CronSim, CronSimError
+from redbeat.schedules import rrule
 
 from . import rule, sun
 from .clocked import clocked
@@ -26,7 +27,7 @@ from .clocked import clocked
 if TYPE_CHECKING:
     from datetime import tzinfo
 
-__all__ = ("is_known", "latest_occurrence", "next_occurrence", "starts_at", "zone_of")
+__all__ = ("is_known", "latest_occurrence", "next_occurrence", "starts_at")
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
@@ -42,9 +43,9 @@ def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) ->
     """
     Return the first nominal time of `schedule` strictly after `after`, in UTC, or None when there is none.
 
-    A crontab is read on the wall clock of `zone`, whatever its own `tz`; an rrule on that of its `dtstart`, or of
-    `zone` if that is all the same there: JSON keeps an offset only, and the zone is to be kept. A subclass with its
-    own `remaining_estimate` is asked through it, as is any schedule of a kind unknown here.
+    A crontab is read on the wall clock of `zone`, whatever its own `tz`; an rrule on that of its `dtstart`, or, if
+    only an offset is known of that, of `zone` where it has the same one. A subclass with times of its own is asked
+    for them, as is any schedule of a kind unknown here.
 
     Raises:
         ValueError: the schedule can have no next time by its making (an interval of zero), or `after` is naive.
@@ -60,13 +61,12 @@ def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | N
         return _next_interval(schedule, after, zone)
     if _is_plain(schedule, crontab):
         return _next_crontab(schedule, after, zone)
-    # An rrule exists only where its module was imported; importing it from here would connect RedBeat's own handler
-    # to `beat_init` in every process.
-    redbeat = sys.modules.get("redbeat.schedules")
-    if redbeat is not None and _is_plain(schedule, redbeat.rrule):
+    if _is_plain(schedule, rrule):
         return _next_rrule(schedule, after, zone)
     if _is_plain(schedule, solar):
         return sun.next_event(schedule, after)
+    if _is_plain(schedule, clocked):
+        return _in_utc(schedule.instant) if schedule.instant > after else None
     return _next_by_asking(schedule, after, zone)
 
 
@@ -93,17 +93,9 @@ def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, 
     return found
 
 
-def zone_of(schedule: BaseSchedule) -> str | None:
-    """Return the name of the zone that a schedule brings along, in an rrule's `dtstart` or by its clock, or None."""
-    moment = getattr(schedule, "dtstart", None) or (schedule.now() if schedule.nowfun else None)
-    return getattr(moment.tzinfo, "key", None) if isinstance(moment, datetime) else None
-
-
 def is_known(schedule: BaseSchedule) -> bool:
     """Tell whether a schedule is one of the kinds that are computed, and that JSON can hold."""
-    redbeat = sys.modules.get("redbeat.schedules")
-    kinds = (interval, crontab, solar, clocked, *([] if redbeat is None else [redbeat.rrule]))
-    return any(_is_plain(schedule, kind) for kind in kinds)
+    return any(_is_plain(schedule, kind) for kind in (interval, crontab, rrule, solar, clocked))
 
 
 def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datetime | None:
@@ -239,7 +231,7 @@ def _next_rrule(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None
         found = _next_paced(schedule, after)
     else:
         clock, start = schedule.dtstart.tzinfo, schedule.dtstart
-        if isinstance(clock, timezone) and start.utcoffset() == _offset(start, zone):
+        if not isinstance(clock, ZoneInfo) and start.utcoffset() == _offset(start, zone):
             clock = zone
         walls = partial(rule.walls, schedule, start.astimezone(UTC).astimezone(clock).replace(tzinfo=None))
         found = _on_clock(walls, after, clock, wildcard=rule.keeps_pace(schedule))

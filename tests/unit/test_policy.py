@@ -270,7 +270,7 @@ LEAST = {"task": "t", "schedule": INTERVAL}
 def test_what_the_schema_takes_is_understood(definition):
     DEFINITION.validate(definition)
 
-    assert decode_definition(json.dumps(definition))["task"] == "t"
+    assert decode_definition(json.dumps(definition), {})["task"] == "t"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_what_the_schema_takes_is_understood(definition):
 def test_what_the_schema_of_definitions_refuses_is_refused(definition):
     assert not DEFINITION.is_valid(definition)
     with pytest.raises(EntryError):
-        decode_definition(json.dumps(definition))
+        decode_definition(json.dumps(definition), {})
 
 
 def examples() -> list[tuple[str, Any]]:
@@ -327,7 +327,7 @@ def test_the_readme_has_examples():
 def test_every_example_of_the_readme_agrees_with_its_schema_and_is_understood(field, raw):
     {"definition": DEFINITION, "policy": POLICY}[field].validate(raw)
 
-    assert decode_definition(json.dumps(raw)) if field == "definition" else Policy.decode(json.dumps(raw))
+    assert decode_definition(json.dumps(raw), {}) if field == "definition" else Policy.decode(json.dumps(raw))
 
 
 @pytest.mark.parametrize("kind", ["interval", "crontab", "rrule", "solar", "clocked"])

@@ -161,8 +161,9 @@ def first_monday(wall: datetime) -> bool:
 
 def ours(plan: Plan) -> list[datetime]:
     """The runs that we compute, for the entry as it comes back from Redis."""
-    stored = encode_definition({"task": "t", "schedule": plan.when})
-    when, zone, found = decode_definition(stored)["schedule"], ZoneInfo(plan.zone), []
+    fields = {"task": "t", "args": [], "kwargs": {}, "options": {}, "schedule": plan.when}
+    when = decode_definition(encode_definition(fields, {}), {})["schedule"]
+    zone, found = ZoneInfo(plan.zone), []
     moment = next_occurrence(when, START, zone=zone)
     while moment is not None and moment < END:
         found.append(moment)
