@@ -80,10 +80,13 @@ def _rule(d: Mapping[str, Any]) -> rrule:
     fields = {name: d[name] for name in RRULE_FIELDS if name in d}
     if "freq" not in fields or d.get("dtstart") is None:
         raise ValueError("an rrule needs freq and dtstart; without that, each beat would count from another moment")
+    freq = fields["freq"]
+    if (freq.upper() if isinstance(freq, str) else freq) not in {*rrule.FREQ_MAP, *rrule.FREQ_MAP.values()}:
+        raise ValueError(f"the freq of an rrule is one of {', '.join(rrule.FREQ_MAP)} or 0 to 6, not {freq!r}")
     if isinstance(fields.get("byweekday"), list):
         fields["byweekday"] = [_weekday(day) for day in fields["byweekday"]]
     for name in ("byweekday", "wkst"):
-        if isinstance(fields.get(name), str | dict):
+        if isinstance(fields.get(name), str | dict | int):
             fields[name] = _weekday(fields[name])
     return rrule(**fields, dtstart=_moment(d, "dtstart"), until=_moment(d, "until"))
 
@@ -101,6 +104,8 @@ def _moment(d: Mapping[str, Any], name: str) -> datetime | None:
 
 def _weekday(value: Any) -> Any:
     """Return a day of the week: as RedBeat writes it, or ``1MO``, or an object with ``weekday`` and ``n``."""
+    if isinstance(value, int) and value not in range(7):
+        raise ValueError(f"a day of the week is 0, Monday, to 6, not {value!r}")
     if isinstance(value, str):
         names = {str(day): day for day in weekdays}
         name, n = value[-2:].upper(), value[:-2]
