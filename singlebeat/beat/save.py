@@ -95,7 +95,7 @@ def _plan(
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
             definition, meta, policy, _ = fields
             if entry.version is not None and entry.version != (definition or "", policy or ""):
-                raise ConflictError(f"entry {name!r} was changed since it was read: read it again")
+                raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None
             unchanged = (entry.encode(), entry.policy.encode()) == (definition, policy or "")
             if unchanged and meta and score is not None:
@@ -104,6 +104,9 @@ def _plan(
                 wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_disabled)
         except EntryError as exc:
             results[name] = exc
+        except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
+            why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
+            results[name] = EntryError(f"entry {name!r} cannot be stored: {why}")
     return wishes
 
 

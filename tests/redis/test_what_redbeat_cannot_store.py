@@ -338,3 +338,36 @@ def test_an_entry_that_is_neither_enabled_nor_not_is_set_aside_with_the_reason(r
 
     assert messages(redis) == []
     assert "enabled is neither true nor false" in redis.hget(QUARANTINE, "redbeat:e")
+
+
+# ---------------------------------------------------------------- what can have no time
+
+
+class Broken(BaseSchedule):  # type: ignore[misc]
+    """Fails whenever it is asked."""
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        raise RuntimeError("a bug")
+
+
+NEVER = {
+    "an interval that does not move": rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC), interval=0),
+    "a class with a bug": Broken(),
+}
+
+
+@pytest.mark.parametrize("what", NEVER)
+def test_what_can_have_no_next_time_harms_nobody_else_in_beat_schedule(redis, started, caplog, what):
+    beat = started(e={"task": PLAIN, "schedule": NEVER[what]}, f={"task": PLAIN, "schedule": 60})
+
+    beat.tick()
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:f"]
+    assert "entry 'e' cannot be stored: its next run cannot be calculated" in caplog.text
+
+
+def test_what_can_have_no_next_time_is_refused_when_it_is_saved(app, redis):
+    with pytest.raises(EntryError, match="entry 'e' cannot be stored: its next run cannot be calculated"):
+        Schedule(app).upsert("e", PLAIN, NEVER["an interval that does not move"])
+
+    assert not redis.exists("redbeat:e")

@@ -2,14 +2,16 @@
 
 Expected is what a cron that looks at the clock on the wall every minute would do. A run belongs to the last nominal
 time before it: a nominal time without a run is lost, one with several has doubled ones, and a run that comes a minute
-or more after its nominal time is late.
+or more after its nominal time is late. ``python -m tests.unit.test_year`` prints the table of the README, from what
+the entries do with the versions that are installed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -27,6 +29,7 @@ from redbeat.schedules import rrule
 
 from singlebeat.beat.codec import decode_definition, encode_definition
 from singlebeat.beat.recurrence import next_occurrence
+from tests.support import ROOT
 
 START, END = datetime(2025, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC)
 MINUTE, QUARTER, HOUR, DAY = (timedelta(minutes=n) for n in (1, 15, 60, 24 * 60))
@@ -245,6 +248,9 @@ class Tally:
     doubled: int
     late: int
 
+    def __str__(self) -> str:
+        return f"{self.lost} / {self.doubled} / {self.late}"
+
     @classmethod
     def of(cls, wanted: list[datetime], runs: list[datetime]) -> Tally:
         times, position, late = Counter[datetime](), 0, 0
@@ -266,9 +272,10 @@ def wanted(what: str) -> list[datetime]:
     return expected(PLANS[what])
 
 
-@cache
-def tally(what: str, runner: Callable[[Plan], list[datetime]]) -> Tally:
-    return Tally.of(wanted(what), runner(PLANS[what]))
+def others(plan: Plan) -> tuple[Tally | None, Tally]:
+    """What becomes of an entry in Celery, which has no rrule, and in RedBeat."""
+    celerys = None if plan.kind == "rrule" else Tally.of(wanted(plan.what), of_celery(plan))
+    return celerys, Tally.of(wanted(plan.what), of_redbeat(plan))
 
 
 @pytest.mark.parametrize("what", PLANS)
@@ -294,6 +301,11 @@ def test_both_days_of_a_shift_are_as_written_here(what: str) -> None:
     assert ", ".join(shown) == plan.shown
 
 
+#: Every row of every table in the README.
+README = {
+    tuple(re.split("  +", line)) for line in (ROOT / "README.rst").read_text("utf-8").splitlines() if "  " in line
+}
+
 #: What becomes of them in Celery 5.7.0 (it has no rrule) and in RedBeat 2.4.2.
 OTHERS = {
     "02:30": (Tally(0, 0, 1), Tally(0, 0, 2)),
@@ -311,10 +323,33 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", PLANS)
 def test_celery_and_redbeat_do_what_the_table_in_the_readme_says(what: str) -> None:
-    plan, (celerys, redbeats) = PLANS[what], OTHERS[what]
-    found = (None if plan.kind == "rrule" else tally(what, of_celery), tally(what, of_redbeat))
+    found = others(PLANS[what])
 
+    assert row(PLANS[what], OTHERS[what]) in README
     if (version("celery"), version("celery-redbeat")) == ("5.7.0", "2.4.2"):
-        assert found == (celerys, redbeats)
+        assert found == OTHERS[what]
     else:
         assert found[1] != Tally(0, 0, 0)
+
+
+# ---------------------------------------------------------------- the table
+
+HEAD = ("Entry", "Kind", "Zone", "Runs", "singlebeat", "Celery 5.7.0", "RedBeat 2.4.2")
+
+
+def row(plan: Plan, others: tuple[Tally | None, Tally]) -> tuple[str, ...]:
+    """Return the cells of an entry's row in the table of the README."""
+    tallies = ("-" if tally is None else str(tally) for tally in (Tally(0, 0, 0), *others))
+    return (plan.what, plan.kind, plan.zone, str(len(wanted(plan.what))), *tallies)
+
+
+def lines(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return a table as reStructuredText has it."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *body = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows]
+    line = "  ".join("=" * width for width in widths)
+    return [line, head, line, *body, line]
+
+
+if __name__ == "__main__":
+    print(*lines([HEAD, *(row(plan, others(plan)) for plan in PLANS.values())]), sep="\n")  # noqa: T201 - its purpose
