@@ -215,6 +215,17 @@ def test_what_is_computed_for_each_run_is_computed_by_beat(redis, started, task)
     assert Schedule(beat.app).get("e").kwargs == {"seconds": lazy}
 
 
+def test_the_lock_of_a_run_is_that_of_what_was_computed_for_it(redis, started):
+    beat = started(e={"task": SINGLE, "args": ["e", BeatLazyFunc(abs, -3)], "schedule": 3600})
+    beat.tick()
+    for _ in range(2):
+        overdue(redis, "e")
+        beat.tick()
+
+    decisions = [record["decision"] for _, record in redis.xrange("redbeat::history")]
+    assert decisions == ["dispatched", "skipped_overlap"]
+
+
 def test_what_is_computed_may_stand_among_positional_arguments(redis, started):
     beat = started(e={"task": PLAIN, "args": ("e", BeatLazyFunc(abs, -3)), "schedule": 3600})
     beat.tick()
@@ -304,12 +315,14 @@ def test_a_changed_rule_counts_from_now_although_all_rules_of_redbeat_are_equal(
 
 
 @pytest.mark.parametrize("save", [lambda api, entry: entry.save(), lambda api, entry: api.save(entry)])
-def test_a_second_save_meets_what_somebody_else_has_changed(app, save):
+@pytest.mark.parametrize("unchanged", [False, True])
+def test_a_second_save_meets_what_somebody_else_has_changed(app, save, unchanged):
     api = Schedule(app)
     mine = save(api, Entry("e", PLAIN, schedule(60), app=app))
-    save(api, mine)  # nothing is new: that is no conflict
     mine.args = ["mine"]
     save(api, mine)
+    if unchanged:
+        save(api, mine)
     theirs = api.get("e")
     theirs.args = ["theirs"]
     save(api, theirs)
