@@ -19,6 +19,7 @@ from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler, clocked
 from singlebeat.errors import ConflictError, EntryError
+from singlebeat.locks import backend_of
 from tests.support import RedisServer
 from tests.system.apps import make_app
 
@@ -215,8 +216,10 @@ def test_what_is_computed_for_each_run_is_computed_by_beat(redis, started, task)
     assert Schedule(beat.app).get("e").kwargs == {"seconds": lazy}
 
 
-def test_the_lock_of_a_run_is_that_of_what_was_computed_for_it(redis, started):
-    beat = started(e={"task": SINGLE, "args": ["e", BeatLazyFunc(abs, -3)], "schedule": 3600})
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_the_lock_of_a_run_is_that_of_what_was_computed_for_it(redis, started, task):
+    beat = started(e={"task": task, "args": ["e", BeatLazyFunc(abs, -3)], "schedule": 3600})
+    backend_of(beat.app).announce("w@h", ttl=60)
     beat.tick()
     for _ in range(2):
         overdue(redis, "e")
