@@ -22,6 +22,7 @@ from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Ticket, Verdict,
 from ..locks.key import readable
 from ..overlap import Overlap
 from ..tasks.claim import claim
+from .given import evaluated
 from .occurrence import Decision, Occurrence, Outcome
 from .plain import PlainTask
 
@@ -193,8 +194,9 @@ class Dispatcher:
             entry.options["headers"] = headers
             message = _Message(stored, occurrence, entry)
             try:
+                entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
                 self._find_lock(message, looked_after=looked_after)
-            except Exception as exc:  # a task's own key function may do anything
+            except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
                 decided.append(self._give_up(message, exc))
                 continue
             if message.ticket is not None:
