@@ -20,7 +20,7 @@ from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDoma
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 from redis.retry import Retry
-from redis.sentinel import Sentinel
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from .errors import ConfigError
 
@@ -40,15 +40,7 @@ __all__ = (
 
 #: Options that say where the servers are, in the words of RedBeat and of Celery's transports.
 TOPOLOGY = frozenset(
-    {
-        "cluster",
-        "startup_nodes",
-        "sentinels",
-        "service_name",
-        "master_name",
-        "sentinel_kwargs",
-        "min_other_sentinels",
-    }
+    "cluster startup_nodes sentinels service_name master_name sentinel_kwargs min_other_sentinels".split()
 )
 
 #: Seconds after which a connection that was idle is checked before it is used.
@@ -106,6 +98,22 @@ class _Retry(Retry):
             return super().call_with_retry(do, failed, *args, **kwargs)
         finally:
             self._busy = False
+
+
+class _Sentinels(Sentinel):
+    """Sentinels that say in one short line that they know no master."""
+
+    def discover_master(self, service_name: str) -> Any:
+        """Return host and port of the master.
+
+        Raises:
+            MasterNotFoundError: no sentinel answers, or none knows a master that lives.
+        """
+        try:
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+        except MasterNotFoundError:
+            asked = ", ".join("{host}:{port}".format(**s.connection_pool.connection_kwargs) for s in self.sentinels)
+            raise MasterNotFoundError(f"no master {service_name!r} found by the sentinels {asked}") from None
 
 
 class _Cluster(RedisCluster):
@@ -233,7 +241,7 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
             raise ValueError("say which master the sentinels watch, with the option master_name")
         # The next sentinel is the retry of the one before.
         asking = {**limits, "retry": Retry(NoBackoff(), 0), **(topology.get("sentinel_kwargs") or {})}
-        sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
+        sentinel: Any = _Sentinels(  # type: ignore[no-untyped-call]
             [(host, int(port) or SENTINEL_PORT) for host, port in asked],
             min_other_sentinels=topology.get("min_other_sentinels", 0),
             sentinel_kwargs=asking,
