@@ -40,7 +40,7 @@ __all__ = (
 
 #: Options that say where the servers are, in the words of RedBeat and of Celery's transports.
 TOPOLOGY = frozenset(
-    "cluster startup_nodes sentinels service_name master_name sentinel_kwargs min_other_sentinels".split()
+    ["cluster", "startup_nodes", "sentinels", "service_name", "master_name", "sentinel_kwargs", "min_other_sentinels"]
 )
 
 #: Seconds after which a connection that was idle is checked before it is used.

@@ -205,7 +205,7 @@ def test_the_user_of_the_readme_may_do_all_that_is_needed_and_no_more(celery, or
         beat.terminate()
         beat.wait()
 
-    refused = [entry["object"] for entry in admin.execute_command("ACL", "LOG") if entry["username"] == "singlebeat"]
+    refused = [entry["object"] for entry in admin.acl_log() if entry["username"] == "singlebeat"]
     assert set(refused) <= {"config|get"}, "beat asks how memory is freed, and does without an answer"
     assert not beat.matches("Traceback")
     assert not worker.matches("NOPERM")

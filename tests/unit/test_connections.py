@@ -239,7 +239,7 @@ def test_the_schedule_has_one_client_and_a_thread_beside_it_one_of_its_own():
     assert beside is not schedule_client(app)
     assert options_of(schedule_client(app))["socket_timeout"] == 3
     assert options_of(beside)["socket_timeout"] == options_of(beside)["socket_connect_timeout"] == 0.5
-    assert options_of(beside)["retry"].get_retries() == 0  # a lease that waits for a second try is lost already
+    assert options_of(beside)["retry"]._retries == 0  # a lease that waits for a second try is lost already
 
 
 def test_the_options_of_the_broker_are_not_for_our_clients():
@@ -338,7 +338,7 @@ def test_the_locks_are_found_through_sentinels_in_celerys_form(setting, options)
     assert [options_of(client)[name] for name in ("username", "password", "db")] == ["me", "pa/ss", 3]
     asked = options_of(pool.sentinel_manager.sentinels[0])
     assert asked["password"] == "s", "the sentinels have a password of their own"
-    assert asked["retry"].get_retries() == 0, "the next sentinel is the retry"
+    assert asked["retry"]._retries == 0, "the next sentinel is the retry"
 
 
 def test_the_schedule_is_found_through_the_sentinels_of_the_broker():
@@ -509,7 +509,7 @@ def test_every_client_gives_up_in_a_finite_time_and_speaks_text(url):
     for client in (private(url, timeout=2), shared(url, timeout=2)):
         options = options_of(client)
         assert options["socket_timeout"] == options["socket_connect_timeout"] == 2
-        assert 0 <= options["retry"].get_retries() < 10
+        assert 0 <= options["retry"]._retries < 10
         assert options["health_check_interval"] > 0
         assert options.get("socket_keepalive", kind_of(client) is UnixDomainSocketConnection) is True
         assert options["decode_responses"] is True
