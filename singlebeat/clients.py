@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import ceil
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from kombu.utils.imports import symbol_by_name
-from redis import Redis, RedisCluster
+from redis import Redis
 from redis import exceptions as redis_errors
 from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.cluster import ClusterNode
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection, parse_url
-from redis.crc import key_slot
 from redis.exceptions import RedisError
 from redis.retry import Retry
-from redis.sentinel import MasterNotFoundError, Sentinel
+from redis.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 
+from .cluster import Cluster
 from .errors import ConfigError
 
 __all__ = (
@@ -30,11 +32,9 @@ __all__ = (
     "first_home",
     "is_cluster",
     "is_redis",
-    "keeps_together",
     "masked",
     "native",
     "private",
-    "same_slot",
     "shared",
 )
 
@@ -53,9 +53,6 @@ PASSING = (
     redis_errors.ReadOnlyError,
     redis_errors.ClusterDownError,
 )
-
-#: Seconds that redis-py waits before one more try in a cluster.
-CLUSTER_RETRY = 0.25
 
 SENTINEL_PORT = 26379
 
@@ -100,6 +97,24 @@ class _Retry(Retry):
             self._busy = False
 
 
+class _AsksAgain:
+    """Asks the sentinels each time it connects; redis-py's goes back to the last master when it repeats a call."""
+
+    def send_packed_command(self: Any, command: Any, check_health: bool = True) -> Any:
+        """Send a command, connected to whoever is the master now."""
+        if not self._sock:
+            self.connect()
+        return super().send_packed_command(command, check_health)  # type: ignore[misc]
+
+
+class _MasterConnection(_AsksAgain, SentinelManagedConnection):
+    pass
+
+
+class _MasterSSLConnection(_AsksAgain, SentinelManagedSSLConnection):
+    pass
+
+
 class _Sentinels(Sentinel):
     """Sentinels that say in one short line that they know no master."""
 
@@ -116,33 +131,8 @@ class _Sentinels(Sentinel):
             raise MasterNotFoundError(f"no master {service_name!r} found by the sentinels {asked}") from None
 
 
-class _Cluster(RedisCluster):
-    """A cluster's client whose errors are RedisErrors, all of them."""
-
-    def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a command to the node, or nodes, that it is for."""
-        with _as_redis_errors():
-            return super().execute_command(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
-        """Return a pipeline, without a transaction: what has to be one step is a script."""
-        pipe: Any = super().pipeline(None, shard_hint)  # type: ignore[no-untyped-call]
-        execute = pipe.execute
-
-        def converting(*args: Any, **kwargs: Any) -> Any:
-            with _as_redis_errors():
-                return execute(*args, **kwargs)
-
-        pipe.execute = converting
-        return pipe
-
-
-@contextmanager
-def _as_redis_errors() -> Iterator[None]:
-    try:
-        yield
-    except redis_errors.RedisClusterException as exc:
-        raise redis_errors.ConnectionError(str(exc)) from exc
+def _retry(retries: int, period: float) -> _Retry:
+    return _Retry(ExponentialBackoff(cap=0.5, base=0.02), retries, period)
 
 
 def is_redis(url: object) -> bool:
@@ -230,10 +220,9 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
     account = {name: value for name, value in addresses[0].items() if name not in {"host", "port"}}
     if is_cluster(urls[0], topology):
         nodes = topology.get("startup_nodes") or addresses
-        tries = ceil(period / CLUSTER_RETRY) if period else retries
-        return _cluster(nodes, tries, _checked({**account, **kwargs, "ssl": tls}))
-    retry = _Retry(ExponentialBackoff(cap=0.5, base=0.02), retries, period)
-    kwargs |= {"retry": retry, "retry_on_error": list(PASSING)}
+        repeated = (lambda do: _retry(0, period).call_with_retry(do, lambda _: None)) if period else None
+        return Cluster(nodes, retries=retries, repeated=repeated, **_checked({**account, **kwargs, "ssl": tls}))
+    kwargs |= {"retry": _retry(retries, period), "retry_on_error": list(PASSING)}
     if urls[0].startswith(_SENTINEL):
         asked = topology.get("sentinels") or [(a.get("host", "localhost"), a.get("port", 0)) for a in addresses]
         name = topology.get("master_name") or topology.get("service_name")
@@ -245,7 +234,8 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
             [(host, int(port) or SENTINEL_PORT) for host, port in asked],
             min_other_sentinels=topology.get("min_other_sentinels", 0),
             sentinel_kwargs=asking,
-            **_checked({**account, **kwargs, "ssl": tls}),
+            connection_class=_MasterSSLConnection if tls else _MasterConnection,
+            **_checked({**account, **kwargs}),
         )
         client = sentinel.master_for(name or "master")
     elif len(urls) > 1:
@@ -270,26 +260,3 @@ def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kwargs.get("credential_provider"), str):
         kwargs["credential_provider"] = symbol_by_name(kwargs["credential_provider"])()
     return kwargs
-
-
-def _cluster(nodes: Sequence[Mapping[str, Any]], retries: int, kwargs: dict[str, Any]) -> Any:
-    if kwargs.pop("db", 0):
-        raise ValueError("a cluster has database 0 only")
-    first = [ClusterNode(node.get("host", "localhost"), int(node.get("port", 6379))) for node in nodes]  # type: ignore[no-untyped-call]
-    with _as_redis_errors():
-        return _Cluster(startup_nodes=first, retry=Retry(NoBackoff(), retries), **kwargs)
-
-
-def same_slot(client: Any, keys: Sequence[str]) -> list[list[int]]:
-    """Return the indexes of keys in groups that one script may use: all of them, in a cluster those of one slot."""
-    if not isinstance(client, RedisCluster):
-        return [list(range(len(keys)))]
-    groups: dict[int, list[int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key_slot(key.encode()), []).append(index)
-    return list(groups.values())
-
-
-def keeps_together(prefix: str) -> bool:
-    """Tell whether a prefix has a hash tag: then a cluster keeps everything under it on one node."""
-    return key_slot(f"{prefix}a".encode()) == key_slot(f"{prefix}b".encode())

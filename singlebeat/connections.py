@@ -13,12 +13,11 @@ from .clients import (
     first_home,
     is_cluster,
     is_redis,
-    keeps_together,
     masked,
     private,
-    same_slot,
     shared,
 )
+from .cluster import keeps_together, same_slot
 from .config import Config
 from .errors import ConfigError
 

@@ -6,7 +6,7 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +21,17 @@ SENTINELS_PASSWORD = "sentinels-only"
 PASSWORD = "hush-hush"
 
 
-def _await_promotion(server: RedisServer) -> None:
-    client = server.client()
+def _fail_over(master: RedisServer, replica: RedisServer) -> None:
+    """Kill a master that has told its replica all that it has answered, and return when that has taken its place."""
+    admin, client = master.client(), replica.client()
+    admin.client_pause(60_000, all=False)
+
+    def in_step() -> bool:
+        state = admin.info("replication")
+        return state["slave0"]["offset"] == state["master_repl_offset"]
+
+    wait_until(in_step, what="the replica to have it all")
+    master.kill()
 
     def leads() -> bool:
         with suppress(RedisError):  # sentinels end all its connections when they promote it
@@ -86,8 +95,7 @@ class Sentinels:
 
     def fail_over(self) -> None:
         """Kill the master, and return when the replica has taken its place."""
-        self.master.kill()
-        _await_promotion(self.replica)
+        _fail_over(self.master, self.replica)
 
 
 class _Node(RedisServer):
@@ -102,8 +110,8 @@ class _Node(RedisServer):
 class Cluster:
     """Three masters; the one that keeps the slot of a key has a replica."""
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    def __init__(self, key: str = "{redbeat}:") -> None:
+        self._key, self._login = key, ""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -143,15 +151,22 @@ class Cluster:
         whole = all(self._info(node.client())["cluster_state"] == "ok" for node in self.nodes)
         return whole and self.replica.client().info("replication").get("master_link_status") == "up"
 
+    def add_user(self, name: str, *rules: str) -> None:
+        """Let a user with this name and ``PASSWORD`` do what the rules say; from now on ``url`` is theirs."""
+        for node in self.nodes:
+            node.client().execute_command("ACL", "SETUSER", name, "on", f">{PASSWORD}", *rules)
+        self._login = f"{name}:{PASSWORD}@"
+
     @property
     def url(self) -> str:
         """Two of its nodes."""
-        return ";".join(f"redis-cluster://127.0.0.1:{node.port}" for node in self.nodes[:2])
+        return ";".join(f"redis-cluster://{self._login}127.0.0.1:{node.port}" for node in self.nodes[:2])
+
+    options: Mapping[str, Any] = {}
 
     def fail_over(self) -> None:
         """Kill the master of the key's slot, and return when its replica has taken its place."""
-        self.master.kill()
-        _await_promotion(self.replica)
+        _fail_over(self.master, self.replica)
 
 
 @contextmanager
