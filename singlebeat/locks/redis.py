@@ -49,9 +49,6 @@ class RedisBackend(BaseBackend):
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
         self._connect = private if own_connections else shared
         self._client: tuple[int, Any] = (0, None)  #: process and client
-        if own_connections:
-            with suppress(RedisError):  # a cluster that is away now may be there when it is needed
-                self.redis  # noqa: B018 - wrong options are told at the start
 
     @classmethod
     def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
@@ -65,6 +62,9 @@ class RedisBackend(BaseBackend):
         server = lock_server(app)
         backend = cls(server.url, **{**given, **server.options, **config.singleton_backend_kwargs})
         backend.setting = server.setting
+        if own_connections:
+            with suppress(RedisError):  # a cluster that is away now may be there when it is needed
+                _ = backend.redis  # wrong options are told at the start
         return backend
 
     @property

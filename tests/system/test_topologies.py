@@ -12,12 +12,14 @@ import pytest
 import trustme
 from celery import Celery
 from celery.schedules import schedule
-from redis import Redis
+from kombu.exceptions import OperationalError
+from redis import Redis, RedisCluster
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from singlebeat import Scheduler
 from singlebeat.connections import private, schedule_client
+from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Renewal, Verdict
 from tests.support import APP, ROOT, CeleryLauncher, CeleryProcess, Oracle, RedisServer, wait_until
@@ -93,10 +95,6 @@ def test_sentinels_lead_beat_worker_and_locks_to_the_next_master(celery, oracle)
 
 def ask(single: Any, name: str) -> str:
     """Return the id of the call that is queued or running, or of a new one; empty while no server answers."""
-    from kombu.exceptions import OperationalError
-
-    from singlebeat.errors import LockBackendError
-
     try:
         return single.delay(name, seconds=60).id
     except (LockBackendError, OperationalError):
@@ -113,6 +111,12 @@ def rights() -> list[str]:
     found = re.search(r"ACL SETUSER singlebeat on >\S+ (.+?)\n\n", text, re.DOTALL)
     assert f"In a Cluster add\n``{IN_A_CLUSTER}``" in text
     return found[1].split()
+
+
+def test_no_command_that_is_needed_is_newer_than_redis_6_2(redis):
+    for command in (rule[1:] for rule in [*rights(), *IN_A_CLUSTER.split()] if rule.startswith("+")):
+        since = re.search(r"'since'\W+([\d.]+)", str(redis.execute_command("COMMAND DOCS", command)))[1]
+        assert tuple(map(int, since.split(".")[:2])) <= (6, 2), f"{command} came with {since}"
 
 
 def test_a_cluster_keeps_the_schedule_on_one_node_and_the_locks_on_all(celery, oracle):
@@ -136,6 +140,14 @@ def test_a_cluster_keeps_the_schedule_on_one_node_and_the_locks_on_all(celery, o
             prove(app, oracle, "two")
             history = cluster.replica.client().xrange("{redbeat}::history")
             each_decided_and_started_once(oracle, history)
+            app.redbeat_redis = RedisCluster.from_url(
+                f"redis://127.0.0.1:{cluster.nodes[3].port}", decode_responses=True
+            )
+            assert schedule_client(app) is schedule_client(app, timeout=1) is app.redbeat_redis
+            another = Celery("another", set_as_current=False)
+            another.redbeat_redis = app.redbeat_redis
+            with pytest.raises(ConfigError, match="hash tag"):
+                schedule_client(another)
         assert beat.returncode is worker.returncode is None
         assert not beat.matches("Traceback")
 

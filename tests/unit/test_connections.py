@@ -451,8 +451,9 @@ def test_options_that_contradict_each_other_are_an_error_that_names_the_setting(
 def test_a_url_of_the_locks_that_cannot_be_used_is_an_error_that_names_the_setting(conf, setting):
     with pytest.raises(ConfigError, match=f"^{setting}: cannot use redis://") as caught:
         backend_of(app_with(**conf)).redis.ping()
-
     assert "geheim" not in str(caught.value)
+    with pytest.raises(ConfigError, match=f"^{setting}: cannot use redis://"):
+        new_backend(app_with(**conf), own_connections=True)
 
 
 # ---------------------------------------------------------------- several servers
@@ -498,7 +499,8 @@ def test_a_cluster_that_is_away_is_an_error_of_redis_and_no_error_of_the_setting
         private("redis-cluster://127.0.0.1:1", timeout=1)
     with pytest.raises(LockBackendError):
         RedisBackend("redis-cluster://127.0.0.1:1").get("lock")
-    assert RedisBackend("redis-cluster://127.0.0.1:1", own_connections=True), "it may come up later"
+    away = app_with(singleton_backend_url="redis-cluster://127.0.0.1:1")
+    assert new_backend(away, own_connections=True), "it may come up later"
 
 
 # ---------------------------------------------------------------- clients
