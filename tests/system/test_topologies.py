@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,7 @@ def running(celery: CeleryLauncher, conf: Mapping[str, Any]) -> Iterator[tuple[C
     worker.ready()
     with make_app(celery.server.celery_url, conf) as app:
         yield app, worker, beat
+        gc.collect()  # a result that is freed after its server has gone looks for it
 
 
 def prove(app: Celery, oracle: Oracle, name: str = "one") -> None:
