@@ -187,7 +187,7 @@ class RedisServer:
                 break
         return self
 
-    def _start(self) -> None:
+    def _command(self) -> list[str]:
         command = [
             server_binary(),
             "--port",
@@ -199,8 +199,12 @@ class RedisServer:
         ]
         command += ["--unixsocketperm", "700", "--dir", str(self.directory), "--save", "", "--appendonly", "no"]
         command += ["--requirepass", self.password] if self.password else []
+        return [*command, *self._args]
+
+    def _start(self) -> None:
+        command = self._command()
         with (self.directory / "log").open("ab") as log:
-            self._process = process = _spawn([*command, *self._args], stdout=log)
+            self._process = process = _spawn(command, stdout=log)
         deadline = time.monotonic() + 20
         with Redis.from_url(self.url, socket_timeout=1, retry=Retry(NoBackoff(), 0)) as client:
             while True:

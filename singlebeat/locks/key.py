@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ __all__ = ("canonical", "digest", "done_key", "lock_key", "readable")
 
 #: Characters of the arguments that a lock shows to people.
 READABLE_LENGTH = 200
+
+#: What a cluster takes of a key to find its slot, instead of the whole: what is between the first brace and the next
+#: closing one, unless that is nothing.
+_HASH_TAG = re.compile(r"[^{]*\{[^}]+\}", re.DOTALL)
 
 #: Made once: that costs more than writing a short text with them.
 _encode_default = kombu_json.JSONEncoder().encode
@@ -78,7 +83,7 @@ def lock_key(prefix: str, digest: str) -> str:
 
 def done_key(lock: str) -> str:
     """Return the key beside a lock that remembers which runs ended under it."""
-    return f"{lock}:done" if "{" in lock else f"{{{lock}}}:done"
+    return f"{lock}:done" if _HASH_TAG.match(lock) else f"{{{lock}}}:done"
 
 
 def readable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

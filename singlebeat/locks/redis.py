@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import Config
-from ..connections import RedisError, lock_url, masked, private, shared
+from ..connections import RedisError, lock_server, masked, private, same_slot, shared
 from ..errors import LockBackendError
 from ..lua import Script, packed
 from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
@@ -42,10 +43,12 @@ class RedisBackend(BaseBackend):
         kwargs: further arguments of the Redis client (``singleton_backend_kwargs``).
     """
 
+    setting = ""  #: that names the server, for errors
+
     def __init__(self, url: str, *, timeout: float = 5.0, own_connections: bool = False, **kwargs: Any) -> None:
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
-        self._own = private(url, timeout=timeout, options=kwargs) if own_connections else None
-        self._shared: tuple[int, Any] = (0, None)  #: process and client
+        self._connect = private if own_connections else shared
+        self._client: tuple[int, Any] = (0, None)  #: process and client
 
     @classmethod
     def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
@@ -56,17 +59,21 @@ class RedisBackend(BaseBackend):
         """
         config = Config.of(app)
         given = {"timeout": config.singlebeat_socket_timeout, "own_connections": own_connections}
-        return cls(lock_url(app), **{**given, **config.singleton_backend_kwargs})
+        server = lock_server(app)
+        backend = cls(server.url, **{**given, **server.options, **config.singleton_backend_kwargs})
+        backend.setting = server.setting
+        if own_connections:
+            with suppress(RedisError):  # a cluster that is away now may be there when it is needed
+                _ = backend.redis  # wrong options are told at the start
+        return backend
 
     @property
     def redis(self) -> Any:
         """The client; a forked child must not use its parent's."""
-        if self._own is not None:
-            return self._own
-        pid, client = self._shared
+        pid, client = self._client
         if pid != os.getpid():
-            client = shared(self.url, timeout=self.timeout, options=self.kwargs)
-            self._shared = os.getpid(), client
+            client = self._connect(self.url, timeout=self.timeout, options=self.kwargs, setting=self.setting)
+            self._client = os.getpid(), client
         return client
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
@@ -148,12 +155,17 @@ class RedisBackend(BaseBackend):
             return _SCRIPTS[name](self.redis, keys, args)
 
     def _run_many(self, name: str, refs: Sequence[Ref], *args: int, rows: Sequence[Sequence[str | int]]) -> list[Any]:
-        """Run a script once for many locks, with one row of values for each."""
+        """Run a script once for many locks, in a cluster once for each slot, with one row of values for each lock."""
         if not refs:
             return []
-        keys = [key for ref in refs for key in (ref.key, done_key(ref.key))]
-        replies: list[Any] = json.loads(self._run(name, keys, (*args, packed(rows))))
-        return replies
+        replies: dict[int, Any] = {}
+        with self._reaching():
+            groups = same_slot(self.redis, [ref.key for ref in refs])
+        for group in groups:
+            keys = [key for index in group for key in (refs[index].key, done_key(refs[index].key))]
+            found = json.loads(self._run(name, keys, (*args, packed(rows[index] for index in group))))
+            replies.update(zip(group, found, strict=True))
+        return [replies[index] for index in range(len(refs))]
 
     def _reaching(self) -> _Reaching:
         return _Reaching(self.url)

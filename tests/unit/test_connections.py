@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import os
+import ssl
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from celery import Celery
-from redis import Redis
+from redis import CredentialProvider, Redis
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.sentinel import SentinelConnectionPool
 
+from singlebeat.clients import native
 from singlebeat.connections import (
+    RedisError,
     is_redis,
     lock_url,
     masked,
-    native,
     private,
     schedule_client,
     schedule_url,
     shared,
 )
-from singlebeat.errors import ConfigError
+from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks import backend_of, new_backend
 from singlebeat.locks.redis import RedisBackend
-from tests.support import ROOT, RedisServer
+from tests.support import ROOT, RedisServer, wait_until
 
 URL = "redis://127.0.0.1:1/0"  # nobody is there, and nobody is asked
 OTHER = "redis://127.0.0.1:1/1"
@@ -90,6 +94,8 @@ def test_a_socket_of_celery_reaches_its_database_with_its_password():
         ("unix:///s", True),
         ("redis+socket:///s", True),
         ("redis-sentinel://h", True),
+        ("redis-cluster://h", True),
+        ("sentinel://a:1;sentinel://b:2", True),
         ("sentinel://h", True),
         ("amqp://h", False),
         ("memory://", False),
@@ -211,10 +217,18 @@ def test_a_schedule_without_redis_is_an_error_that_names_the_setting(conf):
 
 def test_a_client_that_the_user_has_given_the_app_is_used():
     app = app_with()  # with no other word about a server
-    app.redbeat_redis = Redis(port=1)
+    app.redbeat_redis = Redis(port=1, decode_responses=True)
 
     assert schedule_client(app) is app.redbeat_redis
     assert schedule_client(app, timeout=1) is app.redbeat_redis
+
+
+def test_a_client_of_the_app_that_reads_bytes_is_an_error():
+    app = app_with()
+    app.redbeat_redis = Redis(port=1)
+
+    with pytest.raises(ConfigError, match=r"app\.redbeat_redis .*decode_responses=True"):
+        schedule_client(app)
 
 
 def test_the_schedule_has_one_client_and_a_thread_beside_it_one_of_its_own():
@@ -225,7 +239,7 @@ def test_the_schedule_has_one_client_and_a_thread_beside_it_one_of_its_own():
     assert beside is not schedule_client(app)
     assert options_of(schedule_client(app))["socket_timeout"] == 3
     assert options_of(beside)["socket_timeout"] == options_of(beside)["socket_connect_timeout"] == 0.5
-    assert options_of(beside)["retry"].get_retries() == 0  # a lease that waits for a second try is lost already
+    assert options_of(beside)["retry"]._retries == 0  # a lease that waits for a second try is lost already
 
 
 def test_the_options_of_the_broker_are_not_for_our_clients():
@@ -294,6 +308,201 @@ def test_the_tls_options_of_the_broker_hold_where_its_url_is_used():
     assert "ssl_ca_certs" not in options_of(schedule_client(app_with(redbeat_redis_url="rediss://h:1/0", **tls)))
 
 
+# ---------------------------------------------------------------- Sentinel
+
+
+def sentinels_of(client: Redis) -> list[tuple[str, int]]:
+    asked = [options_of(sentinel) for sentinel in client.connection_pool.sentinel_manager.sentinels]
+    return [(options["host"], options["port"]) for options in asked]
+
+
+CELERYS_SENTINELS = "sentinel://me:pa%2Fss@a:1/3;sentinel://b;sentinel://c:3"
+
+
+@pytest.mark.parametrize(
+    ("setting", "options"),
+    [
+        ("broker_url", "broker_transport_options"),
+        ("result_backend", "result_backend_transport_options"),
+        ("singleton_backend_url", "singleton_backend_kwargs"),
+    ],
+)
+def test_the_locks_are_found_through_sentinels_in_celerys_form(setting, options):
+    given = {"master_name": "the one", "sentinel_kwargs": {"password": "s"}, "min_other_sentinels": 1}
+    client = backend_of(app_with(**{setting: CELERYS_SENTINELS, options: given})).redis
+
+    pool = client.connection_pool
+    assert sentinels_of(client) == [("a", 1), ("b", 26379), ("c", 3)]
+    assert pool.service_name == "the one"
+    assert pool.sentinel_manager.min_other_sentinels == 1
+    assert [options_of(client)[name] for name in ("username", "password", "db")] == ["me", "pa/ss", 3]
+    asked = options_of(pool.sentinel_manager.sentinels[0])
+    assert asked["password"] == "s", "the sentinels have a password of their own"
+    assert asked["retry"]._retries == 0, "the next sentinel is the retry"
+
+
+def test_the_schedule_is_found_through_the_sentinels_of_the_broker():
+    app = app_with(broker_url=CELERYS_SENTINELS, broker_transport_options={"master_name": "the one"})
+
+    for client in (schedule_client(app), schedule_client(app, timeout=1)):
+        assert client.connection_pool.service_name == "the one"
+        assert sentinels_of(client)[0] == ("a", 1)
+
+
+def test_without_its_name_no_master_is_looked_for():
+    with pytest.raises(ConfigError, match=r"^broker_url: cannot use sentinel://me:.*master_name") as caught:
+        schedule_client(app_with(broker_url=CELERYS_SENTINELS))
+
+    assert "pa%2Fss" not in str(caught.value)
+    redbeats = app_with(redbeat_redis_url="redis-sentinel://h:26379/0")
+    assert schedule_client(redbeats).connection_pool.service_name == "master", "RedBeat's name for it"
+
+
+def test_a_master_behind_sentinels_may_speak_tls():
+    app = app_with(
+        broker_url="sentinel://h:1",
+        broker_transport_options={"master_name": "m"},
+        broker_use_ssl={"ssl_ca_certs": "ca.pem", "ssl_cert_reqs": "CERT_REQUIRED"},
+    )
+
+    client = schedule_client(app)
+
+    assert issubclass(kind_of(client), SSLConnection)
+    assert (options_of(client)["ssl_ca_certs"], options_of(client)["ssl_cert_reqs"]) == ("ca.pem", "required")
+
+
+# ---------------------------------------------------------------- TLS and accounts
+
+
+@pytest.mark.parametrize("required", ["CERT_NONE", "none", ssl.CERT_NONE])
+def test_celerys_words_for_checking_a_certificate_are_known(required):
+    in_options = private("rediss://h:1", timeout=1, options={"ssl_cert_reqs": required})
+    assert in_options.connection_pool.make_connection().cert_reqs == ssl.CERT_NONE
+    if isinstance(required, str):
+        in_url = private(f"rediss://h:1/0?ssl_cert_reqs={required}", timeout=1)
+        assert in_url.connection_pool.make_connection().cert_reqs == ssl.CERT_NONE
+    assert private("rediss://h:1", timeout=1).connection_pool.make_connection().cert_reqs == ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize("tls", [True, {"ssl_ca_certs": "ca.pem"}])
+@pytest.mark.parametrize(
+    ("url", "switch"),
+    [
+        ("broker_url", "broker_use_ssl"),
+        ("result_backend", "redis_backend_use_ssl"),
+        ("redbeat_redis_url", "redbeat_redis_use_ssl"),
+    ],
+)
+def test_a_setting_that_asks_for_tls_gets_it_whatever_its_url_says(url, switch, tls):
+    app = app_with(**{url: "redis://h:1/2", switch: tls})
+
+    clients = [backend_of(app).redis] + ([schedule_client(app)] if url != "result_backend" else [])
+    for client in clients:
+        assert kind_of(client) is SSLConnection
+        assert options_of(client)["db"] == 2
+        assert options_of(client).get("ssl_ca_certs") == (None if tls is True else "ca.pem")
+
+
+class Passwords(CredentialProvider):
+    """Knows who we are."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        return "me", "geheim"
+
+
+def test_a_provider_of_credentials_is_asked_wherever_celery_asks_one():
+    named = f"{__name__}.Passwords"
+    broker = app_with(broker_url=URL, broker_transport_options={"credential_provider": Passwords()})
+    results = app_with(result_backend=URL, redis_backend_credential_provider=named)
+    beat = app_with(redbeat_redis_url=URL, redbeat_redis_options={"credential_provider": named})
+    locks = app_with(singleton_backend_url=URL, singleton_backend_kwargs={"credential_provider": Passwords()})
+
+    clients = [schedule_client(broker), schedule_client(beat), *(backend_of(a).redis for a in (broker, results, locks))]
+    for client in clients:
+        assert options_of(client)["credential_provider"].get_credentials() == ("me", "geheim")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"credential_provider": Passwords(), "password": "geheim"}, "credential_"),
+        ({"credential_provider": "no.such.module.Passwords"}, "no"),
+        ({"cluster": True, "db": 3}, "database 0 only"),
+    ],
+)
+def test_options_that_contradict_each_other_are_an_error_that_names_the_setting(options, reason):
+    with pytest.raises(
+        ConfigError, match=f"^redbeat_redis_url: cannot use {URL} as a Redis server: .*{reason}"
+    ) as caught:
+        schedule_client(app_with(redbeat_redis_url=URL, redbeat_redis_options=options, redbeat_key_prefix="{r}:"))
+
+    assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("conf", "setting"),
+    [
+        ({"singleton_backend_url": "redis://:geheim@h:port"}, "singleton_backend_url"),
+        ({"result_backend": "redis://:geheim@h:port"}, "result_backend"),
+        ({"broker_url": "redis://:geheim@h:port"}, "broker_url"),
+        ({"redbeat_redis_url": "redis://:geheim@h:port"}, "redbeat_redis_url"),
+    ],
+)
+def test_a_url_of_the_locks_that_cannot_be_used_is_an_error_that_names_the_setting(conf, setting):
+    with pytest.raises(ConfigError, match=f"^{setting}: cannot use redis://") as caught:
+        backend_of(app_with(**conf)).redis.ping()
+    assert "geheim" not in str(caught.value)
+    with pytest.raises(ConfigError, match=f"^{setting}: cannot use redis://"):
+        new_backend(app_with(**conf), own_connections=True)
+
+
+# ---------------------------------------------------------------- several servers
+
+
+@pytest.mark.parametrize("several", ["redis://h:1/5;redis://h:2/6", ["redis://h:1/5", "redis://h:2/6"]])
+def test_of_several_brokers_the_first_keeps_what_has_one_home(several):
+    app = app_with(broker_url=several)
+
+    for client in (schedule_client(app), backend_of(app).redis):
+        assert (options_of(client)["port"], options_of(client)["db"]) == (1, 5)
+
+
+@pytest.mark.parametrize("setting", ["redbeat_redis_url", "singleton_backend_url"])
+def test_several_homes_for_what_has_one_are_an_error(setting):
+    app = app_with(**{"redbeat_redis_url": URL, setting: "redis://:geheim@h:1;redis://:geheim@h:2"})
+
+    with pytest.raises(ConfigError, match=f"^{setting}: .*one home: name one server, or sentinels") as caught:
+        _ = schedule_client(app), backend_of(app).redis
+
+    assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"redbeat_redis_url": "redis-cluster://h:1"},
+        {"redbeat_redis_url": "redis://h:1", "redbeat_redis_options": {"cluster": True}},
+        {"broker_url": "redis://h:1", "broker_transport_options": {"cluster": True}},
+    ],
+)
+def test_a_cluster_wants_the_schedule_on_one_node(conf):
+    app = app_with(**conf)
+
+    with pytest.raises(ConfigError, match=r"redbeat_key_prefix 'redbeat:' needs a hash tag .* '\{redbeat\}:'"):
+        schedule_url(app)
+
+    assert schedule_url(app_with(**conf, redbeat_key_prefix="{redbeat}:"))
+
+
+def test_a_cluster_that_is_away_is_an_error_of_redis_and_no_error_of_the_settings():
+    with pytest.raises(RedisError):
+        private("redis-cluster://127.0.0.1:1", timeout=1)
+    with pytest.raises(LockBackendError):
+        RedisBackend("redis-cluster://127.0.0.1:1").get("lock")
+    away = app_with(singleton_backend_url="redis-cluster://127.0.0.1:1")
+    assert new_backend(away, own_connections=True), "it may come up later"
+
+
 # ---------------------------------------------------------------- clients
 
 
@@ -302,7 +511,9 @@ def test_every_client_gives_up_in_a_finite_time_and_speaks_text(url):
     for client in (private(url, timeout=2), shared(url, timeout=2)):
         options = options_of(client)
         assert options["socket_timeout"] == options["socket_connect_timeout"] == 2
-        assert 0 <= options["retry"].get_retries() < 10
+        assert 0 <= options["retry"]._retries < 10
+        assert options["health_check_interval"] > 0
+        assert options.get("socket_keepalive", kind_of(client) is UnixDomainSocketConnection) is True
         assert options["decode_responses"] is True
 
 
@@ -397,3 +608,53 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(server, redis):
     assert client.client_id() != name
     assert kind_of(client) is UnixDomainSocketConnection
     assert issubclass(kind_of(private(URL, timeout=1)), Connection)
+
+
+@contextmanager
+def demoted(server: RedisServer) -> Iterator[None]:
+    """Make the server a read-only replica of nobody."""
+    client = server.client()
+    client.replicaof("127.0.0.1", 1)
+    try:
+        yield
+    finally:
+        client.replicaof("NO", "ONE")
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_call_is_repeated_until_a_read_only_server_takes_writes_again(own_server, pipelined):
+    client = private(own_server.url, timeout=5, options={"retry_period": 60})
+
+    def call() -> None:
+        with client.pipeline() as pipe:
+            (pipe if pipelined else client).set("key", "value")
+            pipe.execute()
+
+    with demoted(own_server):
+        caller = threading.Thread(target=call)
+        caller.start()
+        wait_until(lambda: own_server.client().info("errorstats").get("errorstat_READONLY"), what="a refused write")
+    caller.join(30)
+
+    assert own_server.client().get("key") == "value"
+
+
+@pytest.mark.parametrize("options", [{}, {"retry_period": -1}, {"retry_period": 0.2}])
+def test_no_call_is_repeated_for_ever(own_server, options):
+    with private(own_server.url, timeout=5, options=options) as client, demoted(own_server):
+        with pytest.raises(RedisError):
+            client.set("key", "value")
+        tries = own_server.client().info("errorstats")["errorstat_READONLY"]["count"]
+
+    assert tries >= 3
+
+
+def test_what_asks_for_no_repetition_gets_none_whatever_the_options_say(own_server):
+    with (
+        private(own_server.url, timeout=5, retries=0, options={"retry_period": 60}) as client,
+        demoted(own_server),
+        pytest.raises(RedisError),
+    ):
+        client.set("key", "value")
+
+    assert own_server.client().info("errorstats")["errorstat_READONLY"]["count"] == 1

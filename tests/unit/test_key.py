@@ -20,6 +20,7 @@ from celery import Celery
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kombu.utils import json as kombu_json
+from redis.crc import key_slot
 
 from singlebeat import Singleton
 from singlebeat.locks.key import READABLE_LENGTH, canonical, digest, done_key, lock_key, readable
@@ -386,7 +387,14 @@ def test_not_a_number_is_a_call_like_any_other():
 # ---------------------------------------------------------------- names of keys, and what people read
 
 
-def test_a_lock_and_what_belongs_to_it_share_a_slot():
+@pytest.mark.parametrize(
+    "lock", ["P_{abc}", "{locks}:{abc}", "a lock of the user's own", "half{open", "{{twice}}", "ü{ü}"]
+)
+def test_a_lock_and_what_belongs_to_it_share_a_slot(lock):
+    assert key_slot(lock.encode()) == key_slot(done_key(lock).encode())
+
+
+def test_the_names_of_locks_stay_as_they_are():
     assert lock_key("P_", "abc") == "P_{abc}"
     assert done_key("P_{abc}") == "P_{abc}:done"
     assert done_key("a lock of the user's own") == "{a lock of the user's own}:done"

@@ -1,0 +1,262 @@
+"""URL and options to a Redis client: the only constructor of clients."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+from kombu.utils.imports import symbol_by_name
+from redis import Redis
+from redis import exceptions as redis_errors
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from redis.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
+
+from .cluster import Cluster
+from .errors import ConfigError
+
+__all__ = (
+    "TOPOLOGY",
+    "RedisError",
+    "first_home",
+    "is_cluster",
+    "is_redis",
+    "masked",
+    "native",
+    "private",
+    "shared",
+)
+
+#: Options that say where the servers are, in the words of RedBeat and of Celery's transports.
+TOPOLOGY = frozenset(
+    ["cluster", "startup_nodes", "sentinels", "service_name", "master_name", "sentinel_kwargs", "min_other_sentinels"]
+)
+
+#: Seconds after which a connection that was idle is checked before it is used.
+HEALTH_CHECK_INTERVAL = 30
+
+#: Errors after which a call is repeated: those of a server that is away, and of one that a failover has just changed.
+PASSING = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.ReadOnlyError,
+    redis_errors.ClusterDownError,
+)
+
+SENTINEL_PORT = 26379
+
+#: Up to the last @, because many a password is not quoted as it should be.
+_PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
+_NEXT_URL = re.compile(r";(?=[\w+-]+://)")
+_SINGLE = ("redis://", "rediss://", "unix://", "redis+socket://")
+_SENTINEL = ("sentinel://", "redis-sentinel://")
+_CLUSTER = ("redis-cluster://",)
+
+_clients: dict[tuple[int, str, str], Any] = {}
+
+
+class _Retry(Retry):
+    """Repeats a call, but not the connecting within it as well: that made nine tries of three.
+
+    Args:
+        period: seconds in which to repeat it; 0: only the number counts.
+    """
+
+    _busy = False
+
+    def __init__(self, backoff: Any, retries: int, period: float = 0) -> None:
+        super().__init__(backoff, -1 if period else retries, PASSING)
+        self._period = period
+
+    def call_with_retry(self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call, and call again if that fails; redis-py gives each connection a copy of its own."""
+        if self._busy:
+            return do()
+        deadline = time.monotonic() + self._period
+
+        def failed(error: Exception, *more: Any) -> None:
+            fail(error, *more)
+            if self._period and time.monotonic() > deadline:
+                raise error
+
+        self._busy = True
+        try:
+            return super().call_with_retry(do, failed, *args, **kwargs)
+        finally:
+            self._busy = False
+
+
+class _AsksAgain:
+    """Asks the sentinels each time it connects; redis-py's goes back to the last master when it repeats a call."""
+
+    def send_packed_command(self: Any, command: Any, check_health: bool = True) -> Any:
+        """Send a command, connected to whoever is the master now."""
+        if not self._sock:
+            self.connect()
+        return super().send_packed_command(command, check_health)  # type: ignore[misc]
+
+
+class _MasterConnection(_AsksAgain, SentinelManagedConnection):
+    pass
+
+
+class _MasterSSLConnection(_AsksAgain, SentinelManagedSSLConnection):
+    pass
+
+
+class _Sentinels(Sentinel):
+    """Sentinels that say in one short line that they know no master."""
+
+    def discover_master(self, service_name: str) -> Any:
+        """Return host and port of the master.
+
+        Raises:
+            MasterNotFoundError: no sentinel answers, or none knows a master that lives.
+        """
+        try:
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+        except MasterNotFoundError:
+            asked = ", ".join("{host}:{port}".format(**s.connection_pool.connection_kwargs) for s in self.sentinels)
+            raise MasterNotFoundError(f"no master {service_name!r} found by the sentinels {asked}") from None
+
+
+def _retry(retries: int, period: float) -> _Retry:
+    return _Retry(ExponentialBackoff(cap=0.5, base=0.02), retries, period)
+
+
+def is_redis(url: object) -> bool:
+    """Tell whether a URL names a Redis server in any of the forms that Celery, RedBeat or redis-py use."""
+    return isinstance(url, str) and url.startswith((*_SINGLE, *_SENTINEL, *_CLUSTER))
+
+
+def is_cluster(url: str, options: Mapping[str, Any]) -> bool:
+    """Tell whether URL and options name a Redis Cluster."""
+    return bool(options.get("cluster")) or url.startswith(_CLUSTER)
+
+
+def first_home(url: str) -> str:
+    """Return the first of several single servers: Celery goes from one to the next, but what is kept has one home."""
+    return _NEXT_URL.split(url)[0] if url.startswith(_SINGLE) else url
+
+
+def masked(url: str) -> str:
+    """Return the URL, or each of several, without its password and options, for logs."""
+    return ";".join(_PASSWORD.sub(r"\1:**@", one).partition("?")[0] for one in _NEXT_URL.split(url))
+
+
+def native(url: str) -> str:
+    """Return the URL as redis-py takes it: ``redis+socket://`` is Celery's name for ``unix://``."""
+    if not url.startswith("redis+socket://"):
+        return url
+    parts = urlsplit(url)
+    query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    if "virtual_host" in query:
+        query["db"] = query.pop("virtual_host").strip("/")
+    return f"unix://{parts.netloc}{parts.path}" + (f"?{urlencode(query)}" if query else "")
+
+
+def private(
+    url: str, *, timeout: float, retries: int = 2, options: Mapping[str, Any] | None = None, setting: str = ""
+) -> Any:
+    """Return a new client of its own connections.
+
+    Args:
+        url: of one server, or of several sentinels or nodes of a cluster with ``;`` between them.
+        timeout: seconds that one call may take, for connecting and for the reply alike.
+        retries: how often a call is repeated when the connection fails; 0 holds whatever the options say.
+        options: further arguments of the client, as in ``redbeat_redis_options``.
+        setting: that names the server, for errors.
+
+    Raises:
+        ConfigError: the URL or the options cannot be used; the message masks the password.
+        RedisError: no node of the cluster answers; any other server is connected when it is first asked.
+    """
+    try:
+        return _client(_NEXT_URL.split(url), timeout, retries, dict(options or {}))
+    except (ValueError, TypeError, redis_errors.DataError, ImportError, AttributeError) as exc:
+        # What is no port may be the password, cut at a character that had to be quoted.
+        reason = "its port is no number (is the password quoted?)" if "Port" in str(exc) else exc
+        where = f"{setting}: " if setting else ""
+        raise ConfigError(f"{where}cannot use {masked(url)} as a Redis server: {reason}") from None
+
+
+def shared(url: str, *, timeout: float, options: Mapping[str, Any] | None = None, setting: str = "") -> Any:
+    """Return the client that all users of the same URL and options share in this process."""
+    key = (os.getpid(), url, repr(sorted((options or {}).items())) + repr(timeout))
+    if key not in _clients:
+        _clients.setdefault(key, private(url, timeout=timeout, options=options, setting=setting))
+    return _clients[key]
+
+
+def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]) -> Any:
+    topology = {name: given.pop(name) for name in TOPOLOGY & given.keys()}
+    # Below 0 RedBeat tries for ever: so does beat, tick by tick, and nobody else may wait so long.
+    period = max(0.0, float(given.pop("retry_period", None) or 0)) * bool(retries)
+    addresses: list[dict[str, Any]] = [parse_url(_plain(url)) for url in urls]  # type: ignore[no-untyped-call]
+    kinds = [address.pop("connection_class", None) for address in addresses]
+    tls = bool(given.pop("ssl", False)) or SSLConnection in kinds
+    kind: Any = UnixDomainSocketConnection if "path" in addresses[0] else SSLConnection if tls else Connection
+    limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+    if kind is not UnixDomainSocketConnection:
+        limits["socket_keepalive"] = True
+    kwargs = {
+        **limits,
+        "health_check_interval": HEALTH_CHECK_INTERVAL,
+        "encoding_errors": "surrogateescape",  # bytes that are no text must not end a tick
+        **given,
+        "decode_responses": True,
+    }
+    account = {name: value for name, value in addresses[0].items() if name not in {"host", "port"}}
+    if is_cluster(urls[0], topology):
+        nodes = topology.get("startup_nodes") or addresses
+        repeated = (lambda do: _retry(0, period).call_with_retry(do, lambda _: None)) if period else None
+        return Cluster(nodes, retries=retries, repeated=repeated, **_checked({**account, **kwargs, "ssl": tls}))
+    kwargs |= {"retry": _retry(retries, period), "retry_on_error": list(PASSING)}
+    if urls[0].startswith(_SENTINEL):
+        asked = topology.get("sentinels") or [(a.get("host", "localhost"), a.get("port", 0)) for a in addresses]
+        name = topology.get("master_name") or topology.get("service_name")
+        if not name and urls[0].startswith("sentinel://"):
+            raise ValueError("say which master the sentinels watch, with the option master_name")
+        # The next sentinel is the retry of the one before.
+        asking = {**limits, "retry": Retry(NoBackoff(), 0), **(topology.get("sentinel_kwargs") or {})}
+        sentinel: Any = _Sentinels(  # type: ignore[no-untyped-call]
+            [(host, int(port) or SENTINEL_PORT) for host, port in asked],
+            min_other_sentinels=topology.get("min_other_sentinels", 0),
+            sentinel_kwargs=asking,
+            connection_class=_MasterSSLConnection if tls else _MasterConnection,
+            **_checked({**account, **kwargs}),
+        )
+        client = sentinel.master_for(name or "master")
+    elif len(urls) > 1:
+        raise ValueError("what is kept has one home: name one server, or sentinels, or a cluster")
+    else:
+        client = Redis.from_pool(ConnectionPool(connection_class=kind, **_checked({**kwargs, **addresses[0]})))
+    pool = client.connection_pool
+    pool.connection_class(**pool.connection_kwargs)  # it is the first to look at the options
+    return client
+
+
+def _plain(url: str) -> str:
+    """Return a URL that redis-py can take apart."""
+    return re.sub(r"^[\w-]+(?=://)", "redis", url) if url.startswith((*_SENTINEL, *_CLUSTER)) else native(url)
+
+
+def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a client, with redis-py's values for Celery's words."""
+    required = kwargs.get("ssl_cert_reqs")
+    if isinstance(required, str):
+        kwargs["ssl_cert_reqs"] = required.removeprefix("CERT_").lower()
+    if isinstance(kwargs.get("credential_provider"), str):
+        kwargs["credential_provider"] = symbol_by_name(kwargs["credential_provider"])()
+    return kwargs

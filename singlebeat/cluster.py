@@ -1,0 +1,119 @@
+"""A Redis Cluster: its client, and which keys are on one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from redis import RedisCluster
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisClusterException
+from redis.retry import Retry
+
+__all__ = ("Cluster", "keeps_together", "same_slot")
+
+
+@contextmanager
+def _as_redis_errors() -> Iterator[None]:
+    try:
+        yield
+    except RedisClusterException as exc:
+        raise RedisConnectionError(str(exc)) from exc
+
+
+class Cluster(RedisCluster):
+    """A cluster's client whose errors are RedisErrors, all of them, and whose pipelines are repeated like any call.
+
+    Args:
+        nodes: mappings with ``host`` and ``port``; one that answers is enough.
+        retries: how often a call is repeated.
+        repeated: does what it is given again and again until it succeeds, or the time is up.
+
+    Raises:
+        RedisError: no node answers.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Mapping[str, Any]],
+        *,
+        retries: int,
+        repeated: Callable[[Callable[[], Any]], Any] | None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.pop("db", 0):
+            raise ValueError("a cluster has database 0 only")
+        first = [
+            ClusterNode(node.get("host", "localhost"), int(node.get("port", 6379)))  # type: ignore[no-untyped-call]
+            for node in nodes
+        ]
+        self._repeated = repeated
+        with _as_redis_errors():
+            super().__init__(startup_nodes=first, retry=Retry(NoBackoff(), retries), **kwargs)
+
+    def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Send a command to the node, or nodes, that it is for."""
+        return self._repeat(lambda: super(Cluster, self).execute_command(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
+        """Return a pipeline, without a transaction: what has to be one step is a script."""
+        return _Pipeline(super().pipeline, self._repeat)
+
+    def _repeat(self, do: Callable[[], Any]) -> Any:
+        def converting() -> Any:
+            with _as_redis_errors():
+                return do()
+
+        return self._repeated(converting) if self._repeated else converting()
+
+
+class _Pipeline:
+    """Notes commands, to send them with one of redis-py's pipelines, which can be executed only once."""
+
+    def __init__(self, new: Callable[[], Any], repeat: Callable[[Callable[[], Any]], Any]) -> None:
+        self._new, self._repeat = new, repeat
+        self._commands: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., _Pipeline]:
+        def note(*args: Any, **kwargs: Any) -> _Pipeline:
+            self._commands.append((name, args, kwargs))
+            return self
+
+        return note
+
+    def execute(self) -> Any:
+        """Send the commands, and return what they return."""
+        commands, self._commands = self._commands, []
+
+        def do() -> Any:
+            pipe = self._new()
+            for name, args, kwargs in commands:
+                getattr(pipe, name)(*args, **kwargs)
+            return pipe.execute()
+
+        return self._repeat(do)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._commands.clear()
+
+
+def same_slot(client: Any, keys: Sequence[str]) -> list[list[int]]:
+    """Return the indexes of keys in groups that one script may use: all of them, in a cluster those of one slot."""
+    if not isinstance(client, RedisCluster):
+        return [list(range(len(keys)))]
+    groups: dict[int, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key_slot(key.encode()), []).append(index)
+    return list(groups.values())
+
+
+def keeps_together(prefix: str) -> bool:
+    """Tell whether a prefix has a hash tag: then a cluster keeps everything under it on one node."""
+    return key_slot(f"{prefix}a".encode()) == key_slot(f"{prefix}b".encode())

@@ -1,0 +1,104 @@
+"""A private RabbitMQ server for one test process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from kombu import Connection
+
+from tests.support import _spawn, free_port, wait_until
+
+
+def find_rabbitmq() -> tuple[str, str] | None:
+    """Return RabbitMQ's start script and Erlang's port mapper, None where they are not installed."""
+    # Debian's own script, on the PATH, starts it as another user.
+    script, mapper = Path("/usr/lib/rabbitmq/bin/rabbitmq-server"), shutil.which("epmd")
+    return (str(script), mapper) if script.exists() and mapper else None
+
+
+class RabbitMQ:
+    """A node of its own, with its own port mapper, on free ports of 127.0.0.1."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="sbmq"))
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    @property
+    def url(self) -> str:
+        """The broker, in Celery's form."""
+        return f"amqp://guest:guest@127.0.0.1:{self.port}//"
+
+    def start(self) -> Self:
+        """Start the server and return when it takes connections."""
+        found = find_rabbitmq()
+        if found is None:
+            raise RuntimeError("RabbitMQ is not installed: apt-get install rabbitmq-server")
+        script, mapper = found
+        self.port, mapped = free_port(), free_port()
+        (self.directory / "plugins").write_text("[].\n")
+        environment = {
+            **os.environ,
+            "HOME": str(self.directory),  # for Erlang's cookie
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "ERL_EPMD_PORT": str(mapped),
+            "RABBITMQ_NODENAME": f"sb{os.getpid()}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_MNESIA_BASE": str(self.directory / "data"),
+            "RABBITMQ_LOG_BASE": str(self.directory),
+            "RABBITMQ_LOGS": "-",
+            "RABBITMQ_PID_FILE": str(self.directory / "pid"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.directory / "plugins"),
+            "RABBITMQ_CONF_ENV_FILE": os.devnull,
+            "RABBITMQ_CONFIG_FILE": str(self.directory / "none"),
+            # With little to do it shall not spin: +sbwt. And 127.0.0.1 only, for its distribution as well.
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1 +sbwt none -kernel inet_dist_use_interface {127,0,0,1}",
+            "RUNNING_UNDER_SYSTEMD": "true",  # then the script becomes the server, instead of watching over it
+        }
+        self._run([mapper, "-port", str(mapped), "-address", "127.0.0.1"], environment)
+        server = self._run([script], environment)
+        wait_until(lambda: self._answers(server), timeout=90, what="RabbitMQ to take connections")
+        return self
+
+    def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
+        with (self.directory / "log").open("ab") as log:
+            process = _spawn(command, stdout=log, env=environment, cwd=self.directory)
+        self._processes.append(process)
+        return process
+
+    def _answers(self, server: subprocess.Popen[Any]) -> bool:
+        if server.poll() is not None:
+            raise RuntimeError(f"RabbitMQ does not start:\n{(self.directory / 'log').read_text(errors='replace')}")
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
+            pass
+        with suppress(OSError), Connection(self.url, connect_timeout=5) as connection:
+            return bool(connection.connect())
+        return False
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the server with all that it has started, and remove all it leaves."""
+        for process in reversed(self._processes):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)

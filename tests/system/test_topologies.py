@@ -1,0 +1,322 @@
+"""Beat, worker and Singleton on real servers of every kind: sentinels, a cluster, TLS, a user with few rights."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import trustme
+from celery import Celery
+from celery.schedules import schedule
+from kombu.exceptions import OperationalError
+from redis import Redis, RedisCluster
+from redis.crc import key_slot
+from redis.exceptions import RedisError
+
+from singlebeat import Scheduler
+from singlebeat.connections import private, schedule_client
+from singlebeat.errors import ConfigError, LockBackendError
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Call, Ref, Renewal, Verdict
+from tests.support import APP, ROOT, CeleryLauncher, CeleryProcess, Oracle, RedisServer, wait_until
+from tests.system.apps import make_app
+from tests.system.topologies import PASSWORD, Cluster, Sentinels, tls_port
+
+TICK = {"task": f"{APP}.single", "schedule": schedule(0.5), "args": ["tick"]}
+
+#: Quick to notice that a server is gone, and patient enough for a slow machine to find the next one.
+COMMON = {
+    "beat_schedule": {"tick": TICK},
+    "singlebeat_socket_timeout": 2,
+    "redbeat_lock_timeout": 5,
+    # What a worker has taken from a Redis broker and not yet read is lost with that server: its lock ends by itself.
+    "singlebeat_queued_ttl": 15,
+    "broker_connection_max_retries": None,
+    "redbeat_redis_url": None,
+    "singleton_backend_url": None,
+}
+
+
+@contextmanager
+def running(celery: CeleryLauncher, conf: Mapping[str, Any]) -> Iterator[tuple[Celery, CeleryProcess, CeleryProcess]]:
+    """Start a worker and a beat; yields an app to send from, worker and beat."""
+    conf = {**COMMON, **conf}
+    worker, beat = celery("worker", "-c", "2", conf=conf), celery("beat", conf=conf)
+    worker.ready()
+    with make_app(celery.server.celery_url, conf) as app:
+        yield app, worker, beat
+        gc.collect()  # a result that is freed after its server has gone looks for it
+
+
+def prove(app: Celery, oracle: Oracle, name: str = "one") -> None:
+    """Let beat send, the worker run, and a call meet its equal."""
+    single = app.tasks[f"{APP}.single"]
+    oracle.wait_ended(oracle.ended("tick") + 2, "tick", timeout=60)
+    first = single.delay(name, seconds=60)
+    oracle.wait_started(1, name)
+    again = single.delay(name, seconds=60)
+    assert (first.is_duplicate, again.is_duplicate, again.id) == (False, True, first.id)
+    oracle.let_go(name)
+    assert first.get(timeout=60) == name
+    assert oracle.started(name) == oracle.max_concurrent(name) == oracle.max_concurrent("tick") == 1
+
+
+def each_decided_and_started_once(oracle: Oracle, history: list[tuple[str, Mapping[str, str]]]) -> None:
+    occurrences = [record["id"] for _, record in history]
+    assert len(set(occurrences)) == len(occurrences) > 3
+    started = [run.id for run in oracle.runs("tick")]
+    assert len(set(started)) == len(started) > 3
+
+
+def test_sentinels_lead_beat_worker_and_locks_to_the_next_master(celery, oracle):
+    with Sentinels() as sentinels:
+        urls = dict.fromkeys(("broker_url", "result_backend"), sentinels.url)
+        options = dict.fromkeys(("broker_transport_options", "result_backend_transport_options"), sentinels.options)
+        with running(celery, {**urls, **options}) as (app, worker, beat):
+            prove(app, oracle)
+            single = app.tasks[f"{APP}.single"]
+            call = single.delay("over", seconds=60)
+            oracle.wait_started(1, "over")
+
+            sentinels.fail_over()
+
+            wait_until(lambda: ask(single, "over") == call.id, timeout=60, what="the lock on the next master")
+            oracle.wait_started(oracle.started("tick") + 2, "tick", timeout=60)
+            oracle.let_go("over")
+            oracle.wait_ended(1, "over")
+            assert oracle.max_concurrent("over") == oracle.started("over") == 1
+            each_decided_and_started_once(oracle, sentinels.replica.client().xrange("redbeat::history"))
+        assert beat.returncode is worker.returncode is None
+        assert PASSWORD not in beat.text + worker.text
+
+
+def ask(single: Any, name: str) -> str:
+    """Return the id of the call that is queued or running, or of a new one; empty while no server answers."""
+    try:
+        return single.delay(name, seconds=60).id
+    except (LockBackendError, OperationalError):
+        return ""
+
+
+#: Rights besides.
+IN_A_CLUSTER = "+cluster|slots +command"
+
+
+def rights() -> list[str]:
+    """Return the rules of the user that the README recommends."""
+    text = (ROOT / "README.rst").read_text("utf-8")
+    found = re.search(r"ACL SETUSER singlebeat on >\S+ (.+?)\n\n", text, re.DOTALL)
+    assert f"In a Cluster add\n``{IN_A_CLUSTER}``" in text
+    return found[1].split()
+
+
+def test_no_command_that_is_needed_is_newer_than_redis_6_2(redis):
+    for command in (rule[1:] for rule in [*rights(), *IN_A_CLUSTER.split()] if rule.startswith("+")):
+        since = re.search(r"'since'\W+([\d.]+)", str(redis.execute_command("COMMAND DOCS", command)))[1]
+        assert tuple(map(int, since.split(".")[:2])) <= (6, 2), f"{command} came with {since}"
+
+
+def test_a_cluster_keeps_the_schedule_on_one_node_and_the_locks_on_all(celery, oracle):
+    with Cluster() as cluster:
+        own_keys = ("~*user's*", "~*half{*")
+        cluster.add_user("singlebeat", *rights(), "~{redbeat}:*", *IN_A_CLUSTER.split(), *own_keys)
+        conf = {
+            "redbeat_redis_url": cluster.url,
+            "singleton_backend_url": cluster.url,
+            "redbeat_key_prefix": "{redbeat}:",
+        }
+        with running(celery, conf) as (app, worker, beat):
+            prove(app, oracle)
+            take_locks_of_all_slots(app)
+            history = cluster.master.client().xrange("{redbeat}::history")
+            seen = oracle.started("tick")
+
+            cluster.fail_over()
+
+            oracle.wait_started(seen + 3, "tick", timeout=60)
+            prove(app, oracle, "two")
+            history = cluster.replica.client().xrange("{redbeat}::history")
+            each_decided_and_started_once(oracle, history)
+            app.redbeat_redis = RedisCluster.from_url(
+                f"redis://127.0.0.1:{cluster.nodes[3].port}", decode_responses=True
+            )
+            assert schedule_client(app) is schedule_client(app, timeout=1) is app.redbeat_redis
+            another = Celery("another", set_as_current=False)
+            another.redbeat_redis = app.redbeat_redis
+            with pytest.raises(ConfigError, match="hash tag"):
+                schedule_client(another)
+        assert beat.returncode is worker.returncode is None
+        assert not beat.matches("Traceback")
+
+
+def take_locks_of_all_slots(app: Celery) -> None:
+    """Take, keep and free locks on all three nodes, some of them with keys of the user's own, in one call each."""
+    backend = backend_of(app)
+    own = [Ref("the user's", "id"), Ref("half{", "id"), Ref("SINGLETONLOCK_{3}b", "in the slot of another")]
+    refs = [Ref(f"SINGLETONLOCK_{{{n}}}", f"id {n}") for n in range(20)] + own
+    assert len({key_slot(ref.key.encode()) // 5462 for ref in refs}) == 3
+
+    def held(ids: str = "") -> list[Verdict]:
+        calls = [Call(Ref(ref.key, ids or ref.task_id), "task", "", 60) for ref in refs]
+        return [holder.verdict for holder in backend.acquire_many(calls, again=True)]
+
+    assert set(held()) == {Verdict.ACQUIRED}
+    assert set(held("other")) == {Verdict.HELD}
+    assert [holder.task_id for holder in backend.acquire_many([Call(Ref(r.key, "x"), "", "", 60) for r in refs])] == [
+        ref.task_id for ref in refs
+    ], "each call gets its own answer"
+    assert set(backend.renew_many(refs, lease=60)) == {Renewal.QUEUED}
+    assert backend.finish_many(refs[:11], memory=60, ran=True) == [""] * 11
+    assert held("other") == [Verdict.ACQUIRED] * 11 + [Verdict.HELD] * 12
+    assert len(dict(backend.locks("SINGLETONLOCK_"))) == 21
+    backend.clear("SINGLETONLOCK_")
+    assert not list(backend.locks("SINGLETONLOCK_"))
+    assert backend.get("the user's") == "id"
+
+
+@pytest.mark.parametrize("servers", [Sentinels, Cluster])
+def test_a_retry_period_carries_every_call_over_a_failover(servers):
+    with servers() as several:
+        client = private(several.url, timeout=2, options={**several.options, "retry_period": 60})
+        client.set("{redbeat}:n", 0)
+        calls = 0
+        change = threading.Thread(target=several.fail_over)
+        change.start()
+        while change.is_alive():
+            client.set("{redbeat}:n", calls)
+            with client.pipeline() as pipe:
+                pipe.get("{redbeat}:n").incr("{redbeat}:n")
+                assert pipe.execute() == [str(calls), calls + 1]
+            calls += 1
+
+        assert int(client.get("{redbeat}:n")) == calls > 0
+        assert several.replica.client().exists("{redbeat}:n")
+
+
+def test_in_a_cluster_a_prefix_without_a_hash_tag_ends_the_start_with_one_line(celery):
+    conf = {**COMMON, "redbeat_redis_url": "redis-cluster://127.0.0.1:1", "redbeat_key_prefix": "beat:"}
+    beat = celery("beat", conf=conf)
+
+    assert beat.wait() != 0
+
+    assert beat.matches(
+        r"^Error: redbeat_key_prefix 'beat:' needs a hash tag in a Redis Cluster.*: set it to '\{beat\}:'"
+    )
+    assert "Traceback" not in beat.text
+
+
+def test_tls_with_a_certificate_on_both_sides(celery, oracle, server, tmp_path):
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    ca.issue_cert("beat@example.org").private_key_and_cert_chain_pem.write_to_path(tmp_path / "beat.pem")
+    tls = {
+        "ssl_cert_reqs": "required",
+        "ssl_ca_certs": str(tmp_path / "ca.pem"),
+        "ssl_certfile": str(tmp_path / "beat.pem"),
+    }
+    with tls_port(server, ca) as port:
+        url = f"rediss://127.0.0.1:{port}/0"
+        conf = {"broker_url": url, "result_backend": url, "broker_use_ssl": tls, "redis_backend_use_ssl": tls}
+        with running(celery, conf) as (app, _, _):
+            prove(app, oracle)
+
+        in_url = "&".join(f"{name}={value}" for name, value in tls.items())
+        assert private(f"{url}?{in_url}", timeout=5).ping()
+        assert private(f"redis://127.0.0.1:{port}", timeout=5, options={**tls, "ssl": True}).ping()
+        trusting = {**tls, "ssl_cert_reqs": "CERT_NONE", "ssl_ca_certs": None}
+        assert private(url, timeout=5, options=trusting).ping()
+        for missing in ("ssl_certfile", "ssl_ca_certs"):
+            with pytest.raises(RedisError):
+                private(url, timeout=5, retries=0, options={**tls, missing: None}).ping()
+
+
+def test_the_user_of_the_readme_may_do_all_that_is_needed_and_no_more(celery, oracle, own_server, redis):
+    admin = own_server.client()
+    admin.execute_command("ACL", "SETUSER", "singlebeat", "on", f">{PASSWORD}", *rights())
+    url = f"unix://singlebeat:{PASSWORD}@{own_server.path}"
+    conf = {"redbeat_redis_url": url, "singleton_backend_url": url, "singleton_key_prefix": "SINGLETONLOCK_"}
+    with running(celery, conf) as (app, worker, beat):
+        prove(app, oracle)
+        status = celery("singlebeat", "status", conf={**COMMON, **conf})
+        assert status.wait() == 0, status.text
+        backend_of(app).clear("SINGLETONLOCK_")
+        beat.terminate()
+        beat.wait()
+
+    refused = [entry["object"] for entry in admin.acl_log() if entry["username"] == "singlebeat"]
+    assert set(refused) <= {"config|get", "client|setinfo"}, "it does without an answer"
+    assert not beat.matches("Traceback")
+    assert not worker.matches("NOPERM")
+    with private(url, timeout=5) as client:
+        for forbidden in (("KEYS", "*"), ("CONFIG", "GET", "*"), ("FLUSHALL",), ("GET", "elsewhere"), ("ACL", "LIST")):
+            with pytest.raises(RedisError, match="permission"):
+                client.execute_command(*forbidden)
+
+
+def test_broker_results_schedule_and_locks_are_in_four_servers(celery, oracle):
+    with RedisServer() as broker, RedisServer() as results, RedisServer() as beats, RedisServer() as locks:
+        conf = {
+            "broker_url": broker.celery_url,
+            "result_backend": results.celery_url,
+            "redbeat_redis_url": beats.url,
+            "singleton_backend_url": locks.url,
+        }
+        with running(celery, conf) as (app, _, _):
+            prove(app, oracle)
+
+        kinds = [
+            {re.sub(r"[-:_{].*", "", key) for key in server.client().scan_iter()}
+            for server in (broker, results, beats, locks)
+        ]
+    assert kinds[2:] == [{"redbeat"}, {"SINGLETONLOCK", "singlebeat"}]
+    assert not {"redbeat", "SINGLETONLOCK", "singlebeat"} & (kinds[0] | kinds[1])
+
+
+def named(server: RedisServer) -> int:
+    return sum(client["name"] == "ours" for client in server.client().client_list())
+
+
+def test_the_number_of_connections_stays_the_same_over_1000_ticks_and_a_failover():
+    with Sentinels() as sentinels:
+        entry = {"task": f"{APP}.single", "schedule": schedule(0.02), "args": ["tick"]}
+        options = {**sentinels.options, "client_name": "ours"}
+        conf = {
+            **COMMON,
+            "broker_url": "memory://",
+            "redbeat_redis_url": sentinels.url,
+            "redbeat_redis_options": options,
+            "singleton_backend_url": sentinels.url,
+            "singleton_backend_kwargs": options,
+            "beat_schedule": {"tick": entry},
+            "singlebeat_watchdog_timeout": None,
+            "redbeat_lock_timeout": 60,
+        }
+        with make_app("memory://", {**conf, "result_backend": None}) as app:
+            scheduler = Scheduler(app)
+            for _ in range(20):
+                scheduler.tick()
+            before = named(sentinels.master)
+            for _ in range(480):
+                scheduler.tick()
+            assert named(sentinels.master) == before
+
+            sentinels.fail_over()
+            wait_until(
+                lambda: scheduler.tick() is not None and led(scheduler), timeout=60, what="beat on the next master"
+            )
+            for _ in range(500):
+                scheduler.tick()
+
+            assert named(sentinels.replica) <= before
+            assert isinstance(schedule_client(app), Redis)
+            scheduler.close()
+
+
+def led(scheduler: Scheduler) -> bool:
+    """Tell whether its last tick reached the server."""
+    return not scheduler._in_trouble

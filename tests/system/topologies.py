@@ -1,0 +1,214 @@
+"""Servers that are more than one: sentinels with their master, a cluster, a port that speaks TLS."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import trustme
+from redis.exceptions import RedisError
+
+from tests.support import RedisServer, free_port, server_binary, wait_until
+
+MASTER = "the-master"
+SENTINELS_PASSWORD = "sentinels-only"
+PASSWORD = "hush-hush"
+
+
+def _fail_over(master: RedisServer, replica: RedisServer) -> None:
+    """Kill a master that has told its replica all that it has answered, and return when that has taken its place."""
+    admin, client = master.client(), replica.client()
+    admin.client_pause(60_000, all=False)
+
+    def in_step() -> bool:
+        state = admin.info("replication")
+        return state["slave0"]["offset"] == state["master_repl_offset"]
+
+    wait_until(in_step, what="the replica to have it all")
+    master.kill()
+
+    def leads() -> bool:
+        with suppress(RedisError):  # sentinels end all its connections when they promote it
+            return client.role()[0] == "master"
+        return False
+
+    wait_until(leads, timeout=60, what="the replica to be promoted")
+
+
+class _Sentinel(RedisServer):
+    """Watches a master; it has a password of its own."""
+
+    def __init__(self, master: RedisServer) -> None:
+        super().__init__(tcp=True, password=SENTINELS_PASSWORD)
+        self._master = master.port
+
+    def _command(self) -> list[str]:
+        config = self.directory / "sentinel.conf"
+        config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\nunixsocket {self.path}\ndir {self.directory}\n"
+            f"requirepass {SENTINELS_PASSWORD}\nsentinel sentinel-pass {SENTINELS_PASSWORD}\n"
+            f"sentinel monitor {MASTER} 127.0.0.1 {self._master} 2\nsentinel auth-pass {MASTER} {PASSWORD}\n"
+            f"sentinel down-after-milliseconds {MASTER} 1000\nsentinel failover-timeout {MASTER} 3000\n"
+        )
+        return [server_binary(), str(config), "--sentinel"]
+
+
+class Sentinels:
+    """Three sentinels that watch a master and its replica."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            options = ("--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0")
+            self.master = stack.enter_context(RedisServer(*options, tcp=True, password=PASSWORD))
+            of = ("--replicaof", "127.0.0.1", str(self.master.port))
+            self.replica = stack.enter_context(RedisServer(*options, *of, tcp=True, password=PASSWORD))
+            self._sentinels = [stack.enter_context(_Sentinel(self.master)) for _ in range(3)]
+            wait_until(self._agree, timeout=60, what="the sentinels to find each other")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def _agree(self) -> bool:
+        states = [sentinel.client().sentinel_master(MASTER) for sentinel in self._sentinels]
+        return all((state["num-slaves"], state["num-other-sentinels"]) == (1, 2) for state in states)
+
+    @property
+    def url(self) -> str:
+        """The sentinels in Celery's form."""
+        return ";".join(f"sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/0" for sentinel in self._sentinels)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Celery's transport options say besides."""
+        return {"master_name": MASTER, "sentinel_kwargs": {"password": SENTINELS_PASSWORD}}
+
+    def fail_over(self) -> None:
+        """Kill the master, and return when the replica has taken its place."""
+        _fail_over(self.master, self.replica)
+
+
+class _Node(RedisServer):
+    """A node of a cluster."""
+
+    def _command(self) -> list[str]:
+        # The bus, by default the port + 10000, may be above the last port.
+        bus = ["--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"]
+        return [*super()._command(), *bus, "--repl-diskless-sync-delay", "0"]
+
+
+class Cluster:
+    """Three masters; the one that keeps the slot of a key has a replica."""
+
+    def __init__(self, key: str = "{redbeat}:") -> None:
+        self._key, self._login = key, ""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self.nodes = [stack.enter_context(_Node(tcp=True)) for _ in range(4)]
+            self._join()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def _join(self) -> None:
+        clients = [node.client() for node in self.nodes]
+        for number, client in enumerate(clients):
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            if number < 3:
+                client.execute_command("CLUSTER ADDSLOTSRANGE", *((0, 5461), (5462, 10922), (10923, 16383))[number])
+        bus = clients[0].config_get("cluster-port")["cluster-port"]
+        for client in clients[1:]:
+            client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].port, bus)
+        wait_until(lambda: all(self._known(client) == 4 for client in clients), timeout=60, what="the nodes to meet")
+        slot = clients[0].execute_command("CLUSTER KEYSLOT", self._key)
+        self.master, self.replica = self.nodes[min(slot // 5462, 2)], self.nodes[3]
+        clients[3].execute_command("CLUSTER REPLICATE", self.master.client().execute_command("CLUSTER MYID"))
+        wait_until(self._ready, timeout=60, what="the cluster to be whole")
+
+    def _known(self, client: Any) -> int:
+        return int(self._info(client)["cluster_known_nodes"])
+
+    @staticmethod
+    def _info(client: Any) -> dict[str, str]:
+        info = client.execute_command("CLUSTER INFO")
+        return info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.split())
+
+    def _ready(self) -> bool:
+        whole = all(self._info(node.client())["cluster_state"] == "ok" for node in self.nodes)
+        return whole and self.replica.client().info("replication").get("master_link_status") == "up"
+
+    def add_user(self, name: str, *rules: str) -> None:
+        """Let a user with this name and ``PASSWORD`` do what the rules say; from now on ``url`` is theirs."""
+        for node in self.nodes:
+            node.client().execute_command("ACL", "SETUSER", name, "on", f">{PASSWORD}", *rules)
+        self._login = f"{name}:{PASSWORD}@"
+
+    @property
+    def url(self) -> str:
+        """Two of its nodes."""
+        return ";".join(f"redis-cluster://{self._login}127.0.0.1:{node.port}" for node in self.nodes[:2])
+
+    options: Mapping[str, Any] = {}
+
+    def fail_over(self) -> None:
+        """Kill the master of the key's slot, and return when its replica has taken its place."""
+        _fail_over(self.master, self.replica)
+
+
+@contextmanager
+def tls_port(server: RedisServer, ca: trustme.CA) -> Iterator[int]:
+    """Open a port of 127.0.0.1 in front of a server that speaks TLS with whoever has a certificate of the CA."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    ca.configure_trust(context)
+    ca.issue_cert("127.0.0.1").configure_cert(context)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_serve, args=(listener, context, server.path), daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def _serve(listener: socket.socket, context: ssl.SSLContext, path: Path) -> None:
+    with suppress(OSError):
+        while True:
+            accepted, _ = listener.accept()
+            threading.Thread(target=_relay, args=(accepted, context, path), daemon=True).start()
+
+
+def _relay(accepted: socket.socket, context: ssl.SSLContext, path: Path) -> None:
+    with suppress(OSError), accepted, socket.socket(socket.AF_UNIX) as behind:
+        behind.connect(str(path))
+        # One thread for both ways: a TLS connection must not be read and written at the same time.
+        with context.wrap_socket(accepted, server_side=True) as front:
+            front.setblocking(False)
+            behind.setblocking(False)
+            _pump(front, behind)
+
+
+def _pump(front: ssl.SSLSocket, behind: socket.socket) -> None:
+    while True:
+        select.select([front, behind], [], [])
+        for source, target in ((front, behind), (behind, front)):
+            try:
+                while data := source.recv(65536):
+                    target.setblocking(True)
+                    target.sendall(data)
+                    target.setblocking(False)
+                if data == b"":
+                    return
+            except (BlockingIOError, ssl.SSLWantReadError):
+                continue
