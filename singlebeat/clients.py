@@ -12,8 +12,16 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from kombu.utils.imports import symbol_by_name
 from redis import Redis
 from redis import exceptions as redis_errors
+from redis._parsers import Encoder
 from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.connection import (
+    Connection,
+    ConnectionPool,
+    PythonRespSerializer,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.exceptions import RedisError
 from redis.retry import Retry
 from redis.sentinel import (
@@ -55,6 +63,9 @@ PASSING = (
 )
 
 SENTINEL_PORT = 26379
+
+#: Arguments shorter than this are gathered before they are sent (redis-py's own value).
+BUFFER_BYTES = 6000
 
 #: Up to the last @, because many a password is not quoted as it should be.
 _PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
@@ -223,6 +234,9 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
         repeated = (lambda do: _retry(0, period).call_with_retry(do, lambda _: None)) if period else None
         return Cluster(nodes, retries=retries, repeated=repeated, **_checked({**account, **kwargs, "ssl": tls}))
     kwargs |= {"retry": _retry(retries, period), "retry_on_error": list(PASSING)}
+    # hiredis has one of its own, which refuses bytes that are no text; a cluster's client takes no other.
+    encoder = Encoder("utf-8", kwargs["encoding_errors"], False)  # type: ignore[no-untyped-call]
+    kwargs["command_packer"] = PythonRespSerializer(BUFFER_BYTES, encoder.encode)
     if urls[0].startswith(_SENTINEL):
         asked = topology.get("sentinels") or [(a.get("host", "localhost"), a.get("port", 0)) for a in addresses]
         name = topology.get("master_name") or topology.get("service_name")

@@ -10,6 +10,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from singlebeat.clients import private
 from singlebeat.lua import Script, packed
 
 
@@ -90,7 +91,7 @@ def test_the_replies_are_in_the_order_of_the_rows(script, redis):
     "text", ["é ∑ 😀", 'quote " and \\ and /', "line\nbreak\0\x7f", b"\xff\xfe".decode(errors="surrogateescape")]
 )
 def test_any_bytes_pass_through_a_row_and_back(script, server, text):
-    with Redis.from_url(server.url, decode_responses=True, encoding_errors="surrogateescape") as client:
+    with private(server.url, timeout=5) as client:
         client.hset("{1}", mapping={"id": text, "gen": 0, "state": "queued", "nonce": "", "payload": text})
 
         reply = json.loads(script(client, ("{1}", "{1}:done"), (1000, 0, packed([(text, "0", "")]))))
