@@ -270,5 +270,7 @@ class Dispatcher:
         if not held_by:
             return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
         logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, held_by)
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}")
+        # A text, for it may come from a lock or from the result of a task that took it by itself.
+        by = held_by.removeprefix("task ").partition(",")[0]
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}", by)
         return stored, decision, stored.uncounted(occurrence)

@@ -19,13 +19,12 @@ from .. import signals
 from ..config import Config
 from ..connections import RedisError, masked, schedule_client, schedule_url
 from ..errors import LockBackendError
-from .decide import claim_for, too_late
+from .decide import claim_for, missed, too_late
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import Entry as BeatEntry
-from .entry import Meta, prepare
+from .entry import prepare
 from .keys import Keys
 from .lease import Lease, Term
-from .occurrence import Decision, Outcome
 from .statics import Statics
 from .store import Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
@@ -208,11 +207,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending) for stored in retaken if stored.pending is not None]
         late = [(stored, occurrence) for stored, occurrence in pending if too_late(stored, occurrence, now)]
-        missed = list[tuple[Stored, Decision, Meta | None]]()
-        for stored, occurrence in late:
-            decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED)
-            missed.append((stored, decision, stored.uncounted(occurrence)))
-        self.store.confirm(missed, term)
+        self.store.confirm([(stored, missed(stored, o, now), stored.uncounted(o)) for stored, o in late], term)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
         done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]

@@ -11,6 +11,7 @@ from celery.utils.log import get_logger
 
 from ..errors import ConfigError
 from ..locks.base import Ticket
+from .ends import flush_ends
 from .renewer import Renewer, renewer_of
 from .request import Request
 
@@ -48,6 +49,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
         """Free what is over before the process ends."""
         if self.renewer is not None:
             self.renewer.flush()
+            flush_ends(parent.app)
 
     terminate = stop
 

@@ -1,0 +1,136 @@
+"""Tells the schedule how the runs ended that beat has sent: from the worker's main process, in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.log import get_logger
+
+from ..config import Config
+from ..connections import RedisError, schedule_client
+from ..errors import ConfigError
+from ..locks.base import RUN_HEADER
+from ..lua import Script, packed
+from .threads import Empty, SimpleQueue, start_native_thread
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .request import Request
+
+__all__ = ("flush_ends", "outcome_of", "record_end")
+
+logger = get_logger(__name__)
+
+#: Ends that are written in one step; what comes faster is dropped.
+BATCH, MOST = 500, 10_000
+
+#: Seconds that the schedule's server may take, and that it is left alone after it did not answer.
+TIMEOUT, PAUSE = 2.0, 10.0
+
+#: What an entry keeps of the ends of its runs: about seven.
+ENDS_BYTES = 1000
+
+#: Characters of a reason that are recorded.
+LONGEST_REASON = 200
+
+_OUTCOMES = {
+    Retry: "retry",
+    Ignore: "ignored",
+    Reject: "rejected",
+    WorkerLostError: "worker_lost",
+    TimeLimitExceeded: "time_limit",
+    Terminated: "terminated",
+}
+
+
+# Read before there are threads and forks, as the scripts of the locks are.
+_SCRIPT = Script(__package__, "ended")
+
+
+def outcome_of(exc: BaseException) -> str:
+    """Return the word for a run that ended with an exception."""
+    return next((word for kind, word in _OUTCOMES.items() if isinstance(exc, kind)), "failure")
+
+
+def record_end(request: Request, outcome: str, reason: str = "") -> None:
+    """Record how a run ended, soon and without waiting; nothing happens for one that beat has not sent."""
+    header = request.request_dict.get(RUN_HEADER)
+    if isinstance(header, Mapping) and header.get("entry") and Config.of(request.app).singlebeat_history_limit:
+        began, now = request.time_start, time.time()
+        row = (
+            str(header["entry"]),
+            str(request.id),
+            outcome,
+            reason[:LONGEST_REASON],
+            datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else "",
+            f"{max(0.0, now - began):.3f}" if began else "",
+            str(request.hostname or ""),
+        )
+        _writer(request.app).put(row)
+
+
+def flush_ends(app: Celery) -> None:
+    """Wait until the ends so far are recorded, for a few seconds at most."""
+    if (app, os.getpid()) in _writers:
+        done = threading.Event()
+        _writers[app, os.getpid()].put(done)
+        done.wait(TIMEOUT)
+
+
+class _Writer:
+    """Writes ends in batches; one that cannot be written is lost, and no task waits for it."""
+
+    def __init__(self, app: Celery) -> None:
+        config = Config.of(app)
+        self.app, self.prefix, self.limit = app, config.redbeat_key_prefix, config.singlebeat_history_limit
+        self._news: SimpleQueue[tuple[str, ...] | threading.Event] = SimpleQueue()
+        self._client: Any = None
+        self._silent_until = 0.0
+        start_native_thread(self._run, "singlebeat-ends")
+
+    def put(self, news: tuple[str, ...] | threading.Event) -> None:
+        if self._news.qsize() < MOST:
+            self._news.put(news)
+
+    def _run(self) -> None:
+        while True:
+            news = [self._news.get()]
+            with suppress(Empty):
+                while len(news) < BATCH:
+                    news.append(self._news.get_nowait())
+            rows = [each for each in news if isinstance(each, tuple)]
+            try:
+                if rows and time.monotonic() >= self._silent_until:
+                    self._write(rows)
+            except (RedisError, ConfigError) as exc:
+                logger.warning("the ends of %d runs, and those of %g s, are not recorded: %s", len(rows), PAUSE, exc)
+                self._silent_until = time.monotonic() + PAUSE
+            except Exception:  # the outer edge of the thread
+                logger.exception("the ends of %d runs are not recorded", len(rows))
+            for each in news:
+                if isinstance(each, threading.Event):
+                    each.set()
+
+    def _write(self, rows: Sequence[tuple[str, ...]]) -> None:
+        self._client = self._client or schedule_client(self.app, timeout=TIMEOUT)
+        entries = [self.prefix + row[0] for row in rows]
+        _SCRIPT(self._client, [f"{self.prefix}:runs", *entries], (self.limit, ENDS_BYTES, packed(rows)))
+
+
+_writers: dict[tuple[Celery, int], _Writer] = {}
+
+
+def _writer(app: Celery) -> _Writer:
+    key = app, os.getpid()  # a forked child gets one of its own
+    if key not in _writers:
+        _writers[key] = _Writer(app)
+    return _writers[key]
