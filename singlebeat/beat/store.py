@@ -40,8 +40,8 @@ logger = get_logger("celery.beat")
 #: Entries that one round trip reads or writes.
 BATCH = 500
 
-#: What an entry keeps of its own history: five to seven records.
-HISTORY_BYTES = 1000
+#: What an entry keeps of its own history: about four records.
+HISTORY_BYTES = 600
 
 #: Decoded entries that are kept, by their raw definition.
 CACHE_SIZE = 5_000

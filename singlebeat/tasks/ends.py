@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ("flush_ends", "outcome_of", "record_end")
+__all__ = ("flush_ends", "outcome_of", "record_end", "record_end_of_message")
 
 logger = get_logger(__name__)
 
@@ -36,8 +36,8 @@ BATCH, MOST = 500, 10_000
 #: Seconds that the schedule's server may take, and that it is left alone after it did not answer.
 TIMEOUT, PAUSE = 2.0, 10.0
 
-#: What an entry keeps of the ends of its runs: about seven.
-ENDS_BYTES = 1000
+#: What an entry keeps of the ends of its runs: about four.
+ENDS_BYTES = 600
 
 #: Characters of a reason that are recorded.
 LONGEST_REASON = 200
@@ -63,19 +63,33 @@ def outcome_of(exc: BaseException) -> str:
 
 def record_end(request: Request, outcome: str, reason: str = "") -> None:
     """Record how a run ended, soon and without waiting; nothing happens for one that beat has not sent."""
-    header = request.request_dict.get(RUN_HEADER)
-    if isinstance(header, Mapping) and header.get("entry") and Config.of(request.app).singlebeat_history_limit:
-        began, now = request.time_start, time.time()
+    record_end_of_message(
+        request.app, request.request_dict, outcome, reason, worker=request.hostname, began=request.time_start
+    )
+
+
+def record_end_of_message(
+    app: Celery,
+    headers: Mapping[str, Any],
+    outcome: str,
+    reason: str = "",
+    *,
+    worker: str | None = None,
+    began: float | None = None,
+) -> None:
+    """Do the same for a message by its headers."""
+    header = headers.get(RUN_HEADER)
+    if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
         row = (
             str(header["entry"]),
-            str(request.id),
+            str(headers.get("id")),
             outcome,
             reason[:LONGEST_REASON],
             datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else "",
-            f"{max(0.0, now - began):.3f}" if began else "",
-            str(request.hostname or ""),
+            f"{max(0.0, time.time() - began):.3f}" if began else "",
+            worker or "",
         )
-        _writer(request.app).put(row)
+        _writer(app).put(row)
 
 
 def flush_ends(app: Celery) -> None:
