@@ -56,7 +56,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     """
     aside = facts.state.quarantine.get(facts.name)
     if aside is not None:
-        yield f"It is set aside and does not run, since {aside['since']}: {aside['reason']}."
+        yield f"It is set aside and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
         yield "Mend the entry: a beat looks at it again in every tick and takes it up by itself. It is never deleted."
     if not facts.state.locked and not facts.state.leader:
         yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
@@ -67,7 +67,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield from _unrecorded(facts, record, at)
     if record is not None:
         yield from _decision(facts, record)
-    elif at is None:
+    elif at is None and aside is None:
         yield "Nothing was decided about it so far, or the history has lost it (singlebeat_history_limit)."
     if facts.entry is not None:
         yield from _task(facts, facts.entry)
@@ -158,10 +158,11 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif lock.state == "queued":
         yield f"Task {task_id} waits in its queue and has not started: is a worker there that reads that queue?"
     elif lock.seems_abandoned or facts.running is not None:
+        force = "" if lock.seems_abandoned else " --force"
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
             f"Task {task_id} holds the lock, but no worker that answers runs it: its worker has probably died. "
-            f"The lock ends by itself {left}; to free it now: celery singlebeat unlock {task_id}"
+            f"The lock ends by itself {left}; to free it now: celery singlebeat unlock {task_id}{force}"
         )
     else:
         yield f"Task {task_id} holds the lock and runs; the workers could not be asked where."
