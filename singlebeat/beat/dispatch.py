@@ -13,7 +13,6 @@ from celery.beat import SchedulingError
 from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
-from .. import signals
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError
@@ -126,8 +125,6 @@ class Dispatcher:
             self.store.confirm(decided, term)
             delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
             self.store.postpone(dict.fromkeys(unsent, now + timedelta(seconds=delay)))
-        for _, decision, _ in decided:
-            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def _publish(self, message: _Message) -> str:
         """Send the task of an entry; return what holds its lock if it takes one only now and has not got it."""

@@ -25,6 +25,7 @@ from .entry import Entry as BeatEntry
 from .entry import prepare
 from .keys import Keys
 from .lease import Lease, Term
+from .metrics import Metrics
 from .statics import Statics
 from .store import Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
@@ -77,7 +78,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._term: Term | None = None
         self._standing_by = False
         self._in_trouble = ""
-        self._closed = self._ticking = False
+        self._closed = self._ticking = self._ticked = False
+        self._metrics: Metrics | None = None
         self._recheck_at = 0.0
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout) if timeout else None
@@ -135,7 +137,9 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         if self._closed:
             raise SystemExit  # of the signal's handler, which some library has swallowed
         self._watched()
-        self._ticking = True
+        if self._metrics is None and not self._ticked:
+            self._metrics = Metrics.served(self.app, self.lease)
+        self._ticking, self._ticked, began = True, True, time.monotonic()
         try:
             delay = self._tick(datetime.now(UTC))
         except (RedisError, LockBackendError) as exc:
@@ -143,6 +147,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False
+            signals.tick_ended.send(sender=self.app, seconds=time.monotonic() - began)
         if self._in_trouble:
             logger.info("beat: Redis answers again")
             self._in_trouble = ""

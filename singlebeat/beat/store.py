@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
+from .. import signals
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, EntryError
@@ -111,9 +113,10 @@ class Store:
     def __init__(self, app: Celery, client: Any) -> None:
         self.app, self.client = app, client
         self.keys = Keys.of(app)
+        self.allowed_tasks = Config.of(app).singlebeat_allowed_tasks
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], tuple[str, Entry]] = {}
-        self.quarantine = Quarantine(client, self.keys)
+        self.quarantine = Quarantine(app, client, self.keys)
 
     def check_eviction(self) -> None:
         """Say so if the server may throw entries away when its memory is full.
@@ -212,6 +215,8 @@ class Store:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
             entry = Entry.decode(self.keys.entry(member), definition, self.app)
+            if not any(fnmatchcase(entry.task, pattern) for pattern in self.allowed_tasks):
+                raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
             try:
                 next_occurrence(entry.schedule, now, zone=self.app.timezone)
             except Exception as exc:  # a rule that can be read may still make no sense
@@ -243,7 +248,7 @@ class Store:
 
     def record(self, decisions: Sequence[Decision], term: Term) -> None:
         """Record decisions about occurrences that were not claimed; one round trip."""
-        if self.history_limit:
+        if self.history_limit or signals.occurrence_decided.receivers:
             self._record([(self.keys.prefix + decision.entry, "", "", decision) for decision in decisions], term)
 
     def _record(self, decisions: Sequence[tuple[str, str, str, Decision]], term: Term) -> None:
@@ -253,6 +258,8 @@ class Store:
         leader = f"{socket.gethostname()}:{os.getpid()}"
         rows = packed((*row, decision.values(term.number, leader)) for *row, decision in decisions)
         _script("confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
+        for *_, decision in decisions:
+            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
         """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""
