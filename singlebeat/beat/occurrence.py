@@ -61,7 +61,7 @@ class Occurrence:
     ) -> Occurrence:
         """Return the occurrence of an entry at a time: the same one, whoever asks and however often."""
         seconds = nominal.timestamp()
-        seed = f"{prefix}\n{name}\n{round(seconds * 1000)}"
+        seed = f"{prefix}\n{_printable(name)}\n{round(seconds * 1000)}"  # a name may be bytes that are no text
         if kind in {Kind.MANUAL, Kind.BACKFILL}:  # another run than the scheduled one of that time
             seed += f"\n{kind}"
         before = None if previous is None else previous.timestamp()
