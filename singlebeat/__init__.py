@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .beat.api import Schedule
+    from .beat.clocked import clocked
     from .beat.entry import Entry
     from .beat.scheduler import Scheduler
     from .errors import DuplicateTaskError
@@ -22,6 +23,7 @@ __all__ = (
     "Scheduler",
     "Singleton",
     "clear_locks",
+    "clocked",
     "exclusive",
     "install",
 )
@@ -30,6 +32,7 @@ _HOMES = {
     "Scheduler": "beat.scheduler",
     "Entry": "beat.entry",
     "Schedule": "beat.api",
+    "clocked": "beat.clocked",
     "Singleton": "tasks.singleton",
     "exclusive": "tasks.exclusive",
     "install": "tasks.install",

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from tests import matrix
+from tests import matrix, versions
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
 pytest_plugins = ("tests.chaos_report",)
@@ -92,9 +92,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what the tests have measured, cell by cell."""
+    """Print what the tests have measured, cell by cell, and with what they ran."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     if cells := matrix.cells_of(reports):
         terminalreporter.section("when the lock of a task is free")
         for line in matrix.lines(cells):
             terminalreporter.write_line(line)
+    outcomes = ("passed", "failed", "error", "xfailed")
+    counts = {outcome: len(terminalreporter.stats.get(outcome, ())) for outcome in outcomes}
+    terminalreporter.section("tested together")
+    for line in versions.lines(", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)):
+        terminalreporter.write_line(line)

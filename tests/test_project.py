@@ -18,7 +18,17 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "singlebeat"
 SCRIPTS = sorted(PACKAGE.rglob("*.lua"))
-PUBLIC = {"Scheduler", "Schedule", "Entry", "Singleton", "clear_locks", "DuplicateTaskError", "exclusive", "install"}
+PUBLIC = {
+    "Scheduler",
+    "Schedule",
+    "Entry",
+    "Singleton",
+    "clear_locks",
+    "clocked",
+    "DuplicateTaskError",
+    "exclusive",
+    "install",
+}
 TOP_LEVEL = {"singlebeat", "tests", "exampleconf.py", "pyproject.toml", "README.rst", "LICENSE"}
 
 #: An argument of a script: ``KEYS[1]``; ``ARGV[3...]`` names all from the third on.

@@ -77,7 +77,6 @@ class Schedule:
         problem = save_entries(self._client, self.keys, {entry.name: entry}, datetime.now(UTC))[entry.name]
         if problem is not None:
             raise problem
-        entry.version = None
         return entry
 
     def upsert(

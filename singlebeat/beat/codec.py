@@ -5,42 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from celery.schedules import BaseSchedule, schedule
 from celery.utils.saferepr import saferepr
-from redbeat.decoder import RedBeatJSONDecoder
 
 from ..errors import EntryError
 from ..locks import time_to_start
+from .given import marked, restored
+from .kinds import Decoder, Encoder, made
 
-__all__ = ("Meta", "decode_definition", "loads_object")
+__all__ = ("Meta", "decode_definition", "encode_definition", "loads_object")
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
-CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
-
-
-class _Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
-    """Accepts what writers in other languages leave out or write in another way."""
-
-    def dict_to_object(self, d: dict[str, Any]) -> Any:
-        kind = d.get("__type__")
-        if kind == "interval":
-            return schedule(run_every=float(d["every"]), relative=bool(d.get("relative", False)))
-        if kind == "crontab":
-            fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
-            d = {"__type__": kind, **fields}
-        return super().dict_to_object(d)
-
 
 #: Made once: that costs more than reading a short text with it.
-_DECODER = _Decoder()
-
-
-def _crontab_field(value: Any) -> Any:
-    # "[1-12]" is how RedBeat's own documentation writes a range.
-    return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
+_DECODER = Decoder()
 
 
 def loads_object(text: str, what: str) -> Mapping[str, Any]:
@@ -60,33 +41,53 @@ def loads_object(text: str, what: str) -> Mapping[str, Any]:
     return raw
 
 
-def decode_definition(definition: str) -> dict[str, Any]:
+def encode_definition(fields: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return the ``definition`` field of an entry.
+
+    Args:
+        given: what ``beat_schedule`` says about it.
+
+    Raises:
+        TypeError, ValueError: a value cannot be stored.
+    """
+    # Celery takes seconds wherever it takes a timedelta.
+    options = {
+        name: value.total_seconds() if isinstance(value, timedelta) else value
+        for name, value in (fields["options"] or {}).items()
+    }
+    return json.dumps(marked({**fields, "options": options}, given), cls=Encoder)
+
+
+def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Read the ``definition`` field of an entry; what is missing gets its default, what is unknown is left out.
+
+    Args:
+        given: what ``beat_schedule`` says about it.
 
     Raises:
         EntryError: it cannot be understood; the message says why.
     """
     raw = loads_object(definition, "definition")
-    task, when = raw.get("task"), raw.get("schedule")
+    task, enabled = raw.get("task"), raw.get("enabled")
     if not isinstance(task, str) or not task:
         raise EntryError("definition has no task, or it is not a text")
-    if isinstance(when, int | float) and not isinstance(when, bool):
-        try:
-            when = schedule(run_every=float(when))
-        except (ValueError, OverflowError) as exc:
-            raise EntryError(f"definition has a schedule out of range: {exc}") from exc
+    if enabled not in (None, True, False):  # and so not 1 and 0
+        raise EntryError(f"definition: enabled is neither true nor false: {saferepr(enabled)}")
+    fields = restored(
+        {
+            "schedule": made(raw.get("schedule")),
+            "args": _typed(raw.get("args"), list, "args"),
+            "kwargs": _typed(raw.get("kwargs"), dict, "kwargs"),
+        },
+        given,
+    )
+    when = fields["schedule"]
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
     if isinstance(when, schedule) and hasattr(when, "run_every") and when.run_every.total_seconds() <= 0:
         raise EntryError("definition has an interval that is not longer than 0 seconds")
-    return {
-        "task": task,
-        "schedule": when,
-        "args": _typed(raw.get("args"), list, "args"),
-        "kwargs": _typed(raw.get("kwargs"), dict, "kwargs"),
-        "options": _checked_options(_typed(raw.get("options"), dict, "options")),
-        "enabled": raw.get("enabled") in (None, True, 1),
-    }
+    options = _checked_options(_typed(raw.get("options"), dict, "options"))
+    return {**fields, "task": task, "options": options, "enabled": enabled is None or bool(enabled)}
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, tzinfo
 
 from .codec import Meta
 from .entry import PARKED
 from .occurrence import Decision, Kind, Occurrence, Outcome
-from .store import Claim, Stored
+from .store import LONGEST_STEP_BACK, Claim, Stored
 from .timetable import Timetable
 
 __all__ = ("claim_for", "missed", "too_late")
-
-#: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
-#: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
-LONGEST_STEP_BACK = timedelta(hours=3)
 
 #: How late an occurrence is a catch-up.
 CATCH_UP_AFTER = timedelta(minutes=1)
@@ -33,9 +30,9 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     table = Timetable(entry.name, entry.schedule, policy, zone)
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs:
         return Claim(stored, PARKED)
-    since = past.counts_from
+    since = table.since(past.counts_from)
     if since is not None and since > now + LONGEST_STEP_BACK:
-        since = now
+        return Claim(stored, table.score(table.next(now)), replace(past, since=now))
     if since is None:  # RedBeat's meaning: it has never run, so it is due now
         asked = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
         nominal = table.bounded(table.latest(asked, now) or asked)

@@ -21,6 +21,7 @@ from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Ticket, Verdict,
 from ..locks.key import readable
 from ..overlap import Overlap
 from ..tasks.claim import claim
+from .given import evaluated
 from .occurrence import Decision, Occurrence, Outcome
 from .plain import PlainTask
 
@@ -176,7 +177,7 @@ class Dispatcher:
         claimed: Sequence[tuple[Stored, Occurrence]],
         decided: list[tuple[Stored, Decision, Meta | None]],
     ) -> list[_Message]:
-        plain = any(not hasattr(self.app.tasks.get(stored.entry.task), "claims_by_itself") for stored, _ in claimed)
+        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, _ in claimed)
         looked_after = plain and self._workers_look_after_locks()
         messages = []
         for stored, occurrence in claimed:
@@ -190,8 +191,9 @@ class Dispatcher:
             entry.options["headers"] = headers
             message = _Message(stored, occurrence, entry)
             try:
+                entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
                 self._find_lock(message, looked_after=looked_after)
-            except Exception as exc:  # a task's own key function may do anything
+            except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
                 decided.append(self._give_up(message, exc))
                 continue
             if message.ticket is not None:
@@ -204,8 +206,9 @@ class Dispatcher:
         entry = message.entry
         overlap = message.occurrence.overlap or message.stored.policy.overlap
         task = self.app.tasks.get(entry.task)
-        if hasattr(task, "claims_by_itself"):
-            if task.claims_by_itself or overlap not in {None, Overlap.SKIP}:
+        claims_by_itself = getattr(task, "claims_by_itself", None)
+        if claims_by_itself is not None:
+            if claims_by_itself or overlap not in {None, Overlap.SKIP}:
                 if overlap is not None:
                     entry.options["overlap"] = overlap
                 return

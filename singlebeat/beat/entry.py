@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from celery.app import app_or_default
 from celery.schedules import BaseSchedule
 from redbeat import RedBeatSchedulerEntry
-from redbeat.decoder import RedBeatJSONEncoder
 from redbeat.schedulers import RedBeatConfig
 
 from ..config import Config
 from ..connections import schedule_client, schedule_url
 from ..errors import EntryError, UnknownEntryError
-from .codec import Meta, decode_definition, loads_object
+from .codec import Meta, decode_definition, encode_definition, loads_object
+from .given import given_for
 from .keys import Keys
 from .policy import Policy
 from .save import save_entries
-from .timetable import PARKED, Timetable
+from .timetable import PARKED, Timetable, zone_of
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -59,7 +59,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         EntryError: a wish is unknown or wrong, or contradicts another.
     """
 
-    #: Definition and policy as they were read, for an entry that was read.
+    #: Definition and policy as they were last read or stored; None: whatever is there shall be replaced.
     version: tuple[str, str] | None = None
 
     def __init__(self, *args: Any, app: Celery | None = None, policy: Policy | None = None, **kwargs: Any) -> None:
@@ -68,6 +68,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         wishes = {name: kwargs.pop(name) for name in Policy.names() & kwargs.keys()}
         self.policy = policy or Policy.of(wishes)
         super().__init__(*args, app=app, **kwargs)
+        zone = zone_of(self.schedule)
+        if zone is not None and self.policy.timezone is None:  # JSON would keep no more of it than its offset
+            self.policy = replace(self.policy, timezone=zone)
         if self.policy.expires is not None and (self.options or {}).get("expires") is not None:
             raise EntryError(f"entry {self.name!r}: expires is in its options as well as in its policy")
 
@@ -102,10 +105,10 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             EntryError: it cannot be understood; the message says why.
         """
         name = key.removeprefix(Config.of(app).redbeat_key_prefix)
-        return cls(name=name, app=app, **decode_definition(definition))
+        return cls(name=name, app=app, **decode_definition(definition, given_for(app, name)))
 
     def encode(self) -> str:
-        """Return the ``definition`` field, in exactly RedBeat's form: it dies on any further field.
+        """Return the ``definition`` field, with exactly RedBeat's names: it dies on any further one.
 
         Raises:
             EntryError: a value cannot be stored.
@@ -122,7 +125,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if not self.task or not isinstance(self.schedule, BaseSchedule):
             raise EntryError(f"entry {self.name!r} cannot be stored: it needs a task and a schedule")
         try:
-            return json.dumps(definition, cls=RedBeatJSONEncoder)
+            return encode_definition(definition, given_for(self.app, self.name))
         except (TypeError, ValueError) as exc:
             raise EntryError(f"entry {self.name!r} cannot be stored: {exc}") from exc
 
@@ -150,7 +153,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if not definition:
             raise UnknownEntryError(f"there is no entry at {key!r}")
         entry = cls.decode(key, definition, app).with_past(Meta.decode(meta))
-        entry.policy, entry.version = Policy.decode(policy), (definition, policy or "")
+        wishes = Policy.decode(policy)
+        entry.policy = wishes if wishes.timezone else replace(wishes, timezone=entry.policy.timezone)
+        entry.version = definition, policy or ""
         return entry
 
     @staticmethod
@@ -177,7 +182,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     @property
     def due_at(self) -> datetime | None:
         """The next time when the entry is due, now if it is overdue or has never run, None if there is none."""
-        now, since = datetime.now(UTC), self.meta.counts_from
+        now, since = datetime.now(UTC), self.timetable.since(self.meta.counts_from)
         if since is None:
             return now
         nominal = self.timetable.next(since)
@@ -206,12 +211,11 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         for problem in results.values():
             if problem is not None:
                 raise problem
-        self.version = None
         return self
 
     def delete(self) -> bool:
         """Remove the entry; tell whether it was there."""
-        keys = Keys.of(self.app)
+        keys, self.version = Keys.of(self.app), None
         with schedule_client(self.app).pipeline() as pipe:
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)

@@ -7,22 +7,27 @@ made on a local time, because adding to a local time is off by the shift of the 
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from copy import copy
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
 
-from celery.schedules import BaseSchedule, crontab
+from celery.schedules import BaseSchedule, crontab, solar
 from celery.schedules import schedule as interval
 from celery.utils.time import remaining
 from cronsim import CronSim, CronSimError
+from redbeat.schedules import rrule
+
+from . import rule, sun
+from .clocked import clocked
 
 if TYPE_CHECKING:
     from datetime import tzinfo
 
-__all__ = ["following", "latest_occurrence", "next_occurrence", "starts_at"]
+__all__ = ("is_known", "latest_occurrence", "next_occurrence", "starts_at")
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
@@ -30,50 +35,39 @@ DAY = timedelta(days=1)
 #: The longest shift that is a DST one; cron(8) takes any longer for a correction of the clock.
 LONGEST_SHIFT = timedelta(hours=3)
 
-#: Length of one period of an RFC 5545 rule, by the number that dateutil gives its frequency (WEEKLY ... SECONDLY).
-RULE_PERIODS = {2: timedelta(weeks=1), 3: DAY, 4: timedelta(hours=1), 5: timedelta(minutes=1), 6: SECOND}
+#: How often a schedule of a user's own is asked whether it is due at last.
+LONGEST_ASKING = 1000
 
 
 def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) -> datetime | None:
     """
     Return the first nominal time of `schedule` strictly after `after`, in UTC, or None when there is none.
 
-    A crontab is read on the wall clock of `zone`, whatever its own `tz`; an rrule on that of its `dtstart`. A subclass
-    with its own `remaining_estimate` is asked through it, as is any schedule of a kind unknown here.
+    A crontab is read on the wall clock of `zone`, whatever its own `tz`; an rrule on that of its `dtstart`, or, if
+    only an offset is known of that, of `zone` where it has the same one. A subclass with times of its own is asked
+    for them, as is any schedule of a kind unknown here.
 
     Raises:
         ValueError: the schedule can have no next time by its making (an interval of zero), or `after` is naive.
     """
-    after = _in_utc(after)
+    try:
+        return _next(schedule, _in_utc(after), zone)
+    except OverflowError:  # due after the year 9999
+        return None
+
+
+def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | None:
     if _is_plain(schedule, interval):
         return _next_interval(schedule, after, zone)
     if _is_plain(schedule, crontab):
         return _next_crontab(schedule, after, zone)
-    # An rrule exists only where its module was imported; importing it from here would connect RedBeat's own handler
-    # to `beat_init` in every process.
-    redbeat = sys.modules.get("redbeat.schedules")
-    if redbeat is not None and _is_plain(schedule, redbeat.rrule):
-        return _next_rrule(schedule, after)
+    if _is_plain(schedule, rrule):
+        return _next_rrule(schedule, after, zone)
+    if _is_plain(schedule, solar):
+        return sun.next_event(schedule, after)
+    if _is_plain(schedule, clocked):
+        return _in_utc(schedule.instant) if schedule.instant > after else None
     return _next_by_asking(schedule, after, zone)
-
-
-def following(schedule: BaseSchedule, nominal: datetime, now: datetime, *, zone: tzinfo) -> datetime | None:
-    """
-    Return the first nominal time after `now`, for an entry whose last nominal time was `nominal`.
-
-    Intervals stay on the grid `nominal + k * every`, so a late run does not delay the ones after it. `now` before
-    `nominal` (the clock was set back) counts as `nominal`: no nominal time comes twice.
-    """
-    nominal = _in_utc(nominal)
-    now = max(_in_utc(now), nominal)
-    if not _is_plain(schedule, interval):
-        return next_occurrence(schedule, now, zone=zone)
-    latest = nominal + (now - nominal) // _period(schedule) * _period(schedule)
-    found = next_occurrence(schedule, latest, zone=zone)
-    # Only a relative interval can do this, while `nominal` is not yet on its rounded grid.
-    if found is not None and found <= now:
-        return next_occurrence(schedule, now, zone=zone)
-    return found
 
 
 def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, *, zone: tzinfo) -> datetime | None:
@@ -99,6 +93,11 @@ def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, 
     return found
 
 
+def is_known(schedule: BaseSchedule) -> bool:
+    """Tell whether a schedule is one of the kinds that are computed, and that JSON can hold."""
+    return any(_is_plain(schedule, kind) for kind in (interval, crontab, rrule, solar, clocked))
+
+
 def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datetime | None:
     """Return the first nominal time not before `start`; an interval begins with it."""
     start = _in_utc(start)
@@ -116,7 +115,8 @@ def _in_utc(moment: datetime) -> datetime:
 
 def _is_plain(schedule: BaseSchedule, kind: type[BaseSchedule]) -> bool:
     """Say whether `schedule` is of this kind and computes its times as the kind does."""
-    return isinstance(schedule, kind) and type(schedule).remaining_estimate is kind.remaining_estimate
+    own = type(schedule)
+    return isinstance(schedule, kind) and (own.remaining_estimate, own.is_due) == (kind.remaining_estimate, kind.is_due)
 
 
 def _period(schedule: Any) -> timedelta:
@@ -127,7 +127,7 @@ def _period(schedule: Any) -> timedelta:
     return every
 
 
-def _next_interval(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
+def _next_interval(schedule: Any, after: datetime, zone: tzinfo) -> datetime:
     """
     Return `after` plus the interval in elapsed time.
 
@@ -135,15 +135,12 @@ def _next_interval(schedule: Any, after: datetime, zone: tzinfo) -> datetime | N
     and a day that counts as a calendar day, are Celery's (`celery.utils.time.remaining`).
     """
     every = _period(schedule)
-    try:
-        if schedule.relative:
-            local = after.astimezone(zone)
-            rounded: timedelta = remaining(local, every, now=local, relative=True)
-            if rounded > ZERO:
-                return after + rounded
-        return after + every
-    except OverflowError:  # due after the year 9999
-        return None
+    if schedule.relative:
+        local = after.astimezone(zone)
+        rounded: timedelta = remaining(local, every, now=local, relative=True)
+        if rounded > ZERO:
+            return after + rounded
+    return after + every
 
 
 def _next_crontab(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
@@ -162,16 +159,26 @@ def _next_crontab(schedule: Any, after: datetime, zone: tzinfo) -> datetime | No
     times = ((schedule.minute, schedule._orig_minute, 60), (schedule.hour, schedule._orig_hour, 24))
     wildcard = any(len(values) == size or str(spec).startswith("*") for values, spec, size in times)
     fields = (schedule.minute, schedule.hour, schedule.day_of_month, schedule.month_of_year, schedule.day_of_week)
-    walls = copy(_calendar(*map(frozenset, fields)))
-    local = after.astimezone(zone)
-    # The wall clock, labelled UTC: CronSim then does no zone arithmetic.
-    walls.dt = local.replace(tzinfo=UTC, microsecond=0)
+
+    def walls(wall: datetime) -> Iterator[datetime]:
+        calendar = copy(_calendar(*map(frozenset, fields)))
+        calendar.dt = wall.replace(tzinfo=UTC)  # CronSim then does no zone arithmetic
+        return calendar
+
+    return _on_clock(walls, after, zone, wildcard=wildcard)
+
+
+def _on_clock(
+    walls: Callable[[datetime], Iterator[datetime]], after: datetime, zone: tzinfo, *, wildcard: bool
+) -> datetime | None:
+    """Return the first instant at which the wall clock of `zone` shows one of the times that follow another."""
+    start = after.astimezone(zone).replace(tzinfo=None, microsecond=0)
     if wildcard:
         # Clocks soon to be set back show again what they show now, so look that far back on the wall.
-        walls.dt -= max(ZERO, _offset(after, zone) - _offset(after + LONGEST_SHIFT, zone))
+        start -= max(ZERO, _offset(after, zone) - _offset(after + LONGEST_SHIFT, zone))
 
     repeated = None
-    for wall in walls:
+    for wall in walls(start):
         first = wall.replace(tzinfo=zone, fold=0).astimezone(UTC)
         second = wall.replace(tzinfo=zone, fold=1).astimezone(UTC)
         if first > second:  # PEP 495: this time of day is in a gap
@@ -211,43 +218,70 @@ def _end_of_gap(before: datetime, behind: datetime, zone: tzinfo) -> datetime:
     return before + SECOND * bisect_left(seconds, True, key=lambda s: _offset(before + SECOND * s, zone) == new)
 
 
-def _next_rrule(schedule: Any, after: datetime) -> datetime | None:
+def _next_rrule(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
     """
-    Return what dateutil gives for the rule (RFC 5545, on the wall clock of its `dtstart`), without its long walk.
+    Return the next time of a rule of RFC 5545; what clocks do to it is as with a crontab.
 
-    dateutil walks from `dtstart`, which takes seconds for an old rule of short period. An uncounted rule has the same
-    future when it starts any whole number of steps later, so it is started just before `after`.
+    A rule of hours or less that names no hour keeps its pace; one that has no other part at all counts elapsed time.
     """
-    rule, start = schedule.rrule, schedule.dtstart
     if schedule.interval < 1:
         msg = f"the interval of an rrule must be at least 1, not {schedule.interval}"
         raise ValueError(msg)
-    if schedule.count is None and schedule.freq in RULE_PERIODS:
-        step = RULE_PERIODS[schedule.freq] * schedule.interval
-        # Close to a shift of the clocks, a wall time may stand for an instant that far from where it seems to be.
-        shift = abs(_offset(after + DAY, start.tzinfo) - _offset(after - DAY, start.tzinfo))
-        walked = after.astimezone(start.tzinfo).replace(tzinfo=None) - shift - start.replace(tzinfo=None)
-        if walked > step:
-            rule = rule.replace(dtstart=start + walked // step * step)
-    found: datetime | None = rule.after(after)
-    return None if found is None else found.astimezone(UTC)
+    if rule.is_paced(schedule):
+        found = _next_paced(schedule, after)
+    else:
+        clock, start = schedule.dtstart.tzinfo, schedule.dtstart
+        if not isinstance(clock, ZoneInfo) and start.utcoffset() == _offset(start, zone):
+            clock = zone
+        walls = partial(rule.walls, schedule, start.astimezone(UTC).astimezone(clock).replace(tzinfo=None))
+        found = _on_clock(walls, after, clock, wildcard=rule.keeps_pace(schedule))
+    return None if found is None or (schedule.until is not None and found > schedule.until) else found
+
+
+def _next_paced(schedule: Any, after: datetime) -> datetime | None:
+    start, step = schedule.dtstart.astimezone(UTC).replace(microsecond=0), rule.step_of(schedule)
+    steps = max(0, (after - start) // step + 1)
+    found: datetime = start + steps * step
+    return None if schedule.count is not None and steps >= schedule.count else found
 
 
 def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | None:
-    """Ask a schedule of any kind (solar, a user's own) how long it would wait if it ran, and if it were, `after`."""
+    """Ask a schedule of any kind (a user's own) how long it would wait if it ran, and if it were, `after`."""
+
+    def at(moment: datetime) -> Any:
+        local = moment.astimezone(zone)
+        # Not copy(): it goes by __reduce__, in which schedules leave out their app or whatever a subclass has added.
+        frozen = object.__new__(type(schedule))
+        vars(frozen).update(vars(schedule), now=lambda: local, nowfun=lambda: local, tz=zone)
+        return frozen
+
     local = after.astimezone(zone)
-    # Not copy(): it goes by __reduce__, in which schedules leave out their app or whatever a subclass has added.
-    frozen = object.__new__(type(schedule))
-    vars(frozen).update(vars(schedule), now=lambda: local, nowfun=lambda: local)
     if type(schedule).remaining_estimate is not BaseSchedule.remaining_estimate:
-        wait: timedelta | None = frozen.remaining_estimate(local)
+        wait: timedelta | None = at(after).remaining_estimate(local)
         if wait is None:
             return None
         if wait > ZERO:
-            return after + wait
+            return _when_willing(schedule, at, local, after + wait)
     seconds: float | None
-    _, seconds = frozen.is_due(local)
+    _, seconds = at(after).is_due(local)
     if seconds is None:
         return None
     # Due at once and for ever: keep a busy schedule from holding time still.
     return after + (timedelta(seconds=seconds) if seconds > 0 else SECOND)
+
+
+def _when_willing(
+    schedule: BaseSchedule, at: Callable[[datetime], Any], last: datetime, moment: datetime
+) -> datetime | None:
+    """Return the first moment, not before the given one, at which `is_due` agrees: it may have hours of its own."""
+    if type(schedule).is_due is BaseSchedule.is_due:
+        return moment
+    for _ in range(LONGEST_ASKING):
+        is_due, seconds = at(moment).is_due(last)
+        if is_due:
+            return moment
+        if seconds is None:
+            return None
+        moment += max(timedelta(seconds=seconds), SECOND)
+    msg = f"{schedule!r} was asked {LONGEST_ASKING} times, up to {moment}, and never said that it is due"
+    raise ValueError(msg)

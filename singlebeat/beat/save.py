@@ -14,6 +14,7 @@ from celery.utils.log import get_logger
 from ..errors import ConflictError, EntryError
 from ..lua import Script, packed
 from .codec import Meta
+from .kinds import have_same_times
 from .policy import Policy
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def save_entries(
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return what went wrong with each of them, None for nothing.
 
+    Each knows then what was stored of it: when it is stored again, it meets what somebody else has changed meanwhile.
+
     Args:
         keep_disabled: one that somebody has disabled stays so, as one that is paused does in any case.
     """
@@ -64,6 +67,9 @@ def save_entries(
         for _ in range(ATTEMPTS):
             wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
             left = _write(client, keys, wishes)
+            for name in wishes.keys() - set(left):
+                definition, _, policy = wishes[name].fields
+                entries[name].version = definition, policy
             if not left:
                 break
         for name in left:
@@ -89,13 +95,18 @@ def _plan(
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
             definition, meta, policy, _ = fields
             if entry.version is not None and entry.version != (definition or "", policy or ""):
-                raise ConflictError(f"entry {name!r} was changed since it was read: read it again")
+                raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None
             unchanged = (entry.encode(), entry.policy.encode()) == (definition, policy or "")
-            if not unchanged or not meta or score is None:
+            if unchanged and meta and score is not None:
+                entry.version = definition, policy or ""
+            else:
                 wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_disabled)
         except EntryError as exc:
             results[name] = exc
+        except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
+            why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
+            results[name] = EntryError(f"entry {name!r} cannot be stored: {why}")
     return wishes
 
 
@@ -114,7 +125,7 @@ def _wish(
         entry.policy = replace(entry.policy, paused=True, note=wanted.note)
     same_times = (
         stored is not None
-        and stored.schedule == entry.schedule
+        and have_same_times(stored.schedule, entry.schedule)
         and all(getattr(wanted, name) == getattr(entry.policy, name) for name in TIMING)
         # It may be finished, and go on now.
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)

@@ -5,19 +5,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
+from zoneinfo import ZoneInfo
 
+from redbeat.schedules import rrule
+
+from .clocked import clocked
 from .policy import Policy
 from .recurrence import latest_occurrence, next_occurrence, starts_at
 
-__all__ = ("PARKED", "Timetable")
+__all__ = ("PARKED", "Timetable", "zone_of")
 
 #: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
 PARKED = -1.0
 
 #: The shortest step of a nominal time.
 TICK = timedelta(microseconds=1)
+
+#: Before all times.
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def zone_of(schedule: Any) -> ZoneInfo | None:
+    """Return the zone that a schedule brings along, in an rrule's ``dtstart`` or by its clock, if it has a name."""
+    now = getattr(schedule, "nowfun", None)
+    moment = getattr(schedule, "dtstart", None) or (now() if now else None)
+    own = moment.tzinfo if isinstance(moment, datetime) else None
+    name = "UTC" if own is UTC else getattr(own, "key", None) or getattr(own, "zone", None)  # the latter in pytz
+    return ZoneInfo(name) if name else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +45,41 @@ class Timetable:
     policy: Policy
     zone: tzinfo  #: of the app, for an entry that has no zone of its own
 
+    def since(self, counts_from: datetime | None) -> datetime | None:
+        """Return the moment after which its next nominal time lies, None if it is due now because it has never run.
+
+        What comes once is never due before its instant.
+        """
+        return EPOCH if counts_from is None and isinstance(self.schedule, clocked) else counts_from
+
+    def _read(self) -> tuple[Any, tzinfo]:
+        """Return the schedule, and the zone on whose wall clock it is read."""
+        zone = self.policy.timezone
+        if zone is None or not isinstance(self.schedule, rrule):
+            return self.schedule, zone or self.zone
+        same = object.__new__(type(self.schedule))  # RedBeat's cannot be copied
+        vars(same).update(vars(self.schedule), dtstart=self.schedule.dtstart.astimezone(zone))
+        return same, zone
+
     def next(self, after: datetime) -> datetime | None:
         """Return the first nominal time after a moment, None if there is none."""
-        start, end, zone = self.policy.start_time, self.policy.end_time, self.policy.timezone or self.zone
+        start, end, (schedule, zone) = self.policy.start_time, self.policy.end_time, self._read()
         if start is not None and after < start:
-            nominal = starts_at(self.schedule, start, zone=zone)
+            nominal = starts_at(schedule, start, zone=zone)
         else:
-            nominal = next_occurrence(self.schedule, after, zone=zone)
+            nominal = next_occurrence(schedule, after, zone=zone)
         return nominal if nominal is None or end is None or nominal <= end else None
 
     def latest(self, after: datetime, until: datetime) -> datetime | None:
         """Return the last nominal time that is later than one moment and not later than another, or None."""
-        start, end, zone = self.policy.start_time, self.policy.end_time, self.policy.timezone or self.zone
+        start, end, (schedule, zone) = self.policy.start_time, self.policy.end_time, self._read()
         until = until if end is None else min(until, end)
         if start is not None and after < start:
             first = self.next(after)
             if first is None or first > until:
                 return None
-            return latest_occurrence(self.schedule, first, until, zone=zone) or first
-        return latest_occurrence(self.schedule, after, until, zone=zone)
+            return latest_occurrence(schedule, first, until, zone=zone) or first
+        return latest_occurrence(schedule, after, until, zone=zone)
 
     def bounded(self, nominal: datetime) -> datetime | None:
         """Return a nominal time that was not asked from the schedule, within the bounds of the policy."""
@@ -89,6 +121,7 @@ class Timetable:
             count: runs that the entry has had, for ``max_runs``.
         """
         left = None if self.policy.max_runs is None else self.policy.max_runs - count
+        since = self.since(since)
         nominal = self.bounded(now) if since is None else self.overdue(since, now) or self.next(since)
         while nominal is not None and (left is None or left > 0):
             yield nominal

@@ -72,7 +72,7 @@ def _ours(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Callable[[],
         def read(row: Mapping[str, Any] = row) -> Mapping[str, Any]:
             wishes = row.get("policy") or {}
             Policy.of(wishes)
-            return {**decode_definition(json.dumps(row["definition"])), **wishes}
+            return {**decode_definition(json.dumps(row["definition"]), {}), **wishes}
 
         yield str(row.get("name") or f"entry number {number + 1}"), read
 

@@ -2,17 +2,18 @@
 --
 -- KEYS[1...]  two for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
---             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+--             done       zset: "id:generation" of runs that ended under this lock lately, and "id:replaced" of calls
+--                        that lost it before they started, by time (ms)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  calls      JSON, one array for each call:
 --          id         task id of the call; it may ask again (a repeated publish)
---          ttl        how long its message may wait (ms)
+--          ttl        how long its message may wait (ms); a call that it replaces is remembered as long
 --          expiry     absolute bound of the lock from now on (ms), 0 for none
 --          task       name, for people
 --          args       arguments, for people
 --          payload    what the run that takes the lock is to find; empty: nothing
 --          replace    what to do to another id that holds the lock and has not started: "payload" gives it our payload,
---                     "holder" takes the lock away from it; empty: nothing
+--                     "holder" takes the lock away from it, and it will not start; empty: nothing
 --
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms)]
 --          acquired  the lock is queued under our id
@@ -35,12 +36,15 @@ local function acquire(lock, done, id, ttl, expiry, task, args, payload, replace
   if record.err then
     return {"unusable", "", "", "0", "0", 0}
   end
-  if again and redis.call("ZSCORE", done, id .. ":0") then
+  if again and (redis.call("ZSCORE", done, id .. ":0") or redis.call("ZSCORE", done, id .. ":replaced")) then
     return reply("done", lock, id)
   end
   local holder, state, bound = record[1], record[2], record[3]
   if holder and holder ~= id and state == "queued" and replace == "holder" then
     redis.call("DEL", lock)
+    local memory = math.max(redis.call("PTTL", done), ttl)
+    redis.call("ZADD", done, string.format("%.0f", now), holder .. ":replaced")
+    redis.call("PEXPIRE", done, string.format("%.0f", memory))
     holder, bound = false, false
   end
   if holder and holder ~= id then
@@ -61,7 +65,7 @@ local function acquire(lock, done, id, ttl, expiry, task, args, payload, replace
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
     end
-    redis.call("ZREM", done, id .. ":0")
+    redis.call("ZREM", done, id .. ":0", id .. ":replaced")
   end
   if bound then
     ttl = math.max(1, math.min(ttl, bound - now))

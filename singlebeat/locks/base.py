@@ -51,6 +51,7 @@ class Verdict(StrEnum):
     COPY = "copy"  #: the same message runs elsewhere
     STALE = "stale"  #: a later generation of our task id holds the lock
     DONE = "done"  #: our task id has ended under this lock
+    REPLACED = "replaced"  #: another call took the lock of our task id while it was queued
     ROTATED = "rotated"  #: the lock was handed over
     LOST = "lost"  #: the lock is not held as we thought
     UNUSABLE = "unusable"  #: what the lock's key holds is no lock
@@ -163,7 +164,8 @@ class Call:
     ttl: float  #: seconds that the message may wait for its start
     expiry: float | None = None  #: seconds from now on after which the lock ends whatever happens
     payload: str = ""  #: what the one who frees the lock is to find
-    replace: str = ""  #: of another id that holds it and has not started: ``"payload"`` or ``"holder"``
+    #: Of another id that holds it and has not started: ``"payload"``, or ``"holder"`` and then that one never starts.
+    replace: str = ""
 
 
 class BaseBackend(ABC):
@@ -192,7 +194,7 @@ class BaseBackend(ABC):
     def begin(
         self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
     ) -> Holder:
-        """Start a run: STARTED, or COPY, STALE, DONE, HELD, and then it must not start.
+        """Start a run: STARTED, or COPY, STALE, DONE, REPLACED, HELD, and then it must not start.
 
         Args:
             lease: how long the lock outlives a worker that died.

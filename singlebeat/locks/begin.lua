@@ -1,7 +1,8 @@
 --- begin: start a run, or learn why it must not start.
 --
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next
--- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+-- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, and "id:replaced" of calls that
+--                     lost it before they started, by time (ms)
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: higher after each retry or replace
 -- ARGV[3]  nonce      names this delivery of the message
@@ -16,6 +17,7 @@
 --          copy      the same message runs elsewhere under a live lease
 --          stale     a later generation of the same id holds the lock
 --          done      this generation of the id has ended before
+--          replaced  another id took the lock from ours while it was queued
 --          held      another id holds it; nothing was written
 --          unusable  what is at the key is no lock; nothing was written
 
@@ -37,6 +39,9 @@ if record.err then
 end
 if redis.call("ZSCORE", done, id .. ":" .. ARGV[2]) then
   return reply("done")
+end
+if redis.call("ZSCORE", done, id .. ":replaced") then
+  return reply("replaced")
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 if holder and holder ~= id then

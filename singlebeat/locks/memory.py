@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ("MemoryBackend",)
 
+#: Beside the generations of a task id that have ended: it lost its lock before it started.
+REPLACED = -1
+
 _memories: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
 
 
@@ -69,10 +72,11 @@ class MemoryBackend(BaseBackend):
 
     def _acquire(self, call: Call, *, again: bool) -> Holder:
         ref, now = call.ref, self._clock()
-        if again and self._ended(ref.key, ref.task_id, 0):
+        if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (0, REPLACED)):
             return self._holder(Verdict.DONE, ref)
         record = self._live(ref.key)
         if record and record.task_id != ref.task_id and record.state == "queued" and call.replace == "holder":
+            self._remember(ref.key, record.task_id, REPLACED, call.ttl)
             record = None
         if record and record.task_id != ref.task_id:
             if record.state == "queued" and call.replace == "payload":
@@ -83,7 +87,8 @@ class MemoryBackend(BaseBackend):
         if record is None:
             until = now + call.expiry if call.expiry else None
             record = _Record(ref.task_id, 0, "queued", "", 0, call.task, call.arguments, now, now, until, call.payload)
-            self._done.get(ref.key, {}).pop((ref.task_id, 0), None)
+            for ended in (0, REPLACED):
+                self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
         self._put(ref.key, record, call.ttl)
         return self._holder(Verdict.ACQUIRED, ref)
 
@@ -95,6 +100,8 @@ class MemoryBackend(BaseBackend):
             now, record = self._clock(), self._live(ref.key)
             if self._ended(ref.key, ref.task_id, ref.generation):
                 return self._holder(Verdict.DONE, ref)
+            if self._ended(ref.key, ref.task_id, REPLACED):
+                return self._holder(Verdict.REPLACED, ref)
             if record and record.task_id != ref.task_id:
                 return self._holder(Verdict.HELD, ref)
             if record and record.generation > ref.generation:

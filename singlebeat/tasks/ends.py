@@ -15,10 +15,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.log import get_logger
 
 from ..config import Config
-from ..connections import RedisError, schedule_client
-from ..errors import ConfigError
 from ..locks.base import RUN_HEADER
-from ..lua import Script, packed
 from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
@@ -50,10 +47,6 @@ _OUTCOMES = {
     TimeLimitExceeded: "time_limit",
     Terminated: "terminated",
 }
-
-
-# Read before there are threads and forks, as the scripts of the locks are.
-_SCRIPT = Script(__package__, "ended")
 
 
 def outcome_of(exc: BaseException) -> str:
@@ -104,6 +97,12 @@ class _Writer:
     """Writes ends in batches; one that cannot be written is lost, and no task waits for it."""
 
     def __init__(self, app: Celery) -> None:
+        # A worker that runs nothing of beat's may have no Redis. Not in the thread: a child that is forked while it
+        # imports would never get the import system's locks.
+        from ..connections import schedule_client  # noqa: PLC0415
+        from ..lua import Script, packed  # noqa: PLC0415
+
+        self._connect, self._script, self._packed = schedule_client, Script(__package__, "ended"), packed
         config = Config.of(app)
         self.app, self.prefix, self.limit = app, config.redbeat_key_prefix, config.singlebeat_history_limit
         self._news: SimpleQueue[tuple[str, ...] | threading.Event] = SimpleQueue()
@@ -125,19 +124,17 @@ class _Writer:
             try:
                 if rows and time.monotonic() >= self._silent_until:
                     self._write(rows)
-            except (RedisError, ConfigError) as exc:
+            except Exception as exc:  # the outer edge of the thread: no Redis, or no schedule in it
                 logger.warning("the ends of %d runs, and those of %g s, are not recorded: %s", len(rows), PAUSE, exc)
                 self._silent_until = time.monotonic() + PAUSE
-            except Exception:  # the outer edge of the thread
-                logger.exception("the ends of %d runs are not recorded", len(rows))
             for each in news:
                 if isinstance(each, threading.Event):
                     each.set()
 
     def _write(self, rows: Sequence[tuple[str, ...]]) -> None:
-        self._client = self._client or schedule_client(self.app, timeout=TIMEOUT)
+        self._client = self._client or self._connect(self.app, timeout=TIMEOUT)
         entries = [self.prefix + row[0] for row in rows]
-        _SCRIPT(self._client, [f"{self.prefix}:runs", *entries], (self.limit, ENDS_BYTES, packed(rows)))
+        self._script(self._client, [f"{self.prefix}:runs", *entries], (self.limit, ENDS_BYTES, self._packed(rows)))
 
 
 _writers: dict[tuple[Celery, int], _Writer] = {}

@@ -147,20 +147,26 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         case Verdict.DONE | Verdict.STALE:
             logger.info("%s[%s] has run already: this copy is dropped", task.name, ticket.task_id)
             return False
+        case Verdict.REPLACED:
+            _skip(task, ticket, request, "another call took its place")
+            return False
     embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
     if ticket.waits or has_continuations(embedded):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         later = replace(ticket, waited=min(ticket.waited + 1, 10))
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
-    logger.info("%s[%s] is skipped: its lock is held by %s", task.name, ticket.task_id, holder)
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs)
+    _skip(task, ticket, request, f"its lock is held by {holder}")
+    return False
+
+
+def _skip(task: Any, ticket: Ticket, request: Any, why: str) -> None:
+    logger.info("%s[%s] is skipped: %s", task.name, ticket.task_id, why)
     try:  # whoever waits for its result hears of it
-        reason = f"duplicate of {holder.task_id}"
-        task.backend.mark_as_revoked(ticket.task_id, reason, request=request, store_result=not task.ignore_result)
+        task.backend.mark_as_revoked(ticket.task_id, why, request=request, store_result=not task.ignore_result)
     except Exception:  # result backends raise what they like, and the task must not start in any case
         logger.exception("%s[%s]: cannot store that it was skipped", task.name, ticket.task_id)
-    return False
 
 
 def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str) -> None:

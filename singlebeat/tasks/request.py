@@ -66,6 +66,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     #: The renewer has seen that this delivery is the run which holds the lock.
     seen_running = False
     _over = False
+    _cancelled = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -140,7 +141,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """
         if self.ticket is None or self._over:
             return
-        if self._already_cancelled and self.task.acks_late:  # the broker has its message again, whatever was said
+        if self._cancelled and self.task.acks_late:  # the broker has its message again, whatever was said
             if self.acknowledged:
                 self._over = True
                 renewer_of(self.app).forget(self)
@@ -156,6 +157,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if self.ticket is not None:
             self._over = True
             renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
+        """End the run, because the connection to the broker was lost or the worker shuts down."""
+        self._cancelled = True  # Celery says so only afterwards; a killed greenlet reports a success before
+        super().cancel(pool, signal, emit_retry)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Every end of a run but success, Retry and Ignore and Reject among them."""

@@ -27,14 +27,14 @@ class _Undoing:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._refused: SimpleQueue[tuple[BaseBackend, Ref]] = SimpleQueue()
+        self._refused: SimpleQueue[tuple[BaseBackend, Ref, float]] = SimpleQueue()
         #: Holds one thing while there is no thread: whoever gets it starts one.
         self._no_thread: SimpleQueue[None] = SimpleQueue()
         self._no_thread.put(None)
 
     def add(self, backend: BaseBackend, ref: Ref) -> None:
         if self._refused.qsize() < MOST_CALLS:
-            self._refused.put((backend, ref))
+            self._refused.put((backend, ref, time.monotonic() + PATIENCE))
         if self._may_start():
             start_native_thread(self._run, "singlebeat-undo")
 
@@ -48,27 +48,26 @@ class _Undoing:
     def _run(self) -> None:
         while True:
             try:
-                backend, ref = self._refused.get(timeout=PAUSE)
+                backend, ref, given_up = self._refused.get(timeout=PAUSE)
             except Empty:
                 self._no_thread.put(None)
                 # One that came in between has found no reason to start a thread, or has started one.
                 if self._refused.empty() or not self._may_start():
                     return
             else:
-                _undo(backend, ref)
+                if not _undone(backend, ref) and time.monotonic() < given_up:
+                    self._refused.put((backend, ref, given_up))  # behind those of servers that may answer
+                    with suppress(Empty):  # a sleep that no gevent has patched
+                        SimpleQueue[None]().get(timeout=PAUSE)
 
 
-def _undo(backend: BaseBackend, ref: Ref) -> None:
-    given_up = time.monotonic() + PATIENCE
-    while time.monotonic() < given_up:
-        try:
-            backend.get(ref.key)  # once it answers, it has read what came before
-            backend.finish_many([ref], memory=0)
-        except LockBackendError:
-            with suppress(Empty):  # a sleep that no gevent has patched
-                SimpleQueue[None]().get(timeout=PAUSE)
-        else:
-            return
+def _undone(backend: BaseBackend, ref: Ref) -> bool:
+    try:
+        backend.get(ref.key)  # once it answers, it has read what came before
+        backend.finish_many([ref], memory=0)
+    except LockBackendError:
+        return False
+    return True
 
 
 _undoing = _Undoing()

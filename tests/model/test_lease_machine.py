@@ -27,7 +27,7 @@ from singlebeat.beat.entry import Meta
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import MARGIN, Lease, Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.recurrence import following
+from singlebeat.beat.recurrence import latest_occurrence, next_occurrence
 from singlebeat.beat.store import Claim, Claimed, Due, Store, Stored
 from singlebeat.lua import Script
 from tests.system.apps import make_app
@@ -198,7 +198,8 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def claim_for(self, stored: Stored, now: datetime) -> Claim:
         nominal = datetime.fromtimestamp(stored.score, UTC)
-        upcoming = following(stored.entry.schedule, nominal, now, zone=UTC)
+        latest = latest_occurrence(stored.entry.schedule, nominal, now, zone=UTC) or nominal
+        upcoming = next_occurrence(stored.entry.schedule, latest, zone=UTC)
         occurrence = Occurrence.of(self.keys.prefix, stored.entry.name, nominal)
         return Claim(stored, upcoming.timestamp(), Meta(nominal, 1), occurrence)
 

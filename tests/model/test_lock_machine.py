@@ -46,14 +46,16 @@ class Model:
     def __init__(self) -> None:
         self.record: Record | None = None
         self.done: set[tuple[str, int]] = set()
+        self.replaced: set[str] = set()
 
     def acquire(self, ref: Ref, *, again: bool, payload: str, replaces: str) -> Verdict:
-        if again and (ref.task_id, 0) in self.done:
+        if again and ((ref.task_id, 0) in self.done or ref.task_id in self.replaced):
             return Verdict.DONE
         if self.record and self.record.id != ref.task_id and self.record.state == "queued":
             if replaces == "payload":
                 self.record.payload = payload
             if replaces == "holder":
+                self.replaced.add(self.record.id)
                 self.record = None
         if self.record is None:
             self.record = Record(ref.task_id, 0, "queued", "", payload)
@@ -64,6 +66,8 @@ class Model:
     def begin(self, ref: Ref) -> Verdict:
         if (ref.task_id, ref.generation) in self.done:
             return Verdict.DONE
+        if ref.task_id in self.replaced:
+            return Verdict.REPLACED
         if held := self.record:
             if held.id != ref.task_id:
                 return Verdict.HELD
@@ -132,6 +136,7 @@ class LockMachine(RuleBasedStateMachine):
         self.runs = 0
         self.runner: Ref | None = None  # the run that holds the lock
         self.over: set[tuple[str, int]] = set()  # generations that ended, or handed over
+        self.replaced: set[str] = set()  # tasks that lost their place while they waited
         self.fence = 0
 
     def ask(self, lost: bool, verb: Callable[[], T], model: Callable[[], T]) -> T:
@@ -160,12 +165,14 @@ class LockMachine(RuleBasedStateMachine):
         verdict = self.acquire(ref, lost, again=False, payload=payload, replaces=replaces)
         free = before is None or (before.state == "queued" and replaces == "holder")
         assert verdict is (Verdict.ACQUIRED if free else Verdict.HELD)
+        if before is not None and free:
+            self.replaced.add(before.id)
         return ref  # even if it is held: a call that somebody waits for is sent in any case
 
     @rule(ref=tasks, lost=lost)
     def call_again(self, ref, lost):
         verdict = self.acquire(ref, lost, again=True)
-        assert (verdict is Verdict.DONE) == ((ref.task_id, 0) in self.over)
+        assert (verdict is Verdict.DONE) == ((ref.task_id, 0) in self.over or ref.task_id in self.replaced)
 
     @rule(ref=tasks, lost=lost)
     def give_up_publishing(self, ref, lost):
@@ -205,6 +212,7 @@ class LockMachine(RuleBasedStateMachine):
             assert fence == self.fence
             return
         assert (ref.task_id, ref.generation) not in self.over
+        assert ref.task_id not in self.replaced
         if before is not None:
             assert before.id == ref.task_id
             assert before.state == "queued" or before.gen < ref.generation
@@ -308,8 +316,10 @@ class LockMachine(RuleBasedStateMachine):
         else:
             run = (self.runner.task_id, self.runner.generation, "running", self.runner.nonce)
             assert astuple(record)[:4] == run
-        over = {(id_, int(gen)) for id_, _, gen in (member.rpartition(":") for member in done)}
-        assert over == self.model.done == self.over
+        ends = {(id_, end) for id_, _, end in (member.rpartition(":") for member in done)}
+        replaced = {id_ for id_, end in ends if end == "replaced"}
+        assert replaced == self.model.replaced == self.replaced
+        assert {(id_, int(end)) for id_, end in ends if end != "replaced"} == self.model.done == self.over
         assert -1 not in lifetimes  # everything ends by itself
 
 

@@ -287,8 +287,22 @@ def test_a_holder_that_waits_may_be_replaced(backend, redis, lives):
     assert (holder.verdict, holder.task_id, holder.state) == (Verdict.ACQUIRED, "b", "queued")
     assert redis.hmget(LOCK, "id", "gen", "state", "payload", "until") == ["b", "0", "queued", "[2]", None]
     assert lives(QUEUED_TTL)
-    assert begin(backend).verdict is Verdict.HELD
+    assert begin(backend).verdict is Verdict.REPLACED
     assert finish(redis) == finish(redis, A) == "kept"
+
+
+def test_a_holder_that_was_replaced_never_starts(backend, redis):
+    acquire(backend)
+    acquire(backend, B, replace="holder")
+    begin(backend, replace(B, nonce="n2"))
+    backend.finish_many([replace(B, nonce="n2")], memory=MEMORY)
+
+    assert begin(backend).verdict is Verdict.REPLACED
+    assert begin(backend, later(A, 1, "n3")).verdict is Verdict.REPLACED
+    assert 0 < redis.pttl(done_key(LOCK)) <= max(QUEUED_TTL, MEMORY) * 1000
+    assert acquire(backend, again=True).verdict is Verdict.DONE
+    assert acquire(backend).verdict is Verdict.ACQUIRED  # its sender knows what it does
+    assert begin(backend).verdict is Verdict.STARTED
 
 
 @pytest.mark.parametrize("replaced", ["payload", "holder"])
@@ -833,6 +847,7 @@ def test_every_lock_of_a_prefix_is_listed_with_its_record(backend, redis):
         LOCK: ("a", "running"),
         lock_key(PREFIX, "d2"): ("b", "queued"),
     }
+    assert 0 < float(listed[LOCK].pop("ttl")) <= redis.pttl(LOCK) / 1000 + 1
     assert listed[LOCK] == redis.hgetall(LOCK)
 
 

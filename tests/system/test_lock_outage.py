@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from contextlib import suppress
 
@@ -61,6 +62,12 @@ def single(request, locks, server, redis):
     # It wants no results: each would keep a subscription.
     with make_app(server.celery_url, {**settings(locks, policy), "result_backend": "disabled"}) as app:
         yield app.tasks[task_name("until_executed")]
+    # What is left of refused calls is undone one by one: the next test's would wait for a server that has ended.
+    wait_until(
+        lambda: all(thread.name != "singlebeat-undo" for thread in threading.enumerate()),
+        timeout=PATIENCE,
+        what="the end of the calls that were refused",
+    )
 
 
 @pytest.mark.parametrize("policy", [None, "raise"])

@@ -253,7 +253,7 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(app, fields, why):
 
 
 @pytest.mark.parametrize(
-    "when", [None, True, [], "every day", {}, {"every": 3}, {"__type__": "solar", "event": "dawn"}, {"__type__": 3}]
+    "when", [None, True, [], "every day", {}, {"every": 3}, {"__type__": "lunar", "event": "dawn"}, {"__type__": 3}]
 )
 def test_a_schedule_of_no_known_kind_is_refused_and_shown(app, when):
     with pytest.raises(EntryError, match="a schedule of no known kind: ") as caught:

@@ -14,14 +14,14 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab, schedule, solar
 from dateutil.rrule import FR, MO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from redbeat.schedules import rrule
 
-from singlebeat import Entry
+from singlebeat import Entry, clocked
 from singlebeat.beat.codec import decode_definition
 from singlebeat.beat.policy import Policy
 from singlebeat.errors import EntryError
@@ -237,6 +237,10 @@ SCHEDULES = [
     crontab(minute=5, hour=[1, 2], day_of_month="1-7", month_of_year="jan"),
     rrule("WEEKLY", dtstart=datetime(2026, 1, 1, tzinfo=UTC), byweekday=[MO, FR], byhour=9, count=3),
     rrule("DAILY", dtstart=START, until=START + timedelta(days=9), interval=2),
+    rrule("MONTHLY", dtstart=START, byweekday=[MO(1), FR(-1)], byhour={8, 9}, wkst=FR),
+    crontab(minute={0, 30}, hour=range(8, 18), day_of_week=frozenset({1, 5})),
+    clocked(START),
+    solar("sunset", 52.5, 13.4),
 ]
 
 
@@ -251,6 +255,8 @@ def test_every_definition_that_we_write_agrees_with_the_schema(app, when, enable
 
 INTERVAL = {"__type__": "interval", "every": 5}
 LEAST = {"task": "t", "schedule": INTERVAL}
+SUNSET = {"__type__": "solar", "event": "sunset", "lat": 52.5, "lon": 13.4}
+RULE = {"__type__": "rrule", "freq": "MONTHLY", "dtstart": 1767225600}
 
 
 @pytest.mark.parametrize(
@@ -264,13 +270,17 @@ LEAST = {"task": "t", "schedule": INTERVAL}
         {**LEAST, "schedule": {"__type__": "crontab"}},
         {**LEAST, "schedule": {"__type__": "crontab", "minute": 5, "hour": [1, 2], "day_of_week": None}},
         {**LEAST, "schedule": {"__type__": "rrule", "freq": 3, "dtstart": 1767225600}},
+        *({**LEAST, "schedule": {**RULE, "byweekday": day}} for day in ("-1SU", ["mo", 4, {"weekday": 2, "n": None}])),
+        {**LEAST, "schedule": {**RULE, "dtstart_tz": "Europe/Berlin", "until": None, "bymonth": [3, 10], "wkst": "SU"}},
+        {**LEAST, "schedule": {"__type__": "clocked", "instant": "2026-12-01 09:00+01:00"}},
+        {**LEAST, "schedule": {"__type__": "solar", "event": "dawn_civil", "lat": -33, "lon": 151.2}},
     ],
     ids=str,
 )
 def test_what_the_schema_takes_is_understood(definition):
     DEFINITION.validate(definition)
 
-    assert decode_definition(json.dumps(definition))["task"] == "t"
+    assert decode_definition(json.dumps(definition), {})["task"] == "t"
 
 
 @pytest.mark.parametrize(
@@ -288,6 +298,19 @@ def test_what_the_schema_takes_is_understood(definition):
         {**LEAST, "schedule": {"__type__": "sundial"}},
         *({**LEAST, "schedule": {"__type__": "crontab", "minute": value}} for value in ("", -1, 1.5)),
         *({**LEAST, "schedule": {"__type__": "rrule", **parts, "dtstart": 0}} for parts in ({}, {"freq": None})),
+        *({**LEAST, "schedule": {**RULE, "freq": value}} for value in (7, "FORTNIGHTLY", 1.5)),
+        *(
+            {**LEAST, "schedule": {**RULE, "byweekday": [value]}}
+            for value in (7, "XX", "0MO", {"weekday": 9}, {"n": 1})
+        ),
+        {**LEAST, "schedule": {**RULE, "byhour": ["nine"]}},
+        *(
+            {**LEAST, "schedule": {"__type__": "clocked", "instant": at}}
+            for at in ("2026-12-01T09:00", 1780000000, None)
+        ),
+        {**LEAST, "schedule": {"__type__": "clocked"}},
+        *({**LEAST, "schedule": {**SUNSET, **wrong}} for wrong in ({"event": "dusk"}, {"lat": 91}, {"lon": None})),
+        *({**LEAST, "enabled": value} for value in ("yes", "", 2, [])),
         {**LEAST, "args": {}},
         {**LEAST, "args": "ab"},
         {**LEAST, "kwargs": []},
@@ -299,7 +322,7 @@ def test_what_the_schema_takes_is_understood(definition):
 def test_what_the_schema_of_definitions_refuses_is_refused(definition):
     assert not DEFINITION.is_valid(definition)
     with pytest.raises(EntryError):
-        decode_definition(json.dumps(definition))
+        decode_definition(json.dumps(definition), {})
 
 
 def examples() -> list[tuple[str, Any]]:
@@ -327,10 +350,10 @@ def test_the_readme_has_examples():
 def test_every_example_of_the_readme_agrees_with_its_schema_and_is_understood(field, raw):
     {"definition": DEFINITION, "policy": POLICY}[field].validate(raw)
 
-    assert decode_definition(json.dumps(raw)) if field == "definition" else Policy.decode(json.dumps(raw))
+    assert decode_definition(json.dumps(raw), {}) if field == "definition" else Policy.decode(json.dumps(raw))
 
 
-@pytest.mark.parametrize("kind", ["interval", "crontab", "rrule", "solar", "clocked"])
+@pytest.mark.parametrize("kind", ["interval", "crontab", "rrule", "solar", "clocked", "given"])
 def test_the_examples_in_the_schema_agree_with_it(kind):
     for example in DEFINITION.schema["$defs"][kind]["examples"]:
         DEFINITION.validate({"task": "t", "schedule": example})

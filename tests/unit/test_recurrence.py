@@ -1,20 +1,24 @@
-"""When schedules are next due: grids of intervals, the wall clocks of nine zones, rules, and schedules of one's own."""
+"""When schedules are next due: grids of intervals, the wall clocks of many zones, rules, and schedules of one's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta, tzinfo
-from itertools import islice, pairwise
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from itertools import islice, pairwise, takewhile
+from types import FrameType
 from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
 from celery.schedules import BaseSchedule, crontab, schedstate, schedule
+from dateutil.rrule import FR, MO, SU
+from dateutil.rrule import rrule as dateutil_rrule
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from redbeat.schedules import rrule
 
-from singlebeat.beat.recurrence import following, next_occurrence
+from singlebeat.beat.recurrence import latest_occurrence, next_occurrence
 
 BERLIN = ZoneInfo("Europe/Berlin")
 LORD_HOWE = ZoneInfo("Australia/Lord_Howe")  # shifts by half an hour
@@ -32,11 +36,16 @@ SHIFTS = {
     "America/Havana": ("2024-03-09", "2024-11-02"),
     "Africa/Casablanca": ("2024-04-13", "2024-03-09"),
     "America/Asuncion": ("2023-09-30", "2023-03-25"),
+    "Europe/Dublin": ("2024-03-30", "2024-10-26"),  # winter is the time that is saved
+    "Asia/Gaza": ("2024-02-09", "2024-04-19"),
+    "Pacific/Apia": ("2011-12-29", "2011-04-01"),  # and a whole day is skipped
+    "Pacific/Kwajalein": ("1993-08-19", "1993-08-21"),  # as here
     "UTC": ("2024-03-30", "2024-10-26"),
 }
 EDGES = [
     (ZoneInfo(name), datetime.fromisoformat(f"{day}T12:00+00:00")) for name, days in SHIFTS.items() for day in days
 ]
+FREQUENCIES = rrule.FREQ_MAP
 MINUTE = timedelta(minutes=1)
 HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)
@@ -44,6 +53,11 @@ DAY = timedelta(days=1)
 
 def utc(text: str) -> datetime:
     return datetime.fromisoformat(text).replace(tzinfo=UTC)
+
+
+def following(schedule: BaseSchedule, nominal: datetime, now: datetime, *, zone: tzinfo) -> datetime | None:
+    """Return the first nominal time after now, as beat asks for it."""
+    return next_occurrence(schedule, latest_occurrence(schedule, nominal, now, zone=zone) or nominal, zone=zone)
 
 
 def occurrences(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> Iterator[datetime]:
@@ -411,50 +425,101 @@ def test_the_next_time_stays_the_same_until_it_comes(
 # ---------------------------------------------------------------- rrule
 
 
+PARTS = {
+    "bymonth": st.sets(st.integers(1, 12), min_size=1, max_size=3),
+    "bymonthday": st.sets(st.sampled_from([1, 13, 29, 30, 31, -1, -30]), min_size=1),
+    "byweekday": st.sets(st.sampled_from([0, 2, 6, MO(1), FR(-1), SU(5)]), min_size=1),
+    "byyearday": st.sets(st.sampled_from([1, 60, 100, 366, -1]), min_size=1),
+    "byweekno": st.sets(st.sampled_from([1, 20, 53, -1]), min_size=1),
+    "byeaster": st.sampled_from([0, -2, 49]),
+    "byhour": st.sets(st.sampled_from([0, 2, 3, 9, 23]), min_size=1),
+    "byminute": st.sets(st.sampled_from([0, 10, 40]), min_size=1),
+    "bysecond": st.sets(st.sampled_from([0, 30]), min_size=1),
+    "bysetpos": st.sampled_from([1, -1]),
+    "wkst": st.sampled_from([0, 6, SU]),
+}
+#: One date part beside the weekdays, and none that is rare for a rule of days or less: dateutil looks for a day that
+#: never comes until the year 9999, however soon a rule ends.
+DATES = ["bymonth", "bymonthday", "byyearday", "byweekno", "byeaster"]
+
+
+@st.composite
+def rules_in_parts(draw: st.DrawFn) -> tuple[str, dict[str, object]]:
+    freq = draw(st.sampled_from(list(PERIODS)))
+    rare = [] if FREQUENCIES[freq] > FREQUENCIES["WEEKLY"] else DATES
+    names = draw(
+        st.lists(st.sampled_from(["byweekday", "byhour", "byminute", "bysecond", "bysetpos", "wkst"]), max_size=2)
+    )
+    dates = draw(st.none() | st.sampled_from(rare or ["byweekday", "bymonth"]))
+    return freq, {name: draw(PARTS[name]) for name in dict.fromkeys([*names, dates]) if name}
+
+
+#: Of each frequency: one period, and how far ahead dateutil can be made to walk in a test.
+PERIODS = {
+    "YEARLY": (366 * DAY, 9000 * DAY),
+    "MONTHLY": (30 * DAY, 2000 * DAY),
+    "WEEKLY": (7 * DAY, 500 * DAY),
+    "DAILY": (DAY, 100 * DAY),
+    "HOURLY": (HOUR, 30 * DAY),
+    "MINUTELY": (MINUTE, DAY),
+    "SECONDLY": (timedelta(seconds=1), HOUR),
+}
+
+
 @given(
-    freq=st.sampled_from(["WEEKLY", "DAILY", "HOURLY", "MINUTELY", "SECONDLY"]),
-    interval=st.integers(1, 100),
-    ago=st.integers(-600, 20_000),
-    edge=st.sampled_from(EDGES),
-    offset=st.timedeltas(timedelta(), DAY),
-    parts=st.sampled_from(
-        [{}, {"byminute": (10, 40)}, {"byhour": range(24)}, {"byweekday": (0, 5)}, {"bymonth": (3, 4, 10)}]
-    ),
-    length=st.none() | st.integers(0, 60_000),
+    plan=rules_in_parts(),
+    interval=st.integers(1, 40),
+    ago=st.integers(-5, 60),
+    offset=st.integers(0, 86_400),
+    count=st.none() | st.integers(1, 80),
 )
-@settings(max_examples=200, deadline=None)
-def test_a_rule_started_late_equals_the_long_walk(
-    freq: str,
-    interval: int,
-    ago: int,
-    edge: tuple[ZoneInfo, datetime],
-    offset: timedelta,
-    parts: dict[str, object],
-    length: int | None,
+@settings(max_examples=250, deadline=None)
+def test_a_rule_that_is_not_walked_equals_the_long_walk(
+    plan: tuple[str, dict[str, object]], interval: int, ago: int, offset: int, count: int | None
 ) -> None:
-    zone, day = edge
-    after = day + offset
-    unit = timedelta(seconds=1) if freq == "SECONDLY" else MINUTE
-    dtstart = (after - ago * unit).astimezone(zone)
-    until = None if length is None else dtstart + length * unit
+    freq, parts = plan
+    period, window = PERIODS[freq]
+    after = utc("2024-02-27T00:00:00") + offset * timedelta(seconds=1)
+    dtstart = after - ago * min(period * interval, 400 * DAY)
     try:
-        rule = rrule(freq, dtstart=dtstart, interval=interval, until=until, **parts)
-        expected = rule.rrule.after(after)
+        end = {"until": after + window} if count is None else {"count": count}
+        long = dateutil_rrule(FREQUENCIES[freq], dtstart, interval, **end, **parts)
+        rule = rrule(freq, dtstart=dtstart, interval=interval, count=count, **parts)
     except ValueError:  # dateutil: no step of this interval meets these parts
         reject()
 
-    found = next_occurrence(rule, after, zone=UTC)
+    found = list(islice(takewhile(lambda moment: moment <= after + window, occurrences(rule, after, UTC)), 5))
 
-    assert found == (None if expected is None else expected.astimezone(UTC))
+    assert found == list(islice(takewhile(lambda moment: moment <= after + window, long.xafter(after)), 5))
 
 
-def test_a_rule_started_late_still_knows_its_steps_in_the_gap() -> None:
-    rule = rrule("MINUTELY", dtstart=datetime(2024, 3, 30, 1, 20, tzinfo=BERLIN), interval=25)
-    after = utc("2024-03-31T01:12:00")  # 03:12, of which dateutil takes the step at 02:20 for 03:20
+@given(
+    plan=st.sampled_from([(None, (30,)), ((2, 3), (0, 30)), ((0,), (10, 50)), (range(24), (15, 45)), ((1,), (30,))]),
+    edge=st.sampled_from(EDGES),
+    offset=st.integers(0, 1440),
+)
+@settings(deadline=None)
+def test_clocks_do_to_a_rule_what_they_do_to_a_crontab(
+    plan: tuple[Sequence[int] | None, Sequence[int]], edge: tuple[ZoneInfo, datetime], offset: int
+) -> None:
+    (hours, minutes), (zone, day) = plan, edge
+    dtstart = datetime(1990, 1, 1, tzinfo=zone)
+    rule = rrule("HOURLY" if hours is None else "DAILY", dtstart=dtstart, byhour=hours, byminute=minutes, bysecond=0)
+    same = crontab(set(minutes), "*" if hours is None else set(hours))
+    after = day + offset * MINUTE
 
-    expected = rule.rrule.after(after).astimezone(UTC)
+    assert list(islice(occurrences(rule, after, UTC), 40)) == list(islice(occurrences(same, after, zone), 40))
 
-    assert next_occurrence(rule, after, zone=UTC) == expected
+
+@pytest.mark.parametrize("minutes", [25, 60, 420])
+def test_a_rule_of_minutes_alone_counts_elapsed_time_through_both_shifts(minutes: int) -> None:
+    start = datetime(2024, 3, 1, 1, 20, tzinfo=BERLIN)
+    rule = rrule("MINUTELY", dtstart=start, interval=minutes)
+
+    for zone, day in EDGES:
+        found = list(islice(occurrences(rule, day, zone), 100))
+        assert {later - earlier for earlier, later in pairwise(found)} == {minutes * MINUTE}
+        assert (found[0] - start.astimezone(UTC)) % (minutes * MINUTE) == timedelta()
 
 
 def test_a_rule_of_seconds_that_began_decades_ago_is_answered_without_walking() -> None:
@@ -498,6 +563,57 @@ def test_a_rule_is_read_on_the_wall_clock_of_its_start() -> None:
     daily = rrule("DAILY", dtstart=datetime(2020, 1, 1, 9, tzinfo=BERLIN))
 
     assert walls(daily, "2024-10-25T12:00", BERLIN, 3) == ["26 09:00 +0200", "27 09:00 +0100", "28 09:00 +0100"]
+
+
+def test_a_rule_that_is_stored_keeps_its_zone_where_only_its_offset_is_known() -> None:
+    stored = rrule("DAILY", dtstart=datetime(2020, 1, 1, 9, tzinfo=timezone(HOUR)))
+
+    assert walls(stored, "2024-10-25T12:00", BERLIN, 3) == ["26 09:00 +0200", "27 09:00 +0100", "28 09:00 +0100"]
+
+
+def test_a_rule_with_an_offset_that_the_zone_had_not_keeps_that() -> None:
+    stored = rrule("DAILY", dtstart=datetime(2020, 1, 1, 9, tzinfo=UTC))
+
+    assert walls(stored, "2024-10-25T12:00", BERLIN, 3) == ["26 11:00 +0200", "27 10:00 +0100", "28 10:00 +0100"]
+
+
+def test_the_first_monday_is_not_every_monday() -> None:
+    rule = rrule("MONTHLY", dtstart=utc("2020-01-01T09:00"), byweekday=MO(1))
+
+    found = [moment.strftime("%m-%d %H") for moment in islice(occurrences(rule, utc("2024-01-02"), UTC), 3)]
+
+    assert found == ["02-05 09", "03-04 09", "04-01 09"]
+
+
+@pytest.mark.parametrize("freq", PERIODS)
+def test_a_rule_for_a_date_that_never_comes_ends_without_a_walk_to_the_end_of_time(freq: str) -> None:
+    rule = rrule(freq, dtstart=utc("2020-01-01"), bymonth=2, bymonthday=30)
+    counted = rrule(freq, dtstart=utc("2020-01-01"), bymonth=2, bymonthday=30, count=5)
+
+    years = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal years
+        years += event == "call" and frame.f_code.co_name == "rebuild"  # dateutil, at each year or month
+
+    sys.setprofile(count)
+    try:
+        found = (
+            next_occurrence(rule, utc("2024-01-02"), zone=UTC),
+            next_occurrence(counted, utc("2024-01-02"), zone=UTC),
+        )
+    finally:
+        sys.setprofile(None)
+
+    assert found == (None, None)
+    assert years < 6000
+
+
+@pytest.mark.parametrize("freq", PERIODS)
+def test_a_rule_for_a_leap_day_is_found_across_the_year_2100(freq: str) -> None:
+    rule = rrule(freq, dtstart=utc("2020-02-29"), bymonth=2, bymonthday=29, byweekday=SU)
+
+    assert next_occurrence(rule, utc("2088-12-31"), zone=UTC) == utc("2128-02-29")
 
 
 def test_a_rule_that_does_not_move_is_refused() -> None:
@@ -559,7 +675,7 @@ def test_a_subclass_with_its_own_estimate_is_asked_and_not_computed() -> None:
     start = utc("2024-01-01")
 
     assert next_occurrence(Doubled(60), start, zone=UTC) == start + 2 * MINUTE
-    assert following(Doubled(60), start, start + MINUTE, zone=UTC) == start + 3 * MINUTE
+    assert next_occurrence(Doubled(60), start + MINUTE, zone=UTC) == start + 3 * MINUTE
 
 
 def test_a_subclass_without_its_own_estimate_is_computed() -> None:

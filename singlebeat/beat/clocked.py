@@ -1,0 +1,69 @@
+"""A schedule that comes once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from celery.schedules import BaseSchedule, schedstate
+
+__all__ = ("clocked",)
+
+
+class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery's crontab and solar
+    """Due once, at an instant.
+
+    >>> clocked("2026-12-01T09:00:00+01:00")
+    <clocked: 2026-12-01T08:00:00Z>
+
+    Args:
+        instant: an aware datetime, or one in ISO 8601 with its offset.
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def __init__(
+        self, instant: datetime | str, *, nowfun: Callable[[], datetime] | None = None, app: Any = None
+    ) -> None:
+        super().__init__(nowfun=nowfun, app=app)
+        try:
+            moment = datetime.fromisoformat(instant) if isinstance(instant, str) else instant
+            if moment.utcoffset() is None:
+                raise ValueError  # noqa: TRY301
+            self.instant = moment.astimezone(UTC)
+        except (ValueError, AttributeError, OverflowError):
+            raise ValueError(
+                f"clocked needs a date and time with offset, like 2026-12-01T09:00:00+01:00, not {instant!r}"
+            ) from None
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta | None:
+        """Return the time that is left until its instant; None: it came before the last run, or with it."""
+        if self.maybe_make_aware(last_run_at) >= self.instant:
+            return None
+        left: timedelta = self.instant - self.maybe_make_aware(self.now())
+        return left
+
+    def is_due(self, last_run_at: datetime) -> tuple[bool, float | None]:
+        """Tell whether its instant has come since the last run, and in how many seconds to ask again."""
+        left = self.remaining_estimate(last_run_at)
+        if left is None:
+            return schedstate(is_due=False, next=None)  # type: ignore[no-any-return]
+        is_due = left <= timedelta()
+        return schedstate(is_due=is_due, next=None if is_due else left.total_seconds())  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<clocked: {self.isoformat()}>"
+
+    def isoformat(self) -> str:
+        """Return its instant in ISO 8601, in UTC."""
+        return self.instant.isoformat().replace("+00:00", "Z")
+
+    def __eq__(self, other: object) -> bool:
+        return self.instant == other.instant if isinstance(other, clocked) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[datetime]]:
+        return type(self), (self.instant,)

@@ -1,0 +1,389 @@
+"""Values that RedBeat cannot store, through real data and ticks: by Entry, by Schedule, and by beat_schedule."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta, timezone
+from itertools import count
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery.beat import BeatLazyFunc, Service
+from celery.schedules import BaseSchedule, crontab, schedstate, schedule, solar
+from dateutil.rrule import MO
+from redbeat.schedules import rrule
+from redis import Redis
+
+from singlebeat import Entry, Schedule, Scheduler, clocked
+from singlebeat.errors import ConflictError, EntryError
+from singlebeat.locks import backend_of
+from tests.support import RedisServer
+from tests.system.apps import make_app
+
+PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
+SCHEDULE, QUARANTINE = "redbeat::schedule", "redbeat::quarantine"
+SECOND, HOUR, DAY = timedelta(seconds=1), timedelta(hours=1), timedelta(days=1)
+NEW_YORK, BERLIN = ZoneInfo("America/New_York"), ZoneInfo("Europe/Berlin")
+
+
+class OnceAnHour(BaseSchedule):  # type: ignore[misc]
+    """A user's own schedule, with something that JSON cannot hold."""
+
+    def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        left = (last_run_at + HOUR - self.now()).total_seconds()
+        return schedstate(is_due=left <= 0 and self.wanted(), next=left if left > 0 else 3600)
+
+
+@pytest.fixture
+def started(server: RedisServer, redis: Redis) -> Iterator[Callable[..., Scheduler]]:
+    """Starts a scheduler that ticks when it is told to, by default without any entry of its own."""
+    schedulers = []
+
+    def start(**beat_schedule: Any) -> Scheduler:
+        conf = {"singlebeat_watchdog_timeout": None, "result_expires": None, "beat_schedule": beat_schedule}
+        app = make_app(server.celery_url, conf)
+        schedulers.append(Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler())
+        return schedulers[-1]
+
+    yield start
+    for scheduler in schedulers:
+        scheduler.close()
+        scheduler.app.close()
+
+
+def messages(redis: Redis) -> list[dict[str, Any]]:
+    """Positional and keyword arguments and headers of all messages in the queue, the first one first."""
+    found = []
+    for text in redis.lrange("celery", 0, -1)[::-1]:
+        raw = json.loads(text)
+        args, kwargs, _ = json.loads(b64decode(raw["body"]))
+        found.append({"args": args, "kwargs": kwargs, **raw["headers"]})
+    return found
+
+
+def overdue(redis: Redis, name: str, ago: timedelta = 2 * HOUR) -> None:
+    """Let the last run of an entry lie in the past, as if time had passed."""
+    key = f"redbeat:{name}"
+    past = datetime.now(UTC) - ago
+    raw = {"last_run_at": past.isoformat(), "total_run_count": 1}
+    redis.hset(key, "meta", json.dumps(raw))
+    redis.zadd(SCHEDULE, {key: past.timestamp()})
+
+
+KINDS = {
+    "clocked": clocked(datetime(2040, 1, 1, tzinfo=UTC)),
+    "solar": solar("sunset", 52.5, 13.4),
+    "sets in a crontab": crontab(minute={0, 30}, hour=range(3), day_of_week=frozenset({1, 2})),
+    "first Monday": rrule("MONTHLY", dtstart=datetime(2026, 1, 1, 9, tzinfo=NEW_YORK), byweekday=MO(1)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by", ["Entry", "Schedule", "beat_schedule"])
+def test_every_kind_of_schedule_is_kept_with_all_its_times(app, redis, started, kind, by):
+    when = KINDS[kind]
+    if by == "Entry":
+        Entry("e", PLAIN, when, app=app).save()
+    elif by == "Schedule":
+        Schedule(app).upsert("e", PLAIN, when)
+    else:
+        started(e={"task": PLAIN, "schedule": when}).tick()
+
+    wanted = Entry("e", PLAIN, when, app=app)
+    first = wanted.timetable.next(datetime.now(UTC))
+    times = [first]
+    while len(times) < 15 and times[-1] is not None:
+        times.append(wanted.timetable.next(times[-1]))
+    assert [*Schedule(app).next_runs("e", 15)] == [moment for moment in times if moment is not None]
+    assert redis.zscore(SCHEDULE, "redbeat:e") == first.timestamp()
+    assert not redis.exists(QUARANTINE)
+
+
+@pytest.mark.parametrize("option", ["expires", "countdown"])
+def test_a_timedelta_in_options_is_sent_as_seconds(app, redis, started, option):
+    Schedule(app).upsert("e", PLAIN, 3600, args=["e"], options={option: timedelta(minutes=5), "queue": "celery"})
+    overdue(redis, "e")
+
+    started().tick()
+
+    moment = datetime.fromisoformat(messages(redis)[0][{"countdown": "eta"}.get(option, option)])
+    assert timedelta(minutes=4) < moment - datetime.now(UTC) <= timedelta(minutes=5)
+    assert Schedule(app).get("e").options == {option: 300.0, "queue": "celery"}
+
+
+def test_what_comes_once_runs_once_and_stays(app, redis, started):
+    instant = datetime.now(UTC).replace(microsecond=0) - HOUR
+    Entry("e", PLAIN, clocked(instant), args=["e"], last_run_at=instant - DAY, app=app).save()
+    beat = started()
+
+    beat.tick()
+    beat.tick()
+
+    assert [datetime.fromisoformat(each["singlebeat"]["nominal"]) for each in messages(redis)] == [instant]
+    assert redis.zscore(SCHEDULE, "redbeat:e") == -1
+    assert Schedule(app).get("e").total_run_count == 1
+
+
+@pytest.mark.parametrize("score", [0, 1])
+def test_what_comes_once_and_is_written_by_hand_waits_for_its_instant(app, redis, started, score):
+    instant = datetime.now(UTC).replace(microsecond=0) + HOUR
+    raw = {"__type__": "clocked", "instant": instant.isoformat()}
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "args": ["e"], "schedule": raw}))
+    redis.zadd(SCHEDULE, {"redbeat:e": score})
+
+    started().tick()
+
+    assert messages(redis) == []
+    assert redis.zscore(SCHEDULE, "redbeat:e") == instant.timestamp()
+    assert list(Schedule(app).next_runs("e", 5)) == [instant]
+    assert Schedule(app).get("e").due_at == instant
+
+
+def test_a_new_entry_for_an_instant_that_has_passed_never_runs(app, redis, started):
+    Schedule(app).upsert("e", PLAIN, clocked(datetime.now(UTC) - SECOND))
+
+    started().tick()
+
+    assert messages(redis) == []
+    assert redis.zscore(SCHEDULE, "redbeat:e") == -1
+
+
+# ---------------------------------------------------------------- what only beat_schedule can give
+
+
+def test_a_schedule_of_ones_own_runs_from_beat_schedule(redis, started, app):
+    when = OnceAnHour()
+    beat = started(e={"task": PLAIN, "args": ["e"], "schedule": when})
+    beat.tick()
+    assert 3590 < redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+
+    overdue(redis, "e")
+    beat.tick()
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["e"]]
+    assert Schedule(beat.app).get("e").schedule is when
+    assert Schedule(beat.app).get("e").save().schedule is when
+    with pytest.raises(EntryError, match=r"a .+\.OnceAnHour, which the beat_schedule of this app must give"):
+        Schedule(app).get("e")
+
+
+def test_a_schedule_of_ones_own_can_only_come_from_beat_schedule(app, redis):
+    with pytest.raises(EntryError, match=r"entry 'e' cannot be stored: only beat_schedule can give <.*OnceAnHour"):
+        Entry("e", PLAIN, OnceAnHour(), app=app).save()
+    assert not redis.exists("redbeat:e")
+
+
+def test_a_beat_without_the_schedule_sets_its_entry_aside_and_one_with_it_takes_it_up(redis, started):
+    first = started(e={"task": PLAIN, "args": ["e"], "schedule": OnceAnHour()}, f={"task": PLAIN, "schedule": 60})
+    first.tick()
+    overdue(redis, "e")
+    first.close()
+    poor = started()
+    poor.app.main = "another"  # whose statics are not ours to remove
+    poor.tick()
+    assert "OnceAnHour" in redis.hget(QUARANTINE, "redbeat:e")
+    poor.close()
+
+    rich = started(e={"task": PLAIN, "args": ["e"], "schedule": OnceAnHour()})
+    rich.tick()
+    rich.tick()
+
+    assert not redis.exists(QUARANTINE)
+    assert [message["args"] for message in messages(redis)] == [["e"]]
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_is_computed_for_each_run_is_computed_by_beat(redis, started, task):
+    numbers = count()
+    lazy = BeatLazyFunc(lambda: next(numbers))
+    beat = started(e={"task": task, "args": ["e"], "kwargs": {"seconds": lazy}, "schedule": 3600})
+    beat.tick()
+    assert json.loads(redis.hget("redbeat:e", "definition"))["kwargs"] == {"seconds": {"__type__": "given"}}
+
+    for _ in range(2):
+        overdue(redis, "e")
+        beat.tick()
+
+    assert [message["kwargs"] for message in messages(redis)] == [{"seconds": 0}, {"seconds": 1}]
+    assert Schedule(beat.app).get("e").kwargs == {"seconds": lazy}
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_the_lock_of_a_run_is_that_of_what_was_computed_for_it(redis, started, task):
+    beat = started(e={"task": task, "args": ["e", BeatLazyFunc(abs, -3)], "schedule": 3600})
+    backend_of(beat.app).announce("w@h", ttl=60)
+    beat.tick()
+    for _ in range(2):
+        overdue(redis, "e")
+        beat.tick()
+
+    decisions = [record["decision"] for _, record in redis.xrange("redbeat::history")]
+    assert decisions == ["dispatched", "skipped_overlap"]
+
+
+def test_what_is_computed_may_stand_among_positional_arguments(redis, started):
+    beat = started(e={"task": PLAIN, "args": ("e", BeatLazyFunc(abs, -3)), "schedule": 3600})
+    beat.tick()
+    overdue(redis, "e")
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["e", 3]]
+
+
+def test_what_cannot_be_computed_harms_nobody_else(redis, started):
+    wrong = BeatLazyFunc(lambda: 1 // 0)
+    beat = started(
+        e={"task": PLAIN, "args": [wrong], "schedule": 3600}, f={"task": PLAIN, "args": ["f"], "schedule": 3600}
+    )
+    beat.tick()
+    overdue(redis, "e")
+    overdue(redis, "f")
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["f"]]
+    decided = {record["entry"]: record["decision"] for _, record in redis.xrange("redbeat::history")}
+    assert decided == {"e": "publish_failed", "f": "dispatched"}
+
+
+def test_what_is_computed_can_only_come_from_beat_schedule(app):
+    with pytest.raises(EntryError, match=r"only beat_schedule can give <.*BeatLazyFunc"):
+        Schedule(app).upsert("e", PLAIN, 60, args=[BeatLazyFunc(dict)])
+
+
+# ---------------------------------------------------------------- zones and changes of rules
+
+
+def test_a_rule_keeps_the_zone_of_its_start(app, redis):
+    Schedule(app).upsert("e", PLAIN, rrule("DAILY", dtstart=datetime(2026, 1, 1, 9, tzinfo=NEW_YORK)))
+
+    runs = Schedule(app).next_runs("e", 366)
+
+    assert {run.astimezone(NEW_YORK).hour for run in runs} == {9}
+    assert json.loads(redis.hget("redbeat:e", "policy")) == {"timezone": "America/New_York"}
+
+
+def test_a_rule_in_utc_stays_there_whatever_the_zone_of_the_app(server, redis):
+    with make_app(server.celery_url, {"timezone": "Europe/London"}) as app:
+        Schedule(app).upsert("e", PLAIN, rrule("DAILY", dtstart=datetime(2026, 1, 1, 9, tzinfo=UTC)))
+
+        assert {run.hour for run in Schedule(app).next_runs("e", 366)} == {9}
+
+
+def test_a_crontab_with_a_clock_keeps_its_zone(app):
+    Schedule(app).upsert("e", PLAIN, crontab(0, 9, nowfun=lambda: datetime.now(NEW_YORK)))
+
+    assert {run.astimezone(NEW_YORK).hour for run in Schedule(app).next_runs("e", 366)} == {9}
+
+
+@pytest.mark.parametrize("start", [datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=timezone(-5 * HOUR))])
+def test_the_zone_of_the_policy_is_that_of_a_rule(app, start):
+    plan = rrule("DAILY", dtstart=start, byhour=9, byminute=0, bysecond=0)
+    Schedule(app).upsert("e", PLAIN, plan, timezone="Europe/Berlin")
+
+    assert {run.astimezone(BERLIN).hour for run in Schedule(app).next_runs("e", 366)} == {9}
+
+
+def test_a_zone_that_another_language_gave_a_rule_survives_a_save(app, redis):
+    raw = {"__type__": "rrule", "freq": "DAILY", "dtstart": 1767254400, "dtstart_tz": "Europe/Berlin"}
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": raw}))
+    entry = Schedule(app).get("e")
+    entry.args = ["changed"]
+    Schedule(app).save(entry)
+
+    _, *runs = Schedule(app).next_runs("e", 366)  # it has never run, and is due now
+    assert {run.astimezone(BERLIN).hour for run in runs} == {9}
+
+
+def test_a_changed_rule_counts_from_now_although_all_rules_of_redbeat_are_equal(app, redis):
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    Schedule(app).upsert("e", PLAIN, rrule("YEARLY", dtstart=noon))
+    before = redis.zscore(SCHEDULE, "redbeat:e")
+
+    Schedule(app).upsert("e", PLAIN, rrule("YEARLY", dtstart=noon), args=["x"])
+    assert redis.zscore(SCHEDULE, "redbeat:e") == before
+    Schedule(app).upsert("e", PLAIN, rrule("HOURLY", dtstart=noon))
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") <= datetime.now(UTC).timestamp() + 3600
+
+
+# ---------------------------------------------------------------- concurrent edits, and enabled
+
+
+@pytest.mark.parametrize("save", [lambda api, entry: entry.save(), lambda api, entry: api.save(entry)])
+@pytest.mark.parametrize("unchanged", [False, True])
+def test_a_second_save_meets_what_somebody_else_has_changed(app, save, unchanged):
+    api = Schedule(app)
+    mine = save(api, Entry("e", PLAIN, schedule(60), app=app))
+    mine.args = ["mine"]
+    save(api, mine)
+    if unchanged:
+        save(api, mine)
+    theirs = api.get("e")
+    theirs.args = ["theirs"]
+    save(api, theirs)
+
+    mine.args = ["mine again"]
+    with pytest.raises(ConflictError, match="was changed since it was read"):
+        save(api, mine)
+
+    assert api.get("e").args == ["theirs"]
+
+
+def test_an_entry_that_was_deleted_can_be_saved_again(app):
+    entry = Entry("e", PLAIN, schedule(60), app=app).save()
+    entry.delete()
+    entry.save()
+
+    assert Schedule(app).get("e").task == PLAIN
+
+
+@pytest.mark.parametrize("enabled", ["yes", "false", "", 2, [], {}])
+def test_an_entry_that_is_neither_enabled_nor_not_is_set_aside_with_the_reason(redis, started, enabled):
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": 60, "enabled": enabled}))
+    redis.zadd(SCHEDULE, {"redbeat:e": 0})
+
+    started().tick()
+
+    assert messages(redis) == []
+    assert "enabled is neither true nor false" in redis.hget(QUARANTINE, "redbeat:e")
+
+
+# ---------------------------------------------------------------- what can have no time
+
+
+class Broken(BaseSchedule):  # type: ignore[misc]
+    """Fails whenever it is asked."""
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        raise RuntimeError("a bug")
+
+
+NEVER = {
+    "an interval that does not move": rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC), interval=0),
+    "a class with a bug": Broken(),
+}
+
+
+@pytest.mark.parametrize("what", NEVER)
+def test_what_can_have_no_next_time_harms_nobody_else_in_beat_schedule(redis, started, caplog, what):
+    beat = started(e={"task": PLAIN, "schedule": NEVER[what]}, f={"task": PLAIN, "schedule": 60})
+
+    beat.tick()
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:f"]
+    assert "entry 'e' cannot be stored: its next run cannot be calculated" in caplog.text
+
+
+def test_what_can_have_no_next_time_is_refused_when_it_is_saved(app, redis):
+    with pytest.raises(EntryError, match="entry 'e' cannot be stored: its next run cannot be calculated"):
+        Schedule(app).upsert("e", PLAIN, NEVER["an interval that does not move"])
+
+    assert not redis.exists("redbeat:e")
