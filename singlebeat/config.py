@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -93,6 +94,22 @@ def _overlap(value: Any) -> Overlap:
     return Overlap(value)
 
 
+def _port(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 65_536:
+        raise ValueError("must be a port, 1 to 65535")
+    if find_spec("prometheus_client") is None:
+        raise ValueError("needs prometheus_client (pip install 'celery-singlebeat[prometheus]')")
+    return value
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise ValueError("must be a list of texts, such as ['shop.*']")
+    return tuple(value)
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -166,6 +183,13 @@ class Config:
         "seconds without progress after which beat ends, so that another leads; None: never",
     )
     singlebeat_history_limit: int = _setting(10_000, _count, "decisions of beat that are kept; 0 keeps none")
+    singlebeat_allowed_tasks: tuple[str, ...] = _setting(
+        ("*",), _patterns, "patterns of the tasks that beat may send; an entry with another one is set aside"
+    )
+    singlebeat_metrics_port: int | None = _setting(
+        None, _port, "port on which beat serves Prometheus metrics, ``/healthz`` and ``/readyz``; None: none"
+    )
+    singlebeat_metrics_host: str = _setting("127.0.0.1", _text, "address for that port")
 
     @classmethod
     def of(cls, app: Celery) -> Config:

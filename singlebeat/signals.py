@@ -5,7 +5,10 @@ signal                arguments
 ===================== ============================================================================
 leadership_gained     sender: the app · term
 leadership_lost       sender: the app · term, reason
+tick_ended            sender: the app · seconds that it took; of a beat that stands by, too
 occurrence_decided    sender: the app · entry (its name), decision (``beat.occurrence.Decision``)
+entry_set_aside       sender: the app · entry (its key, or its name), reason; once for each reason
+entry_mended          sender: the app · entry
 duplicate             sender: the task · task_id (of the holder), args, kwargs
 lock_lost             sender: the task's name, or ``singlebeat.exclusive`` · ref (``locks.base.Ref``)
 ===================== ============================================================================
@@ -15,10 +18,22 @@ from __future__ import annotations
 
 from celery.utils.dispatch import Signal
 
-__all__ = ("duplicate", "leadership_gained", "leadership_lost", "lock_lost", "occurrence_decided")
+__all__ = (
+    "duplicate",
+    "entry_mended",
+    "entry_set_aside",
+    "leadership_gained",
+    "leadership_lost",
+    "lock_lost",
+    "occurrence_decided",
+    "tick_ended",
+)
 
 leadership_gained = Signal(name="leadership_gained", providing_args={"term"})
 leadership_lost = Signal(name="leadership_lost", providing_args={"term", "reason"})
+tick_ended = Signal(name="tick_ended", providing_args={"seconds"})
+entry_set_aside = Signal(name="entry_set_aside", providing_args={"entry", "reason"})
+entry_mended = Signal(name="entry_mended", providing_args={"entry"})
 occurrence_decided = Signal(name="occurrence_decided", providing_args={"entry", "decision"})
 duplicate = Signal(name="duplicate", providing_args={"task_id", "args", "kwargs"})
 lock_lost = Signal(name="lock_lost", providing_args={"ref"})

@@ -20,6 +20,7 @@ from ..lua import Script, packed
 from ..overlap import Overlap
 from .backfill import Span
 from .entry import Entry
+from .history import History, Record
 from .keys import Keys
 from .occurrence import Kind, Occurrence
 from .policy import Policy
@@ -223,6 +224,11 @@ class Schedule:
                     yield self._entry(key.removeprefix(self.keys.prefix), fields)
                 except EntryError as exc:
                     logger.warning("%s is left out: %s", key.encode(errors="backslashreplace").decode(), exc)
+
+    def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
+        """Return the last decisions about an entry, or about all, with the ends of their runs; the last one first."""
+        history = History(self.app)
+        return history.latest(count) if name is None else history.of(name, count)
 
     def _read(self, keys: Sequence[str]) -> Sequence[Any]:
         rows: Sequence[Any] = json.loads(_script("read")(self._client, keys, ()))

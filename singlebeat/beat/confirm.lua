@@ -1,36 +1,49 @@
---- confirm: record what became of claimed occurrences; they are pending no longer.
+--- confirm: record decisions; claimed occurrences among them are pending no longer.
 --
 -- KEYS[1]     pending     zset: members with an occurrence that is claimed and not confirmed
 -- KEYS[2]     history     stream: one record per decision
--- KEYS[3...]  entries     hashes: definition, meta, pending
--- ARGV[1]     limit       records to keep; 0: keep none
--- ARGV[2]     decisions   JSON, one array for each entry:
+-- KEYS[3...]  entries     hashes: definition, meta, pending; history: their last records, a JSON array per line
+-- ARGV[1]     limit       records to keep in the stream; 0: keep none
+-- ARGV[2]     bytes       to keep of the history of each entry: a rare one must not be pushed out by a busy one
+-- ARGV[3]     decisions   JSON, one array for each entry:
 --             member      of the entry in pending
---             occurrence  JSON of the occurrence, as it was claimed
+--             occurrence  JSON of the occurrence, as it was claimed; empty: none was
 --             meta        for the entry; empty: leave it
---             record      array of fields and values
+--             record      values, in the order of the names below
 --
 -- returns  how many were recorded; the others were confirmed before, or their entries are gone
 
-local pending, history, limit = KEYS[1], KEYS[2], ARGV[1]
+local pending, history, limit, bytes = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 
-local function confirm(entry, member, occurrence, meta, record)
-  if redis.pcall("HGET", entry, "pending") ~= occurrence then
+local function confirm(entry, member, occurrence, meta, r)
+  local stored = redis.pcall("HMGET", entry, "pending", "history")
+  if occurrence ~= "" and stored[1] ~= occurrence then
     return 0
   end
-  redis.call("HDEL", entry, "pending")
-  redis.call("ZREM", pending, member)
-  if meta ~= "" then
-    redis.call("HSET", entry, "meta", meta)
+  if occurrence == "" then
+    if redis.call("EXISTS", entry) == 0 then
+      return 0
+    end
+  else
+    redis.call("HDEL", entry, "pending")
+    redis.call("ZREM", pending, member)
   end
+  local changes = meta ~= "" and {"meta", meta} or {}
   if limit ~= "0" then
-    redis.call("XADD", history, "MAXLEN", "~", limit, "*", unpack(record))
+    local id = redis.call("XADD", history, "MAXLEN", "~", limit, "*", "entry", r[1], "task", r[2], "nominal", r[3],
+      "kind", r[4], "decision", r[5], "reason", r[6], "id", r[7], "term", r[8], "holder", r[9], "leader", r[10])
+    local line = cjson.encode({id, r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10]})
+    changes[#changes + 1] = "history"
+    changes[#changes + 1] = string.sub(line .. "\n" .. (stored[2] or ""), 1, bytes)
+  end
+  if #changes > 0 then
+    redis.call("HSET", entry, unpack(changes))
   end
   return 1
 end
 
 local recorded = 0
-for i, decision in ipairs(cjson.decode(ARGV[2])) do
+for i, decision in ipairs(cjson.decode(ARGV[3])) do
   recorded = recorded + confirm(KEYS[i + 2], unpack(decision))
 end
 return recorded

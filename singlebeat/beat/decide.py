@@ -11,7 +11,7 @@ from .occurrence import Decision, Kind, Occurrence, Outcome
 from .store import LONGEST_STEP_BACK, Claim, Stored
 from .timetable import Timetable
 
-__all__ = ("claim_for", "too_late")
+__all__ = ("claim_for", "missed", "too_late")
 
 #: How late an occurrence is a catch-up.
 CATCH_UP_AFTER = timedelta(minutes=1)
@@ -46,12 +46,20 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run_at, kind=kind)
     count = past.total_run_count
     if not entry.enabled or policy.paused:  # its time goes on, so that it does not run for the past when it goes on
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.PAUSED, policy.note)
+        decision = Decision(
+            entry.name, entry.task, occurrence, Outcome.PAUSED, policy.note or ("" if entry.enabled else "disabled")
+        )
         return Claim(stored, next_score, Meta(nominal, count) if since else None, decision=decision)
     if too_late(stored, occurrence, now):
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.MISSED)
-        return Claim(stored, next_score, Meta(nominal, count), decision=decision)
+        return Claim(stored, next_score, Meta(nominal, count), decision=missed(stored, occurrence, now))
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
+
+
+def missed(stored: Stored, occurrence: Occurrence, now: datetime) -> Decision:
+    """Return the decision about an occurrence that is too late."""
+    late, grace = now.timestamp() - occurrence.nominal, stored.policy.misfire_grace_time
+    reason = f"{late:.1f} s late, misfire_grace_time is {grace:g} s"
+    return Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED, reason)
 
 
 def too_late(stored: Stored, occurrence: Occurrence, now: datetime) -> bool:

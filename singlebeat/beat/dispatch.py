@@ -13,7 +13,6 @@ from celery.beat import SchedulingError
 from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
-from .. import signals
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError
@@ -127,8 +126,6 @@ class Dispatcher:
             self.store.confirm(decided, term)
             delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
             self.store.postpone(dict.fromkeys(unsent, now + timedelta(seconds=delay)))
-        for _, decision, _ in decided:
-            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def _publish(self, message: _Message) -> str:
         """Send the task of an entry; return what holds its lock if it takes one only now and has not got it."""
@@ -273,5 +270,7 @@ class Dispatcher:
         if not held_by:
             return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
         logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, held_by)
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}")
+        # A text, for it may come from a lock or from the result of a task that took it by itself.
+        by = held_by.removeprefix("task ").partition(",")[0]
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}", by)
         return stored, decision, stored.uncounted(occurrence)

@@ -35,9 +35,10 @@ class Keys:
     quarantine: str = field(init=False)
     owners: str = field(init=False)
     history: str = field(init=False)
+    runs: str = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("schedule", "statics", "owners", "pending", "quarantine", "history"):
+        for name in ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs"):
             object.__setattr__(self, name, f"{self.prefix}:{name}")
 
     @classmethod

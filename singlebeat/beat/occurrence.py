@@ -15,6 +15,10 @@ from ..overlap import Overlap
 __all__ = ("Decision", "Kind", "Occurrence", "Outcome")
 
 
+#: Characters of a reason that are recorded.
+LONGEST_REASON = 200
+
+
 class Outcome(StrEnum):
     """What beat decided about an occurrence."""
 
@@ -57,7 +61,7 @@ class Occurrence:
     ) -> Occurrence:
         """Return the occurrence of an entry at a time: the same one, whoever asks and however often."""
         seconds = nominal.timestamp()
-        seed = f"{prefix}\n{name}\n{round(seconds * 1000)}"
+        seed = f"{prefix}\n{_printable(name)}\n{round(seconds * 1000)}"  # a name may be bytes that are no text
         if kind in {Kind.MANUAL, Kind.BACKFILL}:  # another run than the scheduled one of that time
             seed += f"\n{kind}"
         before = None if previous is None else previous.timestamp()
@@ -120,25 +124,29 @@ class Decision:
     occurrence: Occurrence
     outcome: Outcome
     reason: str = ""
+    holder: str = ""  #: the task that was in its way
 
-    def fields(self, term: int) -> list[str]:
-        """Return the fields and values of a history record."""
-        record = {
-            "entry": self.entry,
-            "task": self.task,
-            "nominal": _iso(self.occurrence.nominal),
-            "kind": self.occurrence.kind.value,
-            "decision": self.outcome.value,
-            "reason": self.reason,
-            "id": self.occurrence.id,
-            "term": str(term),
-        }
+    def values(self, term: int, leader: str) -> list[str]:
+        """Return the values of a history record, in the order of ``confirm.lua``."""
+        occurrence = self.occurrence
+        record = (
+            self.entry,
+            self.task,
+            _iso(occurrence.nominal),
+            occurrence.kind.value,
+            self.outcome.value,
+            _printable(self.reason)[:LONGEST_REASON],
+            occurrence.id,
+            str(term),
+            self.holder,
+            leader,
+        )
         # Names that somebody wrote into Redis may hold what no text can.
-        return [
-            text if text.isascii() else text.encode(errors="backslashreplace").decode()
-            for pair in record.items()
-            for text in pair
-        ]
+        return [_printable(text) for text in record]
+
+
+def _printable(text: str) -> str:
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _iso(seconds: float) -> str:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
+from .. import signals
 from .entry import PARKED
 
 if TYPE_CHECKING:
+    from celery import Celery
+
     from .keys import Keys
 
 __all__ = ("Quarantine",)
@@ -25,8 +28,8 @@ RECHECKED_PER_TICK = 100
 class Quarantine:
     """What is set aside, with the reason and since when."""
 
-    def __init__(self, client: Any, keys: Keys) -> None:
-        self.client, self.keys = client, keys
+    def __init__(self, app: Celery, client: Any, keys: Keys) -> None:
+        self.app, self.client, self.keys = app, client, keys
         self._known: dict[str, str] = {}
         self._turn = 0
 
@@ -40,6 +43,7 @@ class Quarantine:
         if news:
             logger.error("beat: Entry %s cannot be used and waits to be mended: %s", _printable(member), reason)
             self._known[member] = reason
+            signals.entry_set_aside.send(sender=self.app, entry=member, reason=reason)
         if not news and not due:
             return
         since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -63,6 +67,7 @@ class Quarantine:
     def lift(self, member: str, *, has_pending: bool) -> None:
         """Take an entry up again that is mended, with the occurrence of it that was not confirmed."""
         logger.info("beat: Entry %s is mended", _printable(member))
+        signals.entry_mended.send(sender=self.app, entry=member)
         self._known.pop(member, None)
         with self.client.pipeline() as pipe:
             pipe.hdel(self.keys.quarantine, member)

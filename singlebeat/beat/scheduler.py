@@ -19,13 +19,13 @@ from .. import signals
 from ..config import Config
 from ..connections import RedisError, masked, schedule_client, schedule_url
 from ..errors import LockBackendError
-from .decide import claim_for, too_late
+from .decide import claim_for, missed, too_late
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import Entry as BeatEntry
-from .entry import Meta, prepare
+from .entry import prepare
 from .keys import Keys
 from .lease import Lease, Term
-from .occurrence import Decision, Outcome
+from .metrics import Metrics
 from .statics import Statics
 from .store import Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
@@ -78,7 +78,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._term: Term | None = None
         self._standing_by = False
         self._in_trouble = ""
-        self._closed = self._ticking = False
+        self._closed = self._ticking = self._ticked = False
+        self._metrics: Metrics | None = None
         self._recheck_at = 0.0
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout) if timeout else None
@@ -136,7 +137,9 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         if self._closed:
             raise SystemExit  # of the signal's handler, which some library has swallowed
         self._watched()
-        self._ticking = True
+        if self._metrics is None and not self._ticked:
+            self._metrics = Metrics.served(self.app, self.lease)
+        self._ticking, self._ticked, began = True, True, time.monotonic()
         try:
             delay = self._tick(datetime.now(UTC))
         except (RedisError, LockBackendError) as exc:
@@ -144,6 +147,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False
+            signals.tick_ended.send(sender=self.app, seconds=time.monotonic() - began)
         if self._in_trouble:
             logger.info("beat: Redis answers again")
             self._in_trouble = ""
@@ -208,11 +212,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending) for stored in retaken if stored.pending is not None]
         late = [(stored, occurrence) for stored, occurrence in pending if too_late(stored, occurrence, now)]
-        missed = list[tuple[Stored, Decision, Meta | None]]()
-        for stored, occurrence in late:
-            decision = Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED)
-            missed.append((stored, decision, stored.uncounted(occurrence)))
-        self.store.confirm(missed, term)
+        self.store.confirm([(stored, missed(stored, o, now), stored.uncounted(o)) for stored, o in late], term)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
         done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]

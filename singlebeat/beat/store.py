@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
+from .. import signals
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, EntryError
@@ -37,6 +41,9 @@ logger = get_logger("celery.beat")
 
 #: Entries that one round trip reads or writes.
 BATCH = 500
+
+#: What an entry keeps of its own history: about four records.
+HISTORY_BYTES = 600
 
 #: Decoded entries that are kept, by their raw definition.
 CACHE_SIZE = 5_000
@@ -110,9 +117,10 @@ class Store:
     def __init__(self, app: Celery, client: Any) -> None:
         self.app, self.client = app, client
         self.keys = Keys.of(app)
+        self.allowed_tasks = Config.of(app).singlebeat_allowed_tasks
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], tuple[str, Entry]] = {}
-        self.quarantine = Quarantine(client, self.keys)
+        self.quarantine = Quarantine(app, client, self.keys)
         self._latest = datetime.min.replace(tzinfo=UTC)  #: what the clock showed when we last looked
 
     def check_eviction(self) -> None:
@@ -225,6 +233,8 @@ class Store:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
             entry = Entry.decode(self.keys.entry(member), definition, self.app)
+            if not any(fnmatchcase(entry.task, pattern) for pattern in self.allowed_tasks):
+                raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
             try:
                 next_occurrence(entry.schedule, now, zone=self.app.timezone)
             except Exception as exc:  # a rule that can be read may still make no sense
@@ -252,14 +262,22 @@ class Store:
 
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
         """Record what became of claimed occurrences; one round trip."""
+        self._record([(s.member, d.occurrence.encode(), m.encode() if m else "", d) for s, d, m in decisions], term)
+
+    def record(self, decisions: Sequence[Decision], term: Term) -> None:
+        """Record decisions about occurrences that were not claimed; one round trip."""
+        if self.history_limit or signals.occurrence_decided.receivers:
+            self._record([(self.keys.prefix + decision.entry, "", "", decision) for decision in decisions], term)
+
+    def _record(self, decisions: Sequence[tuple[str, str, str, Decision]], term: Term) -> None:
         if not decisions:
             return
-        touched, rows = [self.keys.pending, self.keys.history], []
-        for stored, decision, meta in decisions:
-            touched.append(self.keys.entry(stored.member))
-            past = meta.encode() if meta else ""
-            rows.append((stored.member, decision.occurrence.encode(), past, decision.fields(term.number)))
-        _script("confirm")(self.client, touched, (self.history_limit, packed(rows)))
+        keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
+        leader = f"{socket.gethostname()}:{os.getpid()}"
+        rows = packed((*row, decision.values(term.number, leader)) for *row, decision in decisions)
+        _script("confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
+        for *_, decision in decisions:
+            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
         """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""
@@ -270,16 +288,6 @@ class Store:
         touched, args = (keys.lock or keys.lease.leader, keys.pending), (term.token, repr(retry_at.timestamp()), wishes)
         replies = json.loads(_script("retake")(self.client, touched, args))
         return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
-
-    def record(self, decisions: Sequence[Decision], term: Term) -> None:
-        """Record decisions about occurrences that were not claimed; one round trip."""
-        if decisions and self.history_limit:
-            with self.client.pipeline(transaction=False) as pipe:
-                for decision in decisions:
-                    fields = decision.fields(term.number)
-                    record = dict(zip(fields[::2], fields[1::2], strict=True))
-                    pipe.xadd(self.keys.history, record, maxlen=self.history_limit)
-                pipe.execute()
 
     def postpone(self, retries: Mapping[str, datetime]) -> None:
         """Try unconfirmed occurrences again at other times."""

@@ -256,7 +256,7 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def locks(self, key_prefix: str) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Yield every lock under a prefix and its record, for people."""
+        """Yield every lock under a prefix and its record, for people; ``ttl``: seconds left, where it is known."""
 
 
 def unusable(key: str) -> str:

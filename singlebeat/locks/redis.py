@@ -148,7 +148,7 @@ class RedisBackend(BaseBackend):
             for key in self.redis.scan_iter(match=f"{_escaped(key_prefix)}*", count=SCAN_COUNT, _type="HASH"):
                 record = self.redis.hgetall(key)
                 if record:
-                    yield key, record
+                    yield key, {**record, "ttl": str(max(0, self.redis.pttl(key)) / 1000)}
 
     def _run(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
         with self._reaching():

@@ -11,6 +11,7 @@ from celery.utils.log import get_logger
 
 from ..errors import ConfigError
 from ..locks.base import Ticket
+from .ends import flush_ends, record_end_of_message
 from .renewer import Renewer, renewer_of
 from .request import Request
 
@@ -48,11 +49,14 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
         """Free what is over before the process ends."""
         if self.renewer is not None:
             self.renewer.flush()
+            flush_ends(parent.app)
 
     terminate = stop
 
-    def _end_unseen(self, message: Any = None, **_: Any) -> None:
+    def _end_unseen(self, sender: Any = None, message: Any = None, signal: Any = None, **_: Any) -> None:
         headers = getattr(message, "headers", None) or {}
+        outcome = "unknown_task" if signal is task_unknown else "rejected"
+        record_end_of_message(sender.app, headers, outcome, worker=sender.hostname)
         ticket = Ticket.of_message(headers, headers.get("id"))
         if ticket is not None and self.renewer is not None:
             self.renewer.finish_ticket(ticket)

@@ -17,6 +17,7 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
+from .ends import outcome_of, record_end
 from .gate import Postponed, may_start
 from .renewer import renewer_of
 
@@ -39,6 +40,8 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
                 self._leave_to_next_delivery()
             else:
                 self.over()
+                if not isinstance(args[0], ExceptionInfo) and not args[0][0]:
+                    record_end(self, "success")
 
     return ended
 
@@ -49,6 +52,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
         if not self.begin_for_plain_task():
             self.acknowledge()
             task_ready(self)
+            record_end(self, "refused", "an equal call runs, or this one has run")
             raise TaskRevokedError(self.id)
         return execute(self, *args, **kwargs)
 
@@ -166,6 +170,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)
+        else:
+            record_end(self, outcome_of(exc), repr(exc))
         limit = isinstance(exc, celery_request.TimeLimitExceeded)
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
@@ -183,6 +189,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """A time limit has passed; the hard one ends the run."""
         super().on_timeout(soft, timeout)
         if not soft:
+            record_end(self, "time_limit", f"{timeout} s")
             self.over(after=KILL_TIME)
 
     def reject(self, requeue: bool = False) -> None:
@@ -196,5 +203,6 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)
+        record_end(self, "expired" if expired else reason)
         if not terminated:  # a terminated run may go on for a while: its end is reported by itself
             self.over()

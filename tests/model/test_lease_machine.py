@@ -307,7 +307,7 @@ MUTANTS = {
         "retake",
         'tonumber(redis.call("ZSCORE", pending, member) or "nan") ~= score',
     ),
-    "a second decision": (store_module, "confirm", 'redis.pcall("HGET", entry, "pending") ~= occurrence'),
+    "a second decision": (store_module, "confirm", 'occurrence ~= "" and stored[1] ~= occurrence'),
     "a campaign against a leader": (lease_module, "campaign", "holder and holder ~= last"),
     "a renewal of another one's term": (lease_module, "renew", 'redis.call("GET", lock) ~= token'),
     "the end of another one's term": (lease_module, "resign", 'redis.call("GET", lock) ~= token'),

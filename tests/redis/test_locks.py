@@ -847,6 +847,7 @@ def test_every_lock_of_a_prefix_is_listed_with_its_record(backend, redis):
         LOCK: ("a", "running"),
         lock_key(PREFIX, "d2"): ("b", "queued"),
     }
+    assert 0 < float(listed[LOCK].pop("ttl")) <= redis.pttl(LOCK) / 1000 + 1
     assert listed[LOCK] == redis.hgetall(LOCK)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -404,6 +406,8 @@ def test_a_confirmed_occurrence_is_pending_no_longer_and_in_the_history(store, c
         "reason": 'held "by" x',
         "id": claim.occurrence.id,
         "term": "3",
+        "holder": "",
+        "leader": f"{socket.gethostname()}:{os.getpid()}",
     }
 
 

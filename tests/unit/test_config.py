@@ -41,6 +41,9 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "singlebeat_socket_timeout": (0.5, 0.5),
     "singlebeat_watchdog_timeout": (None, None),
     "singlebeat_history_limit": (0, 0),
+    "singlebeat_allowed_tasks": (["shop.*"], ("shop.*",)),
+    "singlebeat_metrics_port": (9109, 9109),
+    "singlebeat_metrics_host": ("0.0.0.0", "0.0.0.0"),
 }
 
 SECONDS = (0, -1, "10", True, float("nan"), float("inf"), timedelta(seconds=3), [], {}, b"1")
@@ -66,6 +69,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "singlebeat_socket_timeout": (None, *SECONDS),
     "singlebeat_watchdog_timeout": SECONDS,
     "singlebeat_history_limit": (None, -1, 1.5, "10", True, []),
+    "singlebeat_allowed_tasks": (None, "shop.*", [1], {}, True),
+    "singlebeat_metrics_port": (0, -1, 65_536, "9109", 1.5, True, []),
+    "singlebeat_metrics_host": (None, *TEXT),
 }
 #: Settings that take whatever the user may have a use for.
 UNCHECKED = {"singleton_backend_class", "singleton_json_encoder_class"}

@@ -1,0 +1,200 @@
+"""Why an entry ran, did not run, or will run: in sentences; pure, whatever is known is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .entry import Entry
+    from .history import Record
+    from .state import State
+
+__all__ = ("Facts", "Lock", "explain")
+
+#: The part of its lease that a lock has left at least while its worker lives: it renews every third.
+RENEWED = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """A lock that a task holds."""
+
+    key: str
+    task_id: str
+    state: str  #: queued or running
+    left: float | None  #: seconds until it ends if nobody renews it; None: not known
+    lease: float  #: seconds of a whole lease
+
+    @property
+    def seems_abandoned(self) -> bool:
+        """Whether its worker has not renewed it for so long that it has probably died."""
+        return self.state == "running" and self.left is not None and self.left < self.lease * RENEWED
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about one entry."""
+
+    name: str
+    entry: Entry | None  #: None: it cannot be read
+    state: State
+    records: Sequence[Record]  #: the last one first
+    locks: Mapping[str, Lock]  #: by task id
+    running: Mapping[str, str] | None  #: task id -> worker, of all that answer; None: none could be asked
+    known_tasks: frozenset[str] | None  #: of all workers that answer
+    now: datetime
+
+
+def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
+    """Yield sentences, the most telling ones first.
+
+    Args:
+        at: explain the occurrence at or before this moment; None: the last one.
+    """
+    aside = facts.state.quarantine.get(facts.name)
+    if aside is not None:
+        yield f"It is set aside and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
+        yield "Mend the entry: a beat looks at it again in every tick and takes it up by itself. It is never deleted."
+    if not facts.state.locked and not facts.state.leader:
+        yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
+    elif facts.state.overdue:
+        yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
+    record = _record(facts, at)
+    if at is not None and facts.entry is not None:
+        yield from _unrecorded(facts, record, at)
+    if record is not None:
+        yield from _decision(facts, record)
+    elif at is None and aside is None:
+        yield "Nothing was decided about it so far, or the history has lost it (singlebeat_history_limit)."
+    if facts.entry is not None:
+        yield from _task(facts, facts.entry)
+        if at is None and aside is None:
+            yield from _outlook(facts, facts.entry)
+
+
+def _record(facts: Facts, at: datetime | None) -> Record | None:
+    if at is None:
+        return facts.records[0] if facts.records else None
+    return max((r for r in facts.records if r.nominal <= at), key=lambda r: r.nominal, default=None)
+
+
+def _unrecorded(facts: Facts, record: Record | None, at: datetime) -> Iterator[str]:
+    """Say so if the entry had a time that no record is about."""
+    entry = facts.entry
+    assert entry is not None  # noqa: S101 - for the type checker
+    if record is None:
+        first = f"it begins at {_moment(facts.records[-1].nominal)}" if facts.records else "it is empty"
+        yield f"The history of this entry says nothing about {_moment(at)}: {first}."
+        return
+    nominal = entry.timetable.latest(record.nominal, min(at, facts.now))
+    if nominal is None:
+        return
+    later = min((r for r in facts.records if r.nominal > at), key=lambda r: r.nominal, default=None)
+    if later is not None and later.kind == "catch_up":
+        yield (
+            f"Nothing was decided about {_moment(nominal)}: no beat ran then. The next record, for "
+            f"{_moment(later.nominal)}, stands for all times that had passed."
+        )
+    else:
+        yield f"Nothing was decided about {_moment(nominal)}, by the schedule that the entry has now."
+
+
+def _decision(facts: Facts, record: Record) -> Iterator[str]:
+    when = _moment(record.nominal)
+    match record.decision:
+        case "dispatched":
+            yield f"The run for {when} was sent at {_moment(record.at)} as task {record.task_id}."
+            if record.kind == "catch_up":
+                yield "It was sent late, and stands for all times that passed before it."
+            yield from _end(facts, record)
+        case "skipped_overlap":
+            yield f"The run for {when} was skipped: the one before it was not over ({record.reason})."
+            yield from _holder(facts, record.holder)
+        case "missed":
+            yield f"The run for {when} was missed: {record.reason}."
+            yield (
+                "No beat was there to send it in time, and the entry does not want to run later than that. "
+                "Without misfire_grace_time, one run would have made up for all that were missed."
+            )
+        case "paused":
+            yield f"The run for {when} was left out: the entry is paused" + (
+                f" ({record.reason})." if record.reason else "."
+            )
+        case "publish_failed":
+            yield f"The run for {when} could not be sent, and never can: {record.reason}."
+        case other:
+            yield f"The run for {when}: {other} ({record.reason})."
+
+
+def _end(facts: Facts, record: Record) -> Iterator[str]:
+    end = record.end
+    if end is not None:
+        took = f" after {end.duration:.1f} s" if end.duration is not None else ""
+        why = f": {end.reason}" if end.reason else ""
+        yield f"It ended at {_moment(end.at)}{took} on {end.worker}, {end.outcome}{why}."
+        if end.outcome == "unknown_task":
+            yield "That worker does not know the task and has dropped the message."
+        return
+    if facts.running is not None and record.task_id in facts.running:
+        yield f"It runs now, on {facts.running[record.task_id]}."
+    elif record.task_id in facts.locks:
+        yield from _holder(facts, record.task_id)
+    else:
+        yield (
+            "No end of it was recorded: it waits in its queue, or its worker has died, or has no singlebeat installed."
+        )
+
+
+def _holder(facts: Facts, task_id: str) -> Iterator[str]:
+    """Say what is known about the task that holds the entry's lock."""
+    lock = facts.locks.get(task_id)
+    if facts.running is not None and task_id in facts.running:
+        yield f"Task {task_id} runs now, on {facts.running[task_id]}."
+    elif lock is None:
+        yield f"Task {task_id} does not hold the lock any more: the next run is free to go."
+    elif lock.state == "queued":
+        yield f"Task {task_id} waits in its queue and has not started: is a worker there that reads that queue?"
+    elif lock.seems_abandoned or facts.running is not None:
+        force = "" if lock.seems_abandoned else " --force"
+        left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
+        yield (
+            f"Task {task_id} holds the lock, but no worker that answers runs it: its worker has probably died. "
+            f"The lock ends by itself {left}; to free it now: celery singlebeat unlock {task_id}{force}"
+        )
+    else:
+        yield f"Task {task_id} holds the lock and runs; the workers could not be asked where."
+
+
+def _task(facts: Facts, entry: Entry) -> Iterator[str]:
+    known = facts.known_tasks
+    if known == frozenset():
+        yield "No worker answers."
+    elif known is not None and entry.task not in known:
+        yield (
+            f"No worker that answers knows the task {entry.task}: whoever gets the message drops it. "
+            "Correct the name in the entry, or start a worker that has the task."
+        )
+
+
+def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
+    upcoming = next(iter(entry.timetable.runs(entry.meta.counts_from, facts.now, count=entry.total_run_count)), None)
+    if not entry.enabled:
+        yield "It is disabled: its times pass without a run."
+    elif entry.policy.paused:
+        note = f" ({entry.policy.note})" if entry.policy.note else ""
+        yield f"It is paused{note}: its times pass without a run. To go on: celery singlebeat resume {entry.name}"
+    elif upcoming is None:
+        yield "It is finished: it never runs again."
+    elif upcoming <= facts.now:
+        yield f"It is due now, for {_moment(upcoming)}."
+    else:
+        due = entry.timetable.due(upcoming)
+        jitter = f", at {_moment(due)} because of its jitter" if due != upcoming else ""
+        yield f"It runs next for {_moment(upcoming)}{jitter}, in {(due - facts.now).total_seconds():.0f} s."
+
+
+def _moment(when: datetime) -> str:
+    return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -1,0 +1,169 @@
+"""Prometheus metrics of one beat, and its health, over HTTP: what signals tell, and what Redis holds when asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.log import get_logger
+
+from .. import signals
+from ..config import Config
+from ..connections import RedisError
+from .state import State
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .lease import Lease
+
+__all__ = ("Metrics",)
+
+logger = get_logger("celery.beat")
+
+#: Seconds without a tick after which a beat is not healthy.
+HEALTHY_FOR = 30.0
+
+#: Upper bounds of the buckets, in seconds.
+LATENESS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+TICKS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
+
+
+class Metrics:
+    """The metrics of one beat; needs ``prometheus_client``.
+
+    Args:
+        lease: of the beat.
+    """
+
+    def __init__(self, app: Celery, lease: Lease) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: PLC0415 - an extra
+
+        self.app, self.lease = app, lease
+        self.registry = registry = CollectorRegistry()
+        self.last_tick = time.monotonic()
+        self.server: ThreadingHTTPServer | None = None
+        self._decisions = Counter(
+            "singlebeat_decisions_total", "Decisions about occurrences.", ["decision", "kind"], registry=registry
+        )
+        self._lateness = Histogram(
+            "singlebeat_lateness_seconds", "From nominal time to its sending.", buckets=LATENESS, registry=registry
+        )
+        self._ticks = Histogram(
+            "singlebeat_tick_duration_seconds", "Time that ticks take.", buckets=TICKS, registry=registry
+        )
+        self._terms = Counter("singlebeat_leadership_total", "Begun and lost terms.", ["event"], registry=registry)
+        self._aside = Counter("singlebeat_set_aside_total", "Entries that were found unusable.", registry=registry)
+        registry.register(self)
+        # Signals keep weak references to methods: this object must live as long as its beat.
+        signals.occurrence_decided.connect(self._decided, sender=app)
+        signals.tick_ended.connect(self._ticked, sender=app)
+        signals.leadership_gained.connect(self._gained, sender=app)
+        signals.leadership_lost.connect(self._lost, sender=app)
+        signals.entry_set_aside.connect(self._set_aside, sender=app)
+
+    @classmethod
+    def served(cls, app: Celery, lease: Lease) -> Metrics | None:
+        """Serve the metrics of a beat where ``singlebeat_metrics_port`` asks for it; None: nobody wants them."""
+        config = Config.of(app)
+        if config.singlebeat_metrics_port is None:
+            return None
+        metrics = cls(app, lease)
+        try:
+            metrics.serve(config.singlebeat_metrics_host, config.singlebeat_metrics_port)
+        except OSError as exc:  # beat goes on: sending is worth more than counting
+            logger.error("beat: Metrics are not served: %s", exc)  # noqa: TRY400 - the reason is all there is to say
+        return metrics
+
+    def serve(self, host: str, port: int) -> None:
+        """Answer ``/metrics``, ``/healthz`` and ``/readyz`` in a thread.
+
+        Raises:
+            OSError: the port is in use, or the address is not of this host.
+        """
+        metrics = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, kind, body = metrics.answer(self.path.partition("?")[0])
+                self.send_response(code)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer((host, port), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, name="singlebeat-metrics", daemon=True).start()
+
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """Return status, type and body of what is asked for."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest  # noqa: PLC0415 - an extra
+
+        if path == "/metrics":
+            return 200, CONTENT_TYPE_LATEST, generate_latest(self.registry)
+        if path == "/healthz":
+            idle = time.monotonic() - self.last_tick
+            return self._verdict("" if idle < HEALTHY_FOR else f"no tick for {idle:.0f} s")
+        if path == "/readyz":
+            try:
+                state = State.of(self.app)
+            except RedisError as exc:
+                return self._verdict(f"Redis does not answer: {exc}")
+            return self._verdict("" if state.locked or state.leader else "no beat leads")
+        return 404, "text/plain", b"/metrics, /healthz or /readyz\n"
+
+    @staticmethod
+    def _verdict(problem: str) -> tuple[int, str, bytes]:
+        return 503 if problem else 200, "text/plain; charset=utf-8", f"{problem or 'ok'}\n".encode()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield what Redis holds at this moment."""
+        from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
+
+        leads = self.lease.term() is not None
+        yield GaugeMetricFamily("singlebeat_leader", "Whether this beat leads.", value=leads)
+        try:
+            state = State.of(self.app)
+        except RedisError:
+            yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=0)
+            return
+        yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=1)
+        for name, text, value in (
+            ("term", "Number of the present term.", float(state.leader.get("term") or 0)),
+            ("lease_left_seconds", "Time until leadership ends if nobody renews it.", state.lease_left),
+            ("entries", "Entries of the schedule.", state.entries),
+            ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
+            ("lag_seconds", "How late the most overdue entry is.", state.lag),
+            ("pending_occurrences", "Occurrences that are claimed and not confirmed.", state.pending),
+            ("quarantined_entries", "Entries that cannot be used and wait to be mended.", len(state.quarantine)),
+        ):
+            yield GaugeMetricFamily(f"singlebeat_{name}", text, value=value)
+
+    def describe(self) -> Iterator[Any]:
+        """Name nothing: the registry would ask Redis when it is made."""
+        return iter(())
+
+    def _decided(self, decision: Any = None, **_: Any) -> None:
+        self._decisions.labels(decision.outcome.value, decision.occurrence.kind.value).inc()
+        if decision.occurrence.is_scheduled and decision.outcome.value == "dispatched":
+            self._lateness.observe(max(0.0, time.time() - decision.occurrence.nominal))
+
+    def _ticked(self, seconds: float = 0.0, **_: Any) -> None:
+        self.last_tick = time.monotonic()
+        self._ticks.observe(seconds)
+
+    def _gained(self, **_: Any) -> None:
+        self._terms.labels("gained").inc()
+
+    def _lost(self, **_: Any) -> None:
+        self._terms.labels("lost").inc()
+
+    def _set_aside(self, **_: Any) -> None:
+        self._aside.inc()

@@ -1,0 +1,43 @@
+"""What matters about the server that keeps the schedule."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..connections import RedisError, schedule_client
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("Server",)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The schedule's server at one moment."""
+
+    version: str  #: of Redis, or the one that Valkey says it is compatible with
+    eviction: str | None  #: ``maxmemory-policy``; None: it does not tell
+    persistent: bool | None  #: its data outlives it; None: it does not tell
+    clock_ahead: float  #: seconds by which its clock is ahead of ours
+
+    @classmethod
+    def of(cls, app: Celery) -> Server:
+        """Ask the server.
+
+        Raises:
+            RedisError: it does not answer.
+        """
+        client = schedule_client(app)
+        asked = time.time()
+        seconds, microseconds = client.time()
+        ahead = seconds + microseconds / 1e6 - (asked + time.time()) / 2
+        try:
+            eviction = str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None
+            kept = client.config_get("appendonly"), client.config_get("save")
+            persistent = kept[0].get("appendonly") == "yes" or bool(kept[1].get("save"))
+        except RedisError:  # not allowed to ask
+            eviction = persistent = None
+        return cls(str(client.info("server").get("redis_version", "?")), eviction, persistent, ahead)

@@ -1,0 +1,92 @@
+"""The state of a schedule as a whole: who leads, what is overdue, pending and set aside."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..connections import schedule_client
+from ..lua import Script
+from .keys import Keys
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("State", "resign")
+
+#: An entry whose time has passed by more than this is overdue: the leader looks every second.
+OVERDUE_AFTER = 5.0
+
+
+@cache
+def _script(name: str) -> Script:
+    return Script(__package__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A schedule at one moment; durations are seconds."""
+
+    leader: Mapping[str, str]  #: host, pid, since, term; empty: nobody leads
+    locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
+    lease_left: float
+    entries: int
+    due: int  #: entries whose time has come
+    overdue: int  #: of these, those that wait for longer than a beat that works lets them
+    lag: float  #: how late the most overdue one is
+    pending: int  #: occurrences that are claimed and not confirmed
+    quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since
+
+    @classmethod
+    def of(cls, app: Celery) -> State:
+        """Read the state of an app's schedule, in one round trip.
+
+        Raises:
+            RedisError: the schedule's server does not answer.
+        """
+        keys, now = Keys.of(app), time.time()
+        with schedule_client(app).pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.lease.leader)
+            pipe.pttl(keys.lock or keys.lease.leader)
+            pipe.zcard(keys.schedule)
+            pipe.zcount(keys.schedule, 0, now)
+            pipe.zcount(keys.schedule, 0, now - OVERDUE_AFTER)
+            # A score of 0 means "now, whenever that is", and says nothing about how late it is.
+            pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
+            pipe.zcard(keys.pending)
+            pipe.hgetall(keys.quarantine)
+            leader, ttl, entries, due, overdue, first, pending, quarantine = pipe.execute()
+        return cls(
+            leader=leader,
+            locked=ttl > 0,
+            lease_left=max(0, ttl) / 1000,
+            entries=entries,
+            due=due,
+            overdue=overdue,
+            lag=now - first[0][1] if first else 0.0,
+            pending=pending,
+            quarantine={member.removeprefix(keys.prefix): _record(text) for member, text in quarantine.items()},
+        )
+
+
+def resign(app: Celery) -> bool:
+    """End the present term of leadership, so that any beat may lead; tell whether there was one.
+
+    What the leader has claimed is fenced by its term: nothing is decided twice.
+    """
+    keys = Keys.of(app)
+    client = schedule_client(app)
+    token = client.get(keys.lock) if keys.lock else None
+    return bool(token and _script("resign")(client, (keys.lock or "", keys.lease.leader), (token,)))
+
+
+def _record(text: str) -> Mapping[str, str]:
+    try:
+        raw: Any = json.loads(text)
+        return {"reason": str(raw["reason"]), "since": str(raw["since"])}
+    except (ValueError, TypeError, KeyError):
+        return {"reason": text, "since": ""}

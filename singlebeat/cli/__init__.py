@@ -1,0 +1,74 @@
+"""``celery singlebeat …``, and what the ``celery`` command does for every worker that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
+from celery.signals import celeryd_init
+
+from ..errors import ConfigError
+
+__all__ = ("main",)
+
+#: Where each command lives: every celery command imports this module, and most of them need none of those.
+COMMANDS: Mapping[str, str] = {
+    "status": "state",
+    "health": "state",
+    "resign": "state",
+    "doctor": "doctor",
+    "list": "entries",
+    "show": "entries",
+    "next": "entries",
+    "history": "records",
+    "explain": "records",
+    "add": "changes",
+    "edit": "changes",
+    "delete": "changes",
+    "pause": "changes",
+    "resume": "changes",
+    "trigger": "changes",
+    "backfill": "changes",
+    "locks": "locks",
+    "unlock": "locks",
+    "export": "transfer",
+    "import": "transfer",
+}
+
+
+@celeryd_init.connect(weak=False)  # type: ignore[untyped-decorator]
+def _look_after_locks(instance: Any = None, **_: Any) -> None:
+    """Let every worker that the command starts look after locks; on messages without one nothing changes."""
+    from ..config import Config  # noqa: PLC0415 - every celery command imports this module
+    from ..tasks.install import install  # noqa: PLC0415
+
+    try:
+        Config.of(instance.app)
+    except ConfigError as exc:  # a signal swallows errors: this must not start with a wrong setting
+        raise SystemExit(f"Error: {exc}") from None
+    install(instance.app)
+
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(f"{__name__}.{COMMANDS[cmd_name]}"), f"{cmd_name}_")
+        assert isinstance(command, click.Command)  # noqa: S101 - for the type checker
+        return command
+
+
+@click.group(name="singlebeat", cls=_Commands)
+def main() -> None:
+    """Look into singlebeat's schedule and locks, and change them; needs Redis, and no beat.
+
+    Exit codes: 0 done; 1 no: there is none such, somebody else was quicker, it is not healthy; 2 it could not be
+    asked: wrong usage, a wrong setting, a server that does not answer.
+    """

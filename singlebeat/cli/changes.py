@@ -1,0 +1,191 @@
+"""Entries, changed: ``add``, ``edit``, ``delete``, ``pause``, ``resume``, ``trigger``, ``backfill``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+from celery.schedules import crontab, schedule
+
+from ..beat.api import Schedule
+from ..beat.policy import Policy
+from ..errors import EntryError, UnknownEntryError
+from ..overlap import Overlap
+from .output import command, fail, instant, moment, printable, show_json
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+NAME = click.argument("name")
+DEFINITION: Sequence[Callable[[Any], Any]] = (
+    click.option("--every", type=click.FloatRange(min=0, min_open=True), help="Seconds between two runs."),
+    click.option("--cron", help="Five fields: minute, hour, day of month, month, day of week."),
+    click.option("--args", "args_", help="JSON array."),
+    click.option("--kwargs", "kwargs_", help="JSON object."),
+    click.option("--options", "options_", help="JSON object: options of apply_async."),
+    click.option("--enable/--disable", "enabled", default=None),
+    click.option("--set", "wishes", multiple=True, metavar="NAME=VALUE", help="A wish of the policy; empty: none."),
+)
+
+
+def _json(text: str | None, kind: type, option: str) -> Any:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise click.BadParameter(f"is no JSON {'array' if kind is list else 'object'}: {text}", param_hint=option)
+    return value
+
+
+def _schedule(every: float | None, cron: str | None) -> Any:
+    if every is not None and cron is not None:
+        raise click.UsageError("--every or --cron, not both")
+    if every is not None:
+        try:
+            return schedule(every)
+        except OverflowError:
+            raise click.BadParameter("is too long", param_hint="--every") from None
+    if cron is None:
+        return None
+    fields = cron.split()
+    if len(fields) != 5:
+        raise click.BadParameter(f"needs five fields, not {len(fields)}: {cron!r}", param_hint="--cron")
+    names = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
+    try:
+        return crontab(**dict(zip(names, fields, strict=True)))
+    except Exception as exc:  # its parser raises what it likes
+        raise click.BadParameter(f"{cron!r}: {exc}", param_hint="--cron") from None
+
+
+def _wishes(given: Sequence[str]) -> Mapping[str, Any]:
+    wishes = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise click.BadParameter(f"is not NAME=VALUE: {each!r}", param_hint="--set")
+        try:
+            wishes[name] = json.loads(value) if value else None
+        except (ValueError, RecursionError):
+            wishes[name] = value
+    return wishes
+
+
+def _store(
+    app: Celery, name: str, task: str | None, given: Mapping[str, Any], as_json: bool, *, new: bool = False
+) -> None:
+    entries = Schedule(app)
+    when, wishes = _schedule(given["every"], given["cron"]), _wishes(given["wishes"])
+    fields = {
+        "args": _json(given["args_"], list, "--args"),
+        "kwargs": _json(given["kwargs_"], dict, "--kwargs"),
+        "options": _json(given["options_"], dict, "--options"),
+        "enabled": given["enabled"],
+    }
+    fields = {key: value for key, value in fields.items() if value is not None}
+    try:
+        wanted = Policy.of(wishes)
+        if new and task is not None:
+            entries.upsert(name, task, when, **fields, **wishes)
+        else:
+            entry = entries.get(name)
+            wanted_fields = {**fields, "schedule": when or entry.schedule, "task": task or entry.task}
+            for key, value in wanted_fields.items():
+                setattr(entry, key, value)
+            entry.policy = replace(entry.policy, **{key: getattr(wanted, key) for key in wishes})
+            entries.save(entry)
+    except ValueError as exc:  # what JSON cannot hold
+        raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
+    upcoming = next(iter(entries.next_runs(name, 1)), None)
+    if as_json:
+        show_json({"name": name, "next": upcoming})
+        return
+    click.echo(f"{printable(name)}: next {moment(upcoming)}")
+
+
+@command("add", NAME, click.argument("task"), *DEFINITION)
+def add_(app: Celery, as_json: bool, name: str, task: str, **given: Any) -> None:
+    """Store a new entry; one of this name must not be there."""
+    if given["every"] is None and given["cron"] is None:
+        raise click.UsageError("it needs --every or --cron")
+    try:
+        Schedule(app).get(name)
+    except UnknownEntryError:
+        _store(app, name, task, given, as_json, new=True)
+    else:
+        fail(f"there is an entry {name!r}: use edit, or delete it first")
+
+
+@command("edit", NAME, *DEFINITION, click.option("--task", help="Name of the task."))
+def edit_(app: Celery, as_json: bool, name: str, task: str | None, **given: Any) -> None:
+    """Change what is named of an entry, and nothing else."""
+    _store(app, name, task, given, as_json)
+
+
+def _done(as_json: bool, text: str, **facts: Any) -> None:
+    if as_json:
+        show_json(facts)
+    else:
+        click.echo(printable(text))
+
+
+@command("delete", NAME)
+def delete_(app: Celery, as_json: bool, name: str) -> None:
+    """Remove an entry; one of beat_schedule comes back when a beat begins to lead."""
+    if not Schedule(app).delete(name):
+        fail(f"there is no entry {name!r}")
+    _done(as_json, f"{name}: deleted", name=name, deleted=True)
+
+
+@command("pause", NAME, click.option("--note", default="", help="Why, for people."))
+def pause_(app: Celery, as_json: bool, name: str, note: str) -> None:
+    """Let an entry's times pass without a run."""
+    Schedule(app).pause(name, note)
+    _done(as_json, f"{name}: paused", name=name, paused=True)
+
+
+@command("resume", NAME)
+def resume_(app: Celery, as_json: bool, name: str) -> None:
+    """End a pause; what has passed is not made up for."""
+    Schedule(app).resume(name)
+    _done(as_json, f"{name}: goes on", name=name, paused=False)
+
+
+@command("trigger", NAME, click.option("--timeout", type=float, default=10.0, show_default=True))
+def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
+    """Let an entry run once as soon as a beat leads, also if it is paused."""
+    task_id = Schedule(app).trigger(name, timeout=timeout)
+    _done(as_json, f"{name}: asked for, task {task_id}", name=name, task_id=task_id)
+
+
+@command(
+    "backfill",
+    NAME,
+    click.argument("start"),
+    click.argument("end"),
+    click.option("--dry-run", is_flag=True, help="Only list the times."),
+    click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most runs."),
+    click.option("--overlap", type=click.Choice(list(Overlap)), default=Overlap.BUFFER_ALL, show_default=True),
+)
+def backfill_(
+    app: Celery, as_json: bool, name: str, start: str, end: str, dry_run: bool, limit: int, overlap: str
+) -> None:
+    """Let an entry run once for each of its times in (START, END]; goes on where it was interrupted."""
+    entries, first, last = Schedule(app), instant(start), instant(end)
+    assert first is not None  # noqa: S101 - for the type checker
+    assert last is not None  # noqa: S101
+    planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, dry_run=True)
+    if not dry_run:
+        click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the one before is sent", err=True)
+        entries.backfill(name, first, last, overlap=overlap, limit=limit)
+    if as_json:
+        show_json([{"nominal": datetime.fromtimestamp(each.nominal, UTC), "id": each.id} for each in planned])
+        return
+    for each in planned:
+        click.echo(f"{moment(datetime.fromtimestamp(each.nominal, UTC))}  {each.id}")

@@ -1,0 +1,153 @@
+"""``doctor``: what may go wrong, or does, in servers, settings, beats, workers and entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import click
+
+from ..beat.api import Schedule
+from ..beat.server import Server
+from ..beat.state import State
+from ..config import Config
+from ..connections import is_redis, masked, schedule_url
+from ..errors import SinglebeatError
+from ..locks import backend_of
+from .output import command, printable, show_json
+from .workers import Workers
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+#: Seconds by which clocks may differ before it matters.
+CLOCK_SKEW = 1.0
+
+#: Seconds after which kombu's Redis transport delivers a message again, unless it is told otherwise.
+VISIBILITY_TIMEOUT = 3600
+
+#: The oldest server whose commands are enough.
+OLDEST_SERVER = (6, 2)
+
+COLOURS = {"problem": "red", "warning": "yellow", "fine": "green"}
+
+
+class Finding(NamedTuple):
+    """What was found, and what to do."""
+
+    level: str  #: problem, warning or fine
+    about: str
+    text: str
+
+
+@command("doctor")
+def doctor_(app: Celery, as_json: bool) -> None:
+    """Look for what may go wrong; exit code 1 if there is a problem."""
+    findings = [*_server(app), *_settings(app), *_beat(app), *_workers(app)]
+    if as_json:
+        show_json([finding._asdict() for finding in findings])
+    else:
+        for level, about, text in findings:
+            click.echo(f"{click.style(f'{level:<8}', fg=COLOURS[level])} {printable(about)}: {printable(text)}")
+    raise SystemExit(1 if any(finding.level == "problem" for finding in findings) else 0)
+
+
+def _server(app: Celery) -> Iterator[Finding]:
+    server, about = Server.of(app), f"schedule's server {masked(schedule_url(app))}"
+    yield Finding("fine", about, f"it answers, version {server.version}; celery {version('celery')}, redis-py "
+                  f"{version('redis')}, celery-redbeat {version('celery-redbeat')}")  # fmt: skip
+    numbers = tuple(int(part) for part in server.version.split(".")[:2] if part.isdigit())
+    if numbers and numbers < OLDEST_SERVER:
+        yield Finding("problem", about, "it is older than Redis 6.2: use a newer one")
+    if server.eviction not in {None, "noeviction"}:
+        text = f"maxmemory-policy is {server.eviction}: entries may vanish when its memory is full; use noeviction"
+        yield Finding("problem", about, text)
+    if server.persistent is False:
+        yield Finding(
+            "warning", about, "it keeps nothing on disk (appendonly no, no save): a restart loses the schedule"
+        )
+    if abs(server.clock_ahead) > CLOCK_SKEW:
+        text = f"its clock is {server.clock_ahead:+.1f} s off this host's: set up NTP on both"
+        yield Finding("warning", about, text)
+
+
+def _settings(app: Celery) -> Iterator[Finding]:
+    config = Config.of(app)
+    if config.redbeat_lock_key is None:
+        yield Finding("warning", "redbeat_lock_key", "is None: no beat leads, all share the work, none is fenced")
+    if config.redbeat_lock_timeout < 2:
+        text = f"{config.redbeat_lock_timeout:g} s is short: a pause of the host or of Redis costs leadership"
+        yield Finding("warning", "redbeat_lock_timeout", text)
+    if config.singlebeat_lock_lease < 3 * config.singlebeat_socket_timeout:
+        text = (
+            f"{config.singlebeat_lock_lease:g} s leave no time to renew again when one call takes "
+            f"singlebeat_socket_timeout ({config.singlebeat_socket_timeout:g} s): make it three times as long"
+        )
+        yield Finding("warning", "singlebeat_lock_lease", text)
+    if is_redis(app.conf.broker_url):
+        yield from _visibility(app)
+    for name, url in _urls(app):
+        if (
+            "@" in url
+            and url.startswith("redis://")
+            and urlsplit(url).hostname not in {"localhost", "127.0.0.1", "::1"}
+        ):
+            text = f"{masked(url)} sends its password in the clear: use rediss://, and keep it out of the code"
+            yield Finding("warning", name, text)
+
+
+def _urls(app: Celery) -> Iterator[tuple[str, str]]:
+    for name in ("broker_url", "result_backend", "redbeat_redis_url", "singleton_backend_url"):
+        url = app.conf.get(name)
+        if isinstance(url, str):
+            yield name, url
+
+
+def _visibility(app: Celery) -> Iterator[Finding]:
+    given: Any = (app.conf.broker_transport_options or {}).get("visibility_timeout", VISIBILITY_TIMEOUT)
+    for task in app.tasks.values():
+        limit = task.time_limit or app.conf.task_time_limit
+        if task.acks_late and not task.name.startswith("celery.") and limit and limit > given:
+            text = (
+                f"its time limit of {limit} s is longer than the broker's visibility_timeout of {given} s: "
+                "its message is delivered again while it runs (singlebeat refuses the copy); raise the timeout"
+            )
+            yield Finding("warning", f"task {task.name}", text)
+
+
+def _beat(app: Celery) -> Iterator[Finding]:
+    state = State.of(app)
+    if not state.locked and not state.leader:
+        yield Finding("problem", "beat", "nobody leads: nothing is sent until one is started")
+    if state.overdue:
+        text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
+        yield Finding("problem", "beat", text)
+    if state.pending:
+        yield Finding("warning", "beat", f"{state.pending} occurrences are claimed and not yet sent (broker away?)")
+    for name, record in state.quarantine.items():
+        text = f"is set aside since {record['since']} and does not run: {record['reason']}"
+        yield Finding("problem", f"entry {name}", text)
+
+
+def _workers(app: Celery) -> Iterator[Finding]:
+    try:
+        if not backend_of(app).workers_seen():
+            text = "none with singlebeat was seen: plain tasks are sent without a lock; install it in the workers, too"
+            yield Finding("warning", "workers", text)
+    except SinglebeatError as exc:
+        yield Finding("problem", "locks", str(exc))
+    workers = Workers.ask(app)
+    if workers is None:
+        yield Finding("problem", "broker", "it does not answer: messages cannot be sent")
+        return
+    if not workers.known_tasks:
+        yield Finding("problem", "workers", "none answers: what is sent waits in its queue")
+        return
+    known = frozenset().union(*workers.known_tasks.values())
+    yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
+    for entry in Schedule(app).list():
+        if entry.task not in known:
+            text = f"no worker that answers knows its task {entry.task}: whoever gets the message drops it"
+            yield Finding("problem", f"entry {entry.name}", text)

@@ -1,0 +1,120 @@
+"""Entries, only looked at: ``list``, ``show``, ``next``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+import click
+from celery.schedules import crontab, schedule
+
+from ..beat.api import Schedule
+from ..beat.state import State
+from .output import command, instant, moment, printable, show_json, table
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..beat.entry import Entry
+
+
+def readable_schedule(when: Any) -> str:
+    """Return a schedule for people."""
+    if isinstance(when, crontab):
+        names = ("_orig_minute", "_orig_hour", "_orig_day_of_month", "_orig_month_of_year", "_orig_day_of_week")
+        return "cron " + " ".join(str(getattr(when, name)) for name in names)
+    if type(when) is schedule:
+        return f"every {when.run_every.total_seconds():g} s"
+    return str(when)
+
+
+def state_of(entry: Entry) -> str:
+    """Return one word for an entry."""
+    if not entry.enabled:
+        return "disabled"
+    if entry.policy.paused:
+        return "paused"
+    limit = entry.policy.max_runs
+    return "finished" if limit is not None and entry.total_run_count >= limit else "active"
+
+
+def as_mapping(entry: Entry) -> Mapping[str, Any]:
+    """Return an entry as JSON has it."""
+    return {
+        "name": entry.name,
+        "definition": json.loads(entry.encode()),
+        "policy": json.loads(entry.policy.encode() or "{}"),
+        "meta": json.loads(entry.meta.encode()),
+    }
+
+
+def _next(entry: Entry) -> datetime | None:
+    try:
+        return next(iter(entry.timetable.runs(entry.meta.counts_from, datetime.now(UTC), count=entry.total_run_count)))
+    except StopIteration:
+        return None
+
+
+@command("list")
+def list_(app: Celery, as_json: bool) -> None:
+    """List all entries by the time of their next run, and those that are set aside."""
+    entries, aside = list(Schedule(app).list()), State.of(app).quarantine
+    if as_json:
+        rows = [{**as_mapping(entry), "state": state_of(entry), "next": _next(entry)} for entry in entries]
+        show_json({"entries": rows, "quarantine": aside})
+        return
+    rows_ = [(e.name, e.task, readable_schedule(e.schedule), moment(_next(e)), state_of(e)) for e in entries]
+    width = 16  # of each of the three that may be long
+    short = [tuple(c if len(c) <= width or at > 2 else c[: width - 1] + "…" for at, c in enumerate(r)) for r in rows_]
+    table(("NAME", "TASK", "SCHEDULE", "NEXT", "STATE"), short)
+    for name, record in aside.items():
+        click.secho(f"{printable(name)}: set aside: {printable(record['reason'])}", fg="red")
+
+
+@command("show", click.argument("name"))
+def show_(app: Celery, as_json: bool, name: str) -> None:
+    """Show one entry with its policy and its past."""
+    entry = Schedule(app).get(name)
+    if as_json:
+        show_json({**as_mapping(entry), "state": state_of(entry), "next": _next(entry)})
+        return
+    rows = {
+        "task": entry.task,
+        "schedule": readable_schedule(entry.schedule),
+        "args": entry.args,
+        "kwargs": entry.kwargs,
+        "options": entry.options,
+        "state": state_of(entry),
+        "last": moment(entry.meta.last_run_at),
+        "runs": entry.meta.total_run_count,
+        "next": moment(_next(entry)),
+        **json.loads(entry.policy.encode() or "{}"),
+    }
+    for label, value in rows.items():
+        click.echo(f"{label:<20}{printable(value)}")
+
+
+@command(
+    "next",
+    click.argument("name"),
+    click.option("-n", "count", type=click.IntRange(1, 10_000), default=10, show_default=True),
+    click.option("--after", help="Only what is later, in ISO 8601; without offset it is in UTC."),
+    click.option("--timezone", help="Show wall clocks of this zone; default: UTC."),
+)
+def next_(app: Celery, as_json: bool, name: str, count: int, after: str | None, timezone: str | None) -> None:
+    """Show the next times of an entry, whether it is paused or not."""
+    try:
+        zone = ZoneInfo(timezone) if timezone else UTC
+    except (KeyError, ValueError, OSError):
+        raise click.BadParameter(f"there is no time zone {timezone!r}") from None
+    runs = [run.astimezone(zone) for run in Schedule(app).next_runs(name, count, after=instant(after))]
+    if as_json:
+        show_json(runs)
+        return
+    for run in runs:
+        click.echo(run.isoformat(sep=" ", timespec="seconds"))
+    if not runs:
+        click.echo("it never runs again")

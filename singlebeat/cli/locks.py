@@ -1,0 +1,82 @@
+"""Locks: ``locks`` and ``unlock``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from ..beat.explain import Lock
+from ..config import Config
+from ..locks import backend_of
+from ..locks.base import instant
+from .output import command, fail, printable, show_json, table
+from .workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from celery import Celery
+
+
+def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], Lock]]:
+    config = Config.of(app)
+    for key, record in backend_of(app).locks(config.singleton_key_prefix):
+        left = float(record["ttl"]) if record.get("ttl") else None
+        lock = Lock(key, record.get("id", ""), record.get("state", ""), left, config.singlebeat_lock_lease)
+        yield key, record, lock
+
+
+def held(app: Celery) -> Iterator[Lock]:
+    """Yield all locks of an app that are held."""
+    for _, _, lock in _records(app):
+        yield lock
+
+
+@command("locks")
+def locks_(app: Celery, as_json: bool) -> None:
+    """Show what is held: by which task, in which state, how long, and how much of its lease is left."""
+    rows, now = list(_records(app)), datetime.now(UTC)
+    if as_json:
+        show_json([{**asdict(lock), "task": r.get("task"), "args": r.get("args")} for _, r, lock in rows])
+        return
+    cells = []
+    for _, record, lock in rows:
+        since = instant(record["since"]) if record.get("since", "").isdigit() else None
+        age = f"{max(0.0, (now - since).total_seconds()):.0f} s" if since else "?"
+        left = "?" if lock.left is None else f"{lock.left:.0f} s"
+        what = f"{record.get('task', '')}{record.get('args', '')}"
+        cells.append((what, lock.task_id, lock.state + ("?" if lock.seems_abandoned else ""), age, left))
+    table(("TASK", "HELD BY", "STATE", "SINCE", "LEFT"), cells)
+
+
+@command(
+    "unlock",
+    click.argument("which"),
+    click.option("--force", is_flag=True, help="Also if its owner lives, or waits in a queue."),
+)
+def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
+    """Free the lock of a task id, or of a key; a lock whose owner lives only by force."""
+    lock = next((lock for lock in held(app) if which in {lock.key, lock.task_id}), None)
+    if lock is None:
+        fail(f"no lock is held by {which}")
+    if not force:
+        if lock.state == "queued":
+            fail(
+                f"task {lock.task_id} waits in its queue: when it starts it takes its lock again; --force frees it now"
+            )
+        workers = Workers.ask(app)
+        if workers is None:
+            fail(f"the workers cannot be asked whether task {lock.task_id} runs: --force frees its lock all the same")
+        if lock.task_id in workers.running:
+            fail(f"task {lock.task_id} runs on {workers.running[lock.task_id]}: --force frees its lock all the same")
+        if lock.left is not None and not lock.seems_abandoned:  # its worker may just be too busy to answer
+            fail(f"the lock of task {lock.task_id} was renewed lately: its worker lives; --force frees it all the same")
+    backend_of(app).unlock(lock.key)
+    if as_json:
+        show_json({"key": lock.key, "task_id": lock.task_id, "unlocked": True})
+        return
+    click.echo(printable(f"{lock.key}: free; it was held by task {lock.task_id}, {lock.state}"))

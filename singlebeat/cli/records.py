@@ -1,0 +1,80 @@
+"""What happened: ``history`` and ``explain``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from ..beat.api import Schedule
+from ..beat.explain import Facts, explain
+from ..beat.state import State
+from ..errors import EntryError, UnknownEntryError
+from .locks import held
+from .output import command, instant, moment, printable, show_json, table
+from .workers import Workers
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+#: Records of an entry that an explanation looks at.
+EXPLAINED = 1000
+
+
+@command(
+    "history",
+    click.argument("name", required=False),
+    click.option("-n", "count", type=click.IntRange(1, 100_000), default=20, show_default=True),
+)
+def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
+    """Show the last decisions about an entry, or about all, and how their runs ended; the last one first."""
+    records = Schedule(app).history(name, count)
+    if as_json:
+        show_json([asdict(record) for record in records])
+        return
+    rows = []
+    for record in records:
+        end = record.end
+        took = f" {end.duration:.1f} s" if end and end.duration is not None else ""
+        outcome = f"{end.outcome}{took}" if end else record.reason
+        rows.append((record.entry, moment(record.nominal), record.decision, outcome or "-"))
+    table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows, wide=3 if name else 0)
+
+
+@command(
+    "explain",
+    click.argument("name"),
+    click.option("--at", help="A moment in ISO 8601; without offset it is in UTC. Default: the last run."),
+)
+def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
+    """Say in sentences why an entry ran, did not run, or will run."""
+    entries, state, when = Schedule(app), State.of(app), instant(at)
+    try:
+        entry = entries.get(name)
+    except UnknownEntryError:
+        if name not in state.quarantine:
+            raise
+        entry = None
+    except EntryError:
+        entry = None
+    workers = Workers.ask(app)
+    facts = Facts(
+        name=name,
+        entry=entry,
+        state=state,
+        records=entries.history(name, EXPLAINED if when else 1),
+        locks={lock.task_id: lock for lock in held(app)},
+        running=workers.running if workers else None,
+        known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
+        now=datetime.now(UTC),
+    )
+    sentences = list(explain(facts, when))
+    if as_json:
+        show_json(
+            {"name": name, "explanation": sentences, "records": [asdict(record) for record in facts.records[:20]]}
+        )
+        return
+    for sentence in sentences:
+        click.echo(printable(sentence))

@@ -1,0 +1,83 @@
+"""The schedule as a whole: ``status``, ``health``, ``resign``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ..beat.state import State, resign
+from .output import command, fail, printable, show_json
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+#: Seconds that a handed over leadership may take until somebody else has it.
+HANDOVER = 15.0
+
+
+def who(state: State) -> str:
+    """Return who leads, for people."""
+    if state.leader:
+        return "{host}, pid {pid}, term {term}, since {since}".format_map({**_NOBODY, **state.leader})
+    return "a beat of RedBeat, or one without a name" if state.locked else "nobody"
+
+
+_NOBODY = {"host": "?", "pid": "?", "term": "?", "since": "?"}
+
+
+@command("status")
+def status_(app: Celery, as_json: bool) -> None:
+    """Show who leads, and how much is scheduled, overdue, pending and set aside."""
+    state = State.of(app)
+    if as_json:
+        show_json(asdict(state))
+        return
+    click.echo(f"leader      {printable(who(state))}")
+    click.echo(f"entries     {state.entries}")
+    click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
+    click.echo(f"pending     {state.pending}")
+    click.echo(f"quarantine  {len(state.quarantine)}")
+    for name, record in state.quarantine.items():
+        click.secho(f"  {printable(name)}: {printable(record['reason'])}", fg="red")
+
+
+@command(
+    "health",
+    click.option("--role", type=click.Choice(["any", "leader"]), default="any", help="leader: of this host."),
+    click.option("--max-lag", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds."),
+)
+def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
+    """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""
+    state, wrong = State.of(app), ""
+    if not state.locked and not state.leader:
+        wrong = "no beat leads"
+    elif role == "leader" and state.leader.get("host") != socket.gethostname():
+        wrong = f"no beat of this host leads: {who(state)}"
+    elif state.lag > max_lag:
+        wrong = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
+    if as_json:
+        show_json({"healthy": not wrong, "problem": wrong, "lag": state.lag, "leader": state.leader})
+        raise SystemExit(1 if wrong else 0)
+    if wrong:
+        fail(wrong)
+    click.echo(f"healthy: {printable(who(state))}")
+
+
+@command("resign")
+def resign_(app: Celery, as_json: bool) -> None:
+    """End the present term of leadership; any beat that runs, also the same one, begins the next."""
+    before, ended = State.of(app), resign(app)
+    if not ended:
+        fail("nobody leads")
+    deadline = time.monotonic() + HANDOVER
+    while not (now := State.of(app)).leader and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if as_json:
+        show_json({"before": before.leader, "now": now.leader})
+        return
+    click.echo(f"ended: {printable(who(before))}{os.linesep}leads: {printable(who(now))}")

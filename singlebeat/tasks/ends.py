@@ -1,0 +1,147 @@
+"""Tells the schedule how the runs ended that beat has sent: from the worker's main process, in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.log import get_logger
+
+from ..config import Config
+from ..locks.base import RUN_HEADER
+from .threads import Empty, SimpleQueue, start_native_thread
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .request import Request
+
+__all__ = ("flush_ends", "outcome_of", "record_end", "record_end_of_message")
+
+logger = get_logger(__name__)
+
+#: Ends that are written in one step; what comes faster is dropped.
+BATCH, MOST = 500, 10_000
+
+#: Seconds that the schedule's server may take, and that it is left alone after it did not answer.
+TIMEOUT, PAUSE = 2.0, 10.0
+
+#: What an entry keeps of the ends of its runs: about four.
+ENDS_BYTES = 600
+
+#: Characters of a reason that are recorded.
+LONGEST_REASON = 200
+
+_OUTCOMES = {
+    Retry: "retry",
+    Ignore: "ignored",
+    Reject: "rejected",
+    WorkerLostError: "worker_lost",
+    TimeLimitExceeded: "time_limit",
+    Terminated: "terminated",
+}
+
+
+def outcome_of(exc: BaseException) -> str:
+    """Return the word for a run that ended with an exception."""
+    return next((word for kind, word in _OUTCOMES.items() if isinstance(exc, kind)), "failure")
+
+
+def record_end(request: Request, outcome: str, reason: str = "") -> None:
+    """Record how a run ended, soon and without waiting; nothing happens for one that beat has not sent."""
+    record_end_of_message(
+        request.app, request.request_dict, outcome, reason, worker=request.hostname, began=request.time_start
+    )
+
+
+def record_end_of_message(
+    app: Celery,
+    headers: Mapping[str, Any],
+    outcome: str,
+    reason: str = "",
+    *,
+    worker: str | None = None,
+    began: float | None = None,
+) -> None:
+    """Do the same for a message by its headers."""
+    header = headers.get(RUN_HEADER)
+    if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
+        row = (
+            str(header["entry"]),
+            str(headers.get("id")),
+            outcome,
+            reason[:LONGEST_REASON],
+            datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else "",
+            f"{max(0.0, time.time() - began):.3f}" if began else "",
+            worker or "",
+        )
+        _writer(app).put(row)
+
+
+def flush_ends(app: Celery) -> None:
+    """Wait until the ends so far are recorded, for a few seconds at most."""
+    if (app, os.getpid()) in _writers:
+        done = threading.Event()
+        _writers[app, os.getpid()].put(done)
+        done.wait(TIMEOUT)
+
+
+class _Writer:
+    """Writes ends in batches; one that cannot be written is lost, and no task waits for it."""
+
+    def __init__(self, app: Celery) -> None:
+        # A worker that runs nothing of beat's may have no Redis. Not in the thread: a child that is forked while it
+        # imports would never get the import system's locks.
+        from ..connections import schedule_client  # noqa: PLC0415
+        from ..lua import Script, packed  # noqa: PLC0415
+
+        self._connect, self._script, self._packed = schedule_client, Script(__package__, "ended"), packed
+        config = Config.of(app)
+        self.app, self.prefix, self.limit = app, config.redbeat_key_prefix, config.singlebeat_history_limit
+        self._news: SimpleQueue[tuple[str, ...] | threading.Event] = SimpleQueue()
+        self._client: Any = None
+        self._silent_until = 0.0
+        start_native_thread(self._run, "singlebeat-ends")
+
+    def put(self, news: tuple[str, ...] | threading.Event) -> None:
+        if self._news.qsize() < MOST:
+            self._news.put(news)
+
+    def _run(self) -> None:
+        while True:
+            news = [self._news.get()]
+            with suppress(Empty):
+                while len(news) < BATCH:
+                    news.append(self._news.get_nowait())
+            rows = [each for each in news if isinstance(each, tuple)]
+            try:
+                if rows and time.monotonic() >= self._silent_until:
+                    self._write(rows)
+            except Exception as exc:  # the outer edge of the thread: no Redis, or no schedule in it
+                logger.warning("the ends of %d runs, and those of %g s, are not recorded: %s", len(rows), PAUSE, exc)
+                self._silent_until = time.monotonic() + PAUSE
+            for each in news:
+                if isinstance(each, threading.Event):
+                    each.set()
+
+    def _write(self, rows: Sequence[tuple[str, ...]]) -> None:
+        self._client = self._client or self._connect(self.app, timeout=TIMEOUT)
+        entries = [self.prefix + row[0] for row in rows]
+        self._script(self._client, [f"{self.prefix}:runs", *entries], (self.limit, ENDS_BYTES, self._packed(rows)))
+
+
+_writers: dict[tuple[Celery, int], _Writer] = {}
+
+
+def _writer(app: Celery) -> _Writer:
+    key = app, os.getpid()  # a forked child gets one of its own
+    if key not in _writers:
+        _writers[key] = _Writer(app)
+    return _writers[key]

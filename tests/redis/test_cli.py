@@ -1,0 +1,369 @@
+"""``celery singlebeat …``: what it answers, in words, in JSON and by its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+from celery.schedules import crontab, schedule
+from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from singlebeat import Entry, Schedule
+from singlebeat.beat.keys import Keys
+from singlebeat.beat.lease import Lease, Term
+from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.store import Store
+from singlebeat.cli import COMMANDS, main
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Call, Ref
+from tests.support import RedisServer, free_port
+from tests.system.apps import make_app
+
+TASK = "tests.system.apps.plain"
+NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
+
+#: The arguments that each command needs.
+NEEDED = {
+    **{name: ["e"] for name in ("show", "next", "explain", "delete", "pause", "resume", "trigger", "edit", "unlock")},
+    "add": ["new", TASK, "--every", "5"],
+    "backfill": ["e", "2026-01-01", "2026-01-02"],
+    "import": ["-"],
+}
+
+
+@pytest.fixture
+def cli(app, redis):
+    """Run a command, in this process."""
+
+    def run(*args: str, code: int | None = 0, app=app, stdin: str | None = None) -> Result:
+        result = CliRunner().invoke(main, args, obj=SimpleNamespace(app=app), input=stdin)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert code is None or result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def put(app, redis):
+    def put(name: str = "e", every: float = 3600, **fields: object) -> Entry:
+        fields = {"last_run_at": datetime.now(UTC), "args": ["x"], **fields}
+        return Entry(name, TASK, schedule(every), app=app, **fields).save()
+
+    return put
+
+
+@pytest.fixture
+def lead(app, server, redis):
+    lease = Lease(server.client, Keys.of(app).lease, ttl=30)
+    yield lease.acquire
+    lease.release()
+
+
+def answer(result: Result):
+    return json.loads(result.stdout)
+
+
+def test_every_command_is_listed_and_says_what_it_does(cli):
+    text = cli("--help").output
+
+    assert all(name in text for name in COMMANDS)
+    for name in COMMANDS:
+        assert "--json" in cli(name, "--help").output
+
+
+def test_status_shows_the_leader_and_what_is_set_aside(cli, put, lead, redis):
+    put("good")
+    redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
+    redis.zadd("redbeat::schedule", {"redbeat:late": datetime.now(UTC).timestamp() - 100})
+    lead()
+
+    text = cli("status").output
+
+    assert "term 1" in text
+    assert "overdue     1, the first by 100 s" in text
+    assert "bad: no task" in text
+    state = answer(cli("status", "--json"))
+    assert (state["entries"], state["overdue"], state["leader"]["term"]) == (2, 1, "1")
+    assert state["quarantine"] == {"bad": {"reason": "no task", "since": "today"}}
+
+
+def test_health_is_an_exit_code(cli, lead, redis):
+    assert "no beat leads" in cli("health", code=1).output
+    lead()
+    cli("health")
+    cli("health", "--role", "leader")
+    redis.hset("redbeat::leader", "host", "elsewhere")
+    assert "elsewhere" in cli("health", "--role", "leader", code=1).output
+    redis.zadd("redbeat::schedule", {"redbeat:late": datetime.now(UTC).timestamp() - 100})
+    assert "overdue" in cli("health", code=1).output
+    cli("health", "--max-lag", "1000")
+    assert answer(cli("health", "--json", code=1))["healthy"] is False
+
+
+def test_resign_ends_the_term(cli, lead, redis):
+    cli("resign", code=1)
+    lead()
+    redis.expire("redbeat::lock", 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("singlebeat.cli.state.HANDOVER", 0.0)
+        assert "leads: nobody" in cli("resign").output
+    assert not redis.exists("redbeat::lock")
+
+
+def test_entries_are_added_shown_changed_and_deleted(cli, app):
+    cli("add", "e", TASK, "--cron", "*/5 8-18 * * mon-fri", "--args", '["x", 1]', "--set", "jitter=5")
+    assert Schedule(app).get("e").schedule == crontab("*/5", "8-18", day_of_week="mon-fri")
+    assert "use edit" in cli("add", "e", TASK, "--every", "5", code=1).output
+
+    text = cli("show", "e").output
+    assert "cron */5 8-18 * * mon-fri" in text
+    assert "jitter" in text
+    cli("edit", "e", "--every", "60", "--set", "jitter=", "--set", "timezone=Europe/Berlin", "--task", "other")
+    entry = Schedule(app).get("e")
+    assert (entry.schedule, entry.args, entry.task) == (schedule(60), ["x", 1], "other")
+    assert (entry.policy.jitter, str(entry.policy.timezone)) == (None, "Europe/Berlin")
+    assert answer(cli("show", "e", "--json"))["definition"]["task"] == "other"
+    cli("delete", "e")
+    assert "no entry 'e'" in cli("delete", "e", code=1).output
+
+
+def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis):
+    put("a name that is longer than any name should ever be on a terminal of eighty columns")
+    put("paused", paused=True)
+    redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
+
+    lines = cli("list").output.splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "NEXT", "STATE"]
+    assert any("paused" in line for line in lines)
+    assert lines[-1] == "bad: set aside: no task"
+    assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
+
+
+def test_next_times_in_a_zone(cli, app):
+    Schedule(app).upsert("e", TASK, crontab(minute=0, hour=12))
+
+    lines = cli("next", "e", "-n", "2", "--after", "2030-06-01", "--timezone", "Europe/Berlin").output.splitlines()
+
+    assert lines == ["2030-06-01 14:00:00+02:00", "2030-06-02 14:00:00+02:00"]
+
+
+def test_pause_and_resume(cli, put, app):
+    put()
+    cli("pause", "e", "--note", "until Monday")
+    assert "paused" in cli("list").output
+    assert "It is paused (until Monday)" in cli("explain", "e").output
+    cli("resume", "e")
+    assert not Schedule(app).get("e").policy.paused
+
+
+def test_trigger_and_backfill_are_proposed(cli, put, redis):
+    put(every=3600)
+    assert answer(cli("trigger", "e", "--json"))["task_id"] in redis.hget("redbeat:e", "pending")
+    assert "does a beat run?" in cli("trigger", "e", "--timeout", "0.1", code=1).output
+    lines = cli("backfill", "e", "2026-01-01", "2026-01-01T03:00", "--dry-run").output.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"2026-01-01 0{hour}:00:00Z" for hour in (1, 2, 3)]
+    assert "more than the limit" in cli("backfill", "e", "2026-01-01", "2026-02-01", "--limit", "5", code=1).output
+
+
+def test_history_shows_decisions(cli, put, app, redis):
+    put()
+    occurrence = Occurrence.of("redbeat:", "e", NOON)
+    Store(app, redis).record([Decision("e", TASK, occurrence, Outcome.MISSED, "100 s late")], Term(3, ""))
+
+    for args in (["history"], ["history", "e"]):
+        row = cli(*args).output.splitlines()[1]
+        assert [cell.strip() for cell in row.split("  ") if cell] == [
+            "e",
+            "2030-01-01 12:00:00Z",
+            "missed",
+            "100 s late",
+        ]
+    (record,) = answer(cli("history", "e", "--json"))
+    assert (record["decision"], record["term"], record["end"]) == ("missed", "3", None)
+
+
+def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app):
+    backend = backend_of(app)
+    backend.acquire_many([Call(Ref("SINGLETONLOCK_{a}", "queued-one"), "t", "(1,)", 60)])
+    backend.begin(Ref("SINGLETONLOCK_{b}", "live-one", 0, "n"), lease=30, memory=60, task="t", arguments="(2,)")
+    backend.begin(Ref("SINGLETONLOCK_{c}", "dead-one", 0, "n"), lease=5, memory=60, task="t", arguments="(3,)")
+
+    rows = {row["task_id"]: row for row in answer(cli("locks", "--json"))}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "queued-one": "queued",
+        "live-one": "running",
+        "dead-one": "running",
+    }
+    assert 0 < rows["dead-one"]["left"] <= 5
+    assert "t(1,)" in cli("locks").output
+    assert "waits in its queue" in cli("unlock", "queued-one", code=1).output
+    assert "renewed lately" in cli("unlock", "live-one", code=1).output
+    assert backend.get("SINGLETONLOCK_{b}") == "live-one"
+    cli("unlock", "dead-one")
+    cli("unlock", "SINGLETONLOCK_{b}", "--force")
+    assert backend.get("SINGLETONLOCK_{b}") is backend.get("SINGLETONLOCK_{c}") is None
+    assert "no lock is held" in cli("unlock", "nobody", code=1).output
+
+
+def test_what_is_exported_can_be_imported(cli, put, app, redis):
+    put("a", jitter=5.0, note="hello")
+    put("b", kwargs={"x": 1})
+    dump = cli("export").stdout
+
+    def stored() -> dict:
+        return {entry.name: (entry.encode(), entry.policy) for entry in Schedule(app).list()}
+
+    before = stored()
+    redis.flushall()
+
+    cli("import", "-", "--dry-run", stdin=dump)
+    assert not redis.exists("redbeat:a")
+    cli("import", "-", stdin=dump)
+
+    assert stored() == before
+
+
+def test_a_dump_of_django_celery_beat_is_imported(cli, app):
+    def row(model: str, pk: int, **fields: object) -> dict:
+        return {"model": f"django_celery_beat.{model}", "pk": pk, "fields": fields}
+
+    dump = [
+        row("intervalschedule", 1, every=2, period="hours"),
+        row(
+            "crontabschedule",
+            7,
+            minute="0",
+            hour="9",
+            day_of_week="1",
+            day_of_month="*",
+            month_of_year="*",
+            timezone="Europe/Berlin",
+        ),
+        row("periodictask", 1, name="i", task="t.i", interval=1, args='["x"]', kwargs="{}", queue="q", enabled=False),
+        row("periodictask", 2, name="c", task="t.c", crontab=7, args="[]", kwargs='{"a": 1}', one_off=True),
+        row("periodictask", 3, name="s", task="t.s", solar=1),
+    ]
+
+    result = cli("import", "-", stdin=json.dumps(dump), code=1)
+
+    assert "2 entries are stored" in result.output
+    assert "s: neither an interval nor a crontab" in result.output
+    interval, cron = Schedule(app).get("i"), Schedule(app).get("c")
+    assert (interval.schedule, interval.args, interval.options, interval.enabled) == (
+        schedule(7200),
+        ["x"],
+        {"queue": "q"},
+        False,
+    )
+    assert (cron.schedule, cron.kwargs, cron.policy.max_runs) == (crontab(0, 9, day_of_week="1"), {"a": 1}, 1)
+    assert str(cron.policy.timezone) == "Europe/Berlin"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["show", "none"], 1, "there is no entry 'none'"),
+        (["explain", "none"], 1, "there is no entry 'none'"),
+        (["next", "e", "--after", "yesterday"], 2, "is no date and time"),
+        (["next", "e", "--timezone", "Mars"], 2, "no time zone 'Mars'"),
+        (["next", "e", "-n", "0"], 2, "is not in the range"),
+        (["add", "n", TASK], 2, "needs --every or --cron"),
+        (["add", "n", TASK, "--every", "5", "--cron", "* * * * *"], 2, "not both"),
+        (["add", "n", TASK, "--every", "1e300"], 2, "too long"),
+        (["add", "n", TASK, "--cron", "* *"], 2, "needs five fields"),
+        (["add", "n", TASK, "--cron", "99 * * * *"], 2, "--cron"),
+        (["add", "n", TASK, "--every", "5", "--args", "{}"], 2, "is no JSON array"),
+        (["add", "n", TASK, "--every", "5", "--set", "jitter"], 2, "NAME=VALUE"),
+        (["add", "n", TASK, "--every", "5", "--set", "jiter=5"], 1, "did you mean 'jitter'?"),
+        (["add", "n", TASK, "--every", "5", "--set", "jitter=-1"], 1, "must be a positive number"),
+        (["import", "-"], 1, "is no JSON"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_error_is_one_line_and_no_traceback(cli, put, args, code, message):
+    put()
+
+    output = cli(*args, code=code).output
+
+    assert message in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_server_that_is_away_is_one_line_and_exit_code_2(cli, name):
+    away = f"redis://127.0.0.1:{free_port()}/0"
+    with make_app(away, {"singlebeat_socket_timeout": 0.2}) as app:
+        stdin = json.dumps([{"name": "e", "definition": {"task": "t", "schedule": 5}}])
+        result = cli(name, *NEEDED.get(name, []), app=app, code=2, stdin=stdin)
+
+    assert result.output.startswith("Error: ")
+    assert "Traceback" not in result.output
+
+
+def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
+    put("orphan")
+    redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
+
+    findings = {(row["level"], row["about"]): row["text"] for row in answer(cli("doctor", "--json", code=1))}
+
+    assert "nobody leads" in findings["problem", "beat"]
+    assert "no task" in findings["problem", "entry bad"]
+    assert "none answers" in findings["problem", "workers"]
+    with make_app("redis://", {"redbeat_redis_url": "redis://:hush@db.example.org/0"}) as app:
+        from singlebeat.cli.doctor import _settings
+
+        (finding,) = _settings(app)
+    assert "clear" in finding.text
+    assert "hush" not in finding.text
+
+
+def test_a_server_that_evicts_or_forgets_is_named(cli):
+    with RedisServer("--maxmemory-policy", "allkeys-lru") as server, make_app(server.celery_url) as app:
+        text = cli("doctor", app=app, code=1).output
+
+    assert "maxmemory-policy is allkeys-lru" in text
+    assert "a restart loses the schedule" in text
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    args=st.lists(st.text(max_size=20) | st.sampled_from(["e", "--json", "--every", "5", "--at"]), max_size=4),
+    name=st.sampled_from([name for name in COMMANDS if name not in {"import", "doctor", "unlock", "resign"}]),
+)
+def test_whatever_is_typed_no_command_dies(cli, args, name):
+    """300 command lines; SystemExit is all that may come out."""
+    cli(name, *args, *(["--timeout", "0"] if name == "trigger" else []), code=None)
+
+
+def test_the_celery_command_shows_it_without_colour_or_traceback(server, redis):
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "celery", "-A", "tests.system.apps", "singlebeat", *args]
+        env = {**os.environ, "SB_TEST_URL": server.celery_url}
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=60)
+
+    listed, missing = run("list"), run("show", "none")
+
+    assert (listed.returncode, missing.returncode) == (0, 1), listed.stderr
+    assert "\x1b" not in listed.stdout
+    assert missing.stderr.strip() == "Error: there is no entry 'none' under redbeat:"
+
+
+def test_times_of_history_are_those_of_the_records(cli, put, app, redis):
+    put()
+    began = datetime.now(UTC) - timedelta(seconds=1)
+    Store(app, redis).record([Decision("e", TASK, Occurrence.of("redbeat:", "e", NOON), Outcome.PAUSED)], Term(1, ""))
+
+    (record,) = Schedule(app).history("e")
+
+    assert began <= record.at <= datetime.now(UTC) + timedelta(seconds=1)

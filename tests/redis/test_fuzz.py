@@ -1,0 +1,160 @@
+"""Whatever somebody writes into Redis: no tick dies, no key is written outside of the prefix, memory is bounded."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from singlebeat.beat.decide import claim_for
+from singlebeat.beat.entry import Entry
+from singlebeat.beat.lease import Term
+from singlebeat.beat.occurrence import Decision, Outcome
+from singlebeat.beat.store import Store
+from singlebeat.errors import EntryError
+from tests.system.apps import make_app
+
+NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
+KINDS = (
+    "interval",
+    "crontab",
+    "rrule",
+    "solar",
+    "datetime",
+    "weekday",
+    "os.system",
+    "object",
+    "__class__",
+    "",
+    None,
+    7,
+)
+FIELDS = (
+    "task",
+    "schedule",
+    "args",
+    "kwargs",
+    "options",
+    "enabled",
+    "name",
+    "every",
+    "minute",
+    "hour",
+    "relative",
+    "freq",
+    "dtstart",
+    "count",
+    "interval",
+    "until",
+    "event",
+    "lat",
+    "lon",
+    "year",
+    "month",
+    "day",
+)
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("*/0")
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), inner, max_size=4)
+        | st.builds(
+            lambda kind, rest: {**rest, "__type__": kind},
+            st.sampled_from(KINDS),
+            st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+        )
+    ),
+    max_leaves=8,
+)
+definitions = (
+    st.builds(
+        lambda rest: json.dumps({"task": "t", "schedule": {"__type__": "interval", "every": 5}, **rest}),
+        st.dictionaries(st.sampled_from(FIELDS), values, max_size=4),
+    )
+    | values.map(json.dumps)
+    | st.text(max_size=30)
+)
+names = (
+    st.text(min_size=1, max_size=12)
+    | st.binary(min_size=1, max_size=8)
+    | st.sampled_from(
+        ["redbeat:", ":lock", "redbeat::schedule", ":history", "*", "{x}", "a\x00b", "\n", "../..", "%s", "celery"]
+    )
+)
+EXAMPLES = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@EXAMPLES
+@given(definition=definitions)
+def test_a_definition_is_read_or_refused(app, definition):
+    """400 of them."""
+    try:
+        entry = Entry.decode("redbeat:e", definition, app)
+    except EntryError:
+        pass
+    else:
+        assert entry.task
+
+
+@settings(EXAMPLES, max_examples=200)
+@example(name=b"\x80", fields={}, definition='{"task": "t", "schedule": 5}')
+@given(
+    name=names,
+    fields=st.dictionaries(st.sampled_from(["definition", "meta", "policy", "pending"]), definitions, max_size=3),
+    definition=st.sampled_from(['{"task": "t", "schedule": 5}', None]),
+)
+def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only(
+    server, app, redis, name, fields, definition
+):
+    """200 of them, from reading to the history."""
+    redis.flushall()
+    raw = server.client(decode_responses=False)
+    if definition:
+        fields = {**fields, "definition": definition}
+    key = b"redbeat:" + (name if isinstance(name, bytes) else name.encode(errors="surrogatepass"))
+    if key in {b"redbeat::schedule", b"redbeat::pending", b"redbeat::quarantine", b"redbeat::history"}:
+        return
+    for field, value in fields.items():
+        raw.hset(key, field, value.encode(errors="surrogatepass"))
+    raw.zadd("redbeat::schedule", {key: 1})
+    with make_app(server.celery_url, {"redbeat_lock_key": None}) as own:
+        from singlebeat.connections import schedule_client
+
+        store = Store(own, schedule_client(own))
+        due = store.due(NOW, all_pending=True)
+        claims = [claim_for(stored, NOW, zone=UTC, prefix="redbeat:") for stored in due.entries]
+        store.claim(claims, Term(0, ""), retry_at=NOW)
+        taken = [
+            (c.stored, Decision(c.stored.entry.name, "t", c.occurrence, Outcome.DISPATCHED), None)
+            for c in claims
+            if c.occurrence
+        ]
+        store.confirm(taken, Term(0, ""))
+
+    assert all(each.startswith(b"redbeat:") for each in raw.keys("*"))
+    assert raw.exists(key) or not fields
+
+
+@pytest.mark.parametrize(
+    "definition",
+    ["[" * 200_000, '{"a":' * 100_000, '{"task": "' + "x" * 2_000_000 + '"', "9" * 100_000, '"' + "\\u0000" * 100_000],
+    ids=["arrays", "objects", "long text", "long number", "zeros"],
+)
+def test_deep_and_huge_values_are_refused_in_bounded_memory(app, definition):
+    tracemalloc.start()
+    try:
+        with pytest.raises(EntryError) as refused:
+            Entry.decode("redbeat:e", definition, app)
+        peak: Any = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 60_000_000
+    assert len(str(refused.value)) < 1000

@@ -1,0 +1,155 @@
+"""Signals of what happens, the metrics made of them, and their names."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+import pytest
+from celery.schedules import schedule
+from prometheus_client.parser import text_string_to_metric_families
+
+from singlebeat import Entry, signals
+from singlebeat.beat.keys import Keys
+from singlebeat.beat.lease import Lease, Term
+from singlebeat.beat.metrics import Metrics
+from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.store import Store
+from tests.support import APP, ROOT, RedisServer, free_port, wait_until
+from tests.system.apps import make_app
+
+TASK = f"{APP}.plain"
+
+
+@pytest.fixture
+def metrics(app, server, redis) -> Iterator[Metrics]:
+    lease = Lease(server.client, Keys.of(app).lease, ttl=30)
+    yield Metrics(app, lease)
+    lease.release()
+
+
+def families(text: str) -> dict[str, object]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(text: str, sample: str) -> float:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{sample} ")]
+    return float(line.rpartition(" ")[2])
+
+
+def decide(app, redis, outcome: Outcome) -> None:
+    occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))
+    Store(app, redis).record([Decision("e", TASK, occurrence, outcome)], Term(1, ""))
+
+
+def test_names_follow_the_conventions_of_prometheus(app, redis, metrics):
+    decide(app, redis, Outcome.DISPATCHED)
+    text = metrics.answer("/metrics")[2].decode()
+    found = families(text)
+
+    assert len(found) >= 14
+    for name, family in found.items():
+        assert re.fullmatch(r"singlebeat_[a-z]+(_[a-z]+)*", name)
+        assert family.documentation.endswith(".")
+        assert family.type != "counter" or all(s.name.endswith(("_total", "_created")) for s in family.samples)
+        assert family.type != "gauge" or not name.endswith(("_total", "_count", "_sum", "_bucket"))
+        assert family.type != "histogram" or name.endswith("_seconds")
+        for sample in family.samples:
+            assert not {"entry", "task", "id", "reason"} & sample.labels.keys(), "labels without bound"
+        assert not re.search(r"_(ms|milliseconds|minutes|s|secs)$", name), "base units only"
+
+
+def test_every_metric_is_documented_and_every_documented_one_is_there(app, redis, metrics):
+    decide(app, redis, Outcome.DISPATCHED)
+    readme = (ROOT / "README.rst").read_text("utf-8")
+    names = set(re.findall(r"^``(singlebeat_\w+)(?:\{[\w, ]+\})?``", readme, re.MULTILINE))
+    found = families(metrics.answer("/metrics")[2].decode())
+
+    written = {f"{name}_total" if family.type == "counter" else name for name, family in found.items()}
+    written = {name for name in written if not name.endswith("_created")}  # the library adds them
+    assert {name for name in written if name not in names} == set()
+    for name in re.findall(r"singlebeat_\w+", readme[readme.index("- alert:") : readme.index("Security\n")]):
+        assert re.sub(r"_(bucket|count|sum)$", "", name) in written, "an alert rule for what is not there"
+
+
+def test_decisions_are_counted(app, redis, metrics):
+    for outcome in (Outcome.DISPATCHED, Outcome.MISSED, Outcome.MISSED):
+        decide(app, redis, outcome)
+
+    text = metrics.answer("/metrics")[2].decode()
+
+    assert value(text, 'singlebeat_decisions_total{decision="dispatched",kind="scheduled"}') == 1
+    assert value(text, 'singlebeat_decisions_total{decision="missed",kind="scheduled"}') == 2
+    assert value(text, "singlebeat_lateness_seconds_count") == 1
+
+
+def test_a_receiver_that_raises_harms_nobody(app, redis, metrics):
+    def bad(**_: object) -> None:
+        raise RuntimeError("hands off")
+
+    Entry("e", TASK, schedule(3600), app=app).save()
+    signals.occurrence_decided.connect(bad, weak=False)
+    try:
+        decide(app, redis, Outcome.PAUSED)
+    finally:
+        signals.occurrence_decided.disconnect(bad)
+
+    text = metrics.answer("/metrics")[2].decode()
+    assert value(text, 'singlebeat_decisions_total{decision="paused",kind="scheduled"}') == 1
+    assert redis.xlen("redbeat::history") == 1
+
+
+def test_a_server_that_is_away_is_a_metric_and_not_ready():
+    with make_app(f"redis://127.0.0.1:{free_port()}/0", {"singlebeat_socket_timeout": 0.2}) as app:
+        metrics = Metrics(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
+
+        text = metrics.answer("/metrics")[2].decode()
+
+        assert value(text, "singlebeat_redis_up") == 0
+        assert value(text, "singlebeat_leader") == 0
+        assert metrics.answer("/readyz")[0] == 503
+        assert metrics.answer("/healthz")[0] == 200
+        metrics.last_tick -= 100
+        assert metrics.answer("/healthz")[0] == 503
+        assert metrics.answer("/else")[0] == 404
+
+
+def test_beat_serves_its_metrics_on_this_host(celery, app, redis):
+    port = free_port()
+    Entry("e", TASK, schedule(3600), args=["x"], run_on_start=True, app=app).save()
+    redis.hset("redbeat:bad", "definition", "{")
+    redis.zadd("redbeat::schedule", {"redbeat:bad": 0})
+    conf = {"singlebeat_metrics_port": port, "singlebeat_allowed_tasks": [f"{APP}.*"]}
+    Entry("evil", "os.system", schedule(3600), run_on_start=True, app=app).save()
+    beat = celery("beat", "-S", "singlebeat.Scheduler", conf=conf)
+    beat.wait_for("this beat leads")
+
+    def get(path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+                return reply.read().decode()
+        except urllib.error.URLError:
+            return ""
+
+    text: Callable[[], str] = lambda: get("/metrics")  # noqa: E731
+    wait_until(lambda: 'decision="dispatched",kind="scheduled"} 1.0' in text() and "set_aside_total 2.0" in text())
+    assert value(text(), "singlebeat_leader") == 1
+    assert value(text(), "singlebeat_term") == 1
+    assert value(text(), "singlebeat_quarantined_entries") == 2
+    assert value(text(), "singlebeat_tick_duration_seconds_count") >= 1
+    assert (get("/healthz"), get("/readyz")) == ("ok\n", "ok\n")
+    record = json.loads(redis.hget("redbeat::quarantine", "redbeat:evil"))
+    assert record["reason"] == "its task os.system is not among singlebeat_allowed_tasks"
+    assert redis.llen("celery") == 1
+
+
+def test_a_port_that_is_in_use_does_not_keep_beat_from_leading(celery, redis):
+    with RedisServer(tcp=True) as taken:
+        beat = celery("beat", "-S", "singlebeat.Scheduler", conf={"singlebeat_metrics_port": taken.port})
+
+        beat.wait_for("beat: Metrics are not served: .*in use")
+        beat.wait_for("this beat leads")

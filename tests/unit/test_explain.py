@@ -1,0 +1,84 @@
+"""Sentences about what happened, from facts; what needs real processes is in ``tests/system/test_incidents.py``."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from celery import Celery
+from celery.schedules import schedule
+
+from singlebeat import Entry
+from singlebeat.beat.explain import Facts, explain
+from singlebeat.beat.history import End, Record
+from singlebeat.beat.state import State
+
+NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+app = Celery(broker="redis://", set_as_current=False)
+
+
+def record(nominal: datetime, decision: str = "dispatched", *, kind: str = "scheduled", **fields: Any) -> Record:
+    texts = {"reason": "", "task_id": "id", "holder": "", "leader": "h:1", "term": "1", "end": None, **fields}
+    return Record(entry="e", at=nominal + timedelta(seconds=1), nominal=nominal, kind=kind, decision=decision, **texts)
+
+
+def said(*records: Record, at: datetime | None = None, **fields: Any) -> str:
+    leader = {"host": "h", "pid": "1", "term": "1", "since": "now"}
+    entry = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON)
+    facts: dict[str, Any] = {
+        "name": "e",
+        "entry": entry,
+        "state": State(leader, True, 5.0, 1, 0, 0, 0.0, 0, {}),
+        "records": records,
+        "locks": {},
+        "running": {},
+        "known_tasks": frozenset({"t"}),
+        "now": NOON + HOUR / 2,
+        **fields,
+    }
+    return "\n".join(explain(Facts(**facts), at))
+
+
+def test_a_run_that_ended():
+    end = End("failure", "ValueError('x')", "", 1.25, "w1", NOON)
+
+    assert "It ended at 2026-12-01 12:00:00Z after 1.2 s on w1, failure: ValueError('x')." in said(
+        record(NOON, end=end)
+    )
+
+
+def test_a_run_of_which_no_end_is_known():
+    assert "No end of it was recorded" in said(record(NOON))
+    assert "It runs now, on w1." in said(record(NOON), running={"id": "w1"})
+
+
+def test_a_time_that_no_beat_saw_is_covered_by_the_catch_up_after_it():
+    text = said(record(NOON + 5 * HOUR, kind="catch_up"), record(NOON), at=NOON + 2.5 * HOUR, now=NOON + 6 * HOUR)
+
+    assert "Nothing was decided about 2026-12-01 14:00:00Z: no beat ran then." in text
+    assert "for 2026-12-01 17:00:00Z, stands for all times that had passed" in text
+
+
+def test_a_time_before_the_history_begins():
+    assert "says nothing about 2026-12-01 11:00:00Z: it begins at 2026-12-01 12:00:00Z" in said(
+        record(NOON), at=NOON - HOUR
+    )
+    assert "it is empty" in said(at=NOON)
+
+
+def test_what_a_decision_means():
+    assert "left out: the entry is paused (audit)" in said(record(NOON, "paused", reason="audit"))
+    assert "never can: TypeError()" in said(record(NOON, "publish_failed", reason="TypeError()"))
+    assert "does not hold the lock any more" in said(record(NOON, "skipped_overlap", holder="x", reason="held by x"))
+
+
+def test_workers_that_could_not_be_asked_are_not_spoken_of():
+    text = said(record(NOON), running=None, known_tasks=None)
+
+    assert "answers" not in text
+
+
+def test_the_outlook():
+    assert "It runs next for 2026-12-01 13:00:00Z, in 1800 s." in said()
+    assert "It is due now, for 2026-12-01 13:00:00Z." in said(now=NOON + HOUR)
