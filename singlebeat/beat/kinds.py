@@ -129,7 +129,7 @@ def made(when: Any) -> Any:
             return solar(when["event"], float(when["lat"]), float(when["lon"]))
         if isinstance(when, int | float) and not isinstance(when, bool):
             return schedule(run_every=float(when))
-    except ImproperlyConfigured:
+    except (ImproperlyConfigured, ImportError):  # the latter up to Celery 5.6
         raise EntryError("a solar schedule needs the ephem library where beat runs: pip install ephem") from None
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise EntryError(f"definition has a schedule that cannot be: {type(exc).__name__}: {exc}") from exc
