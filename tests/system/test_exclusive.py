@@ -30,7 +30,7 @@ def age(redis: Redis, lock: str) -> float:
     return seconds + microseconds / 1e6 - int(redis.hget(lock, "since")) / 1000
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent", "eventlet"])
 def test_runs_of_a_guarded_task_exclude_one_another_in_every_pool(celery, app, oracle, redis, pool):
     celery("worker", "-P", pool, "-c", "2", app=exclusives.__name__).ready()
     task = app.tasks["tests.system.exclusives.guarded"]
@@ -67,13 +67,31 @@ def test_a_worker_that_is_killed_holds_its_lock_no_longer_than_its_lease(celery,
     wait_until(get, what="the end of the lease")
 
 
-def test_a_body_that_blocks_the_loop_of_gevent_keeps_its_lock(celery, app, redis, tmp_path):
-    celery("worker", "-P", "gevent", "-c", "2", app=exclusives.__name__).ready()
+@pytest.mark.parametrize("pool", ["gevent", "eventlet"])
+def test_a_body_that_blocks_the_loop_of_greenlets_keeps_both_of_its_locks(celery, app, redis, tmp_path, pool):
+    worker = celery("worker", "-P", pool, "-c", "2", app=exclusives.__name__).ready()
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    lock = lock_key("SINGLETONLOCK_", "exclusive:block")
-    result = app.tasks["tests.system.exclusives.block"].delay(str(pipe))
-    wait_until(lambda: redis.exists(lock), timeout=PATIENCE)
-    wait_until(lambda: age(redis, lock) > 2 * LEASE, what="two leases to pass")
+    task = app.tasks["tests.system.exclusives.block"]
+    of_code, of_task = lock_key("SINGLETONLOCK_", "exclusive:block"), task.generate_lock(task.name, [str(pipe)])
+    result = task.delay(str(pipe))
+    wait_until(lambda: redis.exists(of_code), timeout=PATIENCE)
+    nonce = redis.hget(of_task, "nonce")
+    wait_until(lambda: age(redis, of_code) > 2 * LEASE, what="two leases to pass")
+    assert redis.hget(of_task, "nonce") == nonce
+
+    worker.terminate()  # now, so that it shuts down as soon as it can
     os.close(os.open(pipe, os.O_WRONLY))
     assert result.get(timeout=PATIENCE) is False
+    assert worker.wait() == 0
+    assert not redis.exists(of_code, of_task)
+
+
+@pytest.mark.parametrize("pool", ["gevent", "eventlet"])
+def test_a_greenlet_that_is_killed_loses_its_lock(celery, app, oracle, redis, pool):
+    worker = celery("worker", "-P", pool, "-c", "2", app=exclusives.__name__).ready()
+    result = app.tasks["tests.system.exclusives.guarded"].delay("a")
+    oracle.wait_started(1, "a")
+    result.revoke(terminate=True)
+    wait_until(lambda: not redis.exists(LOCK), timeout=PATIENCE, what="the end of the lock")
+    assert worker.returncode is None
