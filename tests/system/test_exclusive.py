@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 from redis import Redis
 
 import singlebeat
 from singlebeat.locks.key import lock_key
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 from tests.system import exclusives
 from tests.system.exclusives import LEASE
 
@@ -84,6 +86,7 @@ def test_a_body_that_blocks_the_loop_of_greenlets_keeps_both_of_its_locks(celery
     os.close(os.open(pipe, os.O_WRONLY))
     assert result.get(timeout=PATIENCE) is False
     assert worker.wait() == 0
+    assert not worker.matches("before its last locks are free")
     assert not redis.exists(of_code, of_task)
 
 
@@ -95,3 +98,31 @@ def test_a_greenlet_that_is_killed_loses_its_lock(celery, app, oracle, redis, po
     result.revoke(terminate=True)
     wait_until(lambda: not redis.exists(LOCK), timeout=PATIENCE, what="the end of the lock")
     assert worker.returncode is None
+
+
+PATCHED_LATE = """
+import sys
+import singlebeat
+from tests.system.exclusives import LEASE, make_app
+
+with make_app(sys.argv[2]) as app:
+    if sys.argv[1] == "gevent":
+        from gevent import monkey
+        monkey.patch_all()
+        sleep = monkey.get_original("time", "sleep")
+    else:
+        import eventlet.patcher
+        eventlet.monkey_patch()
+        sleep = eventlet.patcher.original("time").sleep
+    with singlebeat.exclusive("late", app=app) as lock:
+        sleep(2 * LEASE)  # all greenlets with it
+        print(bool(lock), lock.is_lost())
+"""
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+def test_a_lock_outlives_a_blocked_loop_even_if_patches_come_after_the_import(server, redis, library):
+    command = [sys.executable, "-c", PATCHED_LATE, library, server.celery_url]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.stdout == "True False\n", done.stderr
