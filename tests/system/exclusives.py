@@ -30,6 +30,7 @@ def make_app(url: str, *, set_as_current: bool = False) -> Any:
     app = apps.make_app(url, {"singlebeat_lock_lease": LEASE}, set_as_current=set_as_current, tasks=False)
     for function, base in ((guarded, app.Task), (block, Singleton)):
         app.task(function, base=base, name=f"tests.system.exclusives.{function.__name__}", shared=False)
+    app.task(guarded, base=Singleton, name="tests.system.exclusives.single", shared=False)
     return app
 
 
