@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ __all__ = ("backend_of", "clear_locks", "eager_backend_of", "new_backend", "time
 DEFAULT_BACKEND = "singlebeat.locks.redis:RedisBackend"
 
 _backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
-_eager_backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
+_eager_backends: WeakKeyDictionary[Celery, tuple[int, BaseBackend]] = WeakKeyDictionary()
 
 
 def backend_of(app: Celery) -> BaseBackend:
@@ -41,10 +42,11 @@ def backend_of(app: Celery) -> BaseBackend:
 
 
 def eager_backend_of(app: Celery) -> BaseBackend:
-    """Return what keeps the locks of an app's eager calls: the memory of this process."""
-    backend = _eager_backends.get(app)
-    if backend is None:
-        backend = _eager_backends[app] = MemoryBackend()
+    """Return what keeps the locks of an app's eager calls: the memory of this process, not of one that forked it."""
+    pid, backend = _eager_backends.get(app, (0, None))
+    if backend is None or pid != os.getpid():
+        backend = MemoryBackend()
+        _eager_backends[app] = os.getpid(), backend
     return backend
 
 

@@ -23,6 +23,7 @@ __all__ = (
     "has_continuations",
     "overlap_of",
     "pick",
+    "signature_of",
 )
 
 
@@ -104,6 +105,18 @@ def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:
         if str(name).partition(".")[0] not in signature.parameters:
             known = ", ".join(signature.parameters) or "none"
             raise ConfigError(f"unique_on names {name!r}, which is no argument of the task; its arguments: {known}")
+
+
+def signature_of(run: Any) -> inspect.Signature:
+    """Return the signature of a task's function as its callers see it."""
+    function = run.__func__ if isinstance(run, staticmethod) else run
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return inspect.signature(lambda *args, **kwargs: None)
+    if isinstance(run, staticmethod):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def pick(unique_on: Sequence[str] | str | Callable[..., Any], bound: inspect.BoundArguments) -> dict[str, Any]:

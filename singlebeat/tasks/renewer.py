@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -62,7 +61,7 @@ class Renewer:
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
         self._finished: SimpleQueue[tuple[float, Ticket, bool]] = SimpleQueue()
         self._handovers: SimpleQueue[tuple[Ref, Ref]] = SimpleQueue()
-        self._wake: SimpleQueue[threading.Event | None] = SimpleQueue()
+        self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
         self._later: list[tuple[float, Ticket, bool]] = []
         self._gate_closed_until = 0.0
         self._started = False
@@ -111,9 +110,14 @@ class Renewer:
     def flush(self) -> None:
         """Wait until what was to be freed is free, for a few seconds at most."""
         if self._started:
-            done = threading.Event()
+            done: SimpleQueue[None] = SimpleQueue()
             self._wake.put(done)
-            done.wait(FLUSH_TIMEOUT)
+            given_up = time.monotonic() + FLUSH_TIMEOUT
+            # A native thread cannot end the wait of a greenlet; asleep, this one lets others run.
+            while done.empty() and time.monotonic() < given_up:
+                time.sleep(GATHERING)
+            if done.empty():
+                logger.warning("the worker ends before its last locks are free: they end by themselves")
 
     def _run(self) -> None:
         due, failing = 0.0, False
@@ -135,20 +139,20 @@ class Renewer:
                 failing = True
             except Exception:  # the outer edge of the thread: it must live as long as its worker
                 logger.exception("the renewer of locks failed and goes on")
-            for event in waiting:
-                event.set()
+            for done in waiting:
+                done.put(None)
 
-    def _wait(self, timeout: float) -> list[threading.Event]:
+    def _wait(self, timeout: float) -> list[SimpleQueue[None]]:
         """Wait for work, and a little longer for more of it; return who waits until it is done."""
-        waiting: list[threading.Event] = []
+        waiting: list[SimpleQueue[None]] = []
         with suppress(Empty):
-            event = self._wake.get(timeout=timeout)
+            done = self._wake.get(timeout=timeout)
             gathering_ends = time.monotonic() + GATHERING
             while True:
-                if event:
-                    waiting.append(event)
+                if done:
+                    waiting.append(done)
                 left = 0.0 if waiting else gathering_ends - time.monotonic()
-                event = self._wake.get(block=left > 0, timeout=max(left, 0.0))
+                done = self._wake.get(block=left > 0, timeout=max(left, 0.0))
         return waiting
 
     def _work_off(self) -> None:

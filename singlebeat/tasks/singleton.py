@@ -23,7 +23,7 @@ from ..locks.key import canonical, digest, lock_key, readable
 from .claim import claim
 from .gate import Run, run_under_lock
 from .install import install
-from .policy import Lock, Overlap, check, overlap_of, pick
+from .policy import Lock, Overlap, check, overlap_of, pick, signature_of
 
 __all__ = ("Singleton",)
 
@@ -65,7 +65,7 @@ class Singleton(Task):  # type: ignore[misc]
         super().__init_subclass__(**kwargs)
         run = inspect.getattr_static(cls, "run")
         # Of the class, not of the instance: whoever wraps an instance's ``run`` later may show ``self`` or hide it.
-        cls.call_signature = _call_signature(run)
+        cls.call_signature = signature_of(run)
         if inspect.isfunction(function := vars(cls).get("unique_on")):
             cls.unique_on = staticmethod(function)  # else it would get the task, too, as a method does
         if not vars(cls).get("abstract"):
@@ -302,15 +302,3 @@ class Singleton(Task):  # type: ignore[misc]
                 return super().__call__(*args, **kwargs)
             # The tracer has set up the request; Task.__call__ would put another one on top of it.
             return self.run(*call[0], **call[1])
-
-
-def _call_signature(run: Any) -> inspect.Signature:
-    """Return the signature of a task's function as its callers see it."""
-    function = run.__func__ if isinstance(run, staticmethod) else run
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # written in C
-        return inspect.signature(lambda *args, **kwargs: None)
-    if isinstance(run, staticmethod):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import singlebeat
+from singlebeat import Singleton
 from tests.system import apps
 
 #: Seconds of the lease; two thirds of it are what a slow machine may stand still.
@@ -27,8 +28,9 @@ def block(path: str) -> bool:
 
 def make_app(url: str, *, set_as_current: bool = False) -> Any:
     app = apps.make_app(url, {"singlebeat_lock_lease": LEASE}, set_as_current=set_as_current, tasks=False)
-    for function in (guarded, block):
-        app.task(function, name=f"tests.system.exclusives.{function.__name__}", shared=False)
+    for function, base in ((guarded, app.Task), (block, Singleton)):
+        app.task(function, base=base, name=f"tests.system.exclusives.{function.__name__}", shared=False)
+    app.task(guarded, base=Singleton, name="tests.system.exclusives.single", shared=False)
     return app
 
 
