@@ -320,7 +320,7 @@ def _leave_alone(s: Scene, kind: str, *, dies: bool, again: bool) -> None:
     else:
         s.over(at=ended, lease=True)
         if s.late:
-            copy = rf"{s.ids[0]}\] has run already"  # a worker of greenlets restores messages, too, when it is idle
+            copy = rf"{s.ids[0]}\] has run already"  # whichever of them the broker gives it to
             wait_until(lambda: any(w.matches(copy) for w in s.stage.workers), timeout=PATIENCE, what="the copy's end")
 
 
