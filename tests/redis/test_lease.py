@@ -449,8 +449,13 @@ def test_the_thread_outlives_an_outage(own_server, lease_on, caplog):
 
     assert lease._thread is thread
     lock = own_server.client()
-    before = lock.pttl(KEYS.lock)
-    wait_until(lambda: lock.pttl(KEYS.lock) > before or lease.term() != term, what="a renewal")
+    left = [lock.pttl(KEYS.lock)]
+
+    def renewed() -> bool:
+        left.append(lock.pttl(KEYS.lock))
+        return left[-1] > left[-2]
+
+    wait_until(lambda: renewed() or lease.term() != term, what="a renewal")
     assert lease.term() == term
 
 
