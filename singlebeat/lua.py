@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import resources
 from typing import Any
 
 from redis.exceptions import NoScriptError
 
-__all__ = ("Script", "packed")
+__all__ = ("Script", "packed", "script")
 
 
 class Script:
@@ -27,6 +28,12 @@ class Script:
             return client.evalsha(self.sha, len(keys), *keys, *args)
         except NoScriptError:
             return client.eval(self.text, len(keys), *keys, *args)
+
+
+@cache
+def script(package: str, name: str) -> Script:
+    """Return a script of a package; its file is read once."""
+    return Script(package, name)
 
 
 def packed(rows: Iterable[Sequence[Any]]) -> str:

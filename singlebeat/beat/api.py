@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -16,7 +15,7 @@ from celery.utils.log import get_logger
 
 from ..connections import schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
-from ..lua import Script, packed
+from ..lua import packed, script
 from ..overlap import Overlap
 from .backfill import Span
 from .entry import Entry
@@ -38,11 +37,6 @@ POLL_INTERVAL = 0.05
 
 #: How far the occurrences of a backfill that is too long are counted.
 COUNTED = 10_000
-
-
-@cache
-def _script(name: str) -> Script:
-    return Script(__package__, name)
 
 
 class Schedule:
@@ -231,7 +225,7 @@ class Schedule:
         return history.latest(count) if name is None else history.of(name, count)
 
     def _read(self, keys: Sequence[str]) -> Sequence[Any]:
-        rows: Sequence[Any] = json.loads(_script("read")(self._client, keys, ()))
+        rows: Sequence[Any] = json.loads(script(__package__, "read")(self._client, keys, ()))
         return rows
 
     def _entry(self, name: str, fields: Any) -> Entry:
@@ -251,14 +245,14 @@ class Schedule:
             definition, meta, policy = found = fields[:3]
             wanted = (definition, meta or "", replace(Policy.decode(policy or ""), **wishes).encode())
             row = packed([(key, found, wanted, "")])
-            if json.loads(_script("save")(self._client, [self.keys.schedule, key], (row,)))[0]:
+            if json.loads(script(__package__, "save")(self._client, [self.keys.schedule, key], (row,)))[0]:
                 return
         raise ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
 
     def _propose(self, name: str, occurrence: Occurrence, timeout: float, *, found: str = "", at: str = "") -> None:
         key, deadline = self.keys.prefix + name, time.monotonic() + timeout
         args = (key, occurrence.encode(), found, at)
-        while (verdict := _script("propose")(self._client, [key, self.keys.pending], args)) == "pending":
+        while (verdict := script(__package__, "propose")(self._client, [key, self.keys.pending], args)) == "pending":
             if time.monotonic() >= deadline:
                 raise ConflictError(
                     f"entry {name!r} has an occurrence that was not sent within {timeout:g} s: does a beat run? "

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from typing import Any
 
 from celery.utils.log import get_logger
 from kombu.utils.uuid import uuid
 
 from ..connections import RedisError
-from ..lua import Script
+from ..lua import script
 from .keys import LeaseKeys
 
 __all__ = ("Lease", "Term")
@@ -28,11 +27,6 @@ RENEWALS_PER_LEASE = 3
 
 #: The part of a lease at its end in which the leader does not trust it any more, for clocks that run unevenly.
 MARGIN = 0.1
-
-
-@cache
-def _script(name: str) -> Script:
-    return Script(__package__, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +79,7 @@ class Lease:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         args = (token, round(self.ttl * 1000), socket.gethostname(), os.getpid(), since, self._last_token)
         self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
-        number = int(_script("campaign")(self._client, keys, args))
+        number = int(script(__package__, "campaign")(self._client, keys, args))
         if not number:
             return None
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
@@ -119,7 +113,7 @@ class Lease:
             return term is not None
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader)
-        if _script("renew")(self._client, keys, (term.token, round(self.ttl * 1000))):
+        if script(__package__, "renew")(self._client, keys, (term.token, round(self.ttl * 1000))):
             self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
             return True
         if self._term is term:
@@ -135,7 +129,7 @@ class Lease:
         if not token or self.keys.lock is None:
             return
         try:
-            released = _script("resign")(self._connect(), (self.keys.lock, self.keys.leader), (token,))
+            released = script(__package__, "resign")(self._connect(), (self.keys.lock, self.keys.leader), (token,))
         except RedisError as exc:
             logger.warning("beat: Could not release the lock, it ends within %.0f s: %s", self.ttl, exc)
         else:

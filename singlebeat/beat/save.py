@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
 from ..errors import ConflictError, EntryError
-from ..lua import Script, packed
+from ..lua import packed, script
 from .codec import Meta
 from .kinds import have_same_times
 from .policy import Policy
@@ -33,11 +32,6 @@ ATTEMPTS = 5
 
 #: Wishes that change the times of an entry.
 TIMING = ("timezone", "start_time", "end_time", "jitter")
-
-
-@cache
-def _script(name: str) -> Script:
-    return Script(__package__, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ def _plan(
     keep_disabled: bool,
 ) -> Mapping[str, _Wish]:
     members = [keys.prefix + name for name in entries]
-    found = json.loads(_script("read")(client, members, ()))
+    found = json.loads(script(__package__, "read")(client, members, ()))
     scores = client.zmscore(keys.schedule, members)
     wishes = {}
     for (name, entry), fields, score in zip(entries.items(), found, scores, strict=True):
@@ -148,5 +142,7 @@ def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:
     if not wishes:
         return []
     rows = packed((wish.member, wish.found, wish.fields, wish.score) for wish in wishes.values())
-    saved = json.loads(_script("save")(client, [keys.schedule, *(wish.member for wish in wishes.values())], (rows,)))
+    saved = json.loads(
+        script(__package__, "save")(client, [keys.schedule, *(wish.member for wish in wishes.values())], (rows,))
+    )
     return [name for name, done in zip(wishes, saved, strict=True) if not done]

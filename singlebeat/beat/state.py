@@ -6,11 +6,10 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..connections import schedule_client
-from ..lua import Script
+from ..lua import script
 from .keys import Keys
 
 if TYPE_CHECKING:
@@ -20,11 +19,6 @@ __all__ = ("State", "resign")
 
 #: An entry whose time has passed by more than this is overdue: the leader looks every second.
 OVERDUE_AFTER = 5.0
-
-
-@cache
-def _script(name: str) -> Script:
-    return Script(__package__, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,7 @@ def resign(app: Celery) -> bool:
     keys = Keys.of(app)
     client = schedule_client(app)
     token = client.get(keys.lock) if keys.lock else None
-    return bool(token and _script("resign")(client, (keys.lock or "", keys.lease.leader), (token,)))
+    return bool(token and script(__package__, "resign")(client, (keys.lock or "", keys.lease.leader), (token,)))
 
 
 def _record(text: str) -> Mapping[str, str]:

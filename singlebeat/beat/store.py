@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
@@ -21,7 +20,7 @@ from .. import signals
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, EntryError
-from ..lua import Script, packed
+from ..lua import packed, script
 from .entry import Entry, Meta
 from .keys import Keys
 from .occurrence import Decision, Occurrence
@@ -51,11 +50,6 @@ CACHE_SIZE = 5_000
 #: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
 #: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
 LONGEST_STEP_BACK = timedelta(hours=3)
-
-
-@cache
-def _script(name: str) -> Script:
-    return Script(__package__, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +191,9 @@ class Store:
     ) -> Iterable[Stored]:
         if not members:
             return
-        replies = json.loads(_script("read")(self.client, [self.keys.entry(member) for member in members], ()))
+        replies = json.loads(
+            script(__package__, "read")(self.client, [self.keys.entry(member) for member in members], ())
+        )
         for member, reply in zip(members, replies, strict=True):
             try:
                 if isinstance(reply, str):
@@ -258,7 +254,7 @@ class Store:
             past, taken = claim.meta.encode() if claim.meta else "", claim.occurrence
             wishes.append((*wish, past, taken.encode() if taken else ""))
         args = (term.token, repr(retry_at.timestamp()), packed(wishes))
-        return [Claimed(verdict) for verdict in json.loads(_script("claim")(self.client, touched, args))]
+        return [Claimed(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))]
 
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
         """Record what became of claimed occurrences; one round trip."""
@@ -275,7 +271,7 @@ class Store:
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
         leader = f"{socket.gethostname()}:{os.getpid()}"
         rows = packed((*row, decision.values(term.number, leader)) for *row, decision in decisions)
-        _script("confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
+        script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
         for *_, decision in decisions:
             signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
@@ -286,7 +282,7 @@ class Store:
         keys = self.keys
         wishes = packed((stored.member, stored.pending_score) for stored in recovered)
         touched, args = (keys.lock or keys.lease.leader, keys.pending), (term.token, repr(retry_at.timestamp()), wishes)
-        replies = json.loads(_script("retake")(self.client, touched, args))
+        replies = json.loads(script(__package__, "retake")(self.client, touched, args))
         return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
 
     def postpone(self, retries: Mapping[str, datetime]) -> None:

@@ -315,11 +315,11 @@ MUTANTS = {
 
 
 def break_script(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, check: str) -> None:
-    script, original = Script("singlebeat.beat", name), module._script
+    script, original = Script("singlebeat.beat", name), module.script
     assert f"if {check} then" in script.text
     script.text = script.text.replace(f"if {check} then", "if false then")
     script.sha = hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
-    monkeypatch.setattr(module, "_script", lambda wanted: script if wanted == name else original(wanted))
+    monkeypatch.setattr(module, "script", lambda package, asked: script if asked == name else original(package, asked))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
