@@ -242,8 +242,8 @@ class Schedule:
             fields = self._read([key])[0]
             if isinstance(fields, str) or not fields[0]:
                 raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
-            definition, meta, policy = found = fields[:3]
-            wanted = (definition, meta or "", replace(Policy.decode(policy or ""), **wishes).encode())
+            definition, _, policy = found = fields[:3]
+            wanted = (definition, False, replace(Policy.decode(policy or ""), **wishes).encode())
             row = packed([(key, found, wanted, "")])
             if json.loads(script(__package__, "save")(self._client, [self.keys.schedule, key], (row,)))[0]:
                 return

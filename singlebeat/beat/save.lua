@@ -1,11 +1,12 @@
---- save: store entries, each unless somebody has changed it since we have read it.
+--- save: store entries, each unless somebody has changed what we store since we have read it.
 --
 -- KEYS[1]     schedule  zset: members by the time of their next occurrence (s)
 -- KEYS[2...]  entries   hashes: definition, meta, policy
 -- ARGV[1]     wishes    JSON, one array for each entry:
 --             member      of the entry in the schedule
 --             found       [definition, meta, policy] as we have read them, false for what was not there
---             fields      [definition, meta, policy] to be stored; an empty text: it shall not be there
+--             fields      [definition, meta, policy] to be stored; an empty text: it shall not be there;
+--                         false: it is left, and may have changed
 --             score       of the next occurrence, as a text; empty: leave it
 --
 -- returns  JSON, for each entry whether it was stored
@@ -18,7 +19,7 @@ local function save(entry, member, found, fields, score)
     return false
   end
   for i = 1, 3 do
-    if stored[i] ~= found[i] then
+    if fields[i] and stored[i] ~= found[i] then
       return false
     end
   end
@@ -26,7 +27,7 @@ local function save(entry, member, found, fields, score)
   for i, name in ipairs({"definition", "meta", "policy"}) do
     if fields[i] == "" and stored[i] then
       redis.call("HDEL", entry, name)
-    elseif fields[i] ~= "" and fields[i] ~= stored[i] then
+    elseif fields[i] and fields[i] ~= "" and fields[i] ~= stored[i] then
       redis.call("HSET", entry, name, fields[i])
     end
   end

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery.utils.log import get_logger
 
@@ -40,7 +40,7 @@ class _Wish:
 
     member: str
     found: tuple[Any, Any, Any]  #: definition, meta, policy
-    fields: tuple[str, str, str]
+    fields: tuple[str, str | Literal[False], str]  #: the same; False: a beat may write it meanwhile, leave it
     score: str  #: empty: leave it
 
 
@@ -132,7 +132,7 @@ def _wish(
     return _Wish(
         member,
         found,
-        (entry.encode(), past.encode() if moved or not meta else meta, entry.policy.encode()),
+        (entry.encode(), past.encode() if moved or not meta else False, entry.policy.encode()),
         repr(entry.with_past(past).score) if moved else "",
     )
 
