@@ -78,7 +78,7 @@ class History:
         if len(decisions) < count:
             decisions |= self._stream(self.keys.history, name)
         rows = sorted(decisions.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
-        if any(fields["id"] not in ends for _, fields in rows):
+        if any(fields["id"] and fields["id"] not in ends for _, fields in rows):
             ends = _ends(self._stream(self.keys.runs, name)) | ends
         return _joined(rows, ends)
 
