@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from .. import signals
@@ -39,7 +39,7 @@ class Quarantine:
         decided, self._decided = self._decided, []
         return decided
 
-    def put(self, member: str, reason: str, now: datetime, *, due: bool) -> None:
+    def put(self, member: str, reason: str, *, due: bool) -> None:
         """Set an entry aside; said once per reason.
 
         Args:
@@ -53,6 +53,7 @@ class Quarantine:
             signals.entry_set_aside.send(sender=self.app, entry=member, reason=reason)
         if not news and not due:
             return
+        now = datetime.now(UTC)
         record = {"reason": reason, "since": now.isoformat(timespec="seconds")}
         before = _record(self.client.hget(self.keys.quarantine, member))
         if before.get("reason") == reason:  # the beat before this one has recorded it

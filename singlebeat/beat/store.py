@@ -214,7 +214,7 @@ class Store:
                 if member in quarantined and member not in scores and not self._is_scheduled(member):
                     self.quarantine.forget(member)
                 else:
-                    self.quarantine.put(member, str(exc), now, due=member in scores)
+                    self.quarantine.put(member, str(exc), due=member in scores)
             else:
                 if member in quarantined:
                     self.quarantine.lift(member, has_pending=taken is not None)
