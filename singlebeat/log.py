@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -15,10 +16,13 @@ __all__ = ("Log", "instant", "printable", "without_passwords")
 #: After ``user:`` up to the last @ without a blank, or, for a password that holds one, up to the last @ at all if what
 #: follows the colon is no port.
 _PASSWORD = re.compile(
-    r"""(?<=://)([^:@/\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?i:(?<=[?&]password=))[^&\s'"]+"""
+    r"""(?<=://)([^:@/\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?<=[?&]password=)[^&\s'"]+"""
 )
+_QUOTE = re.compile(r"%\((\w+)\)")
 _KEY = re.compile(r"(?<=\S)=")
 _BARE = re.compile(r'[^\s"=\\]+')
+
+_json = json.JSONEncoder(ensure_ascii=False).encode
 
 #: Frames between the caller and the standard library's logger.
 DEPTH = 3
@@ -79,7 +83,7 @@ class Log:
         tail = "".join(f" {name}={_encoded(fact)}" for name, fact in facts.items())
         # Indented, so that no text in it can pass for a line of its own.
         tail += "".join(f"\n    {printable(line)}" for line in detail.splitlines())
-        said = {name: _said(value) for name, value in pairs.items()}
+        said = {name: _said(pairs[name]) for name in _quoted(text)}
         line = f"{text}%(_tail)s"
         self._logger.log(
             level,
@@ -93,7 +97,7 @@ class Log:
 
 def without_passwords(text: str) -> str:
     """Return a text without the passwords of the URLs in it."""
-    if "://" not in text and "password=" not in text.lower():
+    if "://" not in text and "password=" not in text:
         return text
     return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", text)
 
@@ -106,6 +110,12 @@ def printable(text: str) -> str:
 def instant(seconds: float) -> str:
     """Return a time in seconds since 1970 in ISO 8601, UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+@cache
+def _quoted(text: str) -> tuple[str, ...]:
+    """Return the names of the pairs that a sentence quotes."""
+    return tuple(_QUOTE.findall(text))
 
 
 def _fact(value: object) -> Any:
@@ -123,11 +133,9 @@ def _said(value: object) -> Any:
 
 def _encoded(fact: Any) -> str:
     """Return a value as JSON has it; a text that needs no quotes has none."""
-    if not isinstance(fact, str):
-        return json.dumps(fact)
-    if fact.isprintable() and _BARE.fullmatch(fact):
+    if isinstance(fact, str) and fact.isprintable() and _BARE.fullmatch(fact):
         return fact
-    return "".join(map(_escaped, json.dumps(fact, ensure_ascii=False)))
+    return printable(_json(fact))
 
 
 def _escaped(char: str) -> str:

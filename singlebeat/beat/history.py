@@ -29,7 +29,7 @@ _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
 class End:
     """How a run ended."""
 
-    outcome: str  #: success, failure, retry, time_limit, worker_lost, revoked, expired, refused, …
+    outcome: str  #: success, failure, retry, time_limit, worker_lost, revoked, expired, duplicate_refused, …
     reason: str
     started: str  #: ISO 8601; empty: it did not start
     duration: float | None  #: seconds
@@ -92,10 +92,14 @@ class History:
 
 
 def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str, Mapping[str, str]]]:
-    """Return the last end of each task id: a run that was retried has several, and the rows begin with the last."""
+    """Return the last end of each task id: a run that was retried has several, and the rows begin with the last.
+
+    That a copy of its message was refused, before or after it, is no end of a run that took place.
+    """
     ends: dict[str, tuple[str, Mapping[str, str]]] = {}
     for at, fields in rows:
-        ends.setdefault(fields["id"], (at, fields))
+        if fields["id"] not in ends or ends[fields["id"]][1].get("outcome") == "duplicate_refused":
+            ends[fields["id"]] = at, fields
     return ends
 
 

@@ -18,12 +18,15 @@ from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
 from ..log import Log
 from .ends import outcome_of, record_end
-from .gate import Postponed, may_start
+from .gate import Postponed, Refused, may_start
 from .renewer import renewer_of
 
 __all__ = ("Request",)
 
 log = Log(__name__)
+
+#: The end of a message that was not to run.
+DUPLICATE_REFUSED = "duplicate_refused"
 
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5
@@ -52,7 +55,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
         if not self.begin_for_plain_task():
             self.acknowledge()
             task_ready(self)
-            record_end(self, "refused", "an equal call runs, or this one has run")
+            record_end(self, DUPLICATE_REFUSED, "an equal call runs, or this one has run")
             raise TaskRevokedError(self.id)
         return execute(self, *args, **kwargs)
 
@@ -175,7 +178,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._over = True
             renewer_of(self.app).forget(self)
         else:
-            record_end(self, outcome_of(exc), repr(exc))
+            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), repr(exc))
         limit = isinstance(exc, celery_request.TimeLimitExceeded)
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
