@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery.app import app_or_default
@@ -16,7 +17,7 @@ from ..config import Config
 from ..connections import schedule_client, schedule_url
 from ..errors import EntryError, UnknownEntryError
 from .codec import Meta, decode_definition, encode_definition, loads_object
-from .given import given_for
+from .given import given_for, has_lazy
 from .keys import Keys
 from .policy import Policy
 from .save import save_entries
@@ -62,6 +63,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: Definition and policy as they were last read or stored; None: whatever is there shall be replaced.
     version: tuple[str, str] | None = None
 
+    #: Of the lock that all its runs take; None: not known, or not always the same.
+    lock_key: str | None = None
+
     def __init__(self, *args: Any, app: Celery | None = None, policy: Policy | None = None, **kwargs: Any) -> None:
         app = app_or_default(app)
         prepare(app)
@@ -91,6 +95,11 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         entry = copy.copy(self)
         entry.__dict__.update(last_run_at=meta.last_run_at, total_run_count=meta.total_run_count, _since=meta.since)
         return entry
+
+    @cached_property
+    def is_constant(self) -> bool:
+        """Whether all its runs get the same arguments."""
+        return not has_lazy(self.args) and not has_lazy(self.kwargs)
 
     @property
     def timetable(self) -> Timetable:

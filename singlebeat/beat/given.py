@@ -14,7 +14,7 @@ from .recurrence import is_known
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("evaluated", "given_for", "marked", "restored")
+__all__ = ("evaluated", "given_for", "has_lazy", "marked", "restored")
 
 #: What stands for such an object.
 MARK = {"__type__": "given"}
@@ -63,6 +63,11 @@ def restored(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str
 def evaluated(values: Any) -> Any:
     """Return arguments with each ``BeatLazyFunc`` called, as Celery's beat does for each message."""
     return _map(values, lambda _, value: value() if _is_lazy(value) else value)
+
+
+def has_lazy(values: Any) -> bool:
+    """Tell whether a ``BeatLazyFunc`` is among arguments."""
+    return any(_is_lazy(value) for _, value in _items(values))
 
 
 def _is_lazy(value: Any) -> bool:
