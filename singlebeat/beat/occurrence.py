@@ -105,11 +105,14 @@ class Occurrence:
         """
         try:
             raw = json.loads(text)
-            previous, overlap = raw.get("previous"), raw.get("overlap")
+            nominal, previous, overlap = float(raw["nominal"]), raw.get("previous"), raw.get("overlap")
+            previous = None if previous is None else float(previous)
+            for seconds in (nominal, previous):
+                _iso(seconds or 0.0)  # else it cannot be sent
             return cls(
                 str(raw["id"]),
-                float(raw["nominal"]),
-                None if previous is None else float(previous),
+                nominal,
+                previous,
                 Kind(raw.get("kind", Kind.SCHEDULED)),
                 None if overlap is None else Overlap(overlap),
             )
