@@ -32,8 +32,8 @@ COMMON_META = (
 )
 _COMMON_META = re.compile(re.escape(COMMON_META).replace("%d", "([0-9]+)"))
 
-#: Made once: that costs more than reading a short text with it.
-_DECODER = Decoder()
+#: Made once: that costs more than reading or writing a short text with them.
+_DECODER, _ENCODER = Decoder(), Encoder()
 
 
 def loads_object(text: str, what: str) -> Mapping[str, Any]:
@@ -67,7 +67,7 @@ def encode_definition(fields: Mapping[str, Any], given: Mapping[str, Any]) -> st
         name: value.total_seconds() if isinstance(value, timedelta) else value
         for name, value in (fields["options"] or {}).items()
     }
-    return json.dumps(marked({**fields, "options": options}, given), cls=Encoder)
+    return str(_ENCODER.encode(marked({**fields, "options": options}, given)))
 
 
 def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, Any]:

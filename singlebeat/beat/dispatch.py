@@ -234,10 +234,10 @@ class Dispatcher:
     def _key(message: _Message, task: Any) -> str:
         """Return the key of its lock, which is computed once for all its times if it can only be the same."""
         entry, shared = message.entry, message.stored.entry
-        if entry.is_constant and task.has_pure_keys:
-            shared.lock_key = shared.lock_key or task.generate_lock(entry.task, entry.args, entry.kwargs)
-            return shared.lock_key
-        return str(task.generate_lock(entry.task, entry.args, entry.kwargs))
+        key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
+        if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
+            shared.lock_key = key
+        return key
 
     def _workers_look_after_locks(self) -> bool:
         """Tell whether a worker was seen that frees the locks of plain tasks: else they would stay for an hour."""

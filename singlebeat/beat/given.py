@@ -29,6 +29,8 @@ def given_for(app: Celery, name: str) -> Mapping[str, Any]:
 def marked(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a definition with marks for what ``beat_schedule`` gives: a schedule of a user's own, ``BeatLazyFunc``."""
     when = fields["schedule"]
+    if not given:
+        return fields
     if when is given.get("schedule") and not is_known(when):
         when = {**MARK, "class": f"{type(when).__module__}.{type(when).__qualname__}"}
 
