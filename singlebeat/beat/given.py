@@ -69,7 +69,7 @@ def evaluated(values: Any) -> Any:
 
 def has_lazy(values: Any) -> bool:
     """Tell whether a ``BeatLazyFunc`` is among arguments."""
-    return any(_is_lazy(value) for _, value in _items(values))
+    return bool(values) and any(_is_lazy(value) for _, value in _items(values))
 
 
 def _is_lazy(value: Any) -> bool:
