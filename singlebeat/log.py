@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -107,6 +107,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
+@lru_cache(maxsize=1024)  # many entries are due at the same times
 def instant(seconds: float) -> str:
     """Return a time in seconds since 1970 in ISO 8601, UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -63,10 +63,6 @@ class Stored:
     pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when that is to be tried again
 
-    def uncounted(self, occurrence: Occurrence) -> Meta | None:
-        """Return the past without an occurrence that was counted when it was claimed, None if it was not."""
-        return self.meta.uncounted() if occurrence.is_scheduled else None
-
 
 @dataclass(frozen=True, slots=True)
 class Due:

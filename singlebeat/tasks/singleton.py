@@ -92,6 +92,11 @@ class Singleton(Task):  # type: ignore[misc]
         """Tell beat that it cannot take the lock of this task along with those of others."""
         return self.lock != Lock.UNTIL_EXECUTED or self._overlap({}) not in {Overlap.SKIP, Overlap.RAISE}
 
+    @property
+    def has_pure_keys(self) -> bool:
+        """Tell beat that equal calls always have the same lock: nobody's function has a say in its key."""
+        return type(self).generate_lock is Singleton.generate_lock and not callable(self.unique_on)
+
     def generate_lock(
         self, task_name: str, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
     ) -> str:
