@@ -137,6 +137,7 @@ class Metrics:
         yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=1)
         for name, text, value in (
             ("term", "Number of the present term.", float(state.leader.get("term") or 0)),
+            ("standbys", "Beats that stand by.", len(state.standbys)),
             ("lease_left_seconds", "Time until leadership ends if nobody renews it.", state.lease_left),
             ("entries", "Entries of the schedule.", state.entries),
             ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
