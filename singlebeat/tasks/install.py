@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
@@ -9,6 +10,7 @@ from celery.signals import task_rejected, task_unknown
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 
+from .. import __version__
 from ..errors import ConfigError
 from ..locks.base import Ticket
 from .ends import flush_ends, record_end_of_message
@@ -44,6 +46,10 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
         # The two ends of a message that no Request sees.
         task_unknown.connect(self._end_unseen, weak=False)
         task_rejected.connect(self._end_unseen, weak=False)
+
+    def info(self, parent: Any) -> Mapping[str, Any]:
+        """Return what ``celery inspect stats`` says about this worker; nothing if it does not look after locks."""
+        return {"singlebeat": {"version": __version__}} if self.renewer is not None else {}
 
     def stop(self, parent: Any) -> None:
         """Free what is over before the process ends."""
