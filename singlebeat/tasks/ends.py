@@ -1,4 +1,4 @@
-"""Tells the schedule how the runs ended that beat has sent: from the worker's main process, in a thread of its own."""
+"""Tells how runs ended: the schedule of those that beat has sent, in a thread of its own, and whoever listens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.log import get_logger
 
+from .. import signals
 from ..config import Config
-from ..locks.base import RUN_HEADER
+from ..locks.base import HEADER, RUN_HEADER
 from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ("flush_ends", "outcome_of", "record_end", "record_end_of_message")
+__all__ = ("OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message", "tell_end")
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,13 @@ _OUTCOMES = {
     Terminated: "terminated",
 }
 
+#: Every word for an end; ``refused``: an equal call runs, or this one has run; ``postponed``: its message was sent
+#: again to wait for its turn, and ends another time.
+OUTCOMES = (
+    *("success", "failure", *_OUTCOMES.values(), "refused", "postponed"),
+    *("revoked", "expired", "unknown_task"),
+)
+
 
 def outcome_of(exc: BaseException) -> str:
     """Return the word for a run that ended with an exception."""
@@ -55,7 +63,10 @@ def outcome_of(exc: BaseException) -> str:
 
 
 def record_end(request: Request, outcome: str, reason: str = "") -> None:
-    """Record how a run ended, soon and without waiting; nothing happens for one that beat has not sent."""
+    """Tell how a run ended, once, and record it if beat has sent it: soon, and without waiting."""
+    if request.end_told:
+        return
+    request.end_told = True
     record_end_of_message(
         request.app, request.request_dict, outcome, reason, worker=request.hostname, began=request.time_start
     )
@@ -71,6 +82,7 @@ def record_end_of_message(
     began: float | None = None,
 ) -> None:
     """Do the same for a message by its headers."""
+    tell_end(app, headers, outcome, began=began)
     header = headers.get(RUN_HEADER)
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
         row = (
@@ -83,6 +95,12 @@ def record_end_of_message(
             worker or "",
         )
         _writer(app).put(row)
+
+
+def tell_end(app: Celery, headers: Mapping[str, Any], outcome: str, *, began: float | None = None) -> None:
+    """Send ``run_ended`` for a message that has a lock or comes from beat."""
+    if HEADER in headers or RUN_HEADER in headers:
+        signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
 
 
 def flush_ends(app: Celery) -> None:

@@ -14,6 +14,7 @@ from .. import __version__
 from ..errors import ConfigError
 from ..locks.base import Ticket
 from .ends import flush_ends, record_end_of_message
+from .metrics import Metrics
 from .renewer import Renewer, renewer_of
 from .request import Request
 
@@ -31,6 +32,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
     #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
     requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
     renewer: Renewer | None = None
+    metrics: Metrics | None = None
 
     def start(self, parent: Any) -> None:
         """Prepare the tasks of the worker's app and start renewing."""
@@ -43,6 +45,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
             task.Request = _with_locks(symbol_by_name(task.Request))
         self.renewer = renewer
         renewer.start()
+        self.metrics = Metrics.served(parent.app, renewer)
         # The two ends of a message that no Request sees.
         task_unknown.connect(self._end_unseen, weak=False)
         task_rejected.connect(self._end_unseen, weak=False)

@@ -17,8 +17,8 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
-from .ends import outcome_of, record_end
-from .gate import Postponed, may_start
+from .ends import outcome_of, record_end, tell_end
+from .gate import Postponed, Refused, may_start
 from .renewer import renewer_of
 
 __all__ = ("Request",)
@@ -65,6 +65,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     ticket: Ticket | None = None
     #: The renewer has seen that this delivery is the run which holds the lock.
     seen_running = False
+    #: Its end was told: Celery reports a hard time limit twice.
+    end_told = False
     _over = False
     _cancelled = False
 
@@ -170,6 +172,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)
+            tell_end(self.app, self.request_dict, "postponed")
+        elif isinstance(exc, Refused):
+            record_end(self, "refused", str(exc))
         else:
             record_end(self, outcome_of(exc), repr(exc))
         limit = isinstance(exc, celery_request.TimeLimitExceeded)
