@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -72,7 +71,5 @@ def serve(host: str, port: int, answer: Callable[[str], Answer]) -> ThreadingHTT
 
     server = ThreadingHTTPServer((host, port), Handler)
     server.daemon_threads = True
-    # A child of a pool that outlives its killed parent would keep the port.
-    os.register_at_fork(after_in_child=server.socket.close)
     threading.Thread(target=server.serve_forever, name="singlebeat-metrics", daemon=True).start()
     return server

@@ -40,6 +40,7 @@ class Metrics:
         from prometheus_client import Counter, Histogram  # noqa: PLC0415 - an extra
 
         self.renewer, self._pid = renewer, os.getpid()
+        self._host = Config.of(app).singlebeat_metrics_host
         self.registry = registry = new_registry()
         self._runs = Counter("singlebeat_runs_total", "Ends of runs.", ["outcome"], registry=registry)
         self._delays = Histogram(
@@ -58,18 +59,12 @@ class Metrics:
         signals.duplicate.connect(self._duplicate)
         signals.lock_lost.connect(self._lock_lost)
 
-    @classmethod
-    def served(cls, app: Celery, renewer: Renewer) -> Metrics | None:
-        """Serve the metrics of a worker if ``singlebeat_worker_metrics_port`` asks for it; None: nobody wants them."""
-        config = Config.of(app)
-        if config.singlebeat_worker_metrics_port is None:
-            return None
-        metrics = cls(app, renewer)
+    def serve(self, port: int) -> None:
+        """Answer ``/metrics`` in a thread; that the port is in use is told, and nothing else."""
         try:
-            serve(config.singlebeat_metrics_host, config.singlebeat_worker_metrics_port, metrics.answer)
+            serve(self._host, port, self.answer)
         except OSError as exc:  # the worker goes on: running is worth more than counting
             logger.error("Metrics are not served: %s", exc)  # noqa: TRY400 - the reason is all there is to say
-        return metrics
 
     def answer(self, path: str) -> Answer:
         """Return status, type and body of what is asked for."""

@@ -164,11 +164,13 @@ def test_who_stands_by_is_known_by_name_and_since_when(make, redis):
 
     standby.acquire()
     (first,) = standbys(redis)
-    standby.acquire()
-
     assert set(first) == {"host", "pid", "since"}
     assert first["pid"] == str(os.getpid())
-    assert standbys(redis) == [first], "each campaign says the same"
+
+    redis.delete(KEYS.standbys)
+    standby._standby = json.dumps({**first, "since": "long ago"})
+    standby.acquire()
+    assert standbys(redis) == [{**first, "since": "long ago"}], "each campaign says the same"
 
 
 def test_who_leads_stands_by_no_more(make, redis):

@@ -104,21 +104,3 @@ def test_a_port_that_is_in_use_does_not_keep_a_worker_from_its_work(celery, app)
 
         assert len(worker.matches("ERROR.*Metrics are not served: .*in use")) == 1
         assert app.tasks[f"{APP}.single"].delay("one").get(timeout=30) == "one"
-
-
-def test_a_child_that_outlives_its_killed_worker_does_not_keep_the_port(celery, app, oracle):
-    port = free_port()
-    conf = {"singlebeat_worker_metrics_port": port, "worker_max_tasks_per_child": 1}
-    worker = celery("worker", "-c", "1", conf=conf).ready()
-    app.send_task(f"{APP}.plain", ["first"])
-    oracle.wait_ended(1, "first")
-    app.send_task(f"{APP}.plain", ["second", 60])  # in a child that was forked after the port was opened
-    (run,) = oracle.wait_started(1, "second")
-    worker.kill()
-    worker.wait()
-    assert run.lives
-
-    successor = celery("worker", "-c", "1", conf=conf).ready()
-
-    assert not successor.matches("Metrics are not served")
-    oracle.let_go("second")
