@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ("OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message", "tell_end")
+__all__ = ("OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message")
 
 logger = get_logger(__name__)
 
@@ -82,8 +82,11 @@ def record_end_of_message(
     began: float | None = None,
 ) -> None:
     """Do the same for a message by its headers."""
-    tell_end(app, headers, outcome, began=began)
     header = headers.get(RUN_HEADER)
+    if header or HEADER in headers:
+        signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
+    if outcome == "postponed":  # a message like it will tell the schedule
+        return
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
         row = (
             str(header["entry"]),
@@ -95,12 +98,6 @@ def record_end_of_message(
             worker or "",
         )
         _writer(app).put(row)
-
-
-def tell_end(app: Celery, headers: Mapping[str, Any], outcome: str, *, began: float | None = None) -> None:
-    """Send ``run_ended`` for a message that has a lock or comes from beat."""
-    if HEADER in headers or RUN_HEADER in headers:
-        signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
 
 
 def flush_ends(app: Celery) -> None:

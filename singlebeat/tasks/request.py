@@ -17,7 +17,7 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
-from .ends import outcome_of, record_end, tell_end
+from .ends import outcome_of, record_end
 from .gate import Postponed, Refused, may_start
 from .renewer import renewer_of
 
@@ -129,6 +129,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             queued = [replace(ref, nonce="") for ref in self.ticket.refs[1:]]  # the next call may wait in its place
             renewer.gate.finish_many(queued, memory=config.singlebeat_queued_ttl)
         except Postponed:
+            record_end(self, "postponed")
             return False
         except LockBackendError as exc:
             renewer.failed()
@@ -172,7 +173,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)
-            tell_end(self.app, self.request_dict, "postponed")
+            record_end(self, "postponed")
         elif isinstance(exc, Refused):
             record_end(self, "refused", str(exc))
         else:

@@ -132,6 +132,7 @@ def test_ends_of_runs_and_the_delay_of_their_starts_are_counted(app, of_worker):
     end("failure", kind="catch_up")
     end("success", kind="manual")
     end("refused")
+    end("postponed")
     end("success", retries=1)
     end("success", nominal="nonsense")
     signals.run_ended.send(sender=app, outcome="expired", began=None, headers={HEADER: {}})

@@ -10,6 +10,7 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry
+from singlebeat.locks.base import HEADER, RUN_HEADER
 from tests.support import APP, CeleryProcess, RedisServer, free_port, wait_until
 
 #: Of the locks; short, because a lost one is noticed when it is to be renewed.
@@ -85,6 +86,24 @@ def test_a_run_that_a_time_limit_ends_is_counted_and_recorded_once(worker, celer
 
     assert sample(ends("time_limit")) == 1
     assert [record["outcome"] for _, record in redis.xrange("redbeat::runs")] == ["time_limit"]
+
+
+def test_a_copy_that_waits_for_the_end_of_its_run_is_postponed_and_no_end(worker, celery, app, oracle, redis):
+    Entry("e", f"{APP}.plain", schedule(3600), args=["e", 60], run_on_start=True, app=app).save()
+    _, sample = worker("-P", "threads", "-c", "2", singlebeat_lock_lease=LEASE)
+    celery("beat", "-S", "singlebeat.Scheduler")
+    (run,) = oracle.wait_started(1, "e")
+    (lock,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+
+    headers = {HEADER: {"id": run.id, "key": lock}, RUN_HEADER: {"entry": "e"}}
+    app.send_task(run.task, ["e", 60], task_id=run.id, headers=headers)
+    wait_until(lambda: sample(ends("postponed")) >= 1, timeout=30)
+    oracle.let_go("e")
+    wait_until(lambda: sample(ends("refused")) == 1, timeout=30, what="the copy to find that it has run")
+
+    assert sample(ends("success")) == 1
+    wait_until(lambda: redis.xlen("redbeat::runs") == 2)
+    assert [record["outcome"] for _, record in redis.xrange("redbeat::runs")] == ["success", "refused"]
 
 
 def test_a_lock_server_that_is_away_is_a_metric(worker, own_server):
