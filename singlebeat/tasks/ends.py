@@ -49,10 +49,10 @@ _OUTCOMES = {
     Terminated: "terminated",
 }
 
-#: Every word for an end; ``refused``: an equal call runs, or this one has run; ``postponed``: its message was sent
-#: again to wait for its turn, and ends another time.
+#: Every word for an end; ``duplicate_refused``: an equal call runs, or this one has run; ``postponed``: its
+#: message was sent again to wait for its turn, and ends another time.
 OUTCOMES = (
-    *("success", "failure", *_OUTCOMES.values(), "refused", "postponed"),
+    *("success", "failure", *_OUTCOMES.values(), "duplicate_refused", "postponed"),
     *("revoked", "expired", "unknown_task"),
 )
 

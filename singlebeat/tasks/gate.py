@@ -32,7 +32,7 @@ class Postponed(Ignore):  # type: ignore[misc]
 
 
 class Refused(Ignore):  # type: ignore[misc]
-    """The run must not start: an equal call runs, or this one has run."""
+    """The run must not start: an equal call holds its lock, or this one has run."""
 
 
 class Run(Mapping[str, Any]):
@@ -117,7 +117,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
             expiry=task.effective_lock_expiry,
         )
         if not may_start(task, ticket, holder, request):
-            raise Refused(f"{holder.verdict}: {holder}")
+            raise Refused(f"held by {holder}")
         payloads = backend.finish_many([replace(ref, nonce="") for ref in ticket.refs[1:]], memory=memory)
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":

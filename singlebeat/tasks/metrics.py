@@ -93,7 +93,7 @@ class Metrics:
         # A retry is not late: it is sent to begin when it does.
         if began is None or not isinstance(header, Mapping) or (headers or {}).get("retries"):
             return
-        if outcome in {"refused", "postponed"} or header.get("kind") not in ON_TIME:
+        if outcome in {"duplicate_refused", "postponed"} or header.get("kind") not in ON_TIME:
             return
         with suppress(KeyError, ValueError):  # the message may be anybody's
             self._delays.observe(max(0.0, began - datetime.fromisoformat(str(header["nominal"])).timestamp()))

@@ -25,6 +25,9 @@ __all__ = ("Request",)
 
 logger = get_logger(__name__)
 
+#: The end of a message that was not to run.
+DUPLICATE_REFUSED = "duplicate_refused"
+
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5
 
@@ -52,7 +55,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
         if not self.begin_for_plain_task():
             self.acknowledge()
             task_ready(self)
-            record_end(self, "refused", "an equal call runs, or this one has run")
+            record_end(self, DUPLICATE_REFUSED, "an equal call runs, or this one has run")
             raise TaskRevokedError(self.id)
         return execute(self, *args, **kwargs)
 
@@ -174,10 +177,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._over = True
             renewer_of(self.app).forget(self)
             record_end(self, "postponed")
-        elif isinstance(exc, Refused):
-            record_end(self, "refused", str(exc))
         else:
-            record_end(self, outcome_of(exc), repr(exc))
+            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), repr(exc))
         limit = isinstance(exc, celery_request.TimeLimitExceeded)
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)

@@ -131,7 +131,7 @@ def test_ends_of_runs_and_the_delay_of_their_starts_are_counted(app, of_worker):
     end("success")
     end("failure", kind="catch_up")
     end("success", kind="manual")
-    end("refused")
+    end("duplicate_refused")
     end("postponed")
     end("success", retries=1)
     end("success", nominal="nonsense")

@@ -58,7 +58,7 @@ def test_runs_and_locks_are_counted_in_the_main_process(pool, worker, celery, ap
     app.send_task(f"{APP}.single", ["one", 60])
     oracle.wait_started(1, "one")
     app.send_task(f"{APP}.single", ["one", 60])
-    wait_until(lambda: sample(ends("refused")) == 1, timeout=30)
+    wait_until(lambda: sample(ends("duplicate_refused")) == 1, timeout=30)
     assert sample('locks_held{state="running"}') == 1
     assert sample(ends("ignored")) == 0
 
@@ -99,11 +99,11 @@ def test_a_copy_that_waits_for_the_end_of_its_run_is_postponed_and_no_end(worker
     app.send_task(run.task, ["e", 60], task_id=run.id, headers=headers)
     wait_until(lambda: sample(ends("postponed")) >= 1, timeout=30)
     oracle.let_go("e")
-    wait_until(lambda: sample(ends("refused")) == 1, timeout=30, what="the copy to find that it has run")
+    wait_until(lambda: sample(ends("duplicate_refused")) == 1, timeout=30, what="the copy to find that it has run")
 
     assert sample(ends("success")) == 1
     wait_until(lambda: redis.xlen("redbeat::runs") == 2)
-    assert [record["outcome"] for _, record in redis.xrange("redbeat::runs")] == ["success", "refused"]
+    assert [record["outcome"] for _, record in redis.xrange("redbeat::runs")] == ["success", "duplicate_refused"]
 
 
 def test_a_lock_server_that_is_away_is_a_metric(worker, own_server):
