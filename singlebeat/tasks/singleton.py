@@ -209,7 +209,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
         logger.info("%s is a duplicate of %s: not sent", self.name, holder)
-        signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs)
+        signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs, at="send")
         if overlap is Overlap.RAISE:
             raise DuplicateTaskError(
                 f"an equal call of {self.name} is queued or running as task {holder.task_id}", holder.task_id
