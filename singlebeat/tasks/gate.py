@@ -176,7 +176,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         later = replace(ticket, waited=min(ticket.waited + 1, 10))
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
-    signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs)
+    signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
     return False
 

@@ -68,6 +68,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     ticket: Ticket | None = None
     #: The renewer has seen that this delivery is the run which holds the lock.
     seen_running = False
+    #: Its end was told: Celery reports a hard time limit twice.
+    end_told = False
     _over = False
     _cancelled = False
 
@@ -130,6 +132,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             queued = [replace(ref, nonce="") for ref in self.ticket.refs[1:]]  # the next call may wait in its place
             renewer.gate.finish_many(queued, memory=config.singlebeat_queued_ttl)
         except Postponed:
+            record_end(self, "postponed")
             return False
         except LockBackendError as exc:
             renewer.failed()
@@ -177,6 +180,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)
+            record_end(self, "postponed")
         else:
             record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), repr(exc))
         limit = isinstance(exc, celery_request.TimeLimitExceeded)

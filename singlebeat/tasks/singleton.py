@@ -213,7 +213,7 @@ class Singleton(Task):  # type: ignore[misc]
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
         about = {"task": self.name, "holder": holder.task_id, "state": holder.state}
         log.info("%(task)s is a duplicate of task %(holder)s: not sent", event="duplicate", **about)
-        signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs)
+        signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs, at="send")
         if overlap is Overlap.RAISE:
             message = f"an equal call of {self.name} is queued or running as task {holder.task_id}"
             raise DuplicateTaskError(message, holder.task_id, holder)

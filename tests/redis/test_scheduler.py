@@ -866,13 +866,13 @@ def test_one_leads_and_the_other_stands_by_and_follows(bench, caplog):
     assert "this beat leads event=leadership_gained term=2 leader=" in caplog.text
 
 
-def test_a_standby_writes_nothing(bench):
+def test_a_standby_writes_only_that_it_stands_by(bench):
     bench.conf["beat_schedule"] = {"theirs": {"task": PLAIN, "schedule": 60}}
     bench.redis.set(LOCK, "another", px=60_000)
 
     bench.scheduler().tick()
 
-    assert bench.redis.keys() == [LOCK]
+    assert set(bench.redis.keys()) == {LOCK, "redbeat::standbys"}
 
 
 @pytest.mark.parametrize("loss", ["stolen", "not trusted"])
