@@ -26,10 +26,11 @@ class ConfigError(SinglebeatError, ClickException):
 class DuplicateTaskError(SinglebeatError):
     """An equal call is queued or running, and the caller asked for an error (``raise_on_duplicate``)."""
 
-    def __init__(self, message: str, task_id: str) -> None:
+    def __init__(self, message: str, task_id: str, holder: object = None) -> None:
         # Both in args: Celery pickles errors between processes, and pickle calls the class with args.
         super().__init__(message, task_id)
         self.message, self.task_id = message, task_id
+        self.holder = holder  #: all that is known of it
 
     def __str__(self) -> str:
         return self.message

@@ -11,10 +11,9 @@ from itertools import dropwhile, islice
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from celery.utils.log import get_logger
-
 from ..connections import schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
+from ..log import Log
 from ..lua import packed, script
 from ..overlap import Overlap
 from .backfill import Span
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Schedule",)
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: Seconds between two looks whether an entry's last occurrence is confirmed.
 POLL_INTERVAL = 0.05
@@ -217,7 +216,7 @@ class Schedule:
                 try:
                     yield self._entry(key.removeprefix(self.keys.prefix), fields)
                 except EntryError as exc:
-                    logger.warning("%s is left out: %s", key.encode(errors="backslashreplace").decode(), exc)
+                    log.warning("%(entry)s is left out", event="left_out", entry=key, reason=exc)
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
         """Return the last decisions about an entry, or about all, with the ends of their runs; the last one first."""

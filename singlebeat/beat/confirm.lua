@@ -19,6 +19,7 @@ local done = {}  -- members that are pending no longer
 
 local function confirm(entry, member, occurrence, meta, r)
   local stored = redis.pcall("HMGET", entry, "pending", "history")
+  local is_hash = not stored.err
   if occurrence ~= "" and stored[1] ~= occurrence then
     return 0
   end
@@ -38,7 +39,7 @@ local function confirm(entry, member, occurrence, meta, r)
     changes[#changes + 1] = "history"
     changes[#changes + 1] = string.sub(line .. "\n" .. (stored[2] or ""), 1, bytes)
   end
-  if #changes > 0 then
+  if #changes > 0 and is_hash then
     redis.call("HSET", entry, unpack(changes))
   end
   return 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from celery.beat import SchedulingError
-from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
 from ..config import Config
@@ -19,9 +19,11 @@ from ..errors import ConfigError, DuplicateTaskError, LockBackendError
 from ..locks import backend_of, time_to_start
 from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
 from ..locks.key import readable
+from ..log import Log
 from ..overlap import Overlap
 from ..tasks.claim import claim
 from .given import evaluated
+from .journal import tell
 from .occurrence import Decision, Occurrence, Outcome
 from .plain import PlainTask
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ("RETRY_AFTER", "Dispatcher")
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 #: Seconds after which an occurrence that was claimed and not confirmed is taken up by whoever sees it.
 RETRY_AFTER = 30.0
@@ -130,9 +132,9 @@ class Dispatcher:
             delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
             self.store.postpone(dict.fromkeys(unsent, now + timedelta(seconds=delay)))
 
-    def _publish(self, message: _Message) -> str:
-        """Send the task of an entry; return what holds its lock if it takes one only now and has not got it."""
-        entry, occurrence, lock = message.entry, message.occurrence, None
+    def _publish(self, message: _Message) -> tuple[Outcome, str]:
+        """Send the task of an entry; return what came of it, and what holds its lock if it takes one only now."""
+        entry, occurrence, lock, waits_for = message.entry, message.occurrence, None, None
         if message.claims is not None:
             task, overlap = message.claims
             try:
@@ -142,34 +144,42 @@ class Dispatcher:
             except LockBackendError as exc:
                 raise SchedulingError(str(exc)) from exc
             if isinstance(ticket, Holder):
-                return "" if ticket.task_id == occurrence.id else str(ticket)
+                sent_before = ticket.task_id == occurrence.id
+                return (Outcome.DISPATCHED, "") if sent_before else (Outcome.SKIPPED_OVERLAP, str(ticket))
             entry.options["headers"][HEADER] = ticket.header()
-            lock = Ref(taken, occurrence.id) if taken else None
+            lock, waits_for = Ref(taken, occurrence.id) if taken else None, ticket.waits_for
         try:
             result = self._send(entry)
         except SchedulingError as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
-                return f"task {exc.__context__.task_id}"
+                return Outcome.SKIPPED_OVERLAP, str(exc.__context__.holder or f"task {exc.__context__.task_id}")
             if lock is not None:
                 self._release(lock)
             raise
-        logger.debug("Scheduler: %s sent. id->%s", entry.task, getattr(result, "id", None))
-        other = getattr(result, "is_duplicate", False) and result.id != entry.options["task_id"]
-        return f"task {result.id}" if other else ""
+        if getattr(result, "is_duplicate", False) and result.id != entry.options["task_id"]:
+            return Outcome.SKIPPED_OVERLAP, str(getattr(result, "holder", None) or f"task {result.id}")
+        log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
+        waits_for = waits_for or getattr(result, "waits_for", None)
+        return (Outcome.BUFFERED, str(waits_for)) if waits_for else (Outcome.DISPATCHED, "")
 
     def _failed(self, server: str, exc: Exception) -> None:
         self._failures = min(self._failures + 1, 10)
         self._forget_broker()
         if self._failures == 1:
-            logger.error("Scheduler: Message Error: %s; what is due stays pending until %s answers", exc, server)
+            log.error(
+                "Scheduler: Message Error: what is due stays pending until %(server)s answers",
+                event="unreachable",
+                server=server,
+                reason=exc,
+            )
 
     def _give_up(self, message: _Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
         entry, occurrence = message.entry, message.occurrence
-        logger.error("Scheduler: Message Error: %s cannot be sent: %s", entry.name, exc, exc_info=exc)
         if message.ticket is not None:
             self._release(message.ticket.run)
         decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, repr(exc.__context__ or exc))
+        tell(decision, detail="".join(traceback.format_exception(exc)))
         return message.stored, decision, message.past.without(occurrence)
 
     def _release(self, lock: Ref) -> None:
@@ -226,7 +236,7 @@ class Dispatcher:
         try:
             key = self._key(message, task)
         except TypeError as exc:
-            logger.warning("beat: %s is sent without a lock: %s", entry.name, exc)
+            log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
         else:
             message.ticket = Ticket(message.occurrence.id, key, queued=key)
 
@@ -246,7 +256,7 @@ class Dispatcher:
         except ConfigError as exc:
             seen, why = False, str(exc)
         if not seen and not self._said_unlocked:
-            logger.warning("beat: Tasks that are no Singleton are sent without a lock: %s", why)
+            log.warning("beat: Tasks that are no Singleton are sent without a lock", event="unlocked", reason=why)
         self._said_unlocked = not seen
         return seen
 
@@ -273,17 +283,18 @@ class Dispatcher:
             SchedulingError: it could not be sent and must be tried again.
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
-        held_by = str(holder) if holder is not None and holder.verdict is Verdict.HELD else ""
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:
-            logger.error("beat: %s is sent without its lock: %s", entry.name, unusable(message.ticket.key))
+            why = unusable(message.ticket.key)
+            log.error("beat: %(entry)s is sent without its lock", event="unlocked", entry=entry.name, reason=why)
             holder = None
-        if holder is None or holder.verdict is Verdict.ACQUIRED:  # else whoever claimed it has sent it already
-            logger.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
-            held_by = self._publish(message)
-        if not held_by:
-            return stored, Decision(entry.name, entry.task, occurrence, Outcome.DISPATCHED), None
-        logger.info("Scheduler: Skipping task %s (%s): held by %s", entry.name, entry.task, held_by)
+        outcome, other = Outcome.DISPATCHED, ""  # whoever has claimed it may have sent it already
+        if holder is None or holder.verdict is Verdict.ACQUIRED:
+            outcome, other = self._publish(message)
+        elif holder.verdict is Verdict.HELD:
+            outcome, other = Outcome.SKIPPED_OVERLAP, str(holder)
         # A text, for it may come from a lock or from the result of a task that took it by itself.
-        by = held_by.removeprefix("task ").partition(",")[0]
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}", by)
-        return stored, decision, message.past.without(occurrence)
+        by = other.removeprefix("task ").partition(",")[0]
+        reason = other and f"{'waits for' if outcome is Outcome.BUFFERED else 'held by'} {other}"
+        decision = Decision(entry.name, entry.task, occurrence, outcome, reason, by)
+        tell(decision)
+        return stored, decision, message.past.without(occurrence) if outcome is Outcome.SKIPPED_OVERLAP else None

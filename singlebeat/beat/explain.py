@@ -105,8 +105,10 @@ def _unrecorded(facts: Facts, record: Record | None, at: datetime) -> Iterator[s
 def _decision(facts: Facts, record: Record) -> Iterator[str]:
     when = _moment(record.nominal)
     match record.decision:
-        case "dispatched":
+        case "dispatched" | "buffered":
             yield f"The run for {when} was sent at {_moment(record.at)} as task {record.task_id}."
+            if record.decision == "buffered":
+                yield f"It met an equal call and waits for its turn: it {record.reason}."
             if record.kind == "catch_up":
                 yield "It was sent late, and stands for all times that passed before it."
             yield from _end(facts, record)
@@ -125,6 +127,10 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             )
         case "publish_failed":
             yield f"The run for {when} could not be sent, and never can: {record.reason}."
+        case "quarantined" if facts.name not in facts.state.quarantine:
+            yield f"It was set aside at {_moment(record.at)}, and is mended since: {record.reason}."
+        case "quarantined":
+            pass  # said first
         case other:
             yield f"The run for {when}: {other} ({record.reason})."
 

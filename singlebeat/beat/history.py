@@ -20,6 +20,9 @@ __all__ = ("End", "History", "Record")
 #: Records of a stream that one round trip reads.
 PAGE = 1000
 
+#: What became of a message that did not run, or not yet.
+NO_END = {"duplicate_refused", "postponed"}
+
 #: What a line in an entry's own history holds after its id, in the order of ``confirm.lua`` and ``ended.lua``.
 _OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader")
 _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
@@ -78,7 +81,7 @@ class History:
         if len(decisions) < count:
             decisions |= self._stream(self.keys.history, name)
         rows = sorted(decisions.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
-        if any(fields["id"] not in ends for _, fields in rows):
+        if any(fields["id"] and fields["id"] not in ends for _, fields in rows):
             ends = _ends(self._stream(self.keys.runs, name)) | ends
         return _joined(rows, ends)
 
@@ -92,10 +95,14 @@ class History:
 
 
 def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str, Mapping[str, str]]]:
-    """Return the last end of each task id: a run that was retried has several, and the rows begin with the last."""
+    """Return the last end of each task id: a run that was retried has several, and the rows begin with the last.
+
+    That a copy of its message was refused or put off, before or after it, is no end of a run that took place.
+    """
     ends: dict[str, tuple[str, Mapping[str, str]]] = {}
     for at, fields in rows:
-        ends.setdefault(fields["id"], (at, fields))
+        if fields["id"] not in ends or ends[fields["id"]][1].get("outcome") in NO_END:
+            ends[fields["id"]] = at, fields
     return ends
 
 

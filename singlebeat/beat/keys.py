@@ -57,3 +57,7 @@ class Keys:
     def entry(self, member: str) -> str:
         """Return the key of an entry from its member in the schedule, which may be its bare name."""
         return member if member.startswith(self.prefix) else self.prefix + member
+
+    def name(self, member: str) -> str:
+        """Return the name of an entry from its member in the schedule."""
+        return member.removeprefix(self.prefix)

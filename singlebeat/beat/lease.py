@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from celery.utils.log import get_logger
 from kombu.utils.uuid import uuid
 
 from ..connections import RedisError
+from ..log import Log
 from ..lua import script
 from .keys import LeaseKeys
 
-__all__ = ("STAY", "Lease", "Term")
+__all__ = ("STAY", "Lease", "Term", "identity")
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 #: Renewals per lease: two may fail before leadership is in danger.
 RENEWALS_PER_LEASE = 3
@@ -39,6 +39,11 @@ class Term:
 
     number: int  #: fencing number: a later term has a higher one; 0 where leadership is switched off
     token: str  #: what the lock holds during this term; empty where leadership is switched off
+
+
+def identity() -> str:
+    """Return host and pid of this process, as the history names a leader."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Lease:
@@ -122,7 +127,12 @@ class Lease:
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader)
         if script(__package__, "renew")(self._client, keys, (term.token, round(self.ttl * 1000))):
+            left = self._trusted_until - self._clock()
             self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
+            if left < self.ttl * MARGIN:
+                log.warning(
+                    "beat: Renewed the lock late: leadership was nearly lost", event="lease_nearly_lost", left=left
+                )
             return True
         if self._term is term:
             self._term = None
@@ -140,10 +150,15 @@ class Lease:
             keys = (self.keys.lock, self.keys.leader, self.keys.standbys, self.keys.resigned)
             released = script(__package__, "resign")(self._connect(), keys, (token, self._standby, 0))
         except RedisError as exc:
-            logger.warning("beat: Could not release the lock, it ends within %.0f s: %s", self.ttl, exc)
+            log.warning(
+                "beat: Could not release the lock, it ends within %(ttl)g s",
+                event="lock_kept",
+                ttl=self.ttl,
+                reason=exc,
+            )
         else:
             if released:
-                logger.info("beat: Released lock")
+                log.info("beat: Released lock", event="lock_released", leader=identity())
 
     def leader(self) -> Mapping[str, str]:
         """Return who leads (host, pid, since, term), empty if nobody does."""
@@ -158,4 +173,5 @@ class Lease:
             try:
                 self.renew()
             except RedisError as exc:
-                logger.warning("beat: Could not renew the lock: %s", exc)
+                left = self._trusted_until - self._clock()
+                log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=exc)

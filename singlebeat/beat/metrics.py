@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from celery.utils.log import get_logger
-
 from .. import signals
 from ..config import Config
 from ..connections import RedisError
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
+from ..log import Log
 from .occurrence import Kind, Outcome
 from .state import State
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Metrics",)
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 #: Seconds without a tick after which a beat is not healthy.
 HEALTHY_FOR = 30.0
@@ -82,7 +81,7 @@ class Metrics:
         try:
             metrics.serve(config.singlebeat_metrics_host, config.singlebeat_metrics_port)
         except OSError as exc:  # beat goes on: sending is worth more than counting
-            logger.error("beat: Metrics are not served: %s", exc)  # noqa: TRY400 - the reason is all there is to say
+            log.error("beat: Metrics are not served", event="metrics_not_served", reason=exc)  # noqa: TRY400 - as above
         return metrics
 
     def serve(self, host: str, port: int) -> None:
@@ -142,7 +141,7 @@ class Metrics:
 
     def _decided(self, decision: Any = None, **_: Any) -> None:
         self._decisions.labels(decision.outcome.value, decision.occurrence.kind.value).inc()
-        if decision.occurrence.is_scheduled and decision.outcome.value == "dispatched":
+        if decision.occurrence.is_scheduled and decision.outcome.value in {"dispatched", "buffered"}:
             self._lateness.observe(max(0.0, time.time() - decision.occurrence.nominal))
 
     def _ticked(self, seconds: float = 0.0, **_: Any) -> None:

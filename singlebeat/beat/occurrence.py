@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
 from ..errors import EntryError
+from ..log import instant, without_passwords
 from ..overlap import Overlap
 
 __all__ = ("Decision", "Kind", "Occurrence", "Outcome")
@@ -24,10 +24,12 @@ class Outcome(StrEnum):
     """What beat decided about an occurrence."""
 
     DISPATCHED = "dispatched"  #: its message was sent
+    BUFFERED = "buffered"  #: its message was sent, and waits for the end of an equal call
     SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
     PAUSED = "paused"  #: its entry is paused or disabled
     MISSED = "missed"  #: it was later than its misfire grace time allows
     PUBLISH_FAILED = "publish_failed"  #: its message can never be sent
+    QUARANTINED = "quarantined"  #: its entry cannot be used, and waits to be mended
 
 
 class Kind(StrEnum):
@@ -75,11 +77,11 @@ class Occurrence:
 
     def header(self, entry: str) -> dict[str, Any]:
         """Return what the message carries under ``RUN_HEADER``; instants in ISO 8601."""
-        previous = None if self.previous is None else _iso(self.previous)
+        previous = None if self.previous is None else instant(self.previous)
         return {
             "entry": entry,
             "occurrence": self.id,
-            "nominal": _iso(self.nominal),
+            "nominal": instant(self.nominal),
             "previous": previous,
             "kind": str(self.kind),
         }
@@ -108,7 +110,7 @@ class Occurrence:
             nominal, previous, overlap = float(raw["nominal"]), raw.get("previous"), raw.get("overlap")
             previous = None if previous is None else float(previous)
             for seconds in (nominal, previous):
-                _iso(seconds or 0.0)  # else it cannot be sent
+                instant(seconds or 0.0)  # else it cannot be sent
             return cls(
                 str(raw["id"]),
                 nominal,
@@ -137,10 +139,10 @@ class Decision:
         record = (
             self.entry,
             self.task,
-            _iso(occurrence.nominal),
+            instant(occurrence.nominal),
             occurrence.kind.value,
             self.outcome.value,
-            _printable(self.reason)[:LONGEST_REASON],
+            _printable(without_passwords(self.reason))[:LONGEST_REASON],
             occurrence.id,
             str(term),
             self.holder,
@@ -152,8 +154,3 @@ class Decision:
 
 def _printable(text: str) -> str:
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
-
-
-@lru_cache(maxsize=1024)  # many entries are due at the same times
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

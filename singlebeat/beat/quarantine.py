@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from celery.utils.log import get_logger
-
 from .. import signals
+from ..log import Log
 from .entry import PARKED
+from .occurrence import Decision, Occurrence, Outcome
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Quarantine",)
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 #: Entries that are looked at again in one tick.
 RECHECKED_PER_TICK = 100
@@ -31,7 +31,13 @@ class Quarantine:
     def __init__(self, app: Celery, client: Any, keys: Keys) -> None:
         self.app, self.client, self.keys = app, client, keys
         self._known: dict[str, str] = {}
+        self._decided: list[Decision] = []
         self._turn = 0
+
+    def decided(self) -> Sequence[Decision]:
+        """Return what was set aside since the last call, once for each reason, for the history."""
+        decided, self._decided = self._decided, []
+        return decided
 
     def put(self, member: str, reason: str, *, due: bool) -> None:
         """Set an entry aside; said once per reason.
@@ -39,16 +45,24 @@ class Quarantine:
         Args:
             due: it is among those that are due, and so must be parked.
         """
-        news = self._known.get(member) != reason
+        news, name = self._known.get(member) != reason, self.keys.name(member)
         if news:
-            logger.error("beat: Entry %s cannot be used and waits to be mended: %s", _printable(member), reason)
+            about = {"entry": name, "key": self.keys.entry(member), "reason": reason}
+            log.error("beat: Entry %(key)s cannot be used and waits to be mended", event="quarantined", **about)
             self._known[member] = reason
             signals.entry_set_aside.send(sender=self.app, entry=member, reason=reason)
         if not news and not due:
             return
-        since = datetime.now(UTC).isoformat(timespec="seconds")
+        now = datetime.now(UTC)
+        record = {"reason": reason, "since": now.isoformat(timespec="seconds")}
+        before = _record(self.client.hget(self.keys.quarantine, member))
+        if before.get("reason") == reason:  # the beat before this one has recorded it
+            record = before
+        else:
+            # Without an id: when the entry is mended, it may still run for its time.
+            self._decided.append(Decision(name, "", Occurrence("", now.timestamp()), Outcome.QUARANTINED, reason))
         with self.client.pipeline() as pipe:
-            pipe.hset(self.keys.quarantine, member, json.dumps({"reason": reason, "since": since}))
+            pipe.hset(self.keys.quarantine, member, json.dumps(record))
             pipe.zadd(self.keys.schedule, {member: PARKED}, xx=True)
             pipe.zrem(self.keys.pending, member)
             pipe.execute()
@@ -66,7 +80,8 @@ class Quarantine:
 
     def lift(self, member: str, *, has_pending: bool) -> None:
         """Take an entry up again that is mended, with the occurrence of it that was not confirmed."""
-        logger.info("beat: Entry %s is mended", _printable(member))
+        about = {"entry": self.keys.name(member), "key": self.keys.entry(member)}
+        log.info("beat: Entry %(key)s is mended", event="entry_mended", **about)
         signals.entry_mended.send(sender=self.app, entry=member)
         self._known.pop(member, None)
         with self.client.pipeline() as pipe:
@@ -77,5 +92,8 @@ class Quarantine:
             pipe.execute()
 
 
-def _printable(member: str) -> str:
-    return member.encode(errors="backslashreplace").decode()
+def _record(text: str | None) -> dict[str, str]:
+    try:
+        return dict(json.loads(text or "{}"))
+    except (ValueError, TypeError):  # anybody may write there
+        return {}

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from celery.utils.log import get_logger
-
 from ..errors import ConflictError, EntryError
 from ..lua import packed, script
 from .codec import Meta
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from .keys import Keys
 
 __all__ = ("save_entries",)
-
-logger = get_logger("celery.beat")
 
 #: Entries that one round trip reads or writes.
 BATCH = 500

@@ -11,19 +11,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery.beat import SchedulingError
-from celery.utils.log import get_logger
 from redbeat import RedBeatScheduler
 
 from .. import signals
 from ..config import Config
 from ..connections import RedisError, masked, schedule_client, schedule_url
 from ..errors import LockBackendError
+from ..log import Log
 from .decide import claim_for, missed, too_late
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import Entry as BeatEntry
 from .entry import prepare
+from .journal import tell
 from .keys import Keys
-from .lease import Lease, Term
+from .lease import Lease, Term, identity
 from .metrics import Metrics
 from .statics import Statics
 from .store import Claim, Claimed, Due, Store, Stored
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Scheduler",)
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 #: Longest sleep of the leader in seconds: how late a change that somebody writes into Redis may be noticed.
 POLL_INTERVAL = 1.0
@@ -50,6 +51,9 @@ TROUBLE_INTERVAL = 1.0
 
 #: Seconds after trouble until what is claimed and not confirmed is taken up.
 RECHECK_AFTER = 2.0
+
+#: Seconds from which a tick is slow: it keeps what is due after it waiting.
+SLOW_TICK = 10.0
 
 #: Shortest sleep: a tick that returns 0 keeps Celery from its own work.
 SHORTEST_SLEEP = 0.001
@@ -130,7 +134,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             Seconds to sleep until the next tick.
         """
         if is_orphan():
-            logger.critical("beat: The worker's main process is gone: this beat ends")
+            log.critical("beat: The worker's main process is gone: this beat ends", event="orphaned")
             self.close()
             raise SystemExit(1)
         if self._closed:
@@ -146,9 +150,12 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False
-            signals.tick_ended.send(sender=self.app, seconds=time.monotonic() - began)
+            seconds = time.monotonic() - began
+            signals.tick_ended.send(sender=self.app, seconds=seconds)
+            if seconds > SLOW_TICK:
+                log.warning("beat: A tick was slow", event="tick_ended", seconds=seconds)
         if self._in_trouble:
-            logger.info("beat: Redis answers again")
+            log.info("beat: Redis answers again", event="recovered")
             self._in_trouble = ""
         return delay
 
@@ -170,7 +177,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at))
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
         if due.statics_gone and self.app.conf.beat_schedule:
-            logger.warning("beat: The schedule has vanished from Redis: installing beat_schedule again")
+            log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")
             self.setup_schedule()
             return SHORTEST_SLEEP
         if due.more:
@@ -181,7 +188,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
 
     def _lead(self, term: Term) -> None:
         if term.token:
-            logger.info("beat: Acquired lock: this beat leads, term %d", term.number)
+            about = {"term": term.number, "leader": identity()}
+            log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **about)
         self.store.check_eviction()
         self.setup_schedule()
         self._term, self._standing_by = term, False
@@ -189,20 +197,21 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
 
     def _stand_by(self) -> None:
         if self._term is not None:
-            logger.warning("beat: Lost the lock: this beat stands by")
+            log.warning("beat: Lost the lock: this beat stands by", event="leadership_lost", term=self._term.number)
             signals.leadership_lost.send(sender=self.app, term=self._term, reason="lost")
             self._term = None
         if not self._standing_by and not self._closed:
             self._standing_by = True
             leader = self.lease.leader()
-            name = f"{leader['host']}, pid {leader['pid']}, since {leader['since']}" if leader else "another beat"
-            logger.info("beat: Standing by: %s leads", name)
+            name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
+            about = {"term": leader.get("term"), "since": leader.get("since")}
+            log.info("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **about)
 
     def _trouble(self, text: str) -> None:
         # What was claimed before it may not have been sent; but let the workers tell first what they ran meanwhile.
         self._recheck_at = time.monotonic() + RECHECK_AFTER
         if text != self._in_trouble:
-            logger.error("beat: %s; trying again every %g s", text, TROUBLE_INTERVAL)
+            log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
             self._in_trouble = text
 
     def _work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
@@ -211,11 +220,15 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None]
         late = [taken for taken in pending if too_late(taken[0], taken[1], now)]
-        self.store.confirm([(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late], term)
+        gone = [(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late]
+        self.store.confirm(gone, term)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
         done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]
-        self.store.record([claim.decision for claim in done if claim.decision is not None], term)
+        decisions = [claim.decision for claim in done if claim.decision is not None]
+        self.store.record([*self.store.quarantine.decided(), *decisions], term)
+        for decision in (*(decision for _, decision, _ in gone), *decisions):
+            tell(decision)
         fresh = [(c.stored, c.occurrence, c.meta or c.stored.meta) for c in done if c.occurrence]
         self.dispatcher.dispatch([taken for taken in pending if taken not in late] + fresh, term, now)
         return [claim.next_score for claim in done if claim.next_score >= 0]
@@ -225,7 +238,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             try:
                 yield claim_for(stored, now, zone=self.app.timezone, prefix=self.store.keys.prefix)
             except Exception:  # a user's own schedule class may do anything: it harms nobody else
-                logger.exception("beat: Cannot calculate the next run of %s", stored.member)
+                name = stored.entry.name
+                log.exception("beat: Cannot calculate the next run of %(entry)s", event="not_calculated", entry=name)
 
     def apply_async(self, entry: BeatEntry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
         """Send the task of an entry.
@@ -273,7 +287,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             try:
                 entries[name] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
-                logger.exception("beat: Cannot add entry %r to the schedule: %r", name, given)
+                about = {"entry": name, "given": given}
+                log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)
         return self.statics.install(entries, datetime.now(UTC))
 
     def add(self, **kwargs: Any) -> BeatEntry:

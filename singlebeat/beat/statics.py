@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from celery.utils.log import get_logger
-
+from ..log import Log
 from .keys import Keys
 from .save import save_entries
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Statics",)
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 
 class Statics:
@@ -43,7 +42,7 @@ class Statics:
         with self.client.pipeline() as pipe:
             for name in set(known) - set(names):
                 if owners.get(name, self.owner) == self.owner:
-                    logger.info("beat: Removing old static schedule entry '%s'.", name)
+                    log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
                     pipe.zrem(keys.schedule, keys.prefix + name)
                     pipe.delete(keys.prefix + name)
                     pipe.zrem(keys.pending, keys.prefix + name)
@@ -62,6 +61,9 @@ class Statics:
         its next time.
         """
         results = save_entries(self.client, self.keys, entries, now, keep_disabled=True)
-        for problem in filter(None, results.values()):
-            logger.error("beat: Cannot add the entry to the schedule: %s", problem)
+        for name, problem in results.items():
+            if problem is not None:
+                log.error(
+                    "beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", entry=name, reason=problem
+                )
         return [name for name, problem in results.items() if problem is None]

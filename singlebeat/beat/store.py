@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -14,15 +12,15 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from celery.utils.log import get_logger
-
 from .. import signals
 from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, EntryError
+from ..log import Log
 from ..lua import packed, script
 from .entry import Entry, Meta
 from .keys import Keys
+from .lease import identity
 from .occurrence import Decision, Occurrence
 from .policy import Policy
 from .quarantine import Quarantine
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ("LONGEST_STEP_BACK", "Claim", "Claimed", "Due", "Store", "Stored")
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 #: Entries that one round trip reads or writes.
 BATCH = 500
@@ -133,7 +131,8 @@ class Store:
         )
         if check == "raise":
             raise ConfigError(text)
-        logger.log(logging.ERROR if check == "error" else logging.WARNING, "beat: %s", text)
+        level = logging.ERROR if check == "error" else logging.WARNING
+        log.write(level, "beat: The schedule is not safe", event="may_evict", reason=text)
 
     def due(self, now: datetime, *, all_pending: bool) -> Due:
         """Read what is due: two round trips, however many entries there are.
@@ -174,7 +173,8 @@ class Store:
 
     def _look_again(self, now: datetime) -> None:
         """Make those entries due that a clock has moved on which was wrong: a tick then counts them from now."""
-        logger.warning("beat: The clock was set back from %s to %s", self._latest, now)
+        about = {"before": self._latest, "now": now}
+        log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
         waiting = self.client.zrangebyscore(self.keys.schedule, f"({now.timestamp()!r}", "+inf")
         for at in range(0, len(waiting), BATCH):
             found = self._read(waiting[at : at + BATCH], {}, (), now)
@@ -265,7 +265,7 @@ class Store:
         if not decisions:
             return
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
-        leader = f"{socket.gethostname()}:{os.getpid()}"
+        leader = identity()
         rows = packed((*row, decision.values(term.number, leader)) for *row, decision in decisions)
         script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
         for *_, decision in decisions:

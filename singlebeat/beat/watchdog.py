@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Callable
 
 from billiard.process import current_process
-from celery.utils.log import get_logger
+
+from ..log import Log
 
 __all__ = ("Watchdog", "is_orphan")
 
-logger = get_logger("celery.beat")
+log = Log("celery.beat")
 
 #: Looks per timeout.
 LOOKS = 60
@@ -52,8 +53,11 @@ class Watchdog:
             self._looks += 1
             if self._stopped:
                 return
-        logger.critical(
-            "beat: No progress for %g s: this beat ends, so that another one takes over\n%s", self.timeout, _stacks()
+        log.critical(
+            "beat: No progress for %(seconds)g s: this beat ends, so that another one takes over",
+            event="stuck",
+            seconds=self.timeout,
+            detail=_stacks(),
         )
         self._end(1)
 

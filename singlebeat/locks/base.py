@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
@@ -109,6 +109,7 @@ class Ticket:
     waited: int = 0  #: how often it has waited
     generation: int = 0
     nonce: str = ""
+    waits_for: Holder | None = field(default=None, compare=False)  #: at the call; the message does not tell
 
     @classmethod
     def of_message(cls, headers: Mapping[str, Any], task_id: str | None) -> Ticket | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import LockBackendError
@@ -68,14 +69,14 @@ def claim(
     if holder.task_id == task_id:  # it was sent before
         return holder, ""
     if must_be_sent or overlap is Overlap.BUFFER_ALL:
-        return otherwise, ""
+        return replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
     if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:
         task.app.control.revoke(holder.task_id, terminate=overlap is Overlap.TERMINATE_OTHER)
     elif overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and task.unique_on is None):
         return holder, ""
     serializer = options.get("serializer") or task.serializer
     payload = "" if task.unique_on is None else encode_arguments(args, kwargs, serializer)
-    holder = acquire(behind, payload=payload, replace="payload")
-    if holder.verdict is not Verdict.ACQUIRED:
-        return holder, ""
-    return Ticket(task_id, key, behind, waits=True), behind
+    following = acquire(behind, payload=payload, replace="payload")
+    if following.verdict is not Verdict.ACQUIRED:
+        return following, ""
+    return Ticket(task_id, key, behind, waits=True, waits_for=holder), behind

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Ignore, Reject, Retry
-from celery.utils.log import get_logger
 
 from .. import signals
 from ..config import Config
 from ..locks.base import HEADER, RUN_HEADER
+from ..log import Log, without_passwords
 from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ("OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message")
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: Ends that are written in one step; what comes faster is dropped.
 BATCH, MOST = 500, 10_000
@@ -92,7 +92,7 @@ def record_end_of_message(
             str(header["entry"]),
             str(headers.get("id")),
             outcome,
-            reason[:LONGEST_REASON],
+            without_passwords(reason)[:LONGEST_REASON],
             datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else "",
             f"{max(0.0, time.time() - began):.3f}" if began else "",
             worker or "",
@@ -140,7 +140,13 @@ class _Writer:
                 if rows and time.monotonic() >= self._silent_until:
                     self._write(rows)
             except Exception as exc:  # the outer edge of the thread: no Redis, or no schedule in it
-                logger.warning("the ends of %d runs, and those of %g s, are not recorded: %s", len(rows), PAUSE, exc)
+                log.warning(
+                    "the ends of %(runs)d runs, and those of %(seconds)g s, are not recorded",
+                    event="ends_not_recorded",
+                    runs=len(rows),
+                    seconds=PAUSE,
+                    reason=exc,
+                )
                 self._silent_until = time.monotonic() + PAUSE
             for each in news:
                 if isinstance(each, threading.Event):

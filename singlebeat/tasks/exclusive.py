@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from celery import Task, current_app
 from celery.local import Proxy
-from celery.utils.log import get_logger
 from kombu.utils.uuid import uuid
 
 from .. import signals
 from ..errors import LockBackendError
 from ..locks.base import Holder, Ref, Renewal, Verdict
 from ..locks.key import lock_key, readable
+from ..log import Log
 from .keeper import Keeper, keeper_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Exclusive", "exclusive")
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: What a lock that is taken outside of every task shows instead of the task's name.
 NO_TASK = "singlebeat.exclusive"
@@ -111,7 +111,13 @@ class Exclusive:
         try:
             self._keeper.backend.finish_many([self.ref], memory=NO_MEMORY)
         except Exception as exc:  # backends raise what they like, and how the body ended matters more
-            logger.warning("the exclusive lock %r stays until its lease ends: %s", self.key, exc)
+            log.warning(
+                "the exclusive lock '%(key)s' stays until its lease ends",
+                event="lock_kept",
+                key=self.key,
+                id=self.ref.task_id,
+                reason=exc,
+            )
 
     def __bool__(self) -> bool:
         return self._keeper is not None
@@ -148,7 +154,13 @@ class Exclusive:
         return time.monotonic() >= self._renewed_at + self.lease
 
     def _tell_lost(self) -> None:
-        logger.warning("the exclusive lock %r was lost in %s: somebody else may hold it", self.key, self.ref.task_id)
+        log.warning(
+            "the exclusive lock '%(key)s' was lost: somebody else may hold it",
+            event="lock_lost",
+            key=self.key,
+            task=self.name,
+            id=self.ref.task_id,
+        )
         signals.lock_lost.send(sender=self.name, ref=self.ref)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -169,7 +181,14 @@ class Exclusive:
             with exclusive(_key_of(self.key, bound), app=self._app, lease=self._lease) as lock:
                 if lock:
                     return function(*args, **kwargs)
-            logger.info("%s is skipped: %r is held by %s", function.__qualname__, lock.key, lock.holder)
+            log.info(
+                "%(function)s is skipped",
+                event="duplicate",
+                function=function.__qualname__,
+                key=lock.key,
+                holder=lock.holder.task_id,
+                reason=f"held by {lock.holder}",
+            )
             return None
 
         guarded.__signature__ = signature  # type: ignore[attr-defined]  # Celery checks the arguments of calls by it

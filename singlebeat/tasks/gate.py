@@ -9,7 +9,6 @@ from typing import Any
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
-from celery.utils.log import get_logger
 
 from .. import signals
 from ..config import Config
@@ -17,11 +16,12 @@ from ..errors import LockBackendError
 from ..locks import backend_of
 from ..locks.base import HEADER, RUN_HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
+from ..log import Log
 from .policy import decode_arguments, has_continuations
 
 __all__ = ("Postponed", "Refused", "Run", "may_start", "run_under_lock")
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: Seconds that a message waits for a lock that another call holds: doubled each time, up to the second figure.
 FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
@@ -122,7 +122,13 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":
             _postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
-        logger.warning("%s[%s] runs without its lock: %s", task.name, request.id, exc)
+        log.warning(
+            "%(task)s[%(id)s] runs without its lock",
+            event="unlocked",
+            task=task.name,
+            id=request.id,
+            reason=exc,
+        )
         return Run(task, ticket, 0), None
     return Run(task, ticket, holder.fence), decode_arguments(payloads[0]) if any(payloads) else None
 
@@ -131,7 +137,12 @@ def _finish(task: Any, ticket: Ticket) -> None:
     try:
         backend_of(task.app).finish_many([ticket.run], memory=Config.of(task.app).singlebeat_queued_ttl, ran=True)
     except LockBackendError as exc:  # the main process tries again, and then the lease ends by itself
-        logger.warning("the lock of task %s stays until its lease ends: %s", ticket.task_id, exc)
+        log.warning(
+            "the lock of task %(id)s stays until its lease ends",
+            event="lock_kept",
+            id=ticket.task_id,
+            reason=exc,
+        )
 
 
 def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
@@ -149,10 +160,15 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
             heir = replace(ticket, waits=True)
             _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
         case Verdict.DONE | Verdict.STALE:
-            logger.info("%s[%s] has run already: this copy is dropped", task.name, ticket.task_id)
+            log.info(
+                "%(task)s[%(id)s] has run already: this copy is dropped",
+                event="duplicate_refused",
+                task=task.name,
+                id=ticket.task_id,
+            )
             return False
         case Verdict.REPLACED:
-            _skip(task, ticket, request, "another call took its place")
+            _skip(task, ticket, request, "another call took its place", event="replaced")
             return False
     embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
@@ -161,16 +177,22 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         later = replace(ticket, waited=min(ticket.waited + 1, 10))
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
-    _skip(task, ticket, request, f"its lock is held by {holder}")
+    _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
     return False
 
 
-def _skip(task: Any, ticket: Ticket, request: Any, why: str) -> None:
-    logger.info("%s[%s] is skipped: %s", task.name, ticket.task_id, why)
+def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, holder: str = "") -> None:
+    about = {"task": task.name, "id": ticket.task_id, "holder": holder, "reason": why}
+    log.info("%(task)s[%(id)s] is skipped", event=event, **about)
     try:  # whoever waits for its result hears of it
         task.backend.mark_as_revoked(ticket.task_id, why, request=request, store_result=not task.ignore_result)
     except Exception:  # result backends raise what they like, and the task must not start in any case
-        logger.exception("%s[%s]: cannot store that it was skipped", task.name, ticket.task_id)
+        log.exception(
+            "%(task)s[%(id)s]: cannot store that it was skipped",
+            event="result_not_stored",
+            task=task.name,
+            id=ticket.task_id,
+        )
 
 
 def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str) -> None:
@@ -179,7 +201,14 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
     Raises:
         Postponed: always.
     """
-    logger.info("%s[%s] waits for its turn: %s", task.name, ticket.task_id, why)
+    log.info(
+        "%(task)s[%(id)s] waits for its turn",
+        event="postponed",
+        task=task.name,
+        id=ticket.task_id,
+        countdown=countdown,
+        reason=why,
+    )
     headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
     signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
     # Task's own method: a Singleton's would hand the lock over to it.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 from celery.signals import task_rejected, task_unknown
 from celery.utils.imports import symbol_by_name
-from celery.utils.log import get_logger
 
 from ..config import Config
 from ..errors import ConfigError
 from ..locks.base import Ticket
+from ..log import Log
 from .ends import flush_ends, record_end_of_message
 from .renewer import Renewer, renewer_of
 from .request import Request
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ("install",)
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 
 class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -42,7 +42,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             renewer = renewer_of(parent.app)
         except ConfigError as exc:  # singlebeat is installed, but this app has nowhere to keep locks
-            logger.info("locks are not looked after: %s", exc)
+            log.info("locks are not looked after", event="unlocked", reason=exc)
             return
         for task in parent.app.tasks.values():
             task.Request = _with_locks(symbol_by_name(task.Request))

@@ -8,13 +8,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from celery.utils.log import get_logger
-
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
 from ..locks.inspect import InspectBackend
 from ..locks.legacy import LegacyBackend
+from ..log import Log
 from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Keeper", "keeper_of")
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: Renewals per lease: two may fail before a lock is in danger.
 RENEWALS_PER_LEASE = 3
@@ -101,10 +100,12 @@ class Keeper:
             except LockBackendError as exc:
                 due = time.monotonic() + min(RETRY_AFTER, self._pause())
                 if not failing:
-                    logger.warning("%s; exclusive locks that are not renewed end by themselves", exc)
+                    log.warning(
+                        "exclusive locks that are not renewed end by themselves", event="not_renewed", reason=exc
+                    )
                 failing = True
             except Exception:  # the outer edge of the thread: it must live as long as there are locks
-                logger.exception("the keeper of exclusive locks failed and goes on")
+                log.exception("the keeper of exclusive locks failed and goes on", event="renewer_failed")
                 due = time.monotonic() + self._pause()
 
     def _locks(self) -> list[Exclusive]:

@@ -8,12 +8,11 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from celery.utils.log import get_logger
-
 from .. import signals
 from ..config import Config
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
 from ..locks.base import RUN_HEADER
+from ..log import Log
 from .ends import OUTCOMES
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Metrics",)
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: Kinds of runs (``beat.occurrence.Kind``) whose nominal time is when they should have begun.
 ON_TIME = {"scheduled", "catch_up"}
@@ -64,7 +63,7 @@ class Metrics:
         try:
             serve(self._host, port, self.answer)
         except OSError as exc:  # the worker goes on: running is worth more than counting
-            logger.error("Metrics are not served: %s", exc)  # noqa: TRY400 - the reason is all there is to say
+            log.error("Metrics are not served", event="metrics_not_served", reason=exc)  # noqa: TRY400 - it says all
 
     def answer(self, path: str) -> Answer:
         """Return status, type and body of what is asked for."""

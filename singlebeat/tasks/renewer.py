@@ -10,13 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from celery.utils.log import get_logger
-
 from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import new_backend
 from ..locks.base import Ref, Renewal, Ticket
+from ..log import Log
 from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Renewer", "renewer_of")
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: Seconds that a worker with singlebeat counts as seen; long, because locks matter most while all workers are down.
 ANNOUNCED_FOR = 24 * 3600.0
@@ -126,7 +125,7 @@ class Renewer:
             while done.empty() and time.monotonic() < given_up:
                 time.sleep(GATHERING)
             if done.empty():
-                logger.warning("the worker ends before its last locks are free: they end by themselves")
+                log.warning("the worker ends before its last locks are free: they end by themselves", event="lock_kept")
 
     def _run(self) -> None:
         due = 0.0
@@ -144,10 +143,10 @@ class Renewer:
             except LockBackendError as exc:
                 due = min(due, time.monotonic() + RETRY_AFTER)
                 if not self.failing:
-                    logger.warning("%s; locks that are not renewed end by themselves", exc)
+                    log.warning("locks that are not renewed end by themselves", event="not_renewed", reason=exc)
                 self.failing = True
             except Exception:  # the outer edge of the thread: it must live as long as its worker
-                logger.exception("the renewer of locks failed and goes on")
+                log.exception("the renewer of locks failed and goes on", event="renewer_failed")
             for done in waiting:
                 done.put(None)
 
@@ -204,7 +203,12 @@ class Renewer:
                 self._requests.pop(id(request), None)
             elif renewal is Renewal.LOST and request.seen_running:
                 self._requests.pop(id(request), None)
-                logger.warning("%s[%s] runs on without its lock: it was lost", request.name, request.id)
+                log.warning(
+                    "%(task)s[%(id)s] runs on without its lock: it was lost",
+                    event="lock_lost",
+                    task=request.name,
+                    id=request.id,
+                )
                 signals.lock_lost.send(sender=request.name, ref=ref)
 
     def _begin(self, request: Request, ref: Ref) -> None:

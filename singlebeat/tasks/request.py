@@ -9,7 +9,6 @@ from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
-from celery.utils.log import get_logger
 from celery.worker import request as celery_request
 from celery.worker.state import task_ready
 from kombu.utils.uuid import uuid
@@ -17,13 +16,14 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
+from ..log import Log
 from .ends import outcome_of, record_end
 from .gate import Postponed, Refused, may_start
 from .renewer import renewer_of
 
 __all__ = ("Request",)
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 #: The end of a message that was not to run.
 DUPLICATE_REFUSED = "duplicate_refused"
@@ -90,7 +90,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             if ticket is None:  # send_task, another language: the lock is taken at the start
                 ticket = Ticket(self.id, self.task.generate_lock(self.task.name, self.args, self.kwargs))
         except ConfigError as exc:
-            logger.warning("%s[%s] runs without its lock: %s", self.name, self.id, exc)
+            self._tell_unlocked(exc)
             return None
         except TypeError:  # the call will fail on its arguments
             return None
@@ -136,8 +136,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
             return False
         except LockBackendError as exc:
             renewer.failed()
-            logger.warning("%s[%s] runs without its lock: %s", self.task.name, self.id, exc)
+            self._tell_unlocked(exc)
         return True
+
+    def _tell_unlocked(self, why: Exception) -> None:
+        about = {"task": self.task.name, "id": self.id, "reason": why}
+        log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
 
     def over(self, *, after: float = 0.0) -> None:
         """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again.

@@ -10,7 +10,6 @@ from typing import Any
 from celery import Task
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
-from celery.utils.log import get_logger
 from kombu.utils.uuid import uuid
 
 from .. import signals
@@ -20,6 +19,7 @@ from ..locks import backend_of, eager_backend_of
 from ..locks import time_to_start as seconds_to_start
 from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation
 from ..locks.key import canonical, digest, lock_key, readable
+from ..log import Log
 from .claim import claim
 from .gate import Run, run_under_lock
 from .install import install
@@ -27,7 +27,7 @@ from .policy import Lock, Overlap, check, overlap_of, pick, signature_of
 
 __all__ = ("Singleton",)
 
-logger = get_logger(__name__)
+log = Log(__name__)
 
 Publish = Callable[..., AsyncResult]
 
@@ -150,10 +150,10 @@ class Singleton(Task):  # type: ignore[misc]
         overlap = self._overlap({"overlap": options.pop("overlap", None)})
         task_id = task_id or uuid()
 
-        def publish(**more: Any) -> AsyncResult:
+        def publish(waits_for: Holder | None = None, **more: Any) -> AsyncResult:
             given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
             result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **given)
-            result.is_duplicate = False
+            result.is_duplicate, result.waits_for = False, waits_for
             return result
 
         own = Ticket.of_message(options.get("headers") or {}, task_id)
@@ -169,12 +169,14 @@ class Singleton(Task):  # type: ignore[misc]
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
-            logger.warning("%s[%s] is sent without its lock: %s", self.name, task_id, exc)
+            about = {"task": self.name, "id": task_id, "reason": exc}
+            log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
             return publish()
         if isinstance(ticket, Holder):
             return self._duplicate(ticket, args, kwargs, overlap)
         try:
-            return publish(headers={**(options.get("headers") or {}), HEADER: ticket.header()})
+            headers = {**(options.get("headers") or {}), HEADER: ticket.header()}
+            return publish(waits_for=ticket.waits_for, headers=headers)
         except BaseException:
             if taken:
                 self._release(Ref(taken, task_id))
@@ -187,7 +189,8 @@ class Singleton(Task):  # type: ignore[misc]
         try:
             promised = backend.promise(run.run, to=successor.run, ttl=self.time_to_start(options))
         except LockBackendError as exc:  # the higher generation of its message takes the lock over at its start
-            logger.warning("%s[%s] goes on without its lock: %s", self.name, run.task_id, exc)
+            about = {"task": self.name, "id": run.task_id, "reason": exc}
+            log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
         try:
             return publish(headers={**options["headers"], HEADER: successor.header()})
         except BaseException:
@@ -208,15 +211,15 @@ class Singleton(Task):  # type: ignore[misc]
             backend.finish_many([ref], memory=0)
 
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
-        logger.info("%s is a duplicate of %s: not sent", self.name, holder)
+        about = {"task": self.name, "holder": holder.task_id, "state": holder.state}
+        log.info("%(task)s is a duplicate of task %(holder)s: not sent", event="duplicate", **about)
         signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs, at="send")
         if overlap is Overlap.RAISE:
-            raise DuplicateTaskError(
-                f"an equal call of {self.name} is queued or running as task {holder.task_id}", holder.task_id
-            )
+            message = f"an equal call of {self.name} is queued or running as task {holder.task_id}"
+            raise DuplicateTaskError(message, holder.task_id, holder)
         result = self.on_duplicate(holder.task_id)
         if isinstance(result, AsyncResult):
-            result.is_duplicate = True
+            result.is_duplicate, result.holder = True, holder
         return result
 
     def on_duplicate(self, existing_task_id: str) -> AsyncResult:
@@ -252,7 +255,8 @@ class Singleton(Task):  # type: ignore[misc]
         try:
             self.singleton_backend.finish_many([ref], memory=self.singleton_config.singlebeat_queued_ttl)
         except LockBackendError as exc:  # the error that brought us here matters more
-            logger.warning("the lock of task %s stays until it ends by itself: %s", ref.task_id, exc)
+            about = {"id": ref.task_id, "reason": exc}
+            log.warning("the lock of task %(id)s stays until it ends by itself", event="lock_kept", **about)
 
     def on_replace(self, sig: Any) -> None:
         """Hand the lock over to a replacement that is the same call, and free it for any other."""

@@ -482,7 +482,7 @@ def test_a_decorated_function_runs_alone_per_key_and_returns_none_otherwise(excl
 
     assert import_feed(7, then=lambda: import_feed(8)) == (7, (8, None))
     assert import_feed(7, then=lambda: import_feed(feed_id=7)) == (7, None)
-    assert "import_feed is skipped: 'import-feed:7' is held by" in caplog.text
+    assert "import_feed is skipped event=duplicate function=" in caplog.text
     assert import_feed(7) == (7, None), "it is free again"
     assert (import_feed.__name__, import_feed.__doc__) == ("import_feed", "Import it.")
 

@@ -258,5 +258,5 @@ def test_a_port_that_is_in_use_does_not_keep_beat_from_leading(celery, redis):
     with RedisServer(tcp=True) as taken:
         beat = celery("beat", "-S", "singlebeat.Scheduler", conf={"singlebeat_metrics_port": taken.port})
 
-        beat.wait_for("beat: Metrics are not served: .*in use")
+        beat.wait_for("beat: Metrics are not served .*in use")
         beat.wait_for("this beat leads")

@@ -15,7 +15,7 @@ from celery.schedules import schedule
 from tests.support import APP, RedisServer, measured, wait_until
 
 OTHER_SCHEDULER = {"beat_scheduler": "celery.beat:PersistentScheduler"}
-LEADS = r"beat: Acquired lock: this beat leads, term \d+"
+LEADS = r"beat: Acquired lock: this beat leads event=leadership_gained term=\d+"
 EVERY_SECOND = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["a"]}
 
 
@@ -148,7 +148,7 @@ def two_beats(celery):
             lambda: next((beat for beat in both if beat.matches(LEADS)), None), timeout=30, what="a leader"
         )
         standby = both[1 - both.index(leader)]
-        standby.wait_for(rf"beat: Standing by: \S+, pid {leader.pid}, since \S+ leads")
+        standby.wait_for(rf"beat: Standing by: \S+:{leader.pid} leads event=stands_by .*since=")
         return leader, standby
 
     return start
@@ -204,8 +204,7 @@ def test_a_beat_that_is_stopped_amid_a_message_ends_and_loses_no_occurrence(cele
     beat = celery("beat", conf=conf)
     wait_until(lambda: redis.xlen("redbeat::history") >= 1, timeout=30, what="a message that was sent")
     own_server.pause()  # between two messages
-    beat.wait_for("Sending due task a ", after=beat.position)
-    pending = json.loads(redis.hget("redbeat:a", "pending"))
+    pending = json.loads(wait_until(lambda: redis.hget("redbeat:a", "pending"), what="a claim"))
     time.sleep(0.3)  # now it waits for the broker's answer: the signal closes the connection under it
 
     beat.terminate()

@@ -12,8 +12,8 @@ from tests.support import CeleryProcess, measured, wait_until
 
 GREETED = r"Task exampleconf\.greet\[\S+\] succeeded"
 SKIPPED = (
-    r"Scheduler: Skipping task report every two seconds \(exampleconf\.report\): "
-    r"held by task (\S+), running since \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ$"
+    r"Scheduler: Skipping task report every two seconds \(exampleconf\.report\) "
+    r'event=skipped_overlap .*holder=(\S+) reason="held by task \1, running since \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ"$'
 )
 
 

@@ -140,7 +140,7 @@ def test_buffer_one_runs_once_more_after_the_present(scene, name, put, trigger, 
     trigger(1)
     scene.oracle.wait_started(1, name)
     trigger(2)
-    scene.decided(name, "dispatched", "dispatched", "skipped_overlap")
+    scene.decided(name, "dispatched", "buffered", "skipped_overlap")
     scene.oracle.let_go(name, 2)
     scene.oracle.wait_ended(2, name)
 
@@ -153,7 +153,7 @@ def test_buffer_all_runs_all_in_turn(scene, name, put, trigger, task):
     ids = trigger(1)
     scene.oracle.wait_started(1, name)
     ids += trigger(2)
-    scene.decided(name, *["dispatched"] * 3)
+    scene.decided(name, "dispatched", "buffered", "buffered")
     scene.oracle.let_go(name, 3)
     runs = scene.oracle.wait_ended(3, name)
 
@@ -167,7 +167,7 @@ def test_cancel_other_lets_the_running_one_end_and_runs_after_it(scene, name, pu
     ids = trigger(1)
     scene.oracle.wait_started(1, name)
     ids += trigger(1)
-    scene.decided(name, "dispatched", "dispatched")
+    scene.decided(name, "dispatched", "buffered")
     assert scene.oracle.running(name)
     scene.oracle.let_go(name, 2)
     runs = scene.oracle.wait_ended(2, name)

@@ -1,0 +1,53 @@
+"""Decisions in the log: one line each, with the words of the history."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ..log import Log, instant
+from .occurrence import Outcome
+
+if TYPE_CHECKING:
+    from .occurrence import Decision
+
+__all__ = ("tell",)
+
+log = Log("celery.beat")
+
+#: How each decision is told; a pause that somebody wants is no news in each of its times.
+_LINES = {
+    Outcome.DISPATCHED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s)"),
+    Outcome.BUFFERED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn"),
+    Outcome.SKIPPED_OVERLAP: (logging.INFO, "Scheduler: Skipping task %(entry)s (%(task)s)"),
+    Outcome.PAUSED: (logging.DEBUG, "Scheduler: Leaving out task %(entry)s (%(task)s)"),
+    Outcome.MISSED: (logging.WARNING, "Scheduler: Missed task %(entry)s (%(task)s)"),
+    Outcome.PUBLISH_FAILED: (logging.ERROR, "Scheduler: Message Error: %(entry)s (%(task)s) cannot be sent"),
+}
+
+
+def tell(decision: Decision, *, detail: str = "") -> None:
+    """Log a decision about an occurrence.
+
+    Args:
+        detail: more than its reason, in several lines.
+    """
+    level, sentence = _LINES[decision.outcome]
+    if not log.wants(level):
+        return
+    occurrence = decision.occurrence
+    log.write(
+        level,
+        sentence,
+        event=decision.outcome,
+        entry=decision.entry,
+        task=decision.task,
+        id=occurrence.id,
+        nominal=instant(occurrence.nominal),
+        lateness=time.time() - occurrence.nominal,
+        kind=occurrence.kind,
+        holder=decision.holder,
+        reason=decision.reason,
+        detail=detail,
+    )

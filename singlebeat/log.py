@@ -1,0 +1,143 @@
+"""Log lines: a sentence for people, then ``key=value`` pairs for machines; one event, one line, and no password."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from datetime import UTC, datetime
+from functools import cache, lru_cache
+from typing import Any
+
+from celery.utils.log import get_logger
+
+__all__ = ("Log", "instant", "printable", "without_passwords")
+
+#: After ``user:`` up to the last @ without a blank, or, for a password that holds one, up to the last @ at all if what
+#: follows the colon is no port.
+_PASSWORD = re.compile(
+    r"""(?<=://)([^:@/\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?<=[?&]password=)[^&\s'"]+"""
+)
+_QUOTE = re.compile(r"%\((\w+)\)")
+_KEY = re.compile(r"(?<=\S)=")
+_BARE = re.compile(r'[^\s"=\\]+')
+
+_json = json.JSONEncoder(ensure_ascii=False).encode
+
+#: Frames between the caller and the standard library's logger.
+DEPTH = 3
+
+
+class Log:
+    """Writes lines of one of Celery's loggers; a line that nobody wants costs a look at the level.
+
+    Each method takes a sentence, the name of the event, and what is known about it, which the sentence may quote:
+    ``log.info("%(task)s[%(id)s] waits", event="postponed", task=name, id=task_id)``. Of the pairs None and empty texts
+    are left out; ``detail`` is no pair but a text of several lines, which follow, indented. The pairs are also the
+    attribute ``singlebeat`` of the record, a dict, for formatters that write JSON.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._logger = get_logger(name)
+
+    def debug(self, text: str, *, event: str, **pairs: Any) -> None:
+        """Log what only a search for an error needs."""
+        if self._logger.isEnabledFor(logging.DEBUG):
+            self._write(logging.DEBUG, text, {"event": event, **pairs})
+
+    def info(self, text: str, *, event: str, **pairs: Any) -> None:
+        """Log what happened, as it should."""
+        if self._logger.isEnabledFor(logging.INFO):
+            self._write(logging.INFO, text, {"event": event, **pairs})
+
+    def warning(self, text: str, *, event: str, **pairs: Any) -> None:
+        """Log what somebody may have to look after."""
+        if self._logger.isEnabledFor(logging.WARNING):
+            self._write(logging.WARNING, text, {"event": event, **pairs})
+
+    def error(self, text: str, *, event: str, **pairs: Any) -> None:
+        """Log what somebody has to mend."""
+        if self._logger.isEnabledFor(logging.ERROR):
+            self._write(logging.ERROR, text, {"event": event, **pairs})
+
+    def exception(self, text: str, *, event: str, **pairs: Any) -> None:
+        """Log an error that nobody has foreseen, with the traceback of the exception that is being handled."""
+        self._write(logging.ERROR, text, {"event": event, **pairs}, exc_info=True)
+
+    def critical(self, text: str, *, event: str, **pairs: Any) -> None:
+        """Log what ends this process."""
+        self._write(logging.CRITICAL, text, {"event": event, **pairs})
+
+    def write(self, level: int, text: str, *, event: str, **pairs: Any) -> None:
+        """Log at a level of ``logging``."""
+        if self.wants(level):
+            self._write(level, text, {"event": event, **pairs})
+
+    def wants(self, level: int) -> bool:
+        """Tell whether a line of a level is written."""
+        return bool(self._logger.isEnabledFor(level))
+
+    def _write(self, level: int, text: str, pairs: dict[str, Any], *, exc_info: bool = False) -> None:
+        detail = without_passwords(pairs.pop("detail", ""))
+        facts = {name: _fact(value) for name, value in pairs.items() if value is not None and value != ""}
+        tail = "".join(f" {name}={_encoded(fact)}" for name, fact in facts.items())
+        # Indented, so that no text in it can pass for a line of its own.
+        tail += "".join(f"\n    {printable(line)}" for line in detail.splitlines())
+        said = {name: _said(pairs[name]) for name in _quoted(text)}
+        line = f"{text}%(_tail)s"
+        self._logger.log(
+            level,
+            line,
+            {**said, "_tail": tail},
+            exc_info=exc_info,
+            extra={"singlebeat": facts},
+            stacklevel=DEPTH,
+        )
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the passwords of the URLs in it."""
+    if "://" not in text and "password=" not in text:
+        return text
+    return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", text)
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with escapes for what is no visible character."""
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+@lru_cache(maxsize=1024)  # many entries are due at the same times
+def instant(seconds: float) -> str:
+    """Return a time in seconds since 1970 in ISO 8601, UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+@cache
+def _quoted(text: str) -> tuple[str, ...]:
+    """Return the names of the pairs that a sentence quotes."""
+    return tuple(_QUOTE.findall(text))
+
+
+def _fact(value: object) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    return value if isinstance(value, int) else without_passwords(str(value))
+
+
+def _said(value: object) -> Any:
+    if isinstance(value, int | float):
+        return value
+    # A name may hold what looks like a pair.
+    return _KEY.sub(r"\\x3d", printable(without_passwords(str(value))))
+
+
+def _encoded(fact: Any) -> str:
+    """Return a value as JSON has it; a text that needs no quotes has none."""
+    if isinstance(fact, str) and fact.isprintable() and _BARE.fullmatch(fact):
+        return fact
+    return printable(_json(fact))
+
+
+def _escaped(char: str) -> str:
+    return char if char.isprintable() else json.dumps(char)[1:-1]
