@@ -225,8 +225,8 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         for stored in entries:
             try:
                 yield claim_for(stored, now, zone=self.app.timezone, prefix=self.store.keys.prefix)
-            except Exception:  # a user's own schedule class may do anything: it harms nobody else
-                logger.exception("beat: Cannot calculate the next run of %s", stored.member)
+            except Exception as exc:  # a user's own schedule class may do anything: it harms nobody else
+                self.store.quarantine.refuse(stored.member, stored.found, exc)
 
     def apply_async(self, entry: BeatEntry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
         """Send the task of an entry.
