@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import dropwhile, islice
@@ -170,6 +170,7 @@ class Schedule:
         limit: int = 1000,
         dry_run: bool = False,
         timeout: float = 10.0,
+        progress: Callable[[], object] = lambda: None,
     ) -> Sequence[Occurrence]:
         """Let an entry run once for each of its nominal times in ``(start, end]``, in their order; return these.
 
@@ -181,6 +182,7 @@ class Schedule:
             limit: more runs than that are refused before the first is sent.
             dry_run: only return them.
             timeout: seconds to wait for each one to be sent.
+            progress: hears of each run that was handed over.
 
         Raises:
             UnknownEntryError, EntryError: as ``get``; there are too many runs, or ``start`` and ``end`` are wrong.
@@ -204,6 +206,7 @@ class Schedule:
             at = "" if is_last else replace(span, at=datetime.fromtimestamp(occurrence.nominal, UTC)).encode()
             self._propose(name, occurrence, timeout, found=found, at=at)
             found = at
+            progress()
         if not left and found:
             self._client.hdel(key, "backfill")
         return left

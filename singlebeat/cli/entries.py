@@ -13,7 +13,7 @@ from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
 from ..beat.state import State
-from .output import command, instant, moment, printable, show_json, table
+from .output import command, instant, marked, moment, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -67,11 +67,9 @@ def list_(app: Celery, as_json: bool) -> None:
         show_json({"entries": rows, "quarantine": aside})
         return
     rows_ = [(e.name, e.task, readable_schedule(e.schedule), moment(_next(e)), state_of(e)) for e in entries]
-    width = 16  # of each of the three that may be long
-    short = [tuple(c if len(c) <= width or at > 2 else c[: width - 1] + "…" for at, c in enumerate(r)) for r in rows_]
-    table(("NAME", "TASK", "SCHEDULE", "NEXT", "STATE"), short)
+    table(("NAME", "TASK", "SCHEDULE", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
     for name, record in aside.items():
-        click.secho(f"{printable(name)}: set aside: {printable(record['reason'])}", fg="red")
+        click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
 
 
 @command("show", click.argument("name"))
