@@ -39,6 +39,10 @@ POLL_INTERVAL = 0.05
 COUNTED = 10_000
 
 
+def _log_left_out(name: str, why: EntryError) -> None:
+    logger.warning("entry %s is left out: %s", name.encode(errors="backslashreplace").decode(), why)
+
+
 class Schedule:
     """The entries of an app.
 
@@ -211,16 +215,21 @@ class Schedule:
             self._client.hdel(key, "backfill")
         return left
 
-    def list(self) -> Iterator[Entry]:
-        """Yield all entries, by the time of their next run; those that cannot be used are left out and logged."""
+    def list(self, *, left_out: Callable[[str, EntryError], object] = _log_left_out) -> Iterator[Entry]:
+        """Yield all entries, by the time of their next run, without those that cannot be used.
+
+        Args:
+            left_out: hears the name of each of these, and why; by default it is logged.
+        """
         members = self._client.zrange(self.keys.schedule, 0, -1)
         for at in range(0, len(members), BATCH):
             keys = [self.keys.entry(member) for member in members[at : at + BATCH]]
             for key, fields in zip(keys, self._read(keys), strict=True):
+                name = key.removeprefix(self.keys.prefix)
                 try:
-                    yield self._entry(key.removeprefix(self.keys.prefix), fields)
+                    yield self._entry(name, fields)
                 except EntryError as exc:
-                    logger.warning("%s is left out: %s", key.encode(errors="backslashreplace").decode(), exc)
+                    left_out(name, exc)
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
         """Return the last decisions about an entry, or about all, with the ends of their runs; the last one first."""

@@ -61,7 +61,11 @@ def _next(entry: Entry) -> datetime | None:
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
     """List all entries by the time of their next run, and those that are set aside."""
-    entries, aside = list(Schedule(app).list()), State.of(app).quarantine
+    broken = dict[str, Mapping[str, str]]()  # also those that no beat has looked at yet
+    entries = list(
+        Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
+    )
+    aside = {**broken, **State.of(app).quarantine}
     if as_json:
         rows = [{**as_mapping(entry), "state": state_of(entry), "next": _next(entry)} for entry in entries]
         show_json({"entries": rows, "quarantine": aside})

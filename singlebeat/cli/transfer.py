@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 @command("export")
 def export_(app: Celery, as_json: bool) -> None:
-    """Print all entries as JSON, for ``import``."""
-    found = []
+    """Print all entries as JSON, for ``import``; exit code 1 if some cannot be used: they are named, and left out."""
+    found, problems = [], dict[str, EntryError]()
     with progress("entries read", State.of(app).entries, quiet=as_json) as step:
-        for entry in Schedule(app).list():
+        for entry in Schedule(app).list(left_out=problems.__setitem__):
             found.append(as_mapping(entry))
             step()
     show_json(found)
+    _name(problems)
+    raise SystemExit(1 if problems else 0)
 
 
 @command("import", click.argument("file", type=click.File("r")), click.option("--dry-run", is_flag=True))
@@ -61,9 +63,13 @@ def import_(app: Celery, as_json: bool, file: IO[str], dry_run: bool) -> None:
         show_json({"stored": stored, "problems": problems})
     else:
         click.echo(f"{len(stored)} entries {'can be' if dry_run else 'are'} stored")
-        for name, problem in problems.items():
-            click.echo(marked(f"{name}: {problem}", "problem"), err=True)
+        _name(problems)
     raise SystemExit(1 if problems else 0)
+
+
+def _name(problems: Mapping[str, object]) -> None:
+    for name, problem in problems.items():
+        click.echo(marked(f"{name}: {problem}", "problem"), err=True)
 
 
 _Named = Sequence[tuple[str, Callable[[], Mapping[str, Any]]]]

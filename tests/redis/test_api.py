@@ -137,8 +137,8 @@ def test_all_entries_are_listed_by_their_times_and_broken_ones_are_logged(api, r
     listed = [entry.name for entry in api.list()]
 
     assert listed == ["e9", "e504", *(f"e{number}" for number in reversed(range(504)) if number not in (7, 8, 9))]
-    assert "redbeat:e7 is left out: definition cannot be read" in caplog.text
-    assert "redbeat:e8 is left out: policy: there is no 'jiter'; did you mean 'jitter'?" in caplog.text
+    assert "entry e7 is left out: definition cannot be read" in caplog.text
+    assert "entry e8 is left out: policy: there is no 'jiter'; did you mean 'jitter'?" in caplog.text
 
 
 # ---------------------------------------------------------------- save, upsert, delete

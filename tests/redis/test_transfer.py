@@ -192,6 +192,19 @@ def test_every_row_that_cannot_be_stored_is_named_and_the_others_are_stored(cli,
     assert len(answer["problems"]) == 7
 
 
+def test_an_export_names_what_it_has_to_leave_out(cli, app, redis):
+    Entry("good", TASK, schedule(60), app=app).save()
+    redis.hset("redbeat:bad", "definition", "{")
+    redis.zadd("redbeat::schedule", {"redbeat:bad": 0})
+
+    result = cli("export", code=1)
+
+    assert [row["name"] for row in json.loads(result.stdout)] == ["good"]
+    assert result.stderr.startswith("bad: definition cannot be read")
+    assert "bad: set aside: definition cannot be read" in cli("list").output
+    assert set(json.loads(cli("list", "--json").stdout)["quarantine"]) == {"bad"}
+
+
 # ---------------------------------------------------------------- from django-celery-beat
 
 
