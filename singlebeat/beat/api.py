@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import dropwhile, islice
@@ -37,6 +38,15 @@ POLL_INTERVAL = 0.05
 
 #: How far the occurrences of a backfill that is too long are counted.
 COUNTED = 10_000
+
+
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:  # a user's own schedule may do anything
+        why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
+        raise EntryError(f"entry {name!r}: {why}") from exc
 
 
 def _log_left_out(name: str, why: EntryError) -> None:
@@ -143,7 +153,8 @@ class Schedule:
         runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
         if after is not None:
             runs = dropwhile(lambda nominal: nominal <= after, runs)
-        return [*islice(runs, count)]
+        with _asking(name):
+            return [*islice(runs, count)]
 
     def trigger(self, name: str, *, timeout: float = 10.0) -> str:
         """Let an entry run as soon as a beat leads, also if it is paused, disabled or finished; return the task id.
@@ -197,7 +208,8 @@ class Schedule:
         found: str = self._client.hget(key, "backfill") or ""
         span = Span.of(start, end).resumed(found, name, key)
         counted = max(COUNTED, limit)
-        left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
+        with _asking(name):
+            left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
         if len(left) > limit:
             number = f"more than {counted}" if len(left) > counted else len(left)
             raise EntryError(

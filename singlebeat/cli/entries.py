@@ -54,7 +54,7 @@ def as_mapping(entry: Entry) -> Mapping[str, Any]:
 def _next(entry: Entry) -> datetime | None:
     try:
         return next(iter(entry.timetable.runs(entry.meta.counts_from, datetime.now(UTC), count=entry.total_run_count)))
-    except StopIteration:
+    except Exception:  # there is none; or a user's own schedule fails, and why is with what is set aside
         return None
 
 

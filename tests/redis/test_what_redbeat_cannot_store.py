@@ -460,3 +460,23 @@ def test_an_entry_whose_schedule_failed_is_tried_again_by_a_beat_with_other_code
 
     assert not redis.exists(QUARANTINE)
     assert [message["args"] for message in messages(redis)] == [["mended"]]
+
+
+AT = "2026-01-01"
+COMMANDS = [
+    *(["list"], ["status"], ["export"], ["history"], ["show", "e"], ["next", "e"], ["explain", "e"], ["trigger", "e"]),
+    *(["explain", "e", "--at", AT], ["backfill", "e", AT, "2026-01-02", "--dry-run"]),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_is_not_ended_by_an_entry_whose_schedule_fails(redis, started, cli, command):
+    beat = started(e={"task": PLAIN, "schedule": Forgetful()})
+    beat.tick()
+    overdue(redis, "e")
+    beat.tick()
+
+    output = cli(*command, app=beat.app, code=None).output
+
+    if command[0] in {"list", "status", "next", "explain", "backfill"}:
+        assert "next run cannot be calculated: LookupError: too long ago" in output
