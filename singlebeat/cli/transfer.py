@@ -62,7 +62,7 @@ def import_(app: Celery, as_json: bool, file: IO[str], dry_run: bool) -> None:
     if as_json:
         show_json({"stored": stored, "problems": problems})
     else:
-        click.echo(f"{len(stored)} entries {'can be' if dry_run else 'are'} stored")
+        click.echo(f"{'can be stored' if dry_run else 'stored'}: {len(stored)} of {len(named)}")
         _name(problems)
     raise SystemExit(1 if problems else 0)
 
