@@ -12,6 +12,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
+from celery.beat import Service
 from celery.schedules import crontab, schedule, solar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -246,6 +247,32 @@ def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
     assert new_year.due_at == datetime(2031, 1, 1, 8, tzinfo=UTC)
     assert (found["done"].enabled, found["done"].due_at) == (False, None)
     assert "emoji \U0001f389 and 東京" in found
+
+
+def test_what_was_imported_runs_as_it_did_in_django(cli, app, redis):
+    dump = json.loads(DUMP.read_text("utf-8"))
+    ago = (datetime.now(UTC) - timedelta(hours=3)).isoformat()
+    for row in dump:
+        if row["fields"].get("name") in {"feed", "mail"}:
+            row["fields"].update(last_run_at=ago, start_time=None)
+        if row["model"].endswith("crontabschedule"):
+            row["fields"].update(minute="*", hour="*", day_of_week="*")
+    cli("import", "-", stdin=json.dumps(dump))
+    app.conf.singlebeat_watchdog_timeout = None
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    try:
+        scheduler.tick()
+    finally:
+        scheduler.close()
+
+    (feed,) = (json.loads(text)["headers"] for text in redis.lrange("q", 0, -1))
+    assert (feed["task"], feed["argsrepr"], feed["h"]) == ("shop.feed", "['x', 1]", 1)
+    sent = {row["name"]: row for row in exported(cli)}
+    assert sent["feed"]["meta"]["total_run_count"] == 43
+    assert sent["mail"]["meta"]["total_run_count"] == 1
+    assert not redis.exists("redbeat::quarantine")
+    mail = next(record for record in Schedule(app).history("mail"))
+    assert mail.decision == "dispatched"
 
 
 def test_every_task_of_a_dump_that_cannot_be_brought_over_is_named(cli, app):
