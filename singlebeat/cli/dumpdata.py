@@ -38,12 +38,17 @@ def rows_of(dump: Sequence[_Row], zone: tzinfo) -> Iterator[tuple[str, Callable[
 
     What it returns raises EntryError, KeyError, TypeError or ValueError if the task cannot be understood.
     """
-    schedules = {(row.get("model"), row.get("pk")): row.get("fields") or {} for row in dump}
+    schedules = {(str(row.get("model")), str(row.get("pk"))): _fields(row) for row in dump}
     for row in dump:
         if row.get("model") == f"{MODEL}periodictask":
-            fields = row.get("fields") or {}
+            fields = _fields(row)
             name = str(fields.get("name") or f"pk {row.get('pk')}")
             yield name, partial(_row, name, fields, schedules, zone)
+
+
+def _fields(row: _Row) -> _Row:
+    fields = row.get("fields")
+    return fields if isinstance(fields, Mapping) else {}
 
 
 def _row(name: str, fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -> _Row:
@@ -83,7 +88,7 @@ def _schedule(fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -> tupl
     for kind in ("interval", "crontab", "solar", "clocked"):
         if fields.get(kind) is None:
             continue
-        found = schedules.get((f"{MODEL}{kind}schedule", fields[kind]))
+        found = schedules.get((f"{MODEL}{kind}schedule", str(fields[kind])))
         if found is None:
             raise EntryError(f"its {kind} schedule, number {fields[kind]}, is not in the dump: dump the whole app")
         if kind == "interval":
