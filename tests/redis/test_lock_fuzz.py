@@ -20,7 +20,7 @@ from singlebeat import Singleton
 from singlebeat.locks.key import READABLE_LENGTH, readable
 
 KEY = re.compile(r"SINGLETONLOCK_\{[0-9a-f]{64}\}")
-EXAMPLES = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def failing(method: str) -> Any:
@@ -136,7 +136,7 @@ def _checked(reason: str) -> None:
 @EXAMPLES
 @given(value=values)
 def test_a_call_has_a_key_under_the_prefix_or_is_refused_with_the_argument_named(task, value):
-    """200 of them; and each way to write a call has the same key."""
+    """100 of them; and each way to write a call has the same key."""
     key = key_of(task, value)
 
     assert key is None or KEY.fullmatch(key)
@@ -159,7 +159,7 @@ plain = st.recursive(
 @EXAMPLES
 @given(value=plain | st.sampled_from(TRICKS))
 def test_equal_arguments_have_equal_keys(task, value):
-    """200 of them, with the same keys of dicts in another order, too."""
+    """100 of them, with the same keys of dicts in another order, too."""
     key = key_of(task, value)
 
     assert key
@@ -171,7 +171,7 @@ def test_equal_arguments_have_equal_keys(task, value):
 @EXAMPLES
 @given(value=values)
 def test_people_can_be_shown_any_arguments(value):
-    """200 of them."""
+    """100 of them."""
     text = readable([value], {"x": value})
 
     assert len(text) <= READABLE_LENGTH

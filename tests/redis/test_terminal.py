@@ -234,13 +234,13 @@ def test_the_id_that_holds_a_lock_is_whole_for_unlock_to_take(cli, app):
 cells = st.text(max_size=120) | st.sampled_from([*HOSTILE.values()])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     rows=st.lists(st.tuples(cells, cells, cells, cells, cells), max_size=4),
     wide=st.lists(st.integers(0, 4), unique=True, max_size=5),
 )
 def test_no_table_is_wider_than_80_columns(capsys, rows, wide):
-    """150 tables; a line has its columns where the others have theirs."""
+    """60 tables; a line has its columns where the others have theirs."""
     table(("FIRST", "SECOND", "THIRD", "FOURTH, OR WHY", "E"), rows, wide=tuple(wide))
 
     lines = capsys.readouterr().out.splitlines()

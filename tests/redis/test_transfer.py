@@ -96,10 +96,10 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(wanted=st.lists(entries, max_size=4, unique_by=lambda entry: entry["name"]))
 def test_what_is_exported_can_be_imported_elsewhere_and_is_the_same(cli, app, redis, wanted):
-    """40 schedules of up to four entries of every kind, with their policies and pasts."""
+    """20 schedules of up to four entries of every kind, with their policies and pasts."""
     redis.flushall()
     for fields in wanted:
         past = fields.pop("past")
