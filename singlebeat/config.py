@@ -189,7 +189,10 @@ class Config:
     singlebeat_metrics_port: int | None = _setting(
         None, _port, "port on which beat serves Prometheus metrics, ``/healthz`` and ``/readyz``; None: none"
     )
-    singlebeat_metrics_host: str = _setting("127.0.0.1", _text, "address for that port")
+    singlebeat_metrics_host: str = _setting("127.0.0.1", _text, "address for that port, and the workers'")
+    singlebeat_worker_metrics_port: int | None = _setting(
+        None, _port, "port on which a worker serves Prometheus metrics, each one of a host on its own; None: none"
+    )
 
     @classmethod
     def of(cls, app: Celery) -> Config:

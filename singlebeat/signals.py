@@ -9,7 +9,9 @@ tick_ended            sender: the app · seconds that it took; of a beat that st
 occurrence_decided    sender: the app · entry (its name), decision (``beat.occurrence.Decision``)
 entry_set_aside       sender: the app · entry (its key, or its name), reason; once for each reason
 entry_mended          sender: the app · entry
-duplicate             sender: the task · task_id (of the holder), args, kwargs
+duplicate             sender: the task · task_id (of the holder), args, kwargs, at (``send``, or ``start`` of its run)
+run_ended             sender: the app · outcome (of ``tasks.ends.OUTCOMES``), began (in seconds since 1970, or None),
+                      headers (of its message); in a worker's main process, of calls that have a lock or come from beat
 lock_lost             sender: the task's name, or ``singlebeat.exclusive`` · ref (``locks.base.Ref``)
 ===================== ============================================================================
 """
@@ -26,6 +28,7 @@ __all__ = (
     "leadership_lost",
     "lock_lost",
     "occurrence_decided",
+    "run_ended",
     "tick_ended",
 )
 
@@ -35,5 +38,6 @@ tick_ended = Signal(name="tick_ended", providing_args={"seconds"})
 entry_set_aside = Signal(name="entry_set_aside", providing_args={"entry", "reason"})
 entry_mended = Signal(name="entry_mended", providing_args={"entry"})
 occurrence_decided = Signal(name="occurrence_decided", providing_args={"entry", "decision"})
-duplicate = Signal(name="duplicate", providing_args={"task_id", "args", "kwargs"})
+duplicate = Signal(name="duplicate", providing_args={"task_id", "args", "kwargs", "at"})
+run_ended = Signal(name="run_ended", providing_args={"outcome", "began", "headers"})
 lock_lost = Signal(name="lock_lost", providing_args={"ref"})

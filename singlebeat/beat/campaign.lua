@@ -1,28 +1,45 @@
---- campaign: become the leader, or learn that another leads.
+--- campaign: become the leader, or learn that another leads and stand by.
 --
--- KEYS[1]  lock    string: the leader's token (the protocol of redis-py's lock, so RedBeat's beats are kept out, too)
--- KEYS[2]  leader  hash: who leads, for people; lives as long as the lock
--- KEYS[3]  term    int: counts the terms of leadership
--- ARGV[1]  token   ours, new for each campaign
--- ARGV[2]  ttl_ms  how long leadership lasts from now on
--- ARGV[3]  host    ours, for people
--- ARGV[4]  pid     ours, for people
--- ARGV[5]  since   now, as an ISO date, for people
--- ARGV[6]  last    token of our last term, which we have given up: what is left of it does not keep us out
+-- KEYS[1]  lock      string: the leader's token (the protocol of redis-py's lock, so RedBeat's beats are kept out, too)
+-- KEYS[2]  leader    hash: who leads, for people; lives as long as the lock
+-- KEYS[3]  term      int: counts the terms of leadership
+-- KEYS[4]  standbys  zset: the beats that stand by, by the time until which they count as there (ms)
+-- KEYS[5]  resigned  string: host and pid of the beat whose term was ended so that a beat which stands by leads next
+-- ARGV[1]  token     ours, new for each campaign
+-- ARGV[2]  ttl_ms    how long leadership lasts from now on
+-- ARGV[3]  host      ours, for people
+-- ARGV[4]  pid       ours, for people
+-- ARGV[5]  since     now, as an ISO date, for people
+-- ARGV[6]  last      token of our last term, which we have given up: what is left of it does not keep us out
+-- ARGV[7]  standby   JSON, for people: host, pid and since when we stand by
+-- ARGV[8]  stay_ms   how long a beat that stands by counts as there after its last campaign
 --
--- returns  the number of our term; 0: another leads, and nothing was written
+-- returns  the number of our term; 0: another leads or is to lead, and nothing was written but that we stand by
 
-local lock, leader, term = KEYS[1], KEYS[2], KEYS[3]
-local token, ttl, last = ARGV[1], ARGV[2], ARGV[6]
+local lock, leader, term, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local token, ttl, host, pid, last, standby, stay = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7], ARGV[8]
+
+local function stand_by()
+  local time = redis.call("TIME")
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  redis.call("ZREMRANGEBYSCORE", standbys, "-inf", string.format("%.0f", now))
+  redis.call("ZADD", standbys, string.format("%.0f", now + stay), standby)
+  redis.call("PEXPIRE", standbys, stay)
+  return 0
+end
 
 local holder = redis.call("GET", lock)
 if holder and holder ~= last then
-  return 0
+  return stand_by()
+end
+if redis.call("GET", resigned) == host .. ":" .. pid then
+  return stand_by()
 end
 
 local number = redis.call("INCR", term)
 redis.call("SET", lock, token, "PX", ttl)
-redis.call("DEL", leader)
-redis.call("HSET", leader, "host", ARGV[3], "pid", ARGV[4], "since", ARGV[5], "term", number)
+redis.call("DEL", leader, resigned)
+redis.call("ZREM", standbys, standby)
+redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number)
 redis.call("PEXPIRE", leader, ttl)
 return number

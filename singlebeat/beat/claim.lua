@@ -11,7 +11,7 @@
 --             score       that we have read and decided on
 --             sha         SHA-1 of the definition that we have read
 --             next        score of the next occurrence, as a text; negative: there is none
---             meta        for the entry; empty: leave it
+--             meta        for the entry; empty: leave it, which needs an empty occurrence, too
 --             occurrence  JSON of the claimed occurrence; empty: only move on
 --
 -- returns  for each entry
@@ -23,6 +23,8 @@
 
 local lock, schedule, pending, token, retry_at = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
 local fenced = token ~= "" and redis.call("GET", lock) ~= token
+
+local next_scores, taken = {}, {}  -- score and member, in turns, for one ZADD of all entries
 
 local function claim(entry, member, score, sha, next_score, meta, occurrence)
   if fenced then
@@ -39,19 +41,24 @@ local function claim(entry, member, score, sha, next_score, meta, occurrence)
     return "pending"
   end
 
-  if meta ~= "" then
+  if occurrence ~= "" then
+    redis.call("HSET", entry, "pending", occurrence, "meta", meta)
+    taken[#taken + 1], taken[#taken + 2] = retry_at, member
+  elseif meta ~= "" then
     redis.call("HSET", entry, "meta", meta)
   end
-  if occurrence ~= "" then
-    redis.call("HSET", entry, "pending", occurrence)
-    redis.call("ZADD", pending, retry_at, member)
-  end
-  redis.call("ZADD", schedule, next_score, member)
+  next_scores[#next_scores + 1], next_scores[#next_scores + 2] = next_score, member
   return "claimed"
 end
 
 local verdicts = {}
 for i, wish in ipairs(cjson.decode(ARGV[3])) do
   verdicts[i] = claim(KEYS[i + 3], unpack(wish))
+end
+if #taken > 0 then
+  redis.call("ZADD", pending, unpack(taken))
+end
+if #next_scores > 0 then
+  redis.call("ZADD", schedule, unpack(next_scores))
 end
 return cjson.encode(verdicts)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.schedules import BaseSchedule, schedule
 from celery.utils.saferepr import saferepr
@@ -16,12 +17,23 @@ from ..locks import time_to_start
 from .given import marked, restored
 from .kinds import Decoder, Encoder, made
 
+if TYPE_CHECKING:
+    from .occurrence import Occurrence
+
 __all__ = ("Meta", "decode_definition", "encode_definition", "loads_object")
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 
-#: Made once: that costs more than reading a short text with it.
-_DECODER = Decoder()
+#: What most pasts look like: read and written for each run, so not by way of json, which takes five times as long.
+COMMON_META = (
+    '{"last_run_at": {"__type__": "datetime", '
+    + "".join(f'"{name}": %d, ' for name in DATETIME_FIELDS)
+    + '"timezone": "UTC"}, "total_run_count": %d}'
+)
+_COMMON_META = re.compile(re.escape(COMMON_META).replace("%d", "([0-9]+)"))
+
+#: Made once: that costs more than reading or writing a short text with them.
+_DECODER, _ENCODER = Decoder(), Encoder()
 
 
 def loads_object(text: str, what: str) -> Mapping[str, Any]:
@@ -55,7 +67,7 @@ def encode_definition(fields: Mapping[str, Any], given: Mapping[str, Any]) -> st
         name: value.total_seconds() if isinstance(value, timedelta) else value
         for name, value in (fields["options"] or {}).items()
     }
-    return json.dumps(marked({**fields, "options": options}, given), cls=Encoder)
+    return str(_ENCODER.encode(marked({**fields, "options": options}, given)))
 
 
 def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,21 +144,28 @@ class Meta:
         """
         if not text:
             return cls()
-        raw = loads_object(text, "meta")
-        count = raw.get("total_run_count", 0)
         try:
+            if common := _COMMON_META.fullmatch(text):
+                *parts, count = map(int, common.groups())
+                return cls(datetime(*parts, tzinfo=UTC), count)  # type: ignore[misc, arg-type]
+            raw = loads_object(text, "meta")
+            count = raw.get("total_run_count", 0)
             count = int(count) if isinstance(count, int | float) else 0
             return cls(_instant(raw, "last_run_at"), count, _instant(raw, "since"))
         except (ValueError, OverflowError) as exc:
             raise EntryError(f"meta is out of range: {exc}") from exc
 
-    def uncounted(self) -> Meta:
-        """Return the past without its last run, which did not happen."""
-        return replace(self, total_run_count=self.total_run_count - 1)
+    def without(self, occurrence: Occurrence) -> Meta | None:
+        """Return the past without an occurrence that was counted when it was claimed, None if it was not."""
+        return replace(self, total_run_count=self.total_run_count - 1) if occurrence.is_scheduled else None
 
     def encode(self) -> str:
         """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""
-        raw = {"last_run_at": _raw(self.last_run_at), "total_run_count": self.total_run_count}
+        last, count = self.last_run_at, self.total_run_count
+        if last is not None and self.since is None:
+            day, clock = (last.year, last.month, last.day), (last.hour, last.minute, last.second, last.microsecond)
+            return COMMON_META % (*day, *clock, count)
+        raw = {"last_run_at": _raw(last), "total_run_count": count}
         return json.dumps(raw if self.since is None else {**raw, "since": _raw(self.since)})
 
 

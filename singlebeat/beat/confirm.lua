@@ -15,6 +15,8 @@
 
 local pending, history, limit, bytes = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 
+local done = {}  -- members that are pending no longer
+
 local function confirm(entry, member, occurrence, meta, r)
   local stored = redis.pcall("HMGET", entry, "pending", "history")
   if occurrence ~= "" and stored[1] ~= occurrence then
@@ -26,7 +28,7 @@ local function confirm(entry, member, occurrence, meta, r)
     end
   else
     redis.call("HDEL", entry, "pending")
-    redis.call("ZREM", pending, member)
+    done[#done + 1] = member
   end
   local changes = meta ~= "" and {"meta", meta} or {}
   if limit ~= "0" then
@@ -45,5 +47,8 @@ end
 local recorded = 0
 for i, decision in ipairs(cjson.decode(ARGV[3])) do
   recorded = recorded + confirm(KEYS[i + 2], unpack(decision))
+end
+if #done > 0 then
+  redis.call("ZREM", pending, unpack(done))
 end
 return recorded

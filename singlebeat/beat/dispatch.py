@@ -55,6 +55,7 @@ class _Message:
 
     stored: Stored
     occurrence: Occurrence
+    past: Meta  #: of its entry, in which it is counted
     entry: Entry  #: a copy of its own, with task id and headers in its options
     ticket: Ticket | None = None  #: its lock; None: it takes one when it is sent, or is sent without one
     claims: tuple[PlainTask, Overlap] | None = None  #: for the lock that a plain task takes when it is sent
@@ -86,8 +87,10 @@ class Dispatcher:
         self._said_unlocked = False
         self._failures = 0  #: of broker or locks, in a row
 
-    def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence]], term: Term, now: datetime) -> None:
+    def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
+
+        Each comes with its entry and the past of that, in which it is counted.
 
         What is not confirmed, for whatever reason, stays pending: it is tried again under the same task id, by us or
         by the next leader.
@@ -162,25 +165,25 @@ class Dispatcher:
 
     def _give_up(self, message: _Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
-        entry, occurrence, stored = message.entry, message.occurrence, message.stored
+        entry, occurrence = message.entry, message.occurrence
         logger.error("Scheduler: Message Error: %s cannot be sent: %s", entry.name, exc, exc_info=exc)
         if message.ticket is not None:
             self._release(message.ticket.run)
         decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, repr(exc.__context__ or exc))
-        return stored, decision, stored.uncounted(occurrence)
+        return message.stored, decision, message.past.without(occurrence)
 
     def _release(self, lock: Ref) -> None:
         backend_of(self.app).finish_many([lock], memory=Config.of(self.app).singlebeat_queued_ttl)
 
     def _prepare(
         self,
-        claimed: Sequence[tuple[Stored, Occurrence]],
+        claimed: Sequence[tuple[Stored, Occurrence, Meta]],
         decided: list[tuple[Stored, Decision, Meta | None]],
     ) -> list[_Message]:
-        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, _ in claimed)
+        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, *_ in claimed)
         looked_after = plain and self._workers_look_after_locks()
         messages = []
-        for stored, occurrence in claimed:
+        for stored, occurrence, past in claimed:
             entry = copy.copy(stored.entry)
             entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
             entry.options["task_id"] = occurrence.id
@@ -189,9 +192,10 @@ class Dispatcher:
                 entry.options["expires"] = stored.policy.expires
             headers = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}
             entry.options["headers"] = headers
-            message = _Message(stored, occurrence, entry)
+            message = _Message(stored, occurrence, past, entry)
             try:
-                entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
+                if not entry.is_constant:
+                    entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
                 self._find_lock(message, looked_after=looked_after)
             except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
                 decided.append(self._give_up(message, exc))
@@ -220,11 +224,20 @@ class Dispatcher:
                 message.claims = task, overlap
                 return
         try:
-            key = task.generate_lock(entry.task, entry.args, entry.kwargs)
+            key = self._key(message, task)
         except TypeError as exc:
             logger.warning("beat: %s is sent without a lock: %s", entry.name, exc)
         else:
             message.ticket = Ticket(message.occurrence.id, key, queued=key)
+
+    @staticmethod
+    def _key(message: _Message, task: Any) -> str:
+        """Return the key of its lock, which is computed once for all its times if it can only be the same."""
+        entry, shared = message.entry, message.stored.entry
+        key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
+        if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
+            shared.lock_key = key
+        return key
 
     def _workers_look_after_locks(self) -> bool:
         """Tell whether a worker was seen that frees the locks of plain tasks: else they would stay for an hour."""
@@ -273,4 +286,4 @@ class Dispatcher:
         # A text, for it may come from a lock or from the result of a task that took it by itself.
         by = held_by.removeprefix("task ").partition(",")[0]
         decision = Decision(entry.name, entry.task, occurrence, Outcome.SKIPPED_OVERLAP, f"held by {held_by}", by)
-        return stored, decision, stored.uncounted(occurrence)
+        return stored, decision, message.past.without(occurrence)

@@ -16,9 +16,10 @@ from ..config import Config
 from ..connections import schedule_client, schedule_url
 from ..errors import EntryError, UnknownEntryError
 from .codec import Meta, decode_definition, encode_definition, loads_object
-from .given import given_for
+from .given import given_for, has_lazy
 from .keys import Keys
 from .policy import Policy
+from .recurrence import is_known
 from .save import save_entries
 from .timetable import PARKED, Timetable, zone_of
 
@@ -65,11 +66,16 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: Its past was read, wherever it was kept: it is no new entry.
     has_past = False
 
+    #: Of the lock that all its runs take; None: not known, or not always the same.
+    lock_key: str | None = None
+
     def __init__(self, *args: Any, app: Celery | None = None, policy: Policy | None = None, **kwargs: Any) -> None:
         app = app_or_default(app)
         prepare(app)
         wishes = {name: kwargs.pop(name) for name in Policy.names() & kwargs.keys()}
         self.policy = policy or Policy.of(wishes)
+        # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
+        kwargs["last_run_at"] = kwargs.get("last_run_at") or datetime.now(UTC)
         super().__init__(*args, app=app, **kwargs)
         zone = zone_of(self.schedule)
         if zone is not None and self.policy.timezone is None:  # JSON would keep no more of it than its offset
@@ -95,6 +101,11 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count, "_since": meta.since}
         entry.__dict__.update(past, has_past=True)
         return entry
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all its runs get the same arguments."""
+        return not has_lazy(self.args) and not has_lazy(self.kwargs)
 
     @property
     def timetable(self) -> Timetable:
@@ -129,7 +140,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if not self.task or not isinstance(self.schedule, BaseSchedule):
             raise EntryError(f"entry {self.name!r} cannot be stored: it needs a task and a schedule")
         try:
-            return encode_definition(definition, given_for(self.app, self.name))
+            given = {} if is_known(self.schedule) and self.is_constant else given_for(self.app, self.name)
+            return encode_definition(definition, given)
         except (TypeError, ValueError) as exc:
             raise EntryError(f"entry {self.name!r} cannot be stored: {exc}") from exc
 
@@ -186,11 +198,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     @property
     def due_at(self) -> datetime | None:
         """The next time when the entry is due, now if it is overdue or has never run, None if there is none."""
-        now, since = datetime.now(UTC), self.timetable.since(self.meta.counts_from)
-        if since is None:
-            return now
-        nominal = self.timetable.next(since)
-        return None if nominal is None else max(now, self.timetable.due(nominal))
+        return self.timetable.due_at(self.meta.counts_from, datetime.now(UTC))
 
     @property
     def score(self) -> float:

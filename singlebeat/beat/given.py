@@ -14,7 +14,7 @@ from .recurrence import is_known
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("evaluated", "given_for", "marked", "restored")
+__all__ = ("evaluated", "given_for", "has_lazy", "marked", "restored")
 
 #: What stands for such an object.
 MARK = {"__type__": "given"}
@@ -29,6 +29,8 @@ def given_for(app: Celery, name: str) -> Mapping[str, Any]:
 def marked(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a definition with marks for what ``beat_schedule`` gives: a schedule of a user's own, ``BeatLazyFunc``."""
     when = fields["schedule"]
+    if not given:
+        return fields
     if when is given.get("schedule") and not is_known(when):
         when = {**MARK, "class": f"{type(when).__module__}.{type(when).__qualname__}"}
 
@@ -63,6 +65,11 @@ def restored(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str
 def evaluated(values: Any) -> Any:
     """Return arguments with each ``BeatLazyFunc`` called, as Celery's beat does for each message."""
     return _map(values, lambda _, value: value() if _is_lazy(value) else value)
+
+
+def has_lazy(values: Any) -> bool:
+    """Tell whether a ``BeatLazyFunc`` is among arguments."""
+    return bool(values) and any(_is_lazy(value) for _, value in _items(values))
 
 
 def _is_lazy(value: Any) -> bool:

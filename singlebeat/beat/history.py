@@ -29,7 +29,7 @@ _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
 class End:
     """How a run ended."""
 
-    outcome: str  #: success, failure, retry, time_limit, worker_lost, revoked, expired, refused, …
+    outcome: str  #: success, failure, retry, time_limit, worker_lost, revoked, expired, duplicate_refused, …
     reason: str
     started: str  #: ISO 8601; empty: it did not start
     duration: float | None  #: seconds

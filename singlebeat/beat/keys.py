@@ -20,6 +20,8 @@ class LeaseKeys:
     lock: str | None
     leader: str
     term: str
+    standbys: str
+    resigned: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Keys:
     @property
     def lease(self) -> LeaseKeys:
         """The keys of leadership."""
-        return LeaseKeys(self.lock, f"{self.prefix}:leader", f"{self.prefix}:term")
+        return LeaseKeys(self.lock, *(f"{self.prefix}:{name}" for name in ("leader", "term", "standbys", "resigned")))
 
     def entry(self, member: str) -> str:
         """Return the key of an entry from its member in the schedule, which may be its bare name."""

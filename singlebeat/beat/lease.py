@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ from ..connections import RedisError
 from ..lua import script
 from .keys import LeaseKeys
 
-__all__ = ("Lease", "Term")
+__all__ = ("STAY", "Lease", "Term")
 
 logger = get_logger("celery.beat")
 
@@ -27,6 +28,9 @@ RENEWALS_PER_LEASE = 3
 
 #: The part of a lease at its end in which the leader does not trust it any more, for clocks that run unevenly.
 MARGIN = 0.1
+
+#: Seconds for which a beat that stands by counts as there after its last campaign: it makes several in each second.
+STAY = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Lease:
         self._client: Any = None
         self._term: Term | None = None
         self._last_token = ""
+        self._standby = ""
         self._trusted_until = 0.0
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -75,13 +80,16 @@ class Lease:
         token = uuid()
         # Trust counts from before the call: a slow reply must not stretch it.
         asked_at = self._clock()
-        keys = (self.keys.lock, self.keys.leader, self.keys.term)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        args = (token, round(self.ttl * 1000), socket.gethostname(), os.getpid(), since, self._last_token)
+        keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
+        host, pid, since = socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
+        # What is stored is the same at each campaign, and is taken back in these words.
+        self._standby = self._standby or json.dumps({"host": host, "pid": str(pid), "since": since})
+        args = (token, round(self.ttl * 1000), host, pid, since, self._last_token, self._standby, round(STAY * 1000))
         self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
         number = int(script(__package__, "campaign")(self._client, keys, args))
         if not number:
             return None
+        self._standby = ""
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
         self._term = Term(number, token)
         if self._thread is None or not self._thread.is_alive():
@@ -121,7 +129,7 @@ class Lease:
         return False
 
     def release(self) -> None:
-        """Give up leadership, for good; may be called in a signal handler, at any moment, and again.
+        """Lead or stand by no more, for good; may be called in a signal handler, at any moment, and again.
 
         It takes no lock and shares no connection with the rest of the process, so it cannot wait for either.
         """
@@ -129,7 +137,8 @@ class Lease:
         if not token or self.keys.lock is None:
             return
         try:
-            released = script(__package__, "resign")(self._connect(), (self.keys.lock, self.keys.leader), (token,))
+            keys = (self.keys.lock, self.keys.leader, self.keys.standbys, self.keys.resigned)
+            released = script(__package__, "resign")(self._connect(), keys, (token, self._standby, 0))
         except RedisError as exc:
             logger.warning("beat: Could not release the lock, it ends within %.0f s: %s", self.ttl, exc)
         else:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
@@ -13,9 +11,13 @@ from celery.utils.log import get_logger
 from .. import signals
 from ..config import Config
 from ..connections import RedisError
+from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
+from .occurrence import Kind, Outcome
 from .state import State
 
 if TYPE_CHECKING:
+    from http.server import ThreadingHTTPServer
+
     from celery import Celery
 
     from .lease import Lease
@@ -27,8 +29,7 @@ logger = get_logger("celery.beat")
 #: Seconds without a tick after which a beat is not healthy.
 HEALTHY_FOR = 30.0
 
-#: Upper bounds of the buckets, in seconds.
-LATENESS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+#: Upper bounds of the buckets for ticks, in seconds.
 TICKS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
 
@@ -40,23 +41,29 @@ class Metrics:
     """
 
     def __init__(self, app: Celery, lease: Lease) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: PLC0415 - an extra
+        from prometheus_client import Counter, Histogram  # noqa: PLC0415 - an extra
 
         self.app, self.lease = app, lease
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = new_registry()
         self.last_tick = time.monotonic()
         self.server: ThreadingHTTPServer | None = None
         self._decisions = Counter(
             "singlebeat_decisions_total", "Decisions about occurrences.", ["decision", "kind"], registry=registry
         )
         self._lateness = Histogram(
-            "singlebeat_lateness_seconds", "From nominal time to its sending.", buckets=LATENESS, registry=registry
+            "singlebeat_lateness_seconds", "From nominal time to its sending.", buckets=DELAYS, registry=registry
         )
         self._ticks = Histogram(
             "singlebeat_tick_duration_seconds", "Time that ticks take.", buckets=TICKS, registry=registry
         )
         self._terms = Counter("singlebeat_leadership_total", "Begun and lost terms.", ["event"], registry=registry)
         self._aside = Counter("singlebeat_set_aside_total", "Entries that were found unusable.", registry=registry)
+        # Each series begins at 0: an increase() does not see a counter that is born with its first event.
+        for outcome in Outcome:
+            for kind in Kind:
+                self._decisions.labels(outcome.value, kind.value)
+        for event in ("gained", "lost"):
+            self._terms.labels(event)
         registry.register(self)
         # Signals keep weak references to methods: this object must live as long as its beat.
         signals.occurrence_decided.connect(self._decided, sender=app)
@@ -84,30 +91,12 @@ class Metrics:
         Raises:
             OSError: the port is in use, or the address is not of this host.
         """
-        metrics = self
+        self.server = serve(host, port, self.answer)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                code, kind, body = metrics.answer(self.path.partition("?")[0])
-                self.send_response(code)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
-                """Say nothing."""
-
-        self.server = ThreadingHTTPServer((host, port), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, name="singlebeat-metrics", daemon=True).start()
-
-    def answer(self, path: str) -> tuple[int, str, bytes]:
+    def answer(self, path: str) -> Answer:
         """Return status, type and body of what is asked for."""
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest  # noqa: PLC0415 - an extra
-
         if path == "/metrics":
-            return 200, CONTENT_TYPE_LATEST, generate_latest(self.registry)
+            return metrics_of(self.registry)
         if path == "/healthz":
             idle = time.monotonic() - self.last_tick
             return self._verdict("" if idle < HEALTHY_FOR else f"no tick for {idle:.0f} s")
@@ -117,11 +106,11 @@ class Metrics:
             except RedisError as exc:
                 return self._verdict(f"Redis does not answer: {exc}")
             return self._verdict("" if state.locked or state.leader else "no beat leads")
-        return 404, "text/plain", b"/metrics, /healthz or /readyz\n"
+        return Answer.of("/metrics, /healthz or /readyz", 404)
 
     @staticmethod
-    def _verdict(problem: str) -> tuple[int, str, bytes]:
-        return 503 if problem else 200, "text/plain; charset=utf-8", f"{problem or 'ok'}\n".encode()
+    def _verdict(problem: str) -> Answer:
+        return Answer.of(problem or "ok", 503 if problem else 200)
 
     def collect(self) -> Iterator[Any]:
         """Yield what Redis holds at this moment."""
@@ -137,6 +126,7 @@ class Metrics:
         yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=1)
         for name, text, value in (
             ("term", "Number of the present term.", float(state.leader.get("term") or 0)),
+            ("standbys", "Beats that stand by.", len(state.standbys)),
             ("lease_left_seconds", "Time until leadership ends if nobody renews it.", state.lease_left),
             ("entries", "Entries of the schedule.", state.entries),
             ("overdue_entries", "Entries that are due and not decided about.", state.overdue),

@@ -32,6 +32,7 @@ class PlainTask:
 
     lock = Lock.UNTIL_EXECUTED
     unique_on = effective_lock_expiry = serializer = None
+    has_pure_keys = True
 
     @property
     def singleton_backend(self) -> BaseBackend:

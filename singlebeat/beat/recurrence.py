@@ -107,6 +107,8 @@ def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datet
 
 
 def _in_utc(moment: datetime) -> datetime:
+    if moment.tzinfo is UTC:
+        return moment
     if moment.utcoffset() is None:
         msg = f"a time needs a time zone here, {moment!r} has none"
         raise ValueError(msg)

@@ -1,16 +1,25 @@
 --- resign: end a term of leadership, so that another beat may lead at once; a later term is not touched.
 --
--- KEYS[1]  lock    string: the leader's token
--- KEYS[2]  leader  hash: who leads, for people
--- ARGV[1]  token   of the term
+-- KEYS[1]  lock      string: the leader's token
+-- KEYS[2]  leader    hash: who leads, for people
+-- KEYS[3]  standbys  zset: the beats that stand by, by the time until which they count as there (ms)
+-- KEYS[4]  resigned  string: host and pid of the beat whose term was ended so that a beat which stands by leads next
+-- ARGV[1]  token     of the term
+-- ARGV[2]  standby   JSON: the beat that asks, if it stood by, and does so no more; empty: it is none
+-- ARGV[3]  wait_ms   how long the beat whose term this ends lets those go first that stand by; 0: it never comes back
 --
 -- returns  1 ended, 0 it had ended before
 
-local lock, leader = KEYS[1], KEYS[2]
-local token = ARGV[1]
+local lock, leader, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local token, standby, wait = ARGV[1], ARGV[2], ARGV[3]
 
+redis.call("ZREM", standbys, standby)
 if redis.call("GET", lock) ~= token then
   return 0
+end
+if wait ~= "0" and redis.call("EXISTS", standbys) == 1 then
+  local name = redis.call("HMGET", leader, "host", "pid")
+  redis.call("SET", resigned, (name[1] or "") .. ":" .. (name[2] or ""), "PX", wait)
 end
 redis.call("DEL", lock, leader)
 return 1

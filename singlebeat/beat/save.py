@@ -15,6 +15,7 @@ from ..lua import packed, script
 from .codec import Meta
 from .kinds import have_same_times
 from .policy import Policy
+from .timetable import PARKED
 
 if TYPE_CHECKING:
     from .entry import Entry
@@ -91,11 +92,12 @@ def _plan(
             if entry.version is not None and entry.version != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None
-            unchanged = (entry.encode(), entry.policy.encode()) == (definition, policy or "")
-            if unchanged and meta and score is not None:
+            wanted = entry.encode()
+            if (wanted, entry.policy.encode()) == (definition, policy or "") and meta and score is not None:
                 entry.version = definition, policy or ""
             else:
-                wishes[name] = _wish(entry, keys.prefix + name, (definition, meta, policy), score, now, keep_disabled)
+                as_found = definition, meta, policy
+                wishes[name] = _wish(entry, wanted, keys.prefix + name, as_found, score, now, keep_disabled)
         except EntryError as exc:
             results[name] = exc
         except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
@@ -105,7 +107,13 @@ def _plan(
 
 
 def _wish(
-    entry: Entry, member: str, found: tuple[Any, Any, Any], score: float | None, now: datetime, keep_disabled: bool
+    entry: Entry,
+    encoded: str,
+    member: str,
+    found: tuple[Any, Any, Any],
+    score: float | None,
+    now: datetime,
+    keep_disabled: bool,
 ) -> _Wish:
     definition, meta, policy = found
     try:
@@ -113,8 +121,9 @@ def _wish(
         wanted, past = Policy.decode(policy or ""), Meta.decode(meta) if meta else None
     except EntryError:  # broken: it is replaced
         stored, wanted, past = None, Policy(), None
-    if keep_disabled and stored is not None and not stored.enabled:
+    if keep_disabled and stored is not None and entry.enabled and not stored.enabled:
         entry.enabled = False
+        encoded = entry.encode()
     if wanted.paused and entry.version is None:  # whoever has not read the entry does not know that it is paused
         entry.policy = replace(entry.policy, paused=True, note=wanted.note)
     same_times = (
@@ -130,11 +139,12 @@ def _wish(
     elif stored is not None and not same_times:
         past = replace(past, since=now)
     moved = not same_times or score is None
+    due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
     return _Wish(
         member,
         found,
-        (entry.encode(), past.encode() if moved or not meta else False, entry.policy.encode()),
-        repr(entry.with_past(past).score) if moved else "",
+        (encoded, past.encode() if moved or not meta else False, entry.policy.encode()),
+        repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
 
 

@@ -6,7 +6,6 @@ import copy
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -210,15 +209,15 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         """Do what is due; return when the entries that this has moved on are due next."""
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
-        pending = [(stored, stored.pending) for stored in retaken if stored.pending is not None]
-        late = [(stored, occurrence) for stored, occurrence in pending if too_late(stored, occurrence, now)]
-        self.store.confirm([(stored, missed(stored, o, now), stored.uncounted(o)) for stored, o in late], term)
+        pending = [(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None]
+        late = [taken for taken in pending if too_late(taken[0], taken[1], now)]
+        self.store.confirm([(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late], term)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
         done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]
         self.store.record([claim.decision for claim in done if claim.decision is not None], term)
-        fresh = [(replace(c.stored, meta=c.meta or c.stored.meta), c.occurrence) for c in done if c.occurrence]
-        self.dispatcher.dispatch([pair for pair in pending if pair not in late] + fresh, term, now)
+        fresh = [(c.stored, c.occurrence, c.meta or c.stored.meta) for c in done if c.occurrence]
+        self.dispatcher.dispatch([taken for taken in pending if taken not in late] + fresh, term, now)
         return [claim.next_score for claim in done if claim.next_score >= 0]
 
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:

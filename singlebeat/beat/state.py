@@ -1,16 +1,17 @@
-"""The state of a schedule as a whole: who leads, what is overdue, pending and set aside."""
+"""The state of a schedule as a whole: who leads and stands by, what is overdue, pending and set aside."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..connections import schedule_client
 from ..lua import script
 from .keys import Keys
+from .lease import STAY
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -26,6 +27,7 @@ class State:
     """A schedule at one moment; durations are seconds."""
 
     leader: Mapping[str, str]  #: host, pid, since, term; empty: nobody leads
+    standbys: Sequence[Mapping[str, str]]  #: host, pid, since of each beat of ours that stands by
     locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
     lease_left: float
     entries: int
@@ -45,6 +47,8 @@ class State:
         keys, now = Keys.of(app), time.time()
         with schedule_client(app).pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.lease.leader)
+            # Without clocks: whoever stands by trims it, and it ends when nobody does.
+            pipe.zrange(keys.lease.standbys, 0, -1)
             pipe.pttl(keys.lock or keys.lease.leader)
             pipe.zcard(keys.schedule)
             pipe.zcount(keys.schedule, 0, now)
@@ -53,9 +57,10 @@ class State:
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
             pipe.hgetall(keys.quarantine)
-            leader, ttl, entries, due, overdue, first, pending, quarantine = pipe.execute()
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantine = pipe.execute()
         return cls(
             leader=leader,
+            standbys=sorted((_named(text) for text in standbys), key=lambda standby: standby["since"]),
             locked=ttl > 0,
             lease_left=max(0, ttl) / 1000,
             entries=entries,
@@ -68,14 +73,24 @@ class State:
 
 
 def resign(app: Celery) -> bool:
-    """End the present term of leadership, so that any beat may lead; tell whether there was one.
+    """End the present term of leadership, so that a beat which stands by leads next; tell whether there was one.
 
+    The beat whose term it was leads again at once where none stands by, and after ``STAY`` seconds if none leads then.
     What the leader has claimed is fenced by its term: nothing is decided twice.
     """
     keys = Keys.of(app)
     client = schedule_client(app)
     token = client.get(keys.lock) if keys.lock else None
-    return bool(token and script(__package__, "resign")(client, (keys.lock or "", keys.lease.leader), (token,)))
+    touched = (keys.lock or "", keys.lease.leader, keys.lease.standbys, keys.lease.resigned)
+    return bool(token and script(__package__, "resign")(client, touched, (token, "", round(STAY * 1000))))
+
+
+def _named(text: str) -> Mapping[str, str]:
+    try:
+        raw: Any = json.loads(text)
+        return {name: str(raw[name]) for name in ("host", "pid", "since")}
+    except (ValueError, TypeError, KeyError):
+        return {"host": text, "pid": "", "since": ""}
 
 
 def _record(text: str) -> Mapping[str, str]:

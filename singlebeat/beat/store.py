@@ -70,10 +70,6 @@ class Stored:
         """What its times depend on."""
         return self.sha, self.meta, self.policy
 
-    def uncounted(self, occurrence: Occurrence) -> Meta | None:
-        """Return the past without an occurrence that was counted when it was claimed, None if it was not."""
-        return self.meta.uncounted() if occurrence.is_scheduled else None
-
 
 @dataclass(frozen=True, slots=True)
 class Due:

@@ -106,6 +106,14 @@ class Timetable:
         part = int.from_bytes(hashlib.sha256(seed).digest()[:4])  # of 2**32
         return nominal + (span // TICK * part >> 32) * TICK  # rounded down: the next nominal time is never reached
 
+    def due_at(self, counts_from: datetime | None, now: datetime) -> datetime | None:
+        """Return when its next run is due, now if it is overdue or has never run; None if there is none."""
+        since = self.since(counts_from)
+        if since is None:
+            return now
+        nominal = self.next(since)
+        return None if nominal is None else max(now, self.due(nominal))
+
     def overdue(self, after: datetime, now: datetime) -> datetime | None:
         """Return the last nominal time after a moment whose run is due by now, None if none is."""
         nominal = self.latest(after, now)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import click
 
+from .. import __version__
 from ..beat.api import Schedule
 from ..beat.server import Server
 from ..beat.state import State
@@ -123,6 +124,9 @@ def _beat(app: Celery) -> Iterator[Finding]:
     state = State.of(app)
     if not state.locked and not state.leader:
         yield Finding("problem", "beat", "nobody leads: nothing is sent until one is started")
+    elif not state.standbys and Config.of(app).redbeat_lock_key is not None:
+        text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
+        yield Finding("warning", "beat", text)
     if state.overdue:
         text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
         yield Finding("problem", "beat", text)
@@ -134,13 +138,15 @@ def _beat(app: Celery) -> Iterator[Finding]:
 
 
 def _workers(app: Celery) -> Iterator[Finding]:
+    seen = False
     try:
-        if not backend_of(app).workers_seen():
+        seen = backend_of(app).workers_seen()
+        if not seen:
             text = "none with singlebeat was seen: plain tasks are sent without a lock; install it in the workers, too"
             yield Finding("warning", "workers", text)
     except SinglebeatError as exc:
         yield Finding("problem", "locks", str(exc))
-    workers = Workers.ask(app)
+    workers = Workers.ask(app, versions=True)
     if workers is None:
         yield Finding("problem", "broker", "it does not answer: messages cannot be sent")
         return
@@ -149,7 +155,33 @@ def _workers(app: Celery) -> Iterator[Finding]:
         return
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
+    yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
     for entry in Schedule(app).list():
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: whoever gets the message drops it"
             yield Finding("problem", f"entry {entry.name}", text)
+
+
+def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> Iterator[Finding]:
+    """Compare the singlebeat of the workers with one another's and with ours.
+
+    Args:
+        seen: some worker has singlebeat, so beat takes locks for plain tasks.
+    """
+    without = sorted(worker for worker, found in versions.items() if not found)
+    if without and seen:
+        text = (
+            f"{', '.join(without)}: no singlebeat there, or its settings name no server for locks. When such a worker "
+            "runs a plain task that beat has sent, nobody frees the lock of that task, and its next runs are skipped "
+            f"for up to {queued_ttl:g} s (singlebeat_queued_ttl); how the run ended is not recorded either. Install "
+            "celery-singlebeat there, too, and start the worker again"
+        )
+        yield Finding("warning", "workers without singlebeat", text)
+    found = {*versions.values(), __version__} - {""}
+    if len(found) > 1:
+        which = {f"{version} on {worker}" for worker, version in versions.items() if version}
+        text = (
+            f"{', '.join(sorted(which))}, {__version__} here: install the same everywhere, because an older one may "
+            "not understand what a newer one leaves in messages and Redis"
+        )
+        yield Finding("warning", "versions of singlebeat differ", text)

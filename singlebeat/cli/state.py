@@ -32,12 +32,15 @@ _NOBODY = {"host": "?", "pid": "?", "term": "?", "since": "?"}
 
 @command("status")
 def status_(app: Celery, as_json: bool) -> None:
-    """Show who leads, and how much is scheduled, overdue, pending and set aside."""
+    """Show who leads and stands by, and how much is scheduled, overdue, pending and set aside."""
     state = State.of(app)
     if as_json:
         show_json(asdict(state))
         return
     click.echo(f"leader      {printable(who(state))}")
+    click.echo(f"standbys    {len(state.standbys)}")
+    for standby in state.standbys:
+        click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
     click.echo(f"pending     {state.pending}")
@@ -70,7 +73,7 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
 
 @command("resign")
 def resign_(app: Celery, as_json: bool) -> None:
-    """End the present term of leadership; any beat that runs, also the same one, begins the next."""
+    """End the present term of leadership; a beat that stands by begins the next, or the same one if there is none."""
     before, ended = State.of(app), resign(app)
     if not ended:
         fail("nobody leads")

@@ -36,8 +36,11 @@ local function acquire(lock, done, id, ttl, expiry, task, args, payload, replace
   if record.err then
     return {"unusable", "", "", "0", "0", 0}
   end
-  if again and (redis.call("ZSCORE", done, id .. ":0") or redis.call("ZSCORE", done, id .. ":replaced")) then
-    return reply("done", lock, id)
+  if again then
+    local ended = redis.call("ZMSCORE", done, id .. ":0", id .. ":replaced")
+    if ended[1] or ended[2] then
+      return reply("done", lock, id)
+    end
   end
   local holder, state, bound = record[1], record[2], record[3]
   if holder and holder ~= id and state == "queued" and replace == "holder" then
@@ -65,7 +68,9 @@ local function acquire(lock, done, id, ttl, expiry, task, args, payload, replace
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
     end
-    redis.call("ZREM", done, id .. ":0", id .. ":replaced")
+    if not again then
+      redis.call("ZREM", done, id .. ":0", id .. ":replaced")
+    end
   end
   if bound then
     ttl = math.max(1, math.min(ttl, bound - now))

@@ -1,4 +1,4 @@
-"""Tells the schedule how the runs ended that beat has sent: from the worker's main process, in a thread of its own."""
+"""Tells how runs ended: the schedule of those that beat has sent, in a thread of its own, and whoever listens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.log import get_logger
 
+from .. import signals
 from ..config import Config
-from ..locks.base import RUN_HEADER
+from ..locks.base import HEADER, RUN_HEADER
 from .threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ("flush_ends", "outcome_of", "record_end", "record_end_of_message")
+__all__ = ("OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message")
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,13 @@ _OUTCOMES = {
     Terminated: "terminated",
 }
 
+#: Every word for an end; ``duplicate_refused``: an equal call runs, or this one has run; ``postponed``: its
+#: message was sent again to wait for its turn, and ends another time.
+OUTCOMES = (
+    *("success", "failure", *_OUTCOMES.values(), "duplicate_refused", "postponed"),
+    *("revoked", "expired", "unknown_task"),
+)
+
 
 def outcome_of(exc: BaseException) -> str:
     """Return the word for a run that ended with an exception."""
@@ -55,7 +63,10 @@ def outcome_of(exc: BaseException) -> str:
 
 
 def record_end(request: Request, outcome: str, reason: str = "") -> None:
-    """Record how a run ended, soon and without waiting; nothing happens for one that beat has not sent."""
+    """Tell how a run ended, once, and record it if beat has sent it: soon, and without waiting."""
+    if request.end_told:
+        return
+    request.end_told = True
     record_end_of_message(
         request.app, request.request_dict, outcome, reason, worker=request.hostname, began=request.time_start
     )
@@ -72,6 +83,10 @@ def record_end_of_message(
 ) -> None:
     """Do the same for a message by its headers."""
     header = headers.get(RUN_HEADER)
+    if header or HEADER in headers:
+        signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
+    if outcome == "postponed":  # a message like it will tell the schedule
+        return
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
         row = (
             str(header["entry"]),

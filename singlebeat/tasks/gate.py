@@ -19,7 +19,7 @@ from ..locks.base import HEADER, RUN_HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
 from .policy import decode_arguments, has_continuations
 
-__all__ = ("Postponed", "Run", "may_start", "run_under_lock")
+__all__ = ("Postponed", "Refused", "Run", "may_start", "run_under_lock")
 
 logger = get_logger(__name__)
 
@@ -29,6 +29,10 @@ FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
 
 class Postponed(Ignore):  # type: ignore[misc]
     """The message was sent again and waits for its turn: its locks stay as they are."""
+
+
+class Refused(Ignore):  # type: ignore[misc]
+    """The run must not start: an equal call holds its lock, or this one has run."""
 
 
 class Run(Mapping[str, Any]):
@@ -113,7 +117,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
             expiry=task.effective_lock_expiry,
         )
         if not may_start(task, ticket, holder, request):
-            raise Ignore(f"held by {holder}")
+            raise Refused(f"held by {holder}")
         payloads = backend.finish_many([replace(ref, nonce="") for ref in ticket.refs[1:]], memory=memory)
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":
@@ -156,7 +160,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         later = replace(ticket, waited=min(ticket.waited + 1, 10))
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
-    signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs)
+    signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}")
     return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
@@ -9,6 +11,7 @@ from celery.signals import task_rejected, task_unknown
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 
+from ..config import Config
 from ..errors import ConfigError
 from ..locks.base import Ticket
 from .ends import flush_ends, record_end_of_message
@@ -17,6 +20,8 @@ from .request import Request
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from .metrics import Metrics
 
 __all__ = ("install",)
 
@@ -29,6 +34,8 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
     #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
     requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
     renewer: Renewer | None = None
+    metrics: Metrics | None = None
+    said: Mapping[str, Any] = MappingProxyType({})
 
     def start(self, parent: Any) -> None:
         """Prepare the tasks of the worker's app and start renewing."""
@@ -41,9 +48,22 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
             task.Request = _with_locks(symbol_by_name(task.Request))
         self.renewer = renewer
         renewer.start()
+        # Neither before now, because all who have a Singleton import this module, nor later, amid forks.
+        from .. import __version__  # noqa: PLC0415
+
+        self.said = {"singlebeat": {"version": __version__}}
+        if (port := Config.of(parent.app).singlebeat_worker_metrics_port) is not None:
+            from .metrics import Metrics  # noqa: PLC0415
+
+            self.metrics = Metrics(parent.app, renewer)
+            self.metrics.serve(port)
         # The two ends of a message that no Request sees.
         task_unknown.connect(self._end_unseen, weak=False)
         task_rejected.connect(self._end_unseen, weak=False)
+
+    def info(self, parent: Any) -> Mapping[str, Any]:
+        """Return what ``celery inspect stats`` says about this worker; nothing if it does not look after locks."""
+        return self.said
 
     def stop(self, parent: Any) -> None:
         """Free what is over before the process ends."""

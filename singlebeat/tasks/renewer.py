@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -65,6 +67,7 @@ class Renewer:
         self._later: list[tuple[float, Ticket, bool]] = []
         self._gate_closed_until = 0.0
         self._started = False
+        self.failing = False  #: the locks' server did not answer the last time
 
     def start(self) -> None:
         """Start the thread, once; native even where gevent or eventlet have patched threads."""
@@ -99,6 +102,12 @@ class Renewer:
             self._handovers.put((request.ticket.run, successor))
             self._wake.put(None)
 
+    def held(self) -> Mapping[str, int]:
+        """Return how many requests with a lock this worker has, by their state: ``queued`` or ``running``."""
+        states = Counter({"queued": 0, "running": 0})
+        states.update("queued" if request.time_start is None else "running" for request in self._living())
+        return states
+
     def answers(self) -> bool:
         """Tell whether the locks' server is worth asking from the event loop."""
         return time.monotonic() >= self._gate_closed_until
@@ -120,7 +129,7 @@ class Renewer:
                 logger.warning("the worker ends before its last locks are free: they end by themselves")
 
     def _run(self) -> None:
-        due, failing = 0.0, False
+        due = 0.0
         while True:
             soon = min([due, *(moment for moment, _, _ in self._later)])
             waiting = self._wait(max(0.0, soon - time.monotonic()))
@@ -130,13 +139,13 @@ class Renewer:
                     due = time.monotonic() + self.lease / 3
                     self._renew()
                     self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
-                    failing = False
+                    self.failing = False
                     self._gate_closed_until = 0.0
             except LockBackendError as exc:
                 due = min(due, time.monotonic() + RETRY_AFTER)
-                if not failing:
+                if not self.failing:
                     logger.warning("%s; locks that are not renewed end by themselves", exc)
-                failing = True
+                self.failing = True
             except Exception:  # the outer edge of the thread: it must live as long as its worker
                 logger.exception("the renewer of locks failed and goes on")
             for done in waiting:
@@ -172,12 +181,14 @@ class Renewer:
         self.backend.finish_many([ref for ticket, _ in over for ref in ticket.refs[1:]], memory=self.memory)
         self._later = later
 
-    def _renew(self) -> None:
+    def _living(self) -> list[Request]:
         # valuerefs() copies in one step: requests come and go in other threads meanwhile.
-        requests = [request for weak in self._requests.valuerefs() if (request := weak()) is not None]
+        return [request for weak in self._requests.valuerefs() if (request := weak()) is not None]
+
+    def _renew(self) -> None:
         held = [
             (request, ref)
-            for request in requests
+            for request in self._living()
             if request.ticket is not None and not request.waits_for_its_end()
             for ref in request.ticket.refs
         ]

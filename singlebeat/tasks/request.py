@@ -18,12 +18,15 @@ from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
 from .ends import outcome_of, record_end
-from .gate import Postponed, may_start
+from .gate import Postponed, Refused, may_start
 from .renewer import renewer_of
 
 __all__ = ("Request",)
 
 logger = get_logger(__name__)
+
+#: The end of a message that was not to run.
+DUPLICATE_REFUSED = "duplicate_refused"
 
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5
@@ -52,7 +55,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
         if not self.begin_for_plain_task():
             self.acknowledge()
             task_ready(self)
-            record_end(self, "refused", "an equal call runs, or this one has run")
+            record_end(self, DUPLICATE_REFUSED, "an equal call runs, or this one has run")
             raise TaskRevokedError(self.id)
         return execute(self, *args, **kwargs)
 
@@ -65,6 +68,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     ticket: Ticket | None = None
     #: The renewer has seen that this delivery is the run which holds the lock.
     seen_running = False
+    #: Its end was told: Celery reports a hard time limit twice.
+    end_told = False
     _over = False
     _cancelled = False
 
@@ -127,6 +132,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             queued = [replace(ref, nonce="") for ref in self.ticket.refs[1:]]  # the next call may wait in its place
             renewer.gate.finish_many(queued, memory=config.singlebeat_queued_ttl)
         except Postponed:
+            record_end(self, "postponed")
             return False
         except LockBackendError as exc:
             renewer.failed()
@@ -170,8 +176,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)
+            record_end(self, "postponed")
         else:
-            record_end(self, outcome_of(exc), repr(exc))
+            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), repr(exc))
         limit = isinstance(exc, celery_request.TimeLimitExceeded)
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)

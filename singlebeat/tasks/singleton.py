@@ -92,6 +92,11 @@ class Singleton(Task):  # type: ignore[misc]
         """Tell beat that it cannot take the lock of this task along with those of others."""
         return self.lock != Lock.UNTIL_EXECUTED or overlap_for(self) not in {Overlap.SKIP, Overlap.RAISE}
 
+    @property
+    def has_pure_keys(self) -> bool:
+        """Tell beat that equal calls always have the same lock: nobody's function has a say in its key."""
+        return type(self).generate_lock is Singleton.generate_lock and not callable(self.unique_on)
+
     def generate_lock(
         self, task_name: str, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
     ) -> str:
@@ -204,7 +209,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
         logger.info("%s is a duplicate of %s: not sent", self.name, holder)
-        signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs)
+        signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs, at="send")
         if overlap is Overlap.RAISE:
             raise DuplicateTaskError(
                 f"an equal call of {self.name} is queued or running as task {holder.task_id}", holder.task_id

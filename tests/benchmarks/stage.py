@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from celery import Celery
 from celery.schedules import schedule
@@ -91,7 +92,8 @@ class Stage:
             "schedule": schedule(timedelta(seconds=every)),
             "enabled": True,
         }
-        last_run_at = due - timedelta(seconds=every)
+        # With the zone as Celery has it, whose name RedBeat stores, as we do.
+        last_run_at = (due - timedelta(seconds=every)).replace(tzinfo=ZoneInfo("UTC"))
         definition = json.dumps(template, cls=RedBeatJSONEncoder)
         meta = json.dumps({"last_run_at": last_run_at, "total_run_count": 1}, cls=RedBeatJSONEncoder)
         for at in range(begin, begin + count, MOST_AT_ONCE):

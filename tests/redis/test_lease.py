@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from redis import Redis
 from redis.exceptions import LockError, RedisError
 
 from singlebeat.beat.keys import LeaseKeys
-from singlebeat.beat.lease import Lease, Term
+from singlebeat.beat.lease import STAY, Lease, Term
+from singlebeat.beat.state import resign
 from tests.support import RedisServer, wait_until
 
-KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term")
+KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term", "redbeat::standbys", "redbeat::resigned")
 
 #: A lease that no test outlives, so that the renewing thread never wakes up in it.
 LONG = 300.0
@@ -108,11 +113,11 @@ def test_before_the_first_campaign_nobody_leads_and_nothing_is_written(make, red
     assert redis.dbsize() == 0
 
 
-def test_a_losing_campaign_writes_nothing(make, redis):
+def test_a_losing_campaign_writes_only_that_it_stands_by(make, redis):
     redis.set(KEYS.lock, "somebody", px=60_000)
 
     assert make().acquire() is None
-    assert redis.keys() == [KEYS.lock]
+    assert set(redis.keys()) == {KEYS.lock, KEYS.standbys}
     assert 0 < redis.pttl(KEYS.lock) <= 60_000
 
 
@@ -143,6 +148,106 @@ def test_many_campaigns_at_once_have_one_winner(make):
 
     assert len(terms) == 8
     assert [term.number for term in terms if term is not None] == [1]
+
+
+# ---------------------------------------------------------------- standing by
+
+
+def standbys(redis: Redis) -> list[dict[str, str]]:
+    return [json.loads(text) for text in redis.zrange(KEYS.standbys, 0, -1)]
+
+
+def test_who_stands_by_is_known_by_name_and_since_when(make, redis):
+    leader, standby = make(), make()
+    leader.acquire()
+    assert standbys(redis) == []
+
+    standby.acquire()
+    (first,) = standbys(redis)
+    assert set(first) == {"host", "pid", "since"}
+    assert first["pid"] == str(os.getpid())
+
+    redis.delete(KEYS.standbys)
+    standby._standby = json.dumps({**first, "since": "long ago"})
+    standby.acquire()
+    assert standbys(redis) == [{**first, "since": "long ago"}], "each campaign says the same"
+
+
+def test_who_leads_stands_by_no_more(make, redis):
+    leader, standby = make(), make()
+    leader.acquire()
+    standby.acquire()
+    leader.release()
+
+    standby.acquire()
+
+    assert standby.owned()
+    assert standbys(redis) == []
+
+
+def test_who_closes_stands_by_no_more(make, redis):
+    leader, standby = make(), make()
+    leader.acquire()
+    standby.acquire()
+
+    standby.release()
+
+    assert standbys(redis) == []
+    assert leader.owned()
+    assert redis.get(KEYS.lock) == leader.term().token
+
+
+def test_a_place_among_the_standbys_ends_by_itself(make, redis):
+    leader, dead = make(), make()
+    leader.acquire()
+    dead.acquire()
+    assert 0 < redis.pttl(KEYS.standbys) <= STAY * 1000
+    (name,) = redis.zrange(KEYS.standbys, 0, -1)
+    redis.zadd(KEYS.standbys, {name: redis.time()[0] * 1000})  # as after its stay
+
+    other = make()
+    other._standby = '{"host": "elsewhere", "pid": "1", "since": ""}'
+    other.acquire()
+
+    assert [standby["host"] for standby in standbys(redis)] == ["elsewhere"]
+
+
+def test_who_was_made_to_resign_lets_a_standby_go_first(make, app, redis):
+    leader, standby = make(), make()
+    leader.acquire()
+    standby.acquire()
+    # Of this process are both, but the mark names the leader alone.
+    redis.hset(KEYS.leader, "pid", "1")
+
+    assert resign(app)
+
+    assert redis.get(KEYS.resigned) == f"{socket.gethostname()}:1"
+    assert 0 < redis.pttl(KEYS.resigned) <= STAY * 1000
+    assert standby.acquire().number == 2
+    assert not redis.exists(KEYS.resigned)
+
+
+def test_who_was_made_to_resign_does_not_lead_before_its_wait_ends(make, app, redis):
+    leader, standby = make(), make()
+    leader.acquire()
+    standby.acquire()
+
+    resign(app)
+    leader.renew()
+
+    assert leader.acquire() is None
+    redis.delete(KEYS.resigned)  # as its time to live does, if nobody has come
+    assert leader.acquire().number == 2
+
+
+def test_who_was_made_to_resign_leads_again_at_once_where_nobody_stands_by(make, app, redis):
+    leader = make()
+    leader.acquire()
+
+    resign(app)
+    leader.renew()
+
+    assert leader.acquire().number == 2
 
 
 # ---------------------------------------------------------------- trust
@@ -466,7 +571,7 @@ def test_without_a_lock_everybody_always_leads(make, redis, clock):
     def connect():
         raise AssertionError("no connection is needed")
 
-    keys = LeaseKeys(None, KEYS.leader, KEYS.term)
+    keys = replace(KEYS, lock=None)
     one, other = (make(keys=keys, clock=clock, connect=connect) for _ in range(2))
 
     assert one.acquire() == other.acquire() == Term(0, "")

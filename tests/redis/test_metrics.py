@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +23,9 @@ from singlebeat.beat.lease import Lease, Term
 from singlebeat.beat.metrics import Metrics
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.store import Store
+from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
+from singlebeat.tasks.metrics import Metrics as WorkerMetrics
+from singlebeat.tasks.renewer import Renewer
 from tests.support import APP, ROOT, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
 
@@ -46,12 +53,25 @@ def decide(app, redis, outcome: Outcome) -> None:
     Store(app, redis).record([Decision("e", TASK, occurrence, outcome)], Term(1, ""))
 
 
-def test_names_follow_the_conventions_of_prometheus(app, redis, metrics):
-    decide(app, redis, Outcome.DISPATCHED)
-    text = metrics.answer("/metrics")[2].decode()
-    found = families(text)
+@pytest.fixture
+def of_worker(app) -> WorkerMetrics:
+    return WorkerMetrics(app, Renewer(app))
 
-    assert len(found) >= 14
+
+@pytest.fixture(params=["beat", "worker"])
+def either(request) -> str:
+    """What a beat or a worker says that has just begun."""
+    return (
+        request.getfixturevalue({"beat": "metrics", "worker": "of_worker"}[request.param])
+        .answer("/metrics")[2]
+        .decode()
+    )
+
+
+def test_names_follow_the_conventions_of_prometheus(either):
+    found = families(either)
+
+    assert len(found) >= 7
     for name, family in found.items():
         assert re.fullmatch(r"singlebeat_[a-z]+(_[a-z]+)*", name)
         assert family.documentation.endswith(".")
@@ -63,17 +83,104 @@ def test_names_follow_the_conventions_of_prometheus(app, redis, metrics):
         assert not re.search(r"_(ms|milliseconds|minutes|s|secs)$", name), "base units only"
 
 
-def test_every_metric_is_documented_and_every_documented_one_is_there(app, redis, metrics):
-    decide(app, redis, Outcome.DISPATCHED)
+def documented() -> tuple[set[str], str]:
+    """Return the names of metrics in the README, and its alert rules."""
     readme = (ROOT / "README.rst").read_text("utf-8")
-    names = set(re.findall(r"^``(singlebeat_\w+)(?:\{[\w, ]+\})?``", readme, re.MULTILINE))
-    found = families(metrics.answer("/metrics")[2].decode())
+    names = set(
+        re.findall(r"^``(singlebeat_\w+)(?:\{[\w, ]+\})?``  .*(?:counter|gauge|histogram)", readme, re.MULTILINE)
+    )
+    return names, readme[readme.index("- alert:") : readme.index("The same events are Celery signals")]
+
+
+def test_every_metric_is_documented_and_every_documented_one_is_there(metrics, of_worker):
+    found = families(metrics.answer("/metrics")[2].decode()) | families(of_worker.answer("/metrics")[2].decode())
 
     written = {f"{name}_total" if family.type == "counter" else name for name, family in found.items()}
     written = {name for name in written if not name.endswith("_created")}  # the library adds them
-    assert {name for name in written if name not in names} == set()
-    for name in re.findall(r"singlebeat_\w+", readme[readme.index("- alert:") : readme.index("Security\n")]):
-        assert re.sub(r"_(bucket|count|sum)$", "", name) in written, "an alert rule for what is not there"
+    assert written == documented()[0]
+
+
+def test_every_alert_rule_is_about_series_that_are_there_from_the_start(metrics, of_worker):
+    """An ``increase`` over a counter that is born with its first event does not see that event."""
+    samples = [
+        sample
+        for metrics in (metrics, of_worker)
+        for family in text_string_to_metric_families(metrics.answer("/metrics")[2].decode())
+        for sample in family.samples
+    ]
+    rules = re.findall(r"- alert: (\w+)\n +expr: (.*)", documented()[1])
+    assert len(rules) >= 20
+
+    for name, expr in rules:
+        found = re.findall(r"(singlebeat_\w+)(?:\{(\w+)=~?\"([^\"]+)\"\})?", expr)
+        assert found, name
+        for metric, label, words in found:
+            for word in words.split("|"):
+                series = [s for s in samples if s.name == metric and (not label or s.labels[label] == word)]
+                assert series, f"alert {name}: there is no {metric} with {label}={word}"
+
+
+def test_ends_of_runs_and_the_delay_of_their_starts_are_counted(app, of_worker):
+    began = time.time()
+
+    def end(outcome: str, *, retries: int = 0, **header: str) -> None:
+        nominal = datetime.fromtimestamp(began - 4, UTC).isoformat()
+        headers = {RUN_HEADER: {"nominal": nominal, "kind": "scheduled", **header}, "retries": retries}
+        signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
+
+    end("success")
+    end("failure", kind="catch_up")
+    end("success", kind="manual")
+    end("duplicate_refused")
+    end("postponed")
+    end("success", retries=1)
+    end("success", nominal="nonsense")
+    signals.run_ended.send(sender=app, outcome="expired", began=None, headers={HEADER: {}})
+    signals.run_ended.send(sender=None, outcome="success", began=None, headers={})  # of another app
+
+    text = of_worker.answer("/metrics")[2].decode()
+    assert value(text, 'singlebeat_runs_total{outcome="success"}') == 4
+    assert value(text, 'singlebeat_runs_total{outcome="expired"}') == 1
+    assert value(text, "singlebeat_start_delay_seconds_count") == 2
+    assert value(text, "singlebeat_start_delay_seconds_sum") == pytest.approx(8, abs=0.1)
+
+
+def test_a_call_that_is_not_sent_is_counted_where_it_was_made(app, of_worker):
+    single = app.tasks[f"{APP}.single"]
+    single.delay("one")
+    single.delay("one")
+    signals.duplicate.send(sender=single, task_id="x", args=(), kwargs={}, at="start")
+    signals.lock_lost.send(sender=single.name, ref=Ref("key", "x"))
+
+    text = of_worker.answer("/metrics")[2].decode()
+    assert value(text, "singlebeat_duplicates_total") == 1
+    assert value(text, "singlebeat_locks_lost_total") == 1
+    assert of_worker.answer("/else")[0] == 404
+
+
+def test_a_child_that_was_forked_amid_a_count_does_not_wait_for_its_end(app, of_worker):
+    held, done = threading.Event(), threading.Event()
+
+    def count() -> None:
+        with of_worker._duplicates._value._lock, of_worker._lost._value._lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        signals.duplicate.send(sender=None, task_id="x", args=(), kwargs={}, at="send")
+        signals.lock_lost.send(sender="name", ref=Ref("key", "x"))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+
+    assert status == 0
 
 
 def test_decisions_are_counted(app, redis, metrics):

@@ -19,7 +19,7 @@ from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from redis import Redis
 
-from singlebeat import Entry, Scheduler
+from singlebeat import Entry, Scheduler, Singleton
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
@@ -614,6 +614,51 @@ def test_a_task_of_another_uniqueness_layer_takes_its_lock_itself(bench):
     assert bench.redis.keys("SINGLETONLOCK_*") == []
 
 
+@pytest.mark.parametrize("own", ["generate_lock", "unique_on"])
+def test_a_key_that_a_user_makes_is_made_anew_for_each_run(bench, own):
+    keys = iter("ab")
+
+    class Own(Singleton):
+        abstract = True
+
+    if own == "generate_lock":
+        Own.generate_lock = lambda *_: f"SINGLETONLOCK_{next(keys)}"
+    else:
+        Own.unique_on = staticmethod(lambda name: next(keys))
+
+    def run(name: str) -> None:
+        pass
+
+    app = bench.new_app()
+    app.task(run, name="own", base=Own, shared=False)
+    bench.put(task="own", args=["e"])
+    beat = bench.scheduler(app=app)
+
+    beat.tick()
+    bench.put(task="own", args=["e"])
+    bench.redis.hdel("redbeat:e", "meta")
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    beat.tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched", "dispatched"]
+    assert len(bench.redis.keys("SINGLETONLOCK_*")) == 2
+
+
+@pytest.mark.parametrize("field", ["nominal", "previous"])
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e300"])
+def test_a_claimed_time_that_is_none_does_not_hinder_the_others(bench, caplog, field, value):
+    bench.put("a")
+    bench.put("b")
+    claimed = {"id": "x", "nominal": 1.0, field: "@"}
+    bench.redis.hset("redbeat:a", "pending", json.dumps(claimed).replace('"@"', value))
+    bench.redis.zadd(PENDING, {"redbeat:a": 0})
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["b"]
+    assert "pending cannot be read" in caplog.text
+
+
 def test_what_is_no_lock_at_the_key_of_one_does_not_hinder_the_others(bench, caplog):
     bench.put("a", task=SINGLE)
     bench.put("b", task=SINGLE)
@@ -816,13 +861,13 @@ def test_one_leads_and_the_other_stands_by_and_follows(bench, caplog):
     assert "this beat leads, term 2" in caplog.text
 
 
-def test_a_standby_writes_nothing(bench):
+def test_a_standby_writes_only_that_it_stands_by(bench):
     bench.conf["beat_schedule"] = {"theirs": {"task": PLAIN, "schedule": 60}}
     bench.redis.set(LOCK, "another", px=60_000)
 
     bench.scheduler().tick()
 
-    assert bench.redis.keys() == [LOCK]
+    assert set(bench.redis.keys()) == {LOCK, "redbeat::standbys"}
 
 
 @pytest.mark.parametrize("loss", ["stolen", "not trusted"])

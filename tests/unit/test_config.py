@@ -44,6 +44,7 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "singlebeat_allowed_tasks": (["shop.*"], ("shop.*",)),
     "singlebeat_metrics_port": (9109, 9109),
     "singlebeat_metrics_host": ("0.0.0.0", "0.0.0.0"),
+    "singlebeat_worker_metrics_port": (9110, 9110),
 }
 
 SECONDS = (0, -1, "10", True, float("nan"), float("inf"), timedelta(seconds=3), [], {}, b"1")
@@ -72,6 +73,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "singlebeat_allowed_tasks": (None, "shop.*", [1], {}, True),
     "singlebeat_metrics_port": (0, -1, 65_536, "9109", 1.5, True, []),
     "singlebeat_metrics_host": (None, *TEXT),
+    "singlebeat_worker_metrics_port": (0, -1, 65_536, "9110", 1.5, True, []),
 }
 #: Settings that take whatever the user may have a use for.
 UNCHECKED = {"singleton_backend_class", "singleton_json_encoder_class"}

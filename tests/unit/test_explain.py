@@ -29,7 +29,7 @@ def said(*records: Record, at: datetime | None = None, **fields: Any) -> str:
     facts: dict[str, Any] = {
         "name": "e",
         "entry": entry,
-        "state": State(leader, True, 5.0, 1, 0, 0, 0.0, 0, {}),
+        "state": State(leader, [], True, 5.0, 1, 0, 0, 0.0, 0, {}),
         "records": records,
         "locks": {},
         "running": {},

@@ -1,0 +1,75 @@
+"""Answers over HTTP in a thread: the Prometheus metrics of a process, and what else it is asked about itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+__all__ = ("DELAYS", "Answer", "metrics_of", "new_registry", "serve")
+
+#: Upper bounds of the buckets for what comes late, in seconds.
+DELAYS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+
+
+class Answer(NamedTuple):
+    """What is said to one request."""
+
+    code: int
+    kind: str
+    body: bytes
+
+    @classmethod
+    def of(cls, text: str, code: int = 200) -> Answer:
+        """Return a line of text as an answer."""
+        return cls(code, "text/plain; charset=utf-8", f"{text}\n".encode())
+
+
+def new_registry() -> CollectorRegistry:
+    """Return a registry for the metrics of this process; needs ``prometheus_client``."""
+    from prometheus_client import CollectorRegistry, Info  # noqa: PLC0415 - an extra
+
+    registry = CollectorRegistry()
+    Info("singlebeat_build", "Version of singlebeat.", registry=registry).info({"version": __version__})
+    return registry
+
+
+def metrics_of(registry: CollectorRegistry) -> Answer:
+    """Return the metrics of a registry as Prometheus reads them."""
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest  # noqa: PLC0415 - an extra
+
+    return Answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+
+
+def serve(host: str, port: int, answer: Callable[[str], Answer]) -> ThreadingHTTPServer:
+    """Answer GET requests in a thread.
+
+    Args:
+        answer: gets the path without its query.
+
+    Raises:
+        OSError: the port is in use, or the address is not of this host.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            code, kind, body = answer(self.path.partition("?")[0])
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
+            """Say nothing."""
+
+    server = ThreadingHTTPServer((host, port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="singlebeat-metrics", daemon=True).start()
+    return server

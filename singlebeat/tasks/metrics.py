@@ -1,0 +1,108 @@
+"""Prometheus metrics of one worker, of its main process: what signals tell there, and the locks that it has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.log import get_logger
+
+from .. import signals
+from ..config import Config
+from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
+from ..locks.base import RUN_HEADER
+from .ends import OUTCOMES
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .renewer import Renewer
+
+__all__ = ("Metrics",)
+
+logger = get_logger(__name__)
+
+#: Kinds of runs (``beat.occurrence.Kind``) whose nominal time is when they should have begun.
+ON_TIME = {"scheduled", "catch_up"}
+
+
+class Metrics:
+    """The metrics of one worker; needs ``prometheus_client``.
+
+    Args:
+        renewer: of the worker.
+    """
+
+    def __init__(self, app: Celery, renewer: Renewer) -> None:
+        from prometheus_client import Counter, Histogram  # noqa: PLC0415 - an extra
+
+        self.renewer, self._pid = renewer, os.getpid()
+        self._host = Config.of(app).singlebeat_metrics_host
+        self.registry = registry = new_registry()
+        self._runs = Counter("singlebeat_runs_total", "Ends of runs.", ["outcome"], registry=registry)
+        self._delays = Histogram(
+            "singlebeat_start_delay_seconds", "From nominal time to the start.", buckets=DELAYS, registry=registry
+        )
+        self._duplicates = Counter(
+            "singlebeat_duplicates_total", "Calls that this process has not sent.", registry=registry
+        )
+        self._lost = Counter("singlebeat_locks_lost_total", "Locks that a run has lost.", registry=registry)
+        # Each series begins at 0: an increase() does not see a counter that is born with its first event.
+        for outcome in OUTCOMES:
+            self._runs.labels(outcome)
+        registry.register(self)
+        # Signals keep weak references to methods: this object must live as long as its worker.
+        signals.run_ended.connect(self._run_ended, sender=app)
+        signals.duplicate.connect(self._duplicate)
+        signals.lock_lost.connect(self._lock_lost)
+
+    def serve(self, port: int) -> None:
+        """Answer ``/metrics`` in a thread; that the port is in use is told, and nothing else."""
+        try:
+            serve(self._host, port, self.answer)
+        except OSError as exc:  # the worker goes on: running is worth more than counting
+            logger.error("Metrics are not served: %s", exc)  # noqa: TRY400 - the reason is all there is to say
+
+    def answer(self, path: str) -> Answer:
+        """Return status, type and body of what is asked for."""
+        return metrics_of(self.registry) if path == "/metrics" else Answer.of("/metrics", 404)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield what the worker has at this moment."""
+        from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
+
+        held = GaugeMetricFamily("singlebeat_locks_held", "Messages here that have a lock.", labels=["state"])
+        for state, count in self.renewer.held().items():
+            held.add_metric([state], count)
+        yield held
+        up = not self.renewer.failing
+        yield GaugeMetricFamily("singlebeat_locks_up", "Whether the locks' server has answered.", value=up)
+
+    def describe(self) -> Iterator[Any]:
+        """Name nothing: there is nothing to be checked twice."""
+        return iter(())
+
+    def _run_ended(
+        self, outcome: str = "", began: float | None = None, headers: Mapping[str, Any] | None = None, **_: Any
+    ) -> None:
+        self._runs.labels(outcome).inc()
+        header = (headers or {}).get(RUN_HEADER)
+        # A retry is not late: it is sent to begin when it does.
+        if began is None or not isinstance(header, Mapping) or (headers or {}).get("retries"):
+            return
+        if outcome in {"duplicate_refused", "postponed"} or header.get("kind") not in ON_TIME:
+            return
+        with suppress(KeyError, ValueError):  # the message may be anybody's
+            self._delays.observe(max(0.0, began - datetime.fromisoformat(str(header["nominal"])).timestamp()))
+
+    def _duplicate(self, at: str = "", **_: Any) -> None:
+        # A child may be forked while another thread holds the counter's lock, and would wait for it for ever.
+        if at == "send" and os.getpid() == self._pid:
+            self._duplicates.inc()
+
+    def _lock_lost(self, **_: Any) -> None:
+        if os.getpid() == self._pid:
+            self._lost.inc()

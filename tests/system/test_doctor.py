@@ -1,0 +1,94 @@
+"""``doctor`` tells which workers have singlebeat, and which version of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import singlebeat
+from singlebeat.locks import backend_of
+from tests.support import ROOT, CeleryProcess, wait_until
+
+BARE = """
+import os
+from celery import Celery
+
+app = Celery("bare", broker=os.environ["SB_TEST_URL"])
+
+
+@app.task(name="tests.system.apps.plain")
+def plain(name):
+    return name
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path):
+    """Return the environment of a process for which another celery-singlebeat is installed, or none."""
+
+    def installed(version: str = "") -> dict[str, str]:
+        place = tmp_path / (version or "none")
+        info = place / f"celery_singlebeat-{version or 0}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: celery-singlebeat\nVersion: {version or 0}\n")
+        if version:
+            (info / "entry_points.txt").write_text("[celery.commands]\nsinglebeat = singlebeat.cli:main\n")
+        (place / "bare.py").write_text(BARE)
+        return {"PYTHONPATH": os.pathsep.join([str(place), str(ROOT)])}
+
+    return installed
+
+
+@pytest.fixture
+def doctor(celery):
+    """Ask the doctor; return what it says about what."""
+
+    def doctor() -> dict[str, tuple[str, str]]:
+        process: CeleryProcess = celery("singlebeat", "doctor", "--json")
+        process.wait(60)
+        return {row["about"]: (row["level"], row["text"]) for row in json.loads(process.text)}
+
+    return doctor
+
+
+def test_workers_of_one_version_are_fine_and_beats_without_standby_are_not(celery, app, doctor):
+    celery("worker", "-c", "1").ready()
+    celery("beat", "-S", "singlebeat.Scheduler").wait_for("this beat leads")
+
+    said = doctor()
+
+    assert said["workers"] == ("fine", "1 answer")
+    assert not [about for about in said if "singlebeat" in about]
+    assert said["beat"][0] == "warning"
+    assert "none stands by" in said["beat"][1]
+
+
+def test_workers_without_singlebeat_and_with_another_version_are_named(celery, app, doctor, installed):
+    same = celery("worker", "-c", "1").ready()
+    other = celery("worker", "-c", "1", env=installed("9.9")).ready()
+    bare = celery("worker", "-c", "1", app="bare", env=installed()).ready()
+    wait_until(backend_of(app).workers_seen, what="a worker to say that it looks after locks")
+    names = [process.wait_for(r"(w\d+@\S+) ready").group(1) for process in (same, other, bare)]
+
+    said = doctor()
+
+    level, text = said["workers without singlebeat"]
+    assert level == "warning"
+    assert text.startswith(f"{names[2]}: no singlebeat there")
+    assert "up to 3600 s (singlebeat_queued_ttl)" in text
+    level, text = said["versions of singlebeat differ"]
+    assert level == "warning"
+    versions = sorted([f"{singlebeat.__version__} on {names[0]}", f"9.9 on {names[1]}"])
+    assert text.startswith(f"{', '.join(versions)}, {singlebeat.__version__} here: ")
+
+
+def test_where_no_worker_has_singlebeat_nobody_speaks_of_locks_that_stay(celery, doctor, installed):
+    celery("worker", "-c", "1", app="bare", env=installed()).ready()
+
+    said = doctor()
+
+    assert "workers without singlebeat" not in said
+    assert said["workers"] == ("fine", "1 answer")
