@@ -110,7 +110,7 @@ def same_slot(client: Any, keys: Sequence[str]) -> list[list[int]]:
         return [list(range(len(keys)))]
     groups: dict[int, list[int]] = {}
     for index, key in enumerate(keys):
-        groups.setdefault(key_slot(key.encode()), []).append(index)
+        groups.setdefault(client.keyslot(key), []).append(index)  # type: ignore[no-untyped-call]
     return list(groups.values())
 
 

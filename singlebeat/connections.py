@@ -39,7 +39,7 @@ __all__ = (
 )
 
 
-class Server(NamedTuple):
+class Endpoint(NamedTuple):
     """Where something is kept, and the setting that says so."""
 
     setting: str
@@ -47,7 +47,7 @@ class Server(NamedTuple):
     options: Mapping[str, Any]
 
 
-def schedule_server(app: Celery) -> Server:
+def schedule_server(app: Celery) -> Endpoint:
     """Return the server that keeps the schedule.
 
     Raises:
@@ -55,7 +55,7 @@ def schedule_server(app: Celery) -> Server:
     """
     config, conf = Config.of(app), app.conf
     if config.redbeat_redis_url:
-        server = Server("redbeat_redis_url", config.redbeat_redis_url, _tls(config.redbeat_redis_use_ssl))
+        server = Endpoint("redbeat_redis_url", config.redbeat_redis_url, _tls(config.redbeat_redis_use_ssl))
     else:
         tls = config.redbeat_redis_use_ssl or conf.broker_use_ssl
         server = _borrowed("broker_url", conf.broker_url, tls, conf.broker_transport_options)
@@ -95,7 +95,7 @@ def schedule_client(app: Celery, *, timeout: float | None = None) -> Any:
     return shared(server.url, timeout=patience, options=server.options, setting=server.setting)
 
 
-def lock_server(app: Celery) -> Server:
+def lock_server(app: Celery) -> Endpoint:
     """Return the server that keeps the locks, without ``singleton_backend_kwargs``.
 
     Raises:
@@ -103,7 +103,7 @@ def lock_server(app: Celery) -> Server:
     """
     config, conf = Config.of(app), app.conf
     if config.singleton_backend_url:
-        return Server("singleton_backend_url", config.singleton_backend_url, {})
+        return Endpoint("singleton_backend_url", config.singleton_backend_url, {})
     provider = conf.get("redis_backend_credential_provider")
     options = {"credential_provider": provider, **(conf.result_backend_transport_options or {})}
     for server in (
@@ -122,12 +122,12 @@ def lock_url(app: Celery) -> str:
     return lock_server(app).url
 
 
-def _borrowed(setting: str, url: Any, tls: Any, options: Mapping[str, Any] | None) -> Server:
+def _borrowed(setting: str, url: Any, tls: Any, options: Mapping[str, Any] | None) -> Endpoint:
     """Return a server that is there for something else; of its options only those that say where it is and who asks."""
     url = first_home(str(url[0] if isinstance(url, list | tuple) and url else url))
     names = TOPOLOGY | {"credential_provider"}
     given = {name: value for name, value in (options or {}).items() if name in names and value is not None}
-    return Server(setting, url, {**_tls(tls), **given})
+    return Endpoint(setting, url, {**_tls(tls), **given})
 
 
 def _tls(given: Any) -> Mapping[str, Any]:

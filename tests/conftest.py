@@ -66,13 +66,21 @@ def app(server: RedisServer, redis: Redis) -> Iterator[Celery]:
         yield app
 
 
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of the test, for what is its own where many tests share a worker."""
+    return request.node.name
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """Show the logs of a failed test's Celery processes."""
     report = yield
-    launcher = getattr(item, "funcargs", {}).get("celery")
-    if report.failed and isinstance(launcher, CeleryLauncher):
-        report.sections.extend((f"log of celery {process.args[0]}", process.tail()) for process in launcher.processes)
+    for value in getattr(item, "funcargs", {}).values():
+        launcher = getattr(value, "start", value)  # of what many tests are served by
+        if report.failed and isinstance(launcher, CeleryLauncher):
+            logs = [(f"log of celery {process.args[0]}", process.tail()) for process in launcher.processes]
+            report.sections.extend(log for log in logs if log not in report.sections)
     return report
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import dropwhile, islice
@@ -36,6 +37,19 @@ POLL_INTERVAL = 0.05
 
 #: How far the occurrences of a backfill that is too long are counted.
 COUNTED = 10_000
+
+
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:  # a user's own schedule may do anything
+        why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
+        raise EntryError(f"entry {name!r}: {why}") from exc
+
+
+def _log_left_out(name: str, why: EntryError) -> None:
+    log.warning("%(entry)s is left out", event="left_out", entry=name, reason=why)
 
 
 class Schedule:
@@ -138,7 +152,8 @@ class Schedule:
         runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
         if after is not None:
             runs = dropwhile(lambda nominal: nominal <= after, runs)
-        return [*islice(runs, count)]
+        with _asking(name):
+            return [*islice(runs, count)]
 
     def trigger(self, name: str, *, timeout: float = 10.0) -> str:
         """Let an entry run as soon as a beat leads, also if it is paused, disabled or finished; return the task id.
@@ -169,6 +184,7 @@ class Schedule:
         limit: int = 1000,
         dry_run: bool = False,
         timeout: float = 10.0,
+        progress: Callable[[], object] = lambda: None,
     ) -> Sequence[Occurrence]:
         """Let an entry run once for each of its nominal times in ``(start, end]``, in their order; return these.
 
@@ -180,6 +196,7 @@ class Schedule:
             limit: more runs than that are refused before the first is sent.
             dry_run: only return them.
             timeout: seconds to wait for each one to be sent.
+            progress: hears of each run that was handed over.
 
         Raises:
             UnknownEntryError, EntryError: as ``get``; there are too many runs, or ``start`` and ``end`` are wrong.
@@ -190,7 +207,8 @@ class Schedule:
         found: str = self._client.hget(key, "backfill") or ""
         span = Span.of(start, end).resumed(found, name, key)
         counted = max(COUNTED, limit)
-        left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
+        with _asking(name):
+            left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
         if len(left) > limit:
             number = f"more than {counted}" if len(left) > counted else len(left)
             raise EntryError(
@@ -203,20 +221,26 @@ class Schedule:
             at = "" if is_last else replace(span, at=datetime.fromtimestamp(occurrence.nominal, UTC)).encode()
             self._propose(name, occurrence, timeout, found=found, at=at)
             found = at
+            progress()
         if not left and found:
             self._client.hdel(key, "backfill")
         return left
 
-    def list(self) -> Iterator[Entry]:
-        """Yield all entries, by the time of their next run; those that cannot be used are left out and logged."""
+    def list(self, *, left_out: Callable[[str, EntryError], object] = _log_left_out) -> Iterator[Entry]:
+        """Yield all entries, by the time of their next run, without those that cannot be used.
+
+        Args:
+            left_out: hears the name of each of these, and why; by default it is logged.
+        """
         members = self._client.zrange(self.keys.schedule, 0, -1)
         for at in range(0, len(members), BATCH):
             keys = [self.keys.entry(member) for member in members[at : at + BATCH]]
             for key, fields in zip(keys, self._read(keys), strict=True):
+                name = key.removeprefix(self.keys.prefix)
                 try:
-                    yield self._entry(key.removeprefix(self.keys.prefix), fields)
+                    yield self._entry(name, fields)
                 except EntryError as exc:
-                    log.warning("%(entry)s is left out", event="left_out", entry=key, reason=exc)
+                    left_out(name, exc)
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
         """Return the last decisions about an entry, or about all, with the ends of their runs; the last one first."""

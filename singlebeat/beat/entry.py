@@ -63,6 +63,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: Definition and policy as they were last read or stored; None: whatever is there shall be replaced.
     version: tuple[str, str] | None = None
 
+    #: Its past was read, wherever it was kept: it is no new entry.
+    has_past = False
+
     #: Of the lock that all its runs take; None: not known, or not always the same.
     lock_key: str | None = None
 
@@ -95,7 +98,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     def with_past(self, meta: Meta) -> Entry:
         """Return a copy with what is known about its past."""
         entry = copy.copy(self)
-        entry.__dict__.update(last_run_at=meta.last_run_at, total_run_count=meta.total_run_count, _since=meta.since)
+        past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count, "_since": meta.since}
+        entry.__dict__.update(past, has_past=True)
         return entry
 
     @property

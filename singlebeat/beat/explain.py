@@ -63,7 +63,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
     record = _record(facts, at)
-    if at is not None and facts.entry is not None:
+    if at is not None and facts.entry is not None and aside is None:
         yield from _unrecorded(facts, record, at)
     if record is not None:
         yield from _decision(facts, record)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from datetime import UTC, datetime
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from .. import signals
@@ -24,6 +26,19 @@ log = Log("celery.beat")
 #: Entries that are looked at again in one tick.
 RECHECKED_PER_TICK = 100
 
+#: How long after a failure the times of an entry are calculated again: its schedule may ask somebody else for them.
+RETRY_AFTER = timedelta(minutes=1)
+
+
+@dataclass(slots=True)
+class _Refused:
+    """An entry that can be read, and whose times cannot be calculated."""
+
+    found: Any  #: what was read of it
+    reason: str
+    again: Callable[[datetime], object]
+    tried_at: datetime
+
 
 class Quarantine:
     """What is set aside, with the reason and since when."""
@@ -32,6 +47,7 @@ class Quarantine:
         self.app, self.client, self.keys = app, client, keys
         self._known: dict[str, str] = {}
         self._decided: list[Decision] = []
+        self._refused: dict[str, _Refused] = {}
         self._turn = 0
 
     def decided(self) -> Sequence[Decision]:
@@ -39,16 +55,52 @@ class Quarantine:
         decided, self._decided = self._decided, []
         return decided
 
-    def put(self, member: str, reason: str, *, due: bool) -> None:
+    def refuse(
+        self, member: str, found: Any, exc: Exception, again: Callable[[datetime], object], now: datetime
+    ) -> None:
+        """Set an entry aside that can be read, and whose times cannot be calculated.
+
+        Args:
+            found: what was read of it, to be compared.
+            exc: what its schedule has raised.
+            again: calculates its times at a moment.
+        """
+        reason = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
+        self._refused[member] = _Refused(found, reason, again, now)
+        self.put(member, reason, due=True, exc=exc)
+
+    def why(self, member: str, found: Any, now: datetime) -> str:
+        """Return the reason why an entry was refused, if that still holds; else an empty text."""
+        refused = self._refused.get(member)
+        if refused is None or refused.found != found:
+            return ""
+        if abs(now - refused.tried_at) >= RETRY_AFTER:
+            refused.tried_at = now
+            try:
+                refused.again(now)
+            except Exception:  # noqa: S110 - as the first time
+                pass
+            else:
+                return ""
+        return refused.reason
+
+    def put(self, member: str, reason: str, *, due: bool, exc: Exception | None = None) -> None:
         """Set an entry aside; said once per reason.
 
         Args:
             due: it is among those that are due, and so must be parked.
+            exc: what to show with its traceback, because its cause is in somebody's code.
         """
         news, name = self._known.get(member) != reason, self.keys.name(member)
         if news:
-            about = {"entry": name, "key": self.keys.entry(member), "reason": reason}
-            log.error("beat: Entry %(key)s cannot be used and waits to be mended", event="quarantined", **about)
+            log.error(
+                "beat: Entry %(key)s cannot be used and waits to be mended",
+                event="quarantined",
+                entry=name,
+                key=self.keys.entry(member),
+                reason=reason,
+                detail="".join(traceback.format_exception(exc)) if exc else "",
+            )
             self._known[member] = reason
             signals.entry_set_aside.send(sender=self.app, entry=member, reason=reason)
         if not news and not due:
@@ -76,6 +128,7 @@ class Quarantine:
     def forget(self, member: str) -> None:
         """Drop what is known about an entry that was deleted."""
         self._known.pop(member, None)
+        self._refused.pop(member, None)
         self.client.hdel(self.keys.quarantine, member)
 
     def lift(self, member: str, *, has_pending: bool) -> None:
@@ -84,6 +137,7 @@ class Quarantine:
         log.info("beat: Entry %(key)s is mended", event="entry_mended", **about)
         signals.entry_mended.send(sender=self.app, entry=member)
         self._known.pop(member, None)
+        self._refused.pop(member, None)
         with self.client.pipeline() as pipe:
             pipe.hdel(self.keys.quarantine, member)
             pipe.zadd(self.keys.schedule, {member: 0}, xx=True)

@@ -130,7 +130,8 @@ def _wish(
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
     if past is None:
-        past = Meta(None if entry.policy.run_on_start else entry.meta.last_run_at, entry.meta.total_run_count)
+        at_once = entry.policy.run_on_start and not entry.has_past
+        past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
     elif stored is not None and not same_times:
         past = replace(past, since=now)
     moved = not same_times or score is None

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from celery.beat import SchedulingError
@@ -237,9 +237,9 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         for stored in entries:
             try:
                 yield claim_for(stored, now, zone=self.app.timezone, prefix=self.store.keys.prefix)
-            except Exception:  # a user's own schedule class may do anything: it harms nobody else
-                name = stored.entry.name
-                log.exception("beat: Cannot calculate the next run of %(entry)s", event="not_calculated", entry=name)
+            except Exception as exc:  # a user's own schedule class may do anything: it harms nobody else
+                again = partial(claim_for, stored, zone=self.app.timezone, prefix=self.store.keys.prefix)
+                self.store.quarantine.refuse(stored.member, stored.found, exc, again, now)
 
     def apply_async(self, entry: BeatEntry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
         """Send the task of an entry.

@@ -63,6 +63,11 @@ class Stored:
     pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when that is to be tried again
 
+    @property
+    def found(self) -> tuple[str, Meta, Policy]:
+        """What its times depend on."""
+        return self.sha, self.meta, self.policy
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -206,6 +211,8 @@ class Store:
                 if wishes.expires is not None and entry.options.get("expires") is not None:
                     raise EntryError("expires is in its options as well as in its policy")  # noqa: TRY301
                 stored = Stored(member, score, sha, entry, past, wishes, taken)
+                if why := self.quarantine.why(member, stored.found, now):
+                    raise EntryError(why)  # noqa: TRY301
             except EntryError as exc:
                 if member in quarantined and member not in scores and not self._is_scheduled(member):
                     self.quarantine.forget(member)

@@ -15,7 +15,7 @@ from ..beat.api import Schedule
 from ..beat.policy import Policy
 from ..errors import EntryError, UnknownEntryError
 from ..overlap import Overlap
-from .output import command, fail, instant, moment, printable, show_json
+from .output import command, fail, instant, moment, printable, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -183,7 +183,8 @@ def backfill_(
     planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, dry_run=True)
     if not dry_run:
         click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the one before is sent", err=True)
-        entries.backfill(name, first, last, overlap=overlap, limit=limit)
+        with progress("runs handed over", len(planned), quiet=as_json) as step:
+            entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
     if as_json:
         show_json([{"nominal": datetime.fromtimestamp(each.nominal, UTC), "id": each.id} for each in planned])
         return

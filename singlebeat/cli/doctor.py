@@ -17,7 +17,7 @@ from ..config import Config
 from ..connections import is_redis, masked, schedule_url
 from ..errors import SinglebeatError
 from ..locks import backend_of
-from .output import command, printable, show_json
+from .output import command, marked, printable, progress, show_json
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ VISIBILITY_TIMEOUT = 3600
 #: The oldest server whose commands are enough.
 OLDEST_SERVER = (6, 2)
 
-COLOURS = {"problem": "red", "warning": "yellow", "fine": "green"}
-
 
 class Finding(NamedTuple):
     """What was found, and what to do."""
@@ -46,12 +44,16 @@ class Finding(NamedTuple):
 @command("doctor")
 def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
-    findings = [*_server(app), *_settings(app), *_beat(app), *_workers(app)]
+    findings, parts = list[Finding](), (_server, _settings, _beat, _workers)
+    with progress("parts looked at", len(parts), quiet=as_json) as step:
+        for look_at in parts:
+            findings.extend(look_at(app))
+            step()
     if as_json:
         show_json([finding._asdict() for finding in findings])
     else:
         for level, about, text in findings:
-            click.echo(f"{click.style(f'{level:<8}', fg=COLOURS[level])} {printable(about)}: {printable(text)}")
+            click.echo(f"{marked(f'{level:<8}', level)} {printable(about)}: {printable(text)}")
     raise SystemExit(1 if any(finding.level == "problem" for finding in findings) else 0)
 
 

@@ -13,7 +13,7 @@ from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
 from ..beat.state import State
-from .output import command, instant, moment, printable, show_json, table
+from .output import command, instant, marked, moment, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -54,24 +54,26 @@ def as_mapping(entry: Entry) -> Mapping[str, Any]:
 def _next(entry: Entry) -> datetime | None:
     try:
         return next(iter(entry.timetable.runs(entry.meta.counts_from, datetime.now(UTC), count=entry.total_run_count)))
-    except StopIteration:
+    except Exception:  # there is none; or a user's own schedule fails, and why is with what is set aside
         return None
 
 
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
     """List all entries by the time of their next run, and those that are set aside."""
-    entries, aside = list(Schedule(app).list()), State.of(app).quarantine
+    broken = dict[str, Mapping[str, str]]()  # also those that no beat has looked at yet
+    entries = list(
+        Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
+    )
+    aside = {**broken, **State.of(app).quarantine}
     if as_json:
         rows = [{**as_mapping(entry), "state": state_of(entry), "next": _next(entry)} for entry in entries]
         show_json({"entries": rows, "quarantine": aside})
         return
     rows_ = [(e.name, e.task, readable_schedule(e.schedule), moment(_next(e)), state_of(e)) for e in entries]
-    width = 16  # of each of the three that may be long
-    short = [tuple(c if len(c) <= width or at > 2 else c[: width - 1] + "…" for at, c in enumerate(r)) for r in rows_]
-    table(("NAME", "TASK", "SCHEDULE", "NEXT", "STATE"), short)
+    table(("NAME", "TASK", "SCHEDULE", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
     for name, record in aside.items():
-        click.secho(f"{printable(name)}: set aside: {printable(record['reason'])}", fg="red")
+        click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
 
 
 @command("show", click.argument("name"))

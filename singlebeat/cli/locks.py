@@ -13,7 +13,7 @@ from ..beat.explain import Lock
 from ..config import Config
 from ..locks import backend_of
 from ..locks.base import instant
-from .output import command, fail, printable, show_json, table
+from .output import command, fail, printable, progress, show_json, table
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -39,7 +39,11 @@ def held(app: Celery) -> Iterator[Lock]:
 @command("locks")
 def locks_(app: Celery, as_json: bool) -> None:
     """Show what is held: by which task, in which state, how long, and how much of its lease is left."""
-    rows, now = list(_records(app)), datetime.now(UTC)
+    rows, now = [], datetime.now(UTC)
+    with progress("locks read", quiet=as_json) as step:
+        for row in _records(app):
+            rows.append(row)
+            step()
     if as_json:
         show_json([{**asdict(lock), "task": r.get("task"), "args": r.get("args")} for _, r, lock in rows])
         return

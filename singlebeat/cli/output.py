@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -14,13 +19,33 @@ from kombu.exceptions import OperationalError
 from ..connections import RedisError
 from ..errors import ConfigError, LockBackendError, SinglebeatError
 
-__all__ = ("REFUSED", "UNANSWERED", "command", "fail", "instant", "moment", "printable", "show_json", "table")
+__all__ = (
+    "REFUSED",
+    "UNANSWERED",
+    "command",
+    "fail",
+    "instant",
+    "marked",
+    "moment",
+    "printable",
+    "progress",
+    "show_json",
+    "table",
+)
 
 #: Exit codes besides 0: the answer is no; it could not be asked.
 REFUSED, UNANSWERED = 1, 2
 
 #: Columns of the narrowest terminal that a table has to fit.
 WIDTH = 80
+
+#: Columns that a cell keeps which gives way.
+LEAST = 12
+
+#: Seconds between two signs of progress.
+PROGRESS_INTERVAL = 0.1
+
+COLOURS = {"problem": "red", "warning": "yellow", "fine": "green"}
 
 
 def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], click.Command]:
@@ -30,6 +55,8 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
         @functools.wraps(function)
         @click.pass_context
         def run(ctx: click.Context, /, **kwargs: Any) -> None:
+            if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
+                ctx.color = False  # for all that click prints; on what is no terminal it never prints colours
             try:
                 function(ctx.obj.app, **kwargs)
             except (ConfigError, LockBackendError, RedisError, OperationalError) as exc:
@@ -82,16 +109,75 @@ def instant(text: str | None) -> datetime | None:
     return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: int = 0) -> None:
-    """Print rows under titles, within 80 columns: the ``wide`` column gives way."""
+def marked(text: str, level: str) -> str:
+    """Return a printable text in the colour of its level: ``problem``, ``warning`` or ``fine``."""
+    return click.style(printable(text), fg=COLOURS[level])
+
+
+@contextmanager
+def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Yield a function that is told of each step, and keep a line on standard error that counts them.
+
+    The line is there on a terminal only, and goes when all is done.
+
+    Args:
+        total: steps that there will be, if that is known.
+        quiet: show nothing.
+    """
+    stream, done, shown_at = sys.stderr, 0, 0.0
+    shown = not quiet and stream.isatty()
+
+    def step(count: int = 1) -> None:
+        nonlocal done, shown_at
+        done += count
+        if shown and time.monotonic() - shown_at >= PROGRESS_INTERVAL:
+            shown_at = time.monotonic()
+            stream.write(f"\r{done:,}{'' if total is None else f' of {total:,}'} {what} ")
+            stream.flush()
+
+    step(0)
+    try:
+        yield step
+    finally:
+        if shown:
+            stream.write("\r\x1b[K")
+            stream.flush()
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequence[int] = (0,)) -> None:
+    """Print rows under titles, within 80 columns.
+
+    Args:
+        wide: which columns give way, the widest first; only where they are narrow the others do, too.
+    """
     texts = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(titles, *texts, strict=True)]
-    widths[wide] = max(len(titles[wide]), min(widths[wide], WIDTH - (sum(widths) - widths[wide]) - 2 * len(widths[1:])))
+    widths = [min(WIDTH, max(map(_width, column))) for column in zip(titles, *texts, strict=True)]
+    room = WIDTH - 2 * len(widths[1:])
+    for columns, least in ((wide, LEAST), (range(len(widths)), 1)):
+        while sum(widths) > room and (broad := [at for at in columns if widths[at] > max(least, len(titles[at]))]):
+            widths[max(broad, key=lambda at: widths[at])] -= 1
     for number, row in enumerate([[*titles], *texts]):
-        cells = [_fitted(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)]
-        line = "  ".join(cells).rstrip()
+        line = "  ".join(_fitted(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
         click.echo(click.style(line, bold=True) if number == 0 else line)
 
 
+def _width(text: str) -> int:
+    """Return the columns of a terminal that a text takes, or more: in doubt a table is narrow."""
+    return sum(map(_columns, text))
+
+
+def _columns(char: str) -> int:
+    if unicodedata.category(char) in {"Mn", "Me"} and char != "\ufe0f":  # what asks for an emoji makes it wider
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
 def _fitted(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """Return a text of exactly so many columns."""
+    if _width(text) > width:
+        end, room = 0, width - 1 - _columns(text[0])
+        while room >= 0:
+            end += 1
+            room -= _columns(text[end])
+        text = text[:end] + "…"
+    return text + " " * (width - _width(text))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.state import State, resign
-from .output import command, fail, printable, show_json
+from .output import command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -46,7 +46,7 @@ def status_(app: Celery, as_json: bool) -> None:
     click.echo(f"pending     {state.pending}")
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
-        click.secho(f"  {printable(name)}: {printable(record['reason'])}", fg="red")
+        click.echo(marked(f"  {name}: {record['reason']}", "problem"))
 
 
 @command(

@@ -58,7 +58,7 @@ def digest(
     try:
         # There and back first, as the message goes: then keys of dicts are texts, sorted alike at sender and worker.
         text = _encode_sorted(json.loads(_encoded(call, encoder)))
-    except (TypeError, ValueError) as exc:
+    except Exception as exc:  # an object's own methods raise what they like
         raise TypeError(f"{task}: {_culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -71,7 +71,7 @@ def _culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | Non
     for name, value in (*enumerate(args), *kwargs.items()):
         try:
             _encoded(value, encoder)
-        except (TypeError, ValueError):
+        except Exception:
             return f"argument {name!r}"
     return "the arguments"
 
@@ -88,6 +88,14 @@ def done_key(lock: str) -> str:
 
 def readable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the arguments for people, cut at 200 characters."""
-    parts = [repr(value) for value in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
-    text = ", ".join(parts)
+    parts = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
+    # What an object shows of itself may be no UTF-8, which no server would take.
+    text = ", ".join(parts)[: READABLE_LENGTH + 1].encode(errors="backslashreplace").decode()
     return text if len(text) <= READABLE_LENGTH else text[: READABLE_LENGTH - 1] + "…"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # it is for people only: a call must not fail for it
+        return f"<{type(value).__name__}>"

@@ -21,7 +21,7 @@ __all__ = (
     "decode_arguments",
     "encode_arguments",
     "has_continuations",
-    "overlap_of",
+    "overlap_for",
     "pick",
     "signature_of",
 )
@@ -52,7 +52,7 @@ TOGETHER: Mapping[Lock, set[Overlap]] = {
 CONTINUATIONS = ("chord", "group_id", "link", "link_error", "replaced_task_nesting")
 
 
-def overlap_of(word: Any, lock: Lock) -> Overlap:
+def _overlap_of(word: Any, lock: Lock) -> Overlap:
     """Return an overlap policy that goes with a lock.
 
     Raises:
@@ -66,6 +66,26 @@ def overlap_of(word: Any, lock: Lock) -> Overlap:
         allowed = ", ".join(word for word in Overlap if word in TOGETHER[lock])
         raise ConfigError(f"overlap={overlap} contradicts lock={lock}: there it is one of {allowed}")
     return overlap
+
+
+def overlap_for(task: Any, word: Any = None) -> Overlap:
+    """Return the policy of a call: its own word, else its task's, else the app's.
+
+    Raises:
+        ConfigError: the call's word is wrong, or contradicts the task's lock.
+    """
+    lock, config = Lock(task.lock), task.singleton_config
+    if word:
+        return _overlap_of(word, lock)
+    if task.overlap is not None:
+        return Overlap(task.overlap)
+    raises = config.singleton_raise_on_duplicate if task.raise_on_duplicate is None else task.raise_on_duplicate
+    if raises and lock is not Lock.WHILE_EXECUTING:
+        return Overlap.RAISE
+    try:
+        return _overlap_of(config.singlebeat_overlap, lock)
+    except ConfigError:  # the app's default is for the tasks that it suits
+        return Overlap.SKIP
 
 
 def check(task: Any, name: str) -> None:
@@ -89,7 +109,7 @@ def _check_lock(task: Any) -> None:
         raise ConfigError("lock=until_expired needs lock_expiry")
     if task.overlap is None:
         return
-    overlap = overlap_of(task.overlap, lock)
+    overlap = _overlap_of(task.overlap, lock)
     if task.raise_on_duplicate is not None and task.raise_on_duplicate != (overlap is Overlap.RAISE):
         raise ConfigError(f"overlap={overlap} contradicts raise_on_duplicate={task.raise_on_duplicate}")
 

@@ -14,7 +14,7 @@ from kombu.utils.uuid import uuid
 
 from .. import signals
 from ..config import Config
-from ..errors import ConfigError, DuplicateTaskError, LockBackendError
+from ..errors import DuplicateTaskError, LockBackendError
 from ..locks import backend_of, eager_backend_of
 from ..locks import time_to_start as seconds_to_start
 from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation
@@ -23,7 +23,7 @@ from ..log import Log
 from .claim import claim
 from .gate import Run, run_under_lock
 from .install import install
-from .policy import Lock, Overlap, check, overlap_of, pick, signature_of
+from .policy import Lock, Overlap, check, overlap_for, pick, signature_of
 
 __all__ = ("Singleton",)
 
@@ -90,7 +90,7 @@ class Singleton(Task):  # type: ignore[misc]
     @property
     def claims_by_itself(self) -> bool:
         """Tell beat that it cannot take the lock of this task along with those of others."""
-        return self.lock != Lock.UNTIL_EXECUTED or self._overlap({}) not in {Overlap.SKIP, Overlap.RAISE}
+        return self.lock != Lock.UNTIL_EXECUTED or overlap_for(self) not in {Overlap.SKIP, Overlap.RAISE}
 
     @property
     def has_pure_keys(self) -> bool:
@@ -147,7 +147,7 @@ class Singleton(Task):  # type: ignore[misc]
             ConfigError: the policy contradicts the task's lock.
             LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
         """
-        overlap = self._overlap({"overlap": options.pop("overlap", None)})
+        overlap = overlap_for(self, options.pop("overlap", None))
         task_id = task_id or uuid()
 
         def publish(waits_for: Holder | None = None, **more: Any) -> AsyncResult:
@@ -225,21 +225,6 @@ class Singleton(Task):  # type: ignore[misc]
     def on_duplicate(self, existing_task_id: str) -> AsyncResult:
         """Return what a call that is not sent returns; override it for another answer."""
         return self.AsyncResult(existing_task_id)
-
-    def _overlap(self, options: Mapping[str, Any]) -> Overlap:
-        """Return the policy of a call: its own, else its task's, else the app's."""
-        lock, config = Lock(self.lock), self.singleton_config
-        if options.get("overlap"):
-            return overlap_of(options["overlap"], lock)
-        if self.overlap is not None:
-            return Overlap(self.overlap)
-        raises = config.singleton_raise_on_duplicate if self.raise_on_duplicate is None else self.raise_on_duplicate
-        if raises and lock is not Lock.WHILE_EXECUTING:
-            return Overlap.RAISE
-        try:
-            return overlap_of(config.singlebeat_overlap, lock)
-        except ConfigError:  # the app's default is for the tasks that it suits
-            return Overlap.SKIP
 
     @property
     def effective_lock_expiry(self) -> float | None:

@@ -137,7 +137,7 @@ def test_all_entries_are_listed_by_their_times_and_broken_ones_are_logged(api, r
     listed = [entry.name for entry in api.list()]
 
     assert listed == ["e9", "e504", *(f"e{number}" for number in reversed(range(504)) if number not in (7, 8, 9))]
-    assert 'redbeat:e7 is left out event=left_out entry=redbeat:e7 reason="definition cannot be read' in caplog.text
+    assert 'e7 is left out event=left_out entry=e7 reason="definition cannot be read' in caplog.text
     assert "policy: there is no 'jiter'; did you mean 'jitter'?" in caplog.text
 
 

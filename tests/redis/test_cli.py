@@ -7,11 +7,10 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 
 import pytest
 from celery.schedules import crontab, schedule
-from click.testing import CliRunner, Result
+from click.testing import Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,7 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Lease, Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.store import Store
-from singlebeat.cli import COMMANDS, main
+from singlebeat.cli import COMMANDS
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
 from tests.support import RedisServer, free_port
@@ -36,20 +35,6 @@ NEEDED = {
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
 }
-
-
-@pytest.fixture
-def cli(app, redis):
-    """Run a command, in this process."""
-
-    def run(*args: str, code: int | None = 0, app=app, stdin: str | None = None) -> Result:
-        result = CliRunner().invoke(main, args, obj=SimpleNamespace(app=app), input=stdin)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert code is None or result.exit_code == code, result.output
-        return result
-
-    return run
 
 
 @pytest.fixture
@@ -214,60 +199,6 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app):
     cli("unlock", "SINGLETONLOCK_{b}", "--force")
     assert backend.get("SINGLETONLOCK_{b}") is backend.get("SINGLETONLOCK_{c}") is None
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
-
-
-def test_what_is_exported_can_be_imported(cli, put, app, redis):
-    put("a", jitter=5.0, note="hello")
-    put("b", kwargs={"x": 1})
-    dump = cli("export").stdout
-
-    def stored() -> dict:
-        return {entry.name: (entry.encode(), entry.policy) for entry in Schedule(app).list()}
-
-    before = stored()
-    redis.flushall()
-
-    cli("import", "-", "--dry-run", stdin=dump)
-    assert not redis.exists("redbeat:a")
-    cli("import", "-", stdin=dump)
-
-    assert stored() == before
-
-
-def test_a_dump_of_django_celery_beat_is_imported(cli, app):
-    def row(model: str, pk: int, **fields: object) -> dict:
-        return {"model": f"django_celery_beat.{model}", "pk": pk, "fields": fields}
-
-    dump = [
-        row("intervalschedule", 1, every=2, period="hours"),
-        row(
-            "crontabschedule",
-            7,
-            minute="0",
-            hour="9",
-            day_of_week="1",
-            day_of_month="*",
-            month_of_year="*",
-            timezone="Europe/Berlin",
-        ),
-        row("periodictask", 1, name="i", task="t.i", interval=1, args='["x"]', kwargs="{}", queue="q", enabled=False),
-        row("periodictask", 2, name="c", task="t.c", crontab=7, args="[]", kwargs='{"a": 1}', one_off=True),
-        row("periodictask", 3, name="s", task="t.s", solar=1),
-    ]
-
-    result = cli("import", "-", stdin=json.dumps(dump), code=1)
-
-    assert "2 entries are stored" in result.output
-    assert "s: neither an interval nor a crontab" in result.output
-    interval, cron = Schedule(app).get("i"), Schedule(app).get("c")
-    assert (interval.schedule, interval.args, interval.options, interval.enabled) == (
-        schedule(7200),
-        ["x"],
-        {"queue": "q"},
-        False,
-    )
-    assert (cron.schedule, cron.kwargs, cron.policy.max_runs) == (crontab(0, 9, day_of_week="1"), {"a": 1}, 1)
-    assert str(cron.policy.timezone) == "Europe/Berlin"
 
 
 @pytest.mark.parametrize(

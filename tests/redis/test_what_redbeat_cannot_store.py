@@ -18,6 +18,7 @@ from redbeat.schedules import rrule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler, clocked
+from singlebeat.beat import quarantine
 from singlebeat.errors import ConflictError, EntryError
 from singlebeat.locks import backend_of
 from tests.support import RedisServer
@@ -387,3 +388,119 @@ def test_what_can_have_no_next_time_is_refused_when_it_is_saved(app, redis):
         Schedule(app).upsert("e", PLAIN, NEVER["an interval that does not move"])
 
     assert not redis.exists("redbeat:e")
+
+
+class Forgetful(BaseSchedule):  # type: ignore[misc]
+    """Knows its next time, and fails when that has passed unseen."""
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        if last_run_at < datetime.now(UTC) - HOUR / 2:
+            raise LookupError("too long ago")
+        return schedstate(is_due=False, next=3600)
+
+
+def test_600_entries_whose_schedules_fail_when_they_are_due_starve_nobody(redis, started, caplog):
+    given = {f"bad {n}": {"task": PLAIN, "schedule": Forgetful()} for n in range(600)}
+    beat = started(good={"task": PLAIN, "schedule": schedule(HOUR), "args": ["good"]}, **given)
+    beat.tick()
+    caplog.clear()
+    for name in given:
+        overdue(redis, name, ago=2 * HOUR)
+    overdue(redis, "good", ago=1.5 * HOUR)
+
+    for _ in range(10):
+        beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["good"]]
+    assert redis.zcount(SCHEDULE, 0, "+inf") == 1, "only the good one is due again"
+    aside = redis.hgetall(QUARANTINE)
+    assert len(aside) == 600
+    assert "its next run cannot be calculated: LookupError: too long ago" in aside["redbeat:bad 7"]
+    said = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 600, "each once, not in every tick"
+    assert "Traceback (most recent call last):" in said[0].getMessage(), "the mistake is in somebody's code"
+    assert "is mended" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("definition", json.dumps({"task": PLAIN, "schedule": 60, "args": ["mended"]})),
+        ("meta", json.dumps({"last_run_at": None, "total_run_count": 0})),
+    ],
+)
+def test_an_entry_whose_schedule_failed_is_taken_up_again_when_it_has_changed(redis, started, field, text):
+    beat = started(e={"task": PLAIN, "schedule": Forgetful(), "args": ["mended"]})
+    beat.tick()
+    overdue(redis, "e")
+    beat.tick()
+    assert redis.hexists(QUARANTINE, "redbeat:e")
+    assert messages(redis) == []
+
+    redis.hset("redbeat:e", field, text)
+    beat.tick()
+    beat.tick()
+
+    assert not redis.exists(QUARANTINE)
+    assert [message["args"] for message in messages(redis)] == [["mended"]]
+
+
+def test_a_schedule_that_failed_for_a_moment_is_taken_up_again(redis, started, monkeypatch):
+    failing = True
+
+    class AsksSomebody(Forgetful):
+        def is_due(self, last_run_at: datetime) -> schedstate:
+            return super().is_due(last_run_at) if failing else schedstate(is_due=True, next=1800)
+
+    beat = started(e={"task": PLAIN, "schedule": AsksSomebody(), "args": ["mended"]})
+    beat.tick()
+    overdue(redis, "e")
+    beat.tick()
+    monkeypatch.setattr(quarantine, "RETRY_AFTER", timedelta(0))
+    beat.tick()
+    assert redis.hexists(QUARANTINE, "redbeat:e"), "it fails still"
+
+    failing = False
+    beat.tick()
+    beat.tick()
+
+    assert not redis.exists(QUARANTINE)
+    assert [message["args"] for message in messages(redis)] == [["mended"]]
+
+
+def test_an_entry_whose_schedule_failed_is_tried_again_by_a_beat_with_other_code(redis, started, monkeypatch):
+    conf = {"task": PLAIN, "schedule": Forgetful(), "args": ["mended"]}
+    beat = started(e=conf)
+    beat.tick()
+    overdue(redis, "e")
+    beat.tick()
+    beat.close()
+    assert redis.hexists(QUARANTINE, "redbeat:e")
+
+    monkeypatch.setattr(Forgetful, "is_due", OnceAnHour().is_due)
+    other = started(e=conf)
+    other.tick()
+    other.tick()
+
+    assert not redis.exists(QUARANTINE)
+    assert [message["args"] for message in messages(redis)] == [["mended"]]
+
+
+AT = "2026-01-01"
+COMMANDS = [
+    *(["list"], ["status"], ["export"], ["history"], ["show", "e"], ["next", "e"], ["explain", "e"], ["trigger", "e"]),
+    *(["explain", "e", "--at", AT], ["backfill", "e", AT, "2026-01-02", "--dry-run"]),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_is_not_ended_by_an_entry_whose_schedule_fails(redis, started, cli, command):
+    beat = started(e={"task": PLAIN, "schedule": Forgetful()})
+    beat.tick()
+    overdue(redis, "e")
+    beat.tick()
+
+    output = cli(*command, app=beat.app, code=None).output
+
+    if command[0] in {"list", "status", "next", "explain", "backfill"}:
+        assert "next run cannot be calculated: LookupError: too long ago" in output

@@ -19,17 +19,6 @@ def at(tmp_path_factory):
         yield at
 
 
-@pytest.fixture(autouse=True)
-def celery(at):
-    """Shows the log of the worker when a test fails."""
-    return at.start
-
-
-@pytest.fixture
-def name(request):
-    return request.node.name
-
-
 @pytest.fixture(params=["alone", "beside an equal call"])
 def held(request, at, name):
     """Ids of the runs that were there before: none, or an equal call that runs until ``at.oracle.let_go(name)``."""

@@ -23,17 +23,6 @@ def at(tmp_path_factory):
         yield at
 
 
-@pytest.fixture(autouse=True)
-def celery(at):
-    """Shows the log of the worker when a test fails."""
-    return at.start
-
-
-@pytest.fixture
-def name(request):
-    return request.node.name
-
-
 # ---------------------------------------------------------------- lock: when a call excludes its equals
 
 

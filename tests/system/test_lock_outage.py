@@ -26,18 +26,6 @@ def locks():
         yield locks
 
 
-@pytest.fixture(autouse=True)
-def celery(request):
-    """Shows the log of the test's worker, if it has one, when it fails."""
-    served = [request.getfixturevalue(name) for name in ("at", "stage") if name in request.fixturenames]
-    return served[-1].start if served else None
-
-
-@pytest.fixture
-def name(request):
-    return request.node.name
-
-
 @pytest.fixture(params=["gone", "mute"])
 def outage(request, locks):
     """Ends and begins the service of the locks: the server is killed and comes back empty, or hangs for a while."""

@@ -21,7 +21,7 @@ def two(celery, app) -> list[CeleryProcess]:
     """A beat that leads, and one that stands by."""
     Entry("e", f"{APP}.plain", schedule(3600), args=["x"], app=app).save()
     beats = [celery(*BEAT)]
-    beats[0].wait_for("this beat leads, term 1")
+    beats[0].wait_for("this beat leads event=leadership_gained term=1")
     beats.append(celery(*BEAT))
     beats[1].wait_for("Standing by")
     return beats
@@ -64,7 +64,7 @@ def test_after_a_resignation_the_other_beat_leads(two, celery, app):
 
     assert command.wait(60) == 0
     assert f"pid {standby.pid}, term 2" in command.text
-    standby.wait_for("this beat leads, term 2")
+    standby.wait_for("this beat leads event=leadership_gained term=2")
     leader.wait_for("Standing by")
     wait_until(lambda: standbys(app) == [leader.pid])
     assert State.of(app).leader["pid"] == str(standby.pid)
@@ -72,10 +72,10 @@ def test_after_a_resignation_the_other_beat_leads(two, celery, app):
 
 def test_after_a_resignation_the_only_beat_leads_again(celery, app):
     beat = celery(*BEAT, conf={"redbeat_lock_timeout": 3})
-    beat.wait_for("this beat leads, term 1")
+    beat.wait_for("this beat leads event=leadership_gained term=1")
 
     command = celery("singlebeat", "resign")
 
     assert command.wait(60) == 0
-    beat.wait_for("this beat leads, term 2")
+    beat.wait_for("this beat leads event=leadership_gained term=2")
     assert State.of(app).leader["pid"] == str(beat.pid)

@@ -35,18 +35,6 @@ def at(tmp_path_factory):
         yield at
 
 
-@pytest.fixture(autouse=True)
-def celery(request):
-    """Shows the log of the test's worker, if it has one, when it fails."""
-    served = [request.getfixturevalue(name) for name in ("at", "stage") if name in request.fixturenames]
-    return served[-1].start if served else None
-
-
-@pytest.fixture
-def name(request):
-    return request.node.name
-
-
 @pytest.fixture
 def sender(at):
     """Starts processes that send, ``sender("send", name)``, and ends them with the test."""

@@ -1,0 +1,112 @@
+"""What ``manage.py dumpdata django_celery_beat`` prints, in the form of ``export``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, tzinfo
+from functools import partial
+from typing import Any
+
+from ..errors import EntryError
+
+__all__ = ("is_dump", "rows_of")
+
+MODEL = "django_celery_beat."
+
+#: Seconds of the periods of an interval.
+PERIODS = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1, "microseconds": 1e-6}
+
+CRONTAB = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
+
+#: Fields that are options of ``apply_async``; an empty text there is none.
+OPTIONS = ("queue", "exchange", "routing_key", "priority")
+
+_Row = Mapping[str, Any]
+
+
+def is_dump(rows: Sequence[_Row]) -> bool:
+    """Tell whether these are rows of a dump of Django, and not of ``export``."""
+    return any("model" in row for row in rows)
+
+
+def rows_of(dump: Sequence[_Row], zone: tzinfo) -> Iterator[tuple[str, Callable[[], _Row]]]:
+    """Yield the name of each periodic task, and what returns its row as ``export`` would print it.
+
+    Args:
+        zone: of dates that have no offset, as Django writes them with ``USE_TZ = False``.
+
+    What it returns raises EntryError, KeyError, TypeError or ValueError if the task cannot be understood.
+    """
+    schedules = {(str(row.get("model")), str(row.get("pk"))): _fields(row) for row in dump}
+    for row in dump:
+        if row.get("model") == f"{MODEL}periodictask":
+            fields = _fields(row)
+            name = str(fields.get("name") or f"pk {row.get('pk')}")
+            yield name, partial(_row, name, fields, schedules, zone)
+
+
+def _fields(row: _Row) -> _Row:
+    fields = row.get("fields")
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def _row(name: str, fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -> _Row:
+    when, clock = _schedule(fields, schedules, zone)
+    options = {option: fields[option] for option in OPTIONS if fields.get(option) not in (None, "")}
+    if headers := json.loads(fields.get("headers") or "{}"):
+        options["headers"] = headers
+    expires, start = _moment(fields.get("expires"), zone), _moment(fields.get("start_time"), zone)
+    if expires:
+        options["expires"] = expires
+    definition = {
+        "task": fields["task"],
+        "schedule": when,
+        "args": json.loads(fields.get("args") or "[]"),
+        "kwargs": json.loads(fields.get("kwargs") or "{}"),
+        "options": options,
+        "enabled": bool(fields.get("enabled", True)),
+    }
+    policy = {
+        "timezone": clock,
+        "start_time": start,
+        "end_time": expires,
+        "expires": None if expires else fields.get("expire_seconds"),
+        "max_runs": 1 if fields.get("one_off") else None,
+        "note": fields.get("description") or "",
+    }
+    last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
+    past = {"last_run_at": last, "total_run_count": count}
+    if last is None and start is None and when["__type__"] != "clocked":
+        # django-celery-beat lets a task that has never run count from its last change.
+        past["since"] = _moment(fields.get("date_changed"), zone)
+    return {"name": name, "definition": definition, "policy": policy, "meta": past}
+
+
+def _schedule(fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -> tuple[Mapping[str, Any], str | None]:
+    """Return the schedule of a task, and the name of the zone that it is read in."""
+    for kind in ("interval", "crontab", "solar", "clocked"):
+        if fields.get(kind) is None:
+            continue
+        found = schedules.get((f"{MODEL}{kind}schedule", str(fields[kind])))
+        if found is None:
+            raise EntryError(f"its {kind} schedule, number {fields[kind]}, is not in the dump: dump the whole app")
+        if kind == "interval":
+            period = found["period"]
+            if period not in PERIODS:
+                raise EntryError(f"its period is none of {', '.join(PERIODS)}: {period!r}")
+            return {"__type__": kind, "every": found["every"] * PERIODS[period]}, None
+        if kind == "crontab":
+            return {"__type__": kind, **{name: found[name] for name in CRONTAB}}, found.get("timezone") or None
+        if kind == "solar":
+            event, place = found["event"], {"lat": float(found["latitude"]), "lon": float(found["longitude"])}
+            return {"__type__": kind, "event": event, **place}, None
+        return {"__type__": kind, "instant": _moment(found["clocked_time"], zone)}, None
+    raise EntryError("it has no schedule")
+
+
+def _moment(text: str | None, zone: tzinfo) -> str | None:
+    if not text:
+        return None
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).isoformat()

@@ -1,0 +1,261 @@
+"""What a command shows on a terminal, and what it does not show elsewhere: colours, progress, tables of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.schedules import schedule
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from wcwidth import wcswidth
+
+from singlebeat import Entry
+from singlebeat.beat.lease import Term
+from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.store import Store
+from singlebeat.cli import main
+from singlebeat.cli.output import table
+from singlebeat.connections import schedule_client
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Call, Ref
+
+TASK = "tests.system.apps.plain"
+RED, ANY_COLOUR, PROGRESS = "\x1b[31m", "\x1b[", "\r"
+
+HOSTILE = {
+    "long": "x" * 500,
+    "wide": "毎時の請求書" * 50,
+    "emoji": "🎉👩\u200d👩\u200d👧🏽❤\ufe0f🇩🇪" * 40,
+    "combining": "é̂" * 100 + "नमस्ते",
+    "controls": "\x1b[2J\x1b]0;owned\x07\r\n\t\x00\x9b1m\u202e\u2028",
+    "not UTF-8": "\udcff\udc80" * 99,
+    "spaces": " " * 200,
+}
+
+
+class Terminal:
+    """Standard output or error of this process as a terminal, and what came there."""
+
+    def __init__(self) -> None:
+        self._master, slave = pty.openpty()
+        self.stream = os.fdopen(slave, "w", encoding="utf-8", newline="")
+        self._read: list[bytes] = []
+        self._reader = threading.Thread(target=self._follow)
+        self._reader.start()
+
+    def _follow(self) -> None:
+        with suppress(OSError):  # EIO: the other end is closed
+            while chunk := os.read(self._master, 65536):
+                self._read.append(chunk)
+
+    def close(self) -> str:
+        """Return all that was written."""
+        self.stream.close()
+        self._reader.join(10)
+        os.close(self._master)
+        return b"".join(self._read).decode()
+
+
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def on_terminal(app, monkeypatch) -> Run:
+    """Runs a command with standard output and error on a terminal each; returns what came there."""
+
+    def run(*args: str, **context: Any) -> tuple[str, str]:
+        out, err = Terminal(), Terminal()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", out.stream)
+            patch.setattr(sys, "stderr", err.stream)
+            with suppress(SystemExit):
+                main.main(list(args), obj=SimpleNamespace(app=app, **context), standalone_mode=False)
+        return out.close(), err.close()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_waited_for(monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def bad(redis) -> None:
+    """An entry that is set aside: every table of entries shows it as a problem."""
+    redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
+
+
+# ---------------------------------------------------------------- colours
+
+
+@pytest.mark.parametrize("command", ["list", "status", "doctor"])
+def test_colours_are_on_a_terminal_only(cli, on_terminal, bad, command):
+    assert RED in on_terminal(command)[0]
+    assert ANY_COLOUR not in cli(command, code=None).output
+    assert ANY_COLOUR not in on_terminal(command, "--json")[0]
+
+
+@pytest.mark.parametrize("command", ["list", "status"])
+def test_whoever_wants_no_colours_gets_none(on_terminal, bad, command, monkeypatch):
+    assert ANY_COLOUR not in on_terminal(command, no_color=True)[0], "celery --no-color"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert ANY_COLOUR not in on_terminal(command)[0]
+
+
+def test_a_problem_of_an_import_is_red_on_a_terminal(on_terminal, cli, tmp_path):
+    file = tmp_path / "entries.json"
+    file.write_text('[{"name": "e", "definition": {}}]')
+
+    assert f"{RED}e: it has no name, or no definition" in on_terminal("import", str(file))[1]
+    assert ANY_COLOUR not in cli("import", str(file), code=1).output
+
+
+# ---------------------------------------------------------------- progress
+
+
+@contextmanager
+def confirming(app: Any, redis: Any) -> Iterator[None]:
+    """Do what a beat does with the runs that a backfill hands over, and nothing else."""
+    ended = threading.Event()
+
+    def confirm() -> None:
+        while not ended.wait(0.005):
+            if pending := redis.hget("redbeat:e", "pending"):
+                occurrence = Occurrence.decode(pending)
+                decision = Decision("e", TASK, occurrence, Outcome.DISPATCHED)
+                (stored,) = Store(app, redis).due(datetime.now(UTC), all_pending=True).recovered
+                Store(app, redis).confirm([(stored, decision, None)], Term(1, ""))
+
+    thread = threading.Thread(target=confirm)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+COMMANDS = {
+    "export": (["export"], "of 3 entries read"),
+    "import": (["import", "FILE"], "of 3 entries"),
+    "backfill": (["backfill", "e", "2026-01-01", "2026-01-01T03:00"], "of 3 runs handed over"),
+    "locks": (["locks"], "locks read"),
+    "doctor": (["doctor"], "of 4 parts looked at"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_long_operation_counts_on_a_terminal_and_leaves_nothing_of_it(
+    cli, on_terminal, app, redis, tmp_path, name, monkeypatch
+):
+    monkeypatch.setattr("singlebeat.cli.output.PROGRESS_INTERVAL", 0)
+    for entry in ("e", "f", "g"):
+        Entry(entry, TASK, schedule(3600), app=app).save()
+    file = tmp_path / "entries.json"
+    file.write_text(cli("export").stdout)
+    args, text = COMMANDS[name]
+    args = [str(file) if arg == "FILE" else arg for arg in args]
+    refs = [Ref(f"SINGLETONLOCK_{{{n}}}", str(n)) for n in range(3)]
+    backend_of(app).acquire_many([Call(ref, "t", "", 60) for ref in refs])
+
+    with confirming(app, redis):
+        out, err = on_terminal(*args)
+        assert re.search(rf"\r3 {text}|\r4 {text}", err), err
+        assert _what_is_left(err) in {"", "e: 3 runs, each handed to beat when the one before is sent"}
+        assert PROGRESS not in out.replace("\r\n", "\n"), "it is not among the results"
+
+        assert PROGRESS not in on_terminal(*args, "--json")[1].replace("\r\n", "\n")
+        assert PROGRESS not in cli(*args, code=None).output
+        json.loads(cli(*args, "--json", code=None).stdout)
+
+
+def _what_is_left(text: str) -> str:
+    """Return what a terminal shows at last, of lines that are written over and cleared."""
+    lines = [line.rpartition("\r")[2].removeprefix("\x1b[K") for line in text.replace("\r\n", "\n").split("\n")]
+    return "\n".join(line for line in lines if line)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def fits(output: str) -> None:
+    for line in output.splitlines():
+        assert 0 <= wcswidth(line) <= 80, ascii(line)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_table_of_any_names_fits_80_columns(cli, app, redis, what):
+    text = HOSTILE[what]
+    name = text.removeprefix("\x00")
+    Entry(name, text, schedule(3600), app=app, args=[text], last_run_at=datetime.now(UTC)).save()
+    Entry("short", "task", schedule(3600), app=app, last_run_at=datetime.now(UTC)).save()
+    occurrence = Occurrence.of("redbeat:", name, datetime(2030, 1, 1, 12, tzinfo=UTC))
+    Store(app, schedule_client(app)).record([Decision(name, text, occurrence, Outcome.MISSED, text)], Term(3, ""))
+    backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{a}", text), text, text, 60)])
+    backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{b}", "0b6f5c9e-8e0f-4d0c-9c3c-1c8b2d4f6a7e"), text, "", 60)])
+
+    listed, history, of_one, locks = (
+        cli(*command).output for command in (["list"], ["history"], ["history", name], ["locks"])
+    )
+
+    for output in (listed, history, of_one, locks):
+        fits(output)
+    assert listed.splitlines()[0].split() == ["NAME", "TASK", "SCHEDULE", "NEXT", "STATE"]
+    assert "every 3600 s" in listed
+    assert "active" in listed
+    assert "2030-01-01 12:00:00Z" in history
+    assert "missed" in history
+    assert "queued" in locks
+
+
+def test_the_id_that_holds_a_lock_is_whole_for_unlock_to_take(cli, app):
+    holder = "0b6f5c9e-8e0f-4d0c-9c3c-1c8b2d4f6a7e"
+    backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{b}", holder), "a.module.and.its.task", "x" * 99, 60)])
+
+    output = cli("locks").output
+
+    assert holder in output
+    fits(output)
+
+
+cells = st.text(max_size=120) | st.sampled_from([*HOSTILE.values()])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    rows=st.lists(st.tuples(cells, cells, cells, cells, cells), max_size=4),
+    wide=st.lists(st.integers(0, 4), unique=True, max_size=5),
+)
+def test_no_table_is_wider_than_80_columns(capsys, rows, wide):
+    """60 tables; a line has its columns where the others have theirs."""
+    table(("FIRST", "SECOND", "THIRD", "FOURTH, OR WHY", "E"), rows, wide=tuple(wide))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows) + 1
+    fits("\n".join(lines))
+    assert lines[0].split("  ")[0].strip() == "FIRST"
+
+
+def test_a_table_gives_room_to_those_who_need_it(capsys):
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    table(("A", "B", "C"), [("x" * 60, now, "y" * 9), ("short", now + timedelta(days=1), "y")], wide=(0,))
+
+    title, first, second = capsys.readouterr().out.splitlines()
+
+    assert len(first) == 80
+    assert first.startswith("x" * 40)
+    assert "…  2030-01-01 00:00:00+00:00  yyyyyyyyy" in first
+    assert first.index("2030") == second.index("2030") == title.index("B")

@@ -1,0 +1,331 @@
+"""``export`` and ``import``: nothing is lost on the way, and what cannot be brought over is named.
+
+``django_celery_beat-2.9.0.json`` was printed by ``manage.py dumpdata django_celery_beat`` of that version.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery.beat import Service
+from celery.schedules import crontab, schedule, solar
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redbeat import RedBeatSchedulerEntry
+from redbeat.schedules import rrule
+
+from singlebeat import Entry, Schedule, clocked
+from singlebeat.beat.codec import Meta
+from singlebeat.beat.policy import Policy
+from singlebeat.overlap import Overlap
+from tests.system.apps import make_app
+
+DUMP = Path(__file__).with_name("django_celery_beat-2.9.0.json")
+TASK = "tests.system.apps.plain"
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+def exported(cli: Any) -> list[dict[str, Any]]:
+    return sorted(json.loads(cli("export").stdout), key=lambda row: row["name"])
+
+
+# ---------------------------------------------------------------- from export
+
+instants = st.datetimes(datetime(2000, 1, 1), datetime(2200, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001
+#: Whatever lies before the next run: an entry that is overdue counts from the moment of its import in any case.
+pasts = st.datetimes(datetime(2000, 1, 1), datetime(2026, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001
+seconds = st.floats(0.001, 1e6) | st.integers(1, 10**6)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+schedules = st.one_of(
+    st.builds(schedule, seconds, relative=st.booleans()),
+    st.builds(
+        crontab,
+        minute=st.sampled_from(["*", "*/7", "0", "1-5", "0,30"]),
+        hour=st.sampled_from(["*", "8-18", "3"]),
+        day_of_week=st.sampled_from(["*", "mon-fri", "0", "5,6"]),
+        day_of_month=st.sampled_from(["*", "1", "1-7"]),
+        month_of_year=st.sampled_from(["*", "1", "*/2"]),
+    ),
+    st.builds(solar, st.sampled_from(["sunset", "dawn_civil"]), st.floats(-60, 60), st.floats(-180, 180)),
+    st.builds(clocked, instants),
+    st.builds(
+        rrule,
+        st.sampled_from(["DAILY", "MONTHLY", "HOURLY"]),
+        dtstart=instants | instants.map(lambda moment: moment.astimezone(BERLIN)),
+        interval=st.integers(1, 9),
+        count=st.none() | st.integers(1, 9),
+        byweekday=st.none() | st.just([0, 4]),
+    ),
+)
+policies = st.fixed_dictionaries(
+    {},
+    optional={
+        "timezone": st.sampled_from(["Europe/Berlin", "Asia/Kathmandu"]),
+        "overlap": st.sampled_from([str(word) for word in Overlap if word is not Overlap.RAISE]),
+        **dict.fromkeys(("misfire_grace_time", "jitter", "expires"), seconds),
+        "start_time": pasts,
+        "end_time": instants.filter(lambda moment: moment > datetime(2027, 1, 1, tzinfo=UTC)),
+        "max_runs": st.integers(1, 99),
+        **dict.fromkeys(("paused", "run_on_start"), st.booleans()),
+        "note": st.text(max_size=9),
+    },
+)
+entries = st.fixed_dictionaries(
+    {
+        "name": st.text(st.characters(exclude_categories=["Cs"]) | st.just("\udcff"), min_size=1, max_size=9).filter(
+            lambda name: name[0] != ":"  # so begin the keys of the schedule itself
+        ),
+        "task": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9),
+        "schedule": schedules,
+        "args": st.lists(json_values, max_size=2),
+        "kwargs": st.dictionaries(st.text(max_size=5), json_values, max_size=2),
+        "options": st.fixed_dictionaries({}, optional={"queue": st.text(max_size=5), "priority": st.integers(0, 9)}),
+        "enabled": st.booleans(),
+        "policy": policies.map(Policy.of),
+        "past": st.builds(Meta, st.none() | pasts, st.integers(0, 99), st.none() | pasts),
+    }
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(wanted=st.lists(entries, max_size=4, unique_by=lambda entry: entry["name"]))
+def test_what_is_exported_can_be_imported_elsewhere_and_is_the_same(cli, app, redis, wanted):
+    """20 schedules of up to four entries of every kind, with their policies and pasts."""
+    redis.flushall()
+    for fields in wanted:
+        past = fields.pop("past")
+        Entry(app=app, **fields).with_past(past).save()
+    dump = cli("export").stdout
+    before, members = exported(cli), redis.zrange("redbeat::schedule", 0, -1)
+    redis.flushall()
+
+    cli("import", "-", "--dry-run", stdin=dump)
+    assert redis.dbsize() == 0
+    cli("import", "-", stdin=dump)
+
+    assert exported(cli) == before
+    assert len(before) == len(wanted)
+    assert sorted(redis.zrange("redbeat::schedule", 0, -1)) == sorted(members)
+
+
+def test_what_redbeat_has_stored_is_exported_and_imported_elsewhere(cli, app, server, redis):
+    with make_app(server.celery_url) as other:
+        for name, when in {
+            "i": schedule(5),
+            "c": crontab(minute=5),
+            "r": rrule("DAILY", dtstart=datetime.now(UTC)),
+        }.items():
+            RedBeatSchedulerEntry(name, TASK, when, args=["x"], kwargs={"a": 1}, app=other).save()
+    before = exported(cli)
+    assert [row["name"] for row in before] == ["c", "i", "r"]
+    dump = cli("export").stdout
+    redis.flushall()
+
+    cli("import", "-", stdin=dump)
+
+    assert exported(cli) == before
+
+
+def test_an_import_replaces_entries_and_keeps_their_past(cli, app):
+    last = datetime.now(UTC) - timedelta(minutes=5)
+    Entry("e", TASK, schedule(3600), app=app, last_run_at=last, total_run_count=7, paused=True, note="why").save()
+    row = {"name": "e", "definition": {"task": "new", "schedule": 7200}, "meta": {"total_run_count": 99}}
+
+    cli("import", "-", stdin=json.dumps([row]))
+
+    entry = Schedule(app).get("e")
+    assert (entry.task, entry.schedule) == ("new", schedule(7200))
+    assert (entry.meta.last_run_at, entry.meta.total_run_count) == (last, 7)
+    assert (entry.policy.paused, entry.policy.note) == (True, "why")
+
+
+def test_an_entry_that_ran_once_at_the_start_does_not_so_again_where_it_is_imported(cli, app, redis):
+    entry = Entry("e", TASK, schedule(3600), app=app, run_on_start=True)
+    entry.with_past(Meta(datetime.now(UTC), 1)).save()
+    dump = cli("export").stdout
+    redis.flushall()
+
+    cli("import", "-", stdin=dump)
+
+    assert redis.zscore("redbeat::schedule", "redbeat:e") > datetime.now(UTC).timestamp() + 3000
+
+
+def test_every_row_that_cannot_be_stored_is_named_and_the_others_are_stored(cli, app, redis):
+    good = {"definition": {"task": TASK, "schedule": 60}}
+    redis.set("redbeat:a string", "x")
+    rows = [
+        {"name": "first", **good},
+        {"name": "no task", "definition": {"schedule": 60}},
+        {"name": "no definition"},
+        good,
+        {"name": 7, **good},
+        {"name": "unknown wish", **good, "policy": {"jiter": 5}},
+        {"name": "a past", **good, "meta": {"last_run_at": "yesterday"}},
+        {"name": "deep", "definition": {"task": TASK, "schedule": 60, "args": json.loads("[" * 500 + "]" * 500)}},
+        {"name": "a string", **good},
+        {"name": "last", **good},
+    ]
+
+    result = cli("import", "-", stdin=json.dumps(rows), code=1)
+
+    for line in (
+        "no task: definition has no task",
+        "no definition: it has no name, or no definition",
+        "entry number 4: it has no name, or no definition",
+        "entry number 5: it has no name, or no definition",
+        "unknown wish: policy: there is no 'jiter'; did you mean 'jitter'?",
+        "a past: meta: last_run_at is no ISO 8601 date",
+        "a string: entry 'a string' cannot be stored: its key holds something else",
+    ):
+        assert line in result.stderr
+    assert {"first", "last"} <= {row["name"] for row in exported(cli)}
+    answer = json.loads(cli("import", "-", "--json", stdin=json.dumps(rows), code=1).stdout)
+    assert set(answer["stored"]) == {"first", "last", "deep"}
+    assert len(answer["problems"]) == 7
+
+
+def test_an_export_names_what_it_has_to_leave_out(cli, app, redis):
+    Entry("good", TASK, schedule(60), app=app).save()
+    redis.hset("redbeat:bad", "definition", "{")
+    redis.zadd("redbeat::schedule", {"redbeat:bad": 0})
+
+    result = cli("export", code=1)
+
+    assert [row["name"] for row in json.loads(result.stdout)] == ["good"]
+    assert result.stderr.startswith("bad: definition cannot be read")
+    assert "bad: set aside: definition cannot be read" in cli("list").output
+    assert set(json.loads(cli("list", "--json").stdout)["quarantine"]) == {"bad"}
+
+
+# ---------------------------------------------------------------- from django-celery-beat
+
+
+def row(model: str, pk: int, **fields: Any) -> dict[str, Any]:
+    return {"model": f"django_celery_beat.{model}", "pk": pk, "fields": fields}
+
+
+def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
+    stored = json.loads(cli("import", str(DUMP), "--json").stdout)["stored"]
+    assert len(stored) == 9
+    found = {entry.name: entry for entry in Schedule(app).list()}
+    assert set(found) == set(stored)
+
+    feed, mail, once, lamps, new_year = (found[name] for name in ("feed", "mail", "once", "lamps", "new year"))
+    assert (feed.task, feed.schedule, feed.args, feed.kwargs) == (
+        "shop.feed",
+        schedule(7200),
+        ["x", 1],
+        {"a": {"b": None}},
+    )
+    assert feed.options == {"queue": "q", "priority": 0, "headers": {"h": 1}}
+    assert feed.meta == Meta(datetime(2026, 11, 1, 7, 0, 0, 123000, tzinfo=UTC), 42)
+    assert feed.policy.note == "every other hour"
+    assert (found["often"].schedule, found["often"].enabled) == (schedule(1.5), False)
+    end = datetime(2032, 1, 1, tzinfo=UTC)
+    assert (mail.schedule, mail.policy.timezone) == (crontab(0, 9, day_of_week="mon-fri"), BERLIN)
+    assert (mail.policy.start_time, mail.policy.end_time) == (datetime(2026, 12, 1, tzinfo=UTC), end)
+    assert {**mail.options, "expires": datetime.fromisoformat(mail.options["expires"])} == {
+        "exchange": "x",
+        "routing_key": "r",
+        "expires": end,
+    }
+    assert mail.meta == Meta(), "it has never run, and so runs at its start time"
+    assert found["expire_seconds"].policy.expires == 90
+    assert once.policy.max_runs == 1
+    assert once.meta == Meta(since=datetime(2026, 11, 2, tzinfo=UTC)), "it counts from its last change"
+    assert lamps.schedule == solar("sunset", 52.52, 13.405)
+    assert (new_year.schedule, new_year.policy.max_runs) == (clocked("2031-01-01T08:00:00Z"), 1)
+    assert new_year.due_at == datetime(2031, 1, 1, 8, tzinfo=UTC)
+    assert (found["done"].enabled, found["done"].due_at) == (False, None)
+    assert "emoji \U0001f389 and 東京" in found
+
+
+def test_what_was_imported_runs_as_it_did_in_django(cli, app, redis):
+    dump = json.loads(DUMP.read_text("utf-8"))
+    ago = (datetime.now(UTC) - timedelta(hours=3)).isoformat()
+    for row in dump:
+        if row["fields"].get("name") in {"feed", "mail"}:
+            row["fields"].update(last_run_at=ago, start_time=None)
+        if row["model"].endswith("crontabschedule"):
+            row["fields"].update(minute="*", hour="*", day_of_week="*")
+    cli("import", "-", stdin=json.dumps(dump))
+    app.conf.singlebeat_watchdog_timeout = None
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    try:
+        scheduler.tick()
+    finally:
+        scheduler.close()
+
+    (feed,) = (json.loads(text)["headers"] for text in redis.lrange("q", 0, -1))
+    assert (feed["task"], feed["argsrepr"], feed["h"]) == ("shop.feed", "['x', 1]", 1)
+    sent = {row["name"]: row for row in exported(cli)}
+    assert sent["feed"]["meta"]["total_run_count"] == 43
+    assert sent["mail"]["meta"]["total_run_count"] == 1
+    assert not redis.exists("redbeat::quarantine")
+    mail = next(record for record in Schedule(app).history("mail"))
+    assert mail.decision == "dispatched"
+
+
+def test_every_task_of_a_dump_that_cannot_be_brought_over_is_named(cli, app):
+    dump = [
+        row("intervalschedule", 1, every=2, period="hours"),
+        row("intervalschedule", 2, every=2, period="moons"),
+        row("crontabschedule", 1, minute="99", hour="*", day_of_week="*", day_of_month="*", month_of_year="*"),
+        row("solarschedule", 1, event="doomsday", latitude="1", longitude="1"),
+        row("periodictask", 1, name="good", task="t", interval=1),
+        row("periodictask", 2, name="moons", task="t", interval=2),
+        row("periodictask", 3, name="gone", task="t", interval=9),
+        row("periodictask", 4, name="never", task="t"),
+        row("periodictask", 5, name="cron", task="t", crontab=1),
+        row("periodictask", 6, name="sun", task="t", solar=1),
+        row("periodictask", 7, name="args", task="t", interval=1, args="{"),
+        row("periodictask", 8, name="no list", task="t", interval=1, args='"x"'),
+        row("periodictask", 9, name="no task", interval=1),
+        row("periodictask", 10, name="start", task="t", interval=1, start_time="soon"),
+        row("periodictask", 11, task="t", interval=9),
+        row("periodictask", 12, name="last", task="t", interval=1),
+        {"model": "auth.user", "pk": 1, "fields": {}},
+        {"model": "django_celery_beat.periodictask"},
+        {"model": "django_celery_beat.periodictask", "pk": [1], "fields": [1]},
+        row("periodictask", 13, name="odd", task="t", interval=[1]),
+    ]
+
+    answer = json.loads(cli("import", "-", "--json", stdin=json.dumps(dump), code=1).stdout)
+
+    assert answer["stored"] == ["good", "last"]
+    problems = answer["problems"]
+    named = {"moons", "gone", "never", "cron", "sun", "args", "no list", "no task", "start", "odd"}
+    assert set(problems) == named | {"pk 11", "pk None", "pk [1]"}
+    assert "its period is none of days, hours" in problems["moons"]
+    assert problems["gone"] == "its interval schedule, number 9, is not in the dump: dump the whole app"
+    assert "doomsday" in problems["sun"]
+    assert "args is not a JSON array" in problems["no list"]
+
+
+def test_dates_of_a_dump_without_offset_are_on_the_clock_of_the_app(cli, server, redis):
+    """So Django writes them with USE_TZ = False."""
+    dump = [
+        row("clockedschedule", 1, clocked_time="2031-07-01T08:00:00"),
+        row("periodictask", 1, name="e", task="t", clocked=1, one_off=True),
+    ]
+    with make_app(server.celery_url, {"timezone": "Europe/Berlin"}) as app:
+        cli("import", "-", stdin=json.dumps(dump), app=app)
+
+        assert Schedule(app).get("e").schedule == clocked("2031-07-01T06:00:00Z")
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "\x00", '"x"', "[" * 100_000])
+def test_a_file_that_is_neither_is_refused_in_one_line(cli, text):
+    result = cli("import", "-", stdin=text, code=1)
+
+    assert result.stderr.startswith("Error: ")
+    assert len(result.stderr.splitlines()) == 1
