@@ -519,8 +519,8 @@ def recorded(name: str) -> Iterator[Redis]:
         if not alive(int(owner)):
             client.hdel(running, other)
     about = (current_task.name, current_task.request.id or "", name)
-    client.eval(_START, 3, "runs", running, f"max:{name}", run, pid, *about, repr(time.time()))
-    try:
+    try:  # from here on: a signal may come before the reply to what has been recorded
+        client.eval(_START, 3, "runs", running, f"max:{name}", run, pid, *about, repr(time.time()))
         yield client
     finally:
         with client.pipeline() as pipe:

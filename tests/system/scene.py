@@ -96,7 +96,7 @@ class Watch:
                         event, run, moment = record.pop("event"), record["run"], float(record.pop("t"))
                         if event == "start":
                             self.runs[run] = Run(**{**record, "pid": int(record["pid"])}, started=moment)
-                        else:
+                        elif run in self.runs:
                             self.runs[run].ended = moment
                     self.news.notify_all()
 
