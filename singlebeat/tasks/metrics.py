@@ -54,9 +54,10 @@ class Metrics:
             self._runs.labels(outcome)
         registry.register(self)
         # Signals keep weak references to methods: this object must live as long as its worker.
-        signals.run_ended.connect(self._run_ended, sender=app)
-        signals.duplicate.connect(self._duplicate)
-        signals.lock_lost.connect(self._lock_lost)
+        # Celery before 5.7 takes the methods of two objects for one, without an id that tells them apart.
+        signals.run_ended.connect(self._run_ended, sender=app, dispatch_uid=id(self))
+        signals.duplicate.connect(self._duplicate, dispatch_uid=id(self))
+        signals.lock_lost.connect(self._lock_lost, dispatch_uid=id(self))
 
     def serve(self, port: int) -> None:
         """Answer ``/metrics`` in a thread; that the port is in use is told, and nothing else."""

@@ -145,6 +145,18 @@ def test_ends_of_runs_and_the_delay_of_their_starts_are_counted(app, of_worker):
     assert value(text, "singlebeat_start_delay_seconds_sum") == pytest.approx(8, abs=0.1)
 
 
+def test_two_workers_in_one_process_count_both(app, of_worker):
+    other = WorkerMetrics(app, Renewer(app))
+
+    signals.lock_lost.send(sender="t", ref=Ref("key", "x"))
+    signals.run_ended.send(sender=app, outcome="success", began=None, headers={})
+
+    for each in (of_worker, other):
+        text = each.answer("/metrics")[2].decode()
+        assert value(text, "singlebeat_locks_lost_total") == 1
+        assert value(text, 'singlebeat_runs_total{outcome="success"}') == 1
+
+
 def test_a_call_that_is_not_sent_is_counted_where_it_was_made(app, of_worker):
     single = app.tasks[f"{APP}.single"]
     single.delay("one")
