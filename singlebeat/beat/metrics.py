@@ -64,8 +64,8 @@ class Metrics:
         for event in ("gained", "lost"):
             self._terms.labels(event)
         registry.register(self)
-        # Signals keep weak references to methods: this object must live as long as its beat. Celery before 5.7 takes the
-        # methods of two objects for one, without an id that tells them apart.
+        # Signals keep weak references to methods: this object must live as long as its beat. Celery before 5.7 takes
+        # the methods of two objects for one, without an id that tells them apart.
         signals.occurrence_decided.connect(self._decided, sender=app, dispatch_uid=id(self))
         signals.tick_ended.connect(self._ticked, sender=app, dispatch_uid=id(self))
         signals.leadership_gained.connect(self._gained, sender=app, dispatch_uid=id(self))
