@@ -65,9 +65,8 @@ class Quarantine:
             exc: what its schedule has raised.
             again: calculates its times at a moment.
         """
-        reason = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
-        self._refused[member] = _Refused(found, reason, again, now)
-        self.put(member, reason, due=True, exc=exc)
+        refused = self._refused[member] = _Refused(found, _why(exc), again, now)
+        self.put(member, refused.reason, due=True, exc=exc)
 
     def why(self, member: str, found: Any, now: datetime) -> str:
         """Return the reason why an entry was refused, if that still holds; else an empty text."""
@@ -78,8 +77,8 @@ class Quarantine:
             refused.tried_at = now
             try:
                 refused.again(now)
-            except Exception:  # noqa: S110 - as the first time
-                pass
+            except Exception as exc:  # a user's own schedule may do anything
+                refused.reason = _why(exc)
             else:
                 return ""
         return refused.reason
@@ -144,6 +143,10 @@ class Quarantine:
             if has_pending:
                 pipe.zadd(self.keys.pending, {member: 0}, nx=True)
             pipe.execute()
+
+
+def _why(exc: Exception) -> str:
+    return f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
 
 
 def _record(text: str | None) -> dict[str, str]:
