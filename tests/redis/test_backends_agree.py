@@ -138,9 +138,25 @@ def life(draw: st.DrawFn) -> list[Ask]:
     return [step for step in steps if draw(st.sampled_from([True, True, True, False]))]
 
 
+@st.composite
+def displaced(draw: st.DrawFn) -> list[Ask]:
+    """A call loses its lock to another before it starts, and starts none the less."""
+    lock, generation = draw(locks), draw(st.sampled_from([0, 0, 0, 1]))
+
+    def taken(task_id: str, wish: str) -> Ask:
+        call = Call(Ref(lock, task_id), "app.task", "1, x=2", QUEUED_TTL, None, "", wish)
+        return Ask("acquire", lambda b: b.acquire_many([call]), call)
+
+    run = Ref(lock, "a", generation, "n1")
+    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+    begun = Ask("begin", lambda b: b.begin(run, **options), run)
+    return [Ask("unlock", lambda b: b.unlock(lock), lock), taken("a", ""), taken("b", "holder"), begun]
+
+
 #: Those that are here several times lead on; the others mostly find what those have left.
 verbs = st.one_of(acquire(), acquire(), begin(), begin(), begin(), rotate(), promise(), renew(), finish(), by_user())
-episodes = st.lists(verbs, min_size=4, max_size=10) | life()
+mixed = st.lists(verbs, min_size=4, max_size=10)
+episodes = st.one_of(mixed, mixed, life(), life(), displaced())
 histories = st.lists(episodes, min_size=3, max_size=6).map(lambda parts: [ask for part in parts for ask in part])
 
 
@@ -201,12 +217,15 @@ def test_redis_and_memory_give_the_same_answers_to_any_history(server: RedisServ
             seen.update(kinds(ask.verb, expected))
         assert in_memory.state() == in_redis.state()
 
-    agree()
-
-    measured(", ".join(f"{kind} {count}" for kind, count in sorted(seen.items())))
     expected = {f"acquire: {verdict}" for verdict in ("acquired", "running", "done", "held")}
     expected |= {f"begin: {verdict}" for verdict in ("started", "stale", "done", "replaced", "held")}
     expected |= {"renew: running", "renew: over", "renew: lost", "promise: True", "lock: True"}
+    for _ in range(3):  # one round is nearly always enough
+        agree()
+        if expected <= set(seen):
+            break
+
+    measured(", ".join(f"{kind} {count}" for kind, count in sorted(seen.items())))
     assert expected <= set(seen), "the histories do not meet everything: compare more of them"
 
 
