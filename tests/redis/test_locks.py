@@ -936,6 +936,18 @@ def test_a_call_whose_key_holds_no_lock_says_which_key_to_delete(server, redis):
     assert redis.get(key) == "somebody else's"
 
 
+def test_releasing_the_lock_of_a_call_lets_the_next_one_be_sent_and_touches_no_other(app, redis):
+    task = app.tasks["tests.system.apps.single"]
+    first, other = task.delay("a", seconds=1), task.delay("b", seconds=1)
+
+    task.release_lock(["a"], {"seconds": 1})
+
+    again = task.delay("a", seconds=1)
+    assert again.id != first.id
+    assert task.get_existing_task_id(task.generate_lock(task.name, ["a"], {"seconds": 1})) == again.id
+    assert task.delay("b", seconds=1).id == other.id
+
+
 def test_own_connections_are_shared_with_nobody(server):
     one, other = RedisBackend(server.url, own_connections=True), RedisBackend(server.url, own_connections=True)
 
