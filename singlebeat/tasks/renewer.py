@@ -16,7 +16,7 @@ from ..errors import LockBackendError
 from ..locks import new_backend
 from ..locks.base import Ref, Renewal, Ticket
 from ..log import Log
-from .threads import Empty, SimpleQueue, start_native_thread
+from .threads import Empty, SimpleQueue, native_sleep, start_native_thread
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -152,16 +152,14 @@ class Renewer:
 
     def _wait(self, timeout: float) -> list[SimpleQueue[None]]:
         """Wait for work, and a little longer for more of it; return who waits until it is done."""
-        waiting: list[SimpleQueue[None]] = []
+        news: list[SimpleQueue[None] | None] = []
         with suppress(Empty):
-            done = self._wake.get(timeout=timeout)
-            gathering_ends = time.monotonic() + GATHERING
+            news.append(self._wake.get(timeout=timeout))
+            if news == [None]:
+                native_sleep(GATHERING)  # not woken by each end: the event loop would pay for that
             while True:
-                if done:
-                    waiting.append(done)
-                left = 0.0 if waiting else gathering_ends - time.monotonic()
-                done = self._wake.get(block=left > 0, timeout=max(left, 0.0))
-        return waiting
+                news.append(self._wake.get_nowait())
+        return [done for done in news if done]
 
     def _work_off(self) -> None:
         while not self._handovers.empty():

@@ -6,8 +6,15 @@ import sys
 import threading
 from _queue import Empty, SimpleQueue  # the C one: nobody patches it, so that a native thread can wait on it
 from collections.abc import Callable
+from contextlib import suppress
 
-__all__ = ("Empty", "SimpleQueue", "start_native_thread")
+__all__ = ("Empty", "SimpleQueue", "native_sleep", "start_native_thread")
+
+
+def native_sleep(seconds: float) -> None:
+    """Let a native thread sleep: ``time.sleep`` may be patched, and then it needs a loop of greenlets."""
+    with suppress(Empty):
+        SimpleQueue[None]().get(timeout=seconds)
 
 
 def start_native_thread(target: Callable[[], None], name: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from celery import Task
+from celery import Celery, Task
 
 from tests.benchmarks.apps import OURS, PLAIN, THEIRS
 from tests.benchmarks.case import Case, Side, timed
@@ -16,9 +16,12 @@ from tests.benchmarks.wire import counted
 #: Side: task.
 SIDES = {"plain task": PLAIN, "singlebeat": OURS, "celery-singleton": THEIRS}
 
+#: What no lock in Redis can do without, through redis-py.
+ONE_EVALSHA = "one bare EVALSHA"
+
 
 def cases(stage: Stage) -> list[Case]:
-    count = stage.size(3_000, quick=200)
+    count = stage.size(1_000, quick=200)
 
     def micros(seconds: float) -> str:
         return f"{seconds / count * 1e6:,.0f} µs"
@@ -42,17 +45,39 @@ def cases(stage: Stage) -> list[Case]:
 
 @contextmanager
 def _fresh(stage: Stage, count: int) -> Iterator[Mapping[str, Side]]:
-    yield _sides(stage, lambda task: _send(stage, task, list(numbers(count)), expected=count))
+    def side(task: Task) -> float:
+        stage.clear()
+        return _timed(stage, task.delay, list(numbers(count)), expected=count)
+
+    app, ask = stage.app("calls"), _evalsha(stage)
+
+    def ask_and_delay(argument: str) -> None:
+        ask()
+        app.tasks[PLAIN].delay(argument)
+
+    def floor() -> float:
+        stage.clear()
+        return _timed(stage, ask_and_delay, list(numbers(count)), expected=count)
+
+    yield {**_sides(app, side), f"plain task and {ONE_EVALSHA}": floor}
 
 
 @contextmanager
 def _again(stage: Stage, count: int) -> Iterator[Mapping[str, Side]]:
     def side(task: Task) -> float:
+        stage.clear()
         if task.name == PLAIN:
-            return _send(stage, task, ["17"] * count, expected=count)
-        return _send(stage, task, ["17"] * count, expected=1, first=1)
+            return _timed(stage, task.delay, ["17"] * count, expected=count)
+        task.delay("17")
+        return _timed(stage, task.delay, ["17"] * count, expected=1)
 
-    yield _sides(stage, side)
+    ask = _evalsha(stage)
+
+    def floor() -> float:
+        stage.clear()
+        return _timed(stage, lambda _: ask(), ["17"] * count, expected=0)
+
+    yield {**_sides(stage.app("calls"), side), ONE_EVALSHA: floor}
 
 
 @contextmanager
@@ -64,23 +89,24 @@ def _round_trips(stage: Stage) -> Iterator[Mapping[str, Side]]:
             task.delay("17")
         return wire.round_trips
 
-    yield _sides(stage, side)
+    yield _sides(stage.app("calls"), side)
 
 
-def _sides(stage: Stage, measure: Callable[[Any], float]) -> Mapping[str, Side]:
-    app = stage.app("calls")
+def _sides(app: Celery, measure: Callable[[Any], float]) -> Mapping[str, Side]:
     return {label: lambda name=name: measure(app.tasks[name]) for label, name in SIDES.items()}
 
 
-def _send(stage: Stage, task: Task, arguments: list[str], *, expected: int, first: int = 0) -> float:
-    """Return the seconds of a call with each argument; before the clock starts, ``first`` of them are sent."""
-    stage.clear()
-    for argument in arguments[:first]:
-        task.delay(argument)
+def _evalsha(stage: Stage) -> Callable[[], Any]:
+    sha = stage.client.script_load("return 1")
+    return lambda: stage.client.evalsha(sha, 2, "lock", "done", "arguments")
+
+
+def _timed(stage: Stage, call: Callable[[str], Any], arguments: list[str], *, expected: int) -> float:
+    """Return the seconds of a call with each argument."""
 
     def send() -> None:
         for argument in arguments:
-            task.delay(argument)
+            call(argument)
 
     seconds = timed(send)
     stage.expect_sent(expected)

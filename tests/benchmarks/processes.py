@@ -1,16 +1,20 @@
-"""Real ``celery`` processes under measurement."""
+"""Processes under measurement: real ``celery`` commands, and sides that must not share theirs with the others."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.case import Side
 from tests.benchmarks.stage import Stage
 from tests.support import ROOT, CeleryProcess
 
@@ -42,6 +46,44 @@ def celery(
             yield process
         finally:
             process.stop()
+
+
+@contextmanager
+def apart(prepare: Callable[[], AbstractContextManager[Side]]) -> Iterator[Side]:
+    """Run a side in a process of its own, forked: what the other sides keep costs it neither caches nor collector.
+
+    Args:
+        prepare: makes the side ready, in that process.
+    """
+    fork = multiprocessing.get_context("fork")
+    ours, its = fork.Pipe()
+    process = fork.Process(target=_serve, args=(prepare, its), daemon=True)
+    process.start()
+    its.close()  # so that the end of the process ends our wait for it, too
+
+    def side() -> float:
+        ours.send(True)
+        seconds, error = ours.recv()
+        if error:
+            raise RuntimeError(error)
+        return float(seconds)
+
+    try:
+        yield side
+    finally:
+        with suppress(BrokenPipeError):  # after an error it has ended by itself
+            ours.send(False)
+        process.join()
+
+
+def _serve(prepare: Callable[[], AbstractContextManager[Side]], asked: Connection) -> None:
+    """Measure each time when asked to."""
+    try:
+        with prepare() as side:
+            while asked.recv():
+                asked.send((side(), ""))
+    except Exception:
+        asked.send((0.0, traceback.format_exc()))
 
 
 def rss(process: CeleryProcess) -> float:

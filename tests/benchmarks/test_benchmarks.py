@@ -30,7 +30,7 @@ def test_a_quick_run_prints_a_row_of_numbers_for_each_side():
     lines = [line for line in done.stdout.splitlines() if line.startswith("|") and "+-" not in line]
     cells = [[cell.strip() for cell in line.split("|")[2:5]] for line in lines[1:]]
     rows = {side: [number(median), number(ratio)] for side, median, ratio in cells if side}
-    assert list(rows) == ["plain task", "singlebeat", "celery-singleton", "bare EVALSHA", "renew"]
+    assert list(rows) == ["plain task", "singlebeat", "celery-singleton", "one bare EVALSHA", "bare EVALSHA", "renew"]
     assert all(value > 0 and math.isfinite(value) for row in rows.values() for value in row)
     assert "celery-redbeat 2" in done.stdout
 

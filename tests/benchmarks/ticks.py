@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
-
-from celery import Celery
 
 from singlebeat.beat.store import BATCH
 from tests.benchmarks.apps import OURS, PLAIN, THEIRS
 from tests.benchmarks.case import Case, Side, timed
+from tests.benchmarks.processes import apart
 from tests.benchmarks.stage import Stage, just_now, numbers, work_off
 from tests.benchmarks.wire import counted
 
@@ -73,52 +73,70 @@ def cases(stage: Stage) -> list[Case]:
 
 @contextmanager
 def _published(stage: Stage, count: int) -> Iterator[Mapping[str, Side]]:
-    app = stage.app("floor")
-
-    def bare() -> float:
-        stage.clear()
+    @contextmanager
+    def bare() -> Iterator[Side]:
+        app = stage.app("floor")
         task = app.tasks[PLAIN]
-        with app.producer_or_acquire() as producer:
 
-            def send() -> None:
-                for number in numbers(count):
-                    task.apply_async((number,), producer=producer)
+        def side() -> float:
+            stage.clear()
+            with app.producer_or_acquire() as producer:
 
-            seconds = timed(send)
-        stage.expect_sent(count)
-        return seconds
+                def send() -> None:
+                    for number in numbers(count):
+                        task.apply_async((number,), producer=producer)
 
-    with _schedulers(stage) as schedulers:
+                seconds = timed(send)
+            stage.expect_sent(count)
+            return seconds
 
-        def of(label: str) -> Side:
+        yield side
+
+    @contextmanager
+    def tick(label: str) -> Iterator[Side]:
+        with _scheduler(stage, label) as scheduler:
+
             def side() -> float:
-                scheduler, task = _made_due(stage, schedulers[label], SIDES[label][1], count)
+                _make_due(stage, scheduler, label, count)
                 seconds = timed(lambda: work_off(scheduler))
                 stage.expect_sent(count)
                 locks = len(stage.locks())
                 if locks != (count if label != "RedBeat, plain task" else 0):
-                    raise RuntimeError(f"{label}: {locks} locks for {count} entries of {task}: this measures nothing")
+                    raise RuntimeError(f"{label}: {locks} locks for {count} entries: this measures nothing")
                 return seconds
 
-            return side
+            yield side
 
-        yield {BARE: bare, **{label: of(label) for label in SIDES}}
+    with _apart({BARE: bare, **{label: partial(tick, label) for label in SIDES}}) as sides:
+        yield sides
 
 
 @contextmanager
 def _stubbed(stage: Stage, count: int) -> Iterator[Mapping[str, Side]]:
-    with _schedulers(stage) as schedulers:
-        _stub_publishing(schedulers)
+    @contextmanager
+    def tick(label: str) -> Iterator[Side]:
+        with _scheduler(stage, label) as scheduler:
+            _stub_publishing(scheduler, label)
 
-        def of(label: str) -> Side:
             def side() -> float:
-                scheduler, _ = _made_due(stage, schedulers[label], SIDES[label][1], count)
+                _make_due(stage, scheduler, label, count)
                 return timed(lambda: work_off(scheduler))
 
-            return side
+            yield side
 
-        floor = {"pipelined writes of the same": lambda: timed(lambda: _write(stage, count))}
-        yield {**floor, **{label: of(label) for label in SIDES if label != "RedBeat, celery-singleton"}}
+    def floor() -> AbstractContextManager[Side]:
+        return nullcontext(lambda: timed(lambda: _write(stage, count)))
+
+    labels = [label for label in SIDES if label != "RedBeat, celery-singleton"]
+    with _apart({"pipelined writes of the same": floor, **{label: partial(tick, label) for label in labels}}) as sides:
+        yield sides
+
+
+@contextmanager
+def _apart(sides: Mapping[str, Callable[[], AbstractContextManager[Side]]]) -> Iterator[Mapping[str, Side]]:
+    """Run each side in a process of its own, as a beat has one scheduler."""
+    with ExitStack() as stack:
+        yield {label: stack.enter_context(apart(prepare)) for label, prepare in sides.items()}
 
 
 def _write(stage: Stage, count: int) -> None:
@@ -149,47 +167,38 @@ def _write(stage: Stage, count: int) -> None:
 
 @contextmanager
 def _counted(stage: Stage, count: int, what: Callable[[Any], int]) -> Iterator[Mapping[str, Side]]:
-    with _schedulers(stage) as schedulers:
-        _stub_publishing(schedulers)
+    @contextmanager
+    def tick(label: str) -> Iterator[Side]:
+        with _scheduler(stage, label) as scheduler:
+            _stub_publishing(scheduler, label)
 
-        def of(label: str) -> Side:
             def side() -> float:
-                scheduler, _ = _made_due(stage, schedulers[label], SIDES[label][1], count)
+                _make_due(stage, scheduler, label, count)
                 with counted(stage.client) as wire:
                     work_off(scheduler)
                 return what(wire) / count
 
-            return side
+            yield side
 
-        # RedBeat's numbers are what the others are compared with.
-        yield {label: of(label) for label in ("RedBeat, plain task", "singlebeat, plain task", "singlebeat, Singleton")}
-
-
-@contextmanager
-def _schedulers(stage: Stage) -> Iterator[Mapping[str, Any]]:
-    """Return a scheduler for each side, all of them as a beat that has been running for a while."""
-    with ExitStack() as stack:
-        yield {
-            label: stack.enter_context(getattr(stage, kind)(_app(stage, kind, task)))
-            for label, (kind, task) in SIDES.items()
-        }
+    # RedBeat's numbers are what the others are compared with.
+    labels = ("RedBeat, plain task", "singlebeat, plain task", "singlebeat, Singleton")
+    with _apart({label: partial(tick, label) for label in labels}) as sides:
+        yield sides
 
 
-def _app(stage: Stage, kind: str, task: str) -> Celery:
-    return stage.app(f"{kind}-{task}")
+def _scheduler(stage: Stage, label: str) -> AbstractContextManager[Any]:
+    """Return the scheduler of a side, as in a beat that has been running for a while."""
+    kind, task = SIDES[label]
+    scheduler: AbstractContextManager[Any] = getattr(stage, kind)(stage.app(f"{kind}-{task}"))
+    return scheduler
 
 
-def _made_due(stage: Stage, scheduler: Any, task: str, count: int) -> tuple[Any, str]:
+def _make_due(stage: Stage, scheduler: Any, label: str, count: int) -> None:
     stage.clear()
-    stage.store(scheduler.app.conf.redbeat_key_prefix, count, task, due=just_now())
-    return scheduler, task
+    stage.store(scheduler.app.conf.redbeat_key_prefix, count, SIDES[label][1], due=just_now())
 
 
-def _stub_publishing(schedulers: Mapping[str, Any]) -> None:
-    for label, scheduler in schedulers.items():
-        # RedBeat's ``apply_async`` also moves the entry on; ours is called when that is done.
-        scheduler.apply_async = (
-            (lambda entry, **_: None)
-            if SIDES[label][0] == "singlebeat"
-            else (lambda entry, scheduler=scheduler, **_: scheduler.reserve(entry))
-        )
+def _stub_publishing(scheduler: Any, label: str) -> None:
+    # RedBeat's ``apply_async`` also moves the entry on; ours is called when that is done.
+    ours = SIDES[label][0] == "singlebeat"
+    scheduler.apply_async = lambda entry, **_: None if ours else scheduler.reserve(entry)
