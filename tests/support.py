@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -107,7 +108,29 @@ def server_binary() -> str:
     return str(found)
 
 
-class RedisServer:
+class Server(ABC):
+    """A server for as long as a ``with`` block; one that does not start leaves nothing behind."""
+
+    @abstractmethod
+    def start(self) -> Self:
+        """Start the server and return when it answers."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the server and remove all it leaves."""
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+class RedisServer(Server):
     """A private Redis server on a unix socket that a test may kill, pause and restart.
 
     Args:
@@ -242,16 +265,6 @@ class RedisServer:
             client.close()
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
 
 
 def free_port() -> int:

@@ -27,6 +27,9 @@ __all__ = ("install",)
 
 log = Log(__name__)
 
+#: The ends of a message that no Request sees.
+UNSEEN_ENDS = (task_unknown, task_rejected)
+
 
 class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
     """The step of a worker that gives every task our Request class; it starts between pool and consumer."""
@@ -57,9 +60,8 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
 
             self.metrics = Metrics(parent.app, renewer)
             self.metrics.serve(port)
-        # The two ends of a message that no Request sees.
-        task_unknown.connect(self._end_unseen, weak=False)
-        task_rejected.connect(self._end_unseen, weak=False)
+        for ended in UNSEEN_ENDS:
+            ended.connect(self._end_unseen, weak=False, dispatch_uid=id(self))
 
     def info(self, parent: Any) -> Mapping[str, Any]:
         """Return what ``celery inspect stats`` says about this worker; nothing if it does not look after locks."""
@@ -67,6 +69,8 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def stop(self, parent: Any) -> None:
         """Free what is over before the process ends."""
+        for ended in UNSEEN_ENDS:
+            ended.disconnect(dispatch_uid=id(self))
         if self.renewer is not None:
             self.renewer.flush()
             flush_ends(parent.app)

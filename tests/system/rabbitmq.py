@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from kombu import Connection
 
-from tests.support import _spawn, free_port, wait_until
+from tests.support import Server, _spawn, free_port, wait_until
 
 
 def find_rabbitmq() -> tuple[str, str] | None:
@@ -25,7 +25,7 @@ def find_rabbitmq() -> tuple[str, str] | None:
     return (str(script), mapper) if script.exists() and mapper else None
 
 
-class RabbitMQ:
+class RabbitMQ(Server):
     """A node of its own, with its own port mapper, on free ports of 127.0.0.1."""
 
     def __init__(self) -> None:
@@ -84,16 +84,6 @@ class RabbitMQ:
         with suppress(OSError), Connection(self.url, connect_timeout=5) as connection:
             return bool(connection.connect())
         return False
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
 
     def stop(self) -> None:
         """End the server with all that it has started, and remove all it leaves."""

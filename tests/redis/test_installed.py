@@ -1,0 +1,47 @@
+"""What a worker's step does from its start to its end, in the worker's own process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from celery import Celery
+from celery.signals import task_rejected, task_unknown
+
+from singlebeat import signals
+from singlebeat.locks.base import HEADER
+from singlebeat.tasks.install import LockKeeper
+
+
+@dataclass(eq=False)
+class Worker:
+    """What the step and Celery's signals see of a worker and its consumer."""
+
+    app: Celery
+    hostname: str = "here"
+
+
+def test_of_workers_one_after_another_in_one_process_only_the_last_tells_of_a_message_without_a_task(app: Celery):
+    told: list[str] = []
+
+    def tell(sender: Any, outcome: str, **_: Any) -> None:
+        told.append(outcome)
+
+    signals.run_ended.connect(tell, sender=app)
+    worker = Worker(app)
+    message = SimpleNamespace(headers={"id": "1", HEADER: {"id": "1", "key": "k"}})
+    try:
+        for number in (1, 2):
+            step = LockKeeper(worker)
+            step.start(worker)
+            for ended, word in ((task_unknown, "unknown_task"), (task_rejected, "rejected")):
+                ended.send(sender=worker, message=message)
+                assert told == [word], f"worker {number}"
+                told.clear()
+            step.stop(worker)
+    finally:
+        signals.run_ended.disconnect(tell, sender=app)
+
+    task_unknown.send(sender=worker, message=message)
+    assert told == []
