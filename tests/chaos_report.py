@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the rows as a simple table of reStructuredText."""
-    cells = [list(COLUMNS.values()), *([str(row[name]) or "-" for name in COLUMNS] for row in rows)]
+    cells = [list(COLUMNS.values()), *([str(row[name]) or "–" for name in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = "  ".join("=" * width for width in widths)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -47,7 +47,7 @@ def lines(cells: Iterable[Mapping[str, Any]]) -> list[str]:
                 if reason not in reasons:
                     reasons.append(reason)
                 text = f"n/a {_mark(reasons.index(reason))}"
-            line.append("-" if text is None else text)
+            line.append("–" if text is None else text)
         table.append(line)
     out = _simple_table(["seconds until the lock is free", *columns], table)
     if reasons:

@@ -26,7 +26,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "-"
+        return "–"
 
 
 def _server() -> str:

@@ -339,7 +339,7 @@ HEAD = ("Entry", "Kind", "Zone", "Runs", "singlebeat", "Celery 5.7.0", "RedBeat 
 
 def row(plan: Plan, others: tuple[Tally | None, Tally]) -> tuple[str, ...]:
     """Return the cells of an entry's row in the table of the README."""
-    tallies = ("-" if tally is None else str(tally) for tally in (Tally(0, 0, 0), *others))
+    tallies = ("–" if tally is None else str(tally) for tally in (Tally(0, 0, 0), *others))
     return (plan.what, plan.kind, plan.zone, str(len(wanted(plan.what))), *tallies)
 
 
