@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from celery.beat import SchedulingError
 from kombu.exceptions import OperationalError
+from kombu.utils.encoding import safe_repr
 
 from ..config import Config
 from ..connections import RedisError
@@ -119,10 +119,10 @@ class Dispatcher:
                 try:
                     decided.append(self._settle(message, holders.get(message.occurrence.id)))
                     self._failures = 0
-                except SchedulingError as exc:
+                except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
                     if not self._may_send(term):
                         break
-                    if isinstance(exc.__context__, UNREACHABLE):
+                    if isinstance(exc, UNREACHABLE) or isinstance(exc.__context__, UNREACHABLE):
                         unsent.append(message.stored.member)
                         self._failed("the broker", exc)
                     else:
@@ -137,12 +137,7 @@ class Dispatcher:
         entry, occurrence, lock, waits_for = message.entry, message.occurrence, None, None
         if message.claims is not None:
             task, overlap = message.claims
-            try:
-                ticket, taken = claim(
-                    task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options
-                )
-            except LockBackendError as exc:
-                raise SchedulingError(str(exc)) from exc
+            ticket, taken = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
             if isinstance(ticket, Holder):
                 sent_before = ticket.task_id == occurrence.id
                 return (Outcome.DISPATCHED, "") if sent_before else (Outcome.SKIPPED_OVERLAP, str(ticket))
@@ -150,7 +145,7 @@ class Dispatcher:
             lock, waits_for = Ref(taken, occurrence.id) if taken else None, ticket.waits_for
         try:
             result = self._send(entry)
-        except SchedulingError as exc:
+        except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
                 return Outcome.SKIPPED_OVERLAP, str(exc.__context__.holder or f"task {exc.__context__.task_id}")
             if lock is not None:
@@ -178,7 +173,8 @@ class Dispatcher:
         entry, occurrence = message.entry, message.occurrence
         if message.ticket is not None:
             self._release(message.ticket.run)
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, repr(exc.__context__ or exc))
+        why = safe_repr(exc.__context__ or exc)
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, why)
         tell(decision, detail="".join(traceback.format_exception(exc)))
         return message.stored, decision, message.past.without(occurrence)
 
@@ -230,15 +226,17 @@ class Dispatcher:
             return  # one of celery-singleton takes its lock itself
         else:
             task = PlainTask(self.app, entry.task, entry.options)
-            if overlap not in {None, Overlap.SKIP}:
-                message.claims = task, overlap
-                return
         try:
             key = self._key(message, task)
         except TypeError as exc:
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
-        else:
-            message.ticket = Ticket(message.occurrence.id, key, queued=key)
+            return
+        if claims_by_itself is None and overlap not in {None, Overlap.SKIP}:
+            message.claims = task, overlap
+            return
+        # What no server takes must fail here, not in the one call for all.
+        f"{key}{entry.task}{message.occurrence.id}".encode(errors="surrogateescape")
+        message.ticket = Ticket(message.occurrence.id, key, queued=key)
 
     @staticmethod
     def _key(message: _Message, task: Any) -> str:
@@ -280,7 +278,8 @@ class Dispatcher:
         """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
 
         Raises:
-            SchedulingError: it could not be sent and must be tried again.
+            SchedulingError: it could not be sent.
+            Exception: its lock could not be claimed; whatever that meets, of the broker and of a task's own code.
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:

@@ -23,6 +23,7 @@ from singlebeat import Entry, Scheduler, Singleton
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.plain import PlainTask
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from tests.support import ROOT, RedisServer, wait_until
@@ -757,6 +758,73 @@ def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench
     assert len(bench.redis.keys("SINGLETONLOCK_*")) == 1
 
 
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_plain_task_that_cancels_another_waits_for_the_broker_like_any_other(
+    server, redis, own_server, bench_on, overlap
+):
+    once = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
+    bench = bench_on(server, broker_url=own_server.celery_url, broker_transport_options=once)
+    backend = backend_of(bench.app)
+    backend.announce("w@h", ttl=60)
+    bench.put(overlap=overlap)
+    key = PlainTask(bench.app, PLAIN, {}).generate_lock(PLAIN, ["e"], {})
+    backend.begin(Ref(key, "running", nonce="n"), lease=60, memory=60, task=PLAIN, arguments="")
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    assert scheduler.tick() > 0
+    claimed = bench.pending()
+    assert claimed is not None
+
+    own_server.restart()
+    bench.retry_now()
+    scheduler.tick()
+
+    (message,) = own_server.client().lrange(QUEUE, 0, -1)
+    assert json.loads(message)["headers"]["id"] == claimed.id
+    assert [record["decision"] for record in bench.history] == ["buffered"]
+
+
+def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+        __repr__ = __str__
+
+    class Own(Task):
+        def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+            raise MuteError
+
+    app = bench.new_app()
+    app.task(die_in_publish, name="own", base=Own, shared=False)  # only its name matters here
+    bench.put("a", task="own")
+    bench.put("b")
+
+    bench.scheduler(app=app).tick()
+
+    assert bench.names == ["b"]
+    assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "publish_failed", "b": "dispatched"}
+
+
+def test_a_key_of_a_users_own_that_no_server_takes_harms_nobody_else(bench):
+    class Own(Singleton):
+        abstract = True
+
+        def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
+            return "\ud800"
+
+    app = bench.new_app()
+    app.task(die_in_publish, name="own", base=Own, shared=False)  # only its name matters here
+    bench.put("a", task="own")
+    bench.put("b", task=SINGLE)
+
+    bench.scheduler(app=app).tick()
+
+    assert bench.names == ["b"]
+    assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "publish_failed", "b": "dispatched"}
+
+
 def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed_and_not_counted(
     server, redis, own_server, bench_on
 ):
@@ -999,6 +1067,7 @@ POISON: dict[str, dict[str, Any]] = {
     "a run count beyond numbers": {"meta": '{"total_run_count": NaN}'},
     "a past at the end of the calendar": {"meta": '{"last_run_at": "0001-01-01T00:00:00+01:00"}'},
     "a broken occurrence": {"pending": "{"},
+    "a lone surrogate in the id of an occurrence": {"pending": '{"id": "\\ud800", "nominal": 1.0}'},
     "an occurrence of another kind": {"pending": "[]"},
     "a lone surrogate in an argument": {"args": ["\ud800"]},
     "a lone surrogate in the task": {"task": "\ud800"},
@@ -1011,12 +1080,23 @@ POISON: dict[str, dict[str, Any]] = {
     "arguments that do not fit": {"args": [], "kwargs": {"no such": 1}},
     "a task id that is no text": {"options": {"task_id": {"a": 1}}},
     "a queue that is none": {"options": {"queue": 3}},
+    "a countdown without end": {"options": {"countdown": float("inf")}},
+    "a countdown beyond the calendar": {"options": {"countdown": 1e18}},
+    "a countdown that is not a number": {"options": {"countdown": float("nan")}},
+    "an expiry without end": {"options": {"expires": float("inf")}},
+    "an object among the arguments": {"task": PLAIN, "args": [{"__type__": "crontab"}]},
+    "an object among the arguments of one that buffers": {
+        "task": PLAIN,
+        "args": [{"__type__": "crontab"}],
+        "policy": '{"overlap": "buffer_all"}',
+    },
 }
 
 
 def put_poison(bench: Bench, what: dict[str, Any]) -> None:
     what = dict(what)
-    fields = {name: what.pop(name) for name in ("meta", "pending", "definition") if name in what}
+    fields = {name: what.pop(name) for name in ("meta", "pending", "definition", "policy") if name in what}
+    backend_of(bench.app).announce("w@h", ttl=60)  # so that plain tasks are locked, too
     definition = {"task": SINGLE, "args": ["bad"], "schedule": {"__type__": "interval", "every": 60}, **what}
     bench.redis.hset("redbeat:bad", mapping={"definition": json.dumps(definition), **fields})
     bench.redis.zadd(SCHEDULE, {"redbeat:bad": 0})
