@@ -22,6 +22,7 @@ from ..locks.key import readable
 from ..log import Log
 from ..overlap import Overlap
 from ..tasks.claim import claim
+from .backoff import Backoff
 from .given import evaluated
 from .journal import tell
 from .occurrence import Decision, Occurrence, Outcome
@@ -43,9 +44,6 @@ RETRY_AFTER = 30.0
 
 #: Part of that time in which its first taker may still send it: after it, it belongs to the next one.
 TAKERS_SHARE = 0.8
-
-#: Seconds until a message that the broker did not take is tried again: doubled each time, up to the second figure.
-FIRST_RETRY, LAST_RETRY = 1.0, 4.0
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -87,7 +85,7 @@ class Dispatcher:
         self._send, self._forget_broker, self._may_send = send, forget_broker, may_send
         self._progress = progress
         self._said_unlocked = False
-        self._failures = 0  #: of broker or locks, in a row
+        self._backoff = Backoff()
 
     def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
@@ -102,6 +100,7 @@ class Dispatcher:
         deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
         decided: list[tuple[Stored, Decision, Meta | None]] = []
         messages, unsent = self._prepare(claimed, decided), list[str]()
+        messages.sort(key=lambda message: self._backoff.has_failed(message.stored.member))
         try:
             try:
                 holders = self._acquire(messages, now)
@@ -110,27 +109,27 @@ class Dispatcher:
                 self._failed("the locks' server", exc)
                 return
             for message in messages:
+                member = message.stored.member
                 self._progress()
                 if not self._may_send(term) or time.monotonic() > deadline:
                     break
                 if unsent:  # a broker that is away would keep us waiting for each of the others again
-                    unsent.append(message.stored.member)
+                    unsent.append(member)
                     continue
                 try:
                     decided.append(self._settle(message, holders.get(message.occurrence.id)))
-                    self._failures = 0
+                    self._backoff.succeeded(member)
                 except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
                     if not self._may_send(term):
                         break
                     if isinstance(exc, UNREACHABLE) or isinstance(exc.__context__, UNREACHABLE):
-                        unsent.append(message.stored.member)
-                        self._failed("the broker", exc)
+                        unsent.append(member)
+                        self._failed("the broker", exc, member)
                     else:
                         decided.append(self._give_up(message, exc))
         finally:
             self.store.confirm(decided, term)
-            delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
-            self.store.postpone(dict.fromkeys(unsent, now + timedelta(seconds=delay)))
+            self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
 
     def _publish(self, message: _Message) -> tuple[Outcome, str]:
         """Send the task of an entry; return what came of it, and what holds its lock if it takes one only now."""
@@ -157,10 +156,9 @@ class Dispatcher:
         waits_for = waits_for or getattr(result, "waits_for", None)
         return (Outcome.BUFFERED, str(waits_for)) if waits_for else (Outcome.DISPATCHED, "")
 
-    def _failed(self, server: str, exc: Exception) -> None:
-        self._failures = min(self._failures + 1, 10)
+    def _failed(self, server: str, exc: Exception, member: str = "") -> None:
         self._forget_broker()
-        if self._failures == 1:
+        if self._backoff.failed(member):
             log.error(
                 "Scheduler: Message Error: what is due stays pending until %(server)s answers",
                 event="unreachable",

@@ -785,6 +785,61 @@ def test_a_plain_task_that_cancels_another_waits_for_the_broker_like_any_other(
     assert [record["decision"] for record in bench.history] == ["buffered"]
 
 
+class RefusedTask(Task):
+    """One whose messages never reach the broker, and it seems to be the broker's fault."""
+
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        raise OSError("no route to the host")
+
+
+ONE_THAT_FAILS: dict[str, dict[str, Any]] = {
+    "its queue is none": {"options": {"queue": "foreign"}},
+    "its lock is none": {"policy": '{"overlap": "buffer_one"}', "task": SINGLE},
+    "its task fails": {"task": "refused"},
+}
+
+
+@pytest.mark.parametrize("what", ONE_THAT_FAILS)
+def test_one_that_is_never_taken_keeps_nobody_else_waiting(bench, caplog, what):
+    fields = dict(ONE_THAT_FAILS[what])
+    policy = fields.pop("policy", "{}")
+    app = bench.new_app()
+    app.task(die_in_publish, name="refused", base=RefusedTask, shared=False)  # only its name matters here
+    bench.redis.set("foreign", "no queue")
+    bench.redis.set(app.tasks[SINGLE].generate_lock(SINGLE, ["a"]), "no lock")
+    bench.put("a", **fields)
+    bench.redis.hset("redbeat:a", "policy", policy)
+    for name in ("b", "c"):
+        bench.put(name)
+    scheduler = bench.scheduler(app=app)
+
+    scheduler.tick()
+    assert bench.names == []  # for all that beat knows, the broker is away
+    for name in ("d", "e"):
+        bench.retry_now()
+        bench.put(name)
+        scheduler.tick()
+
+    assert bench.names == ["b", "c", "d", "e"]
+    assert bench.redis.zrange(PENDING, 0, -1) == ["redbeat:a"]
+    assert caplog.text.count("stays pending") == 1
+
+
+def test_one_that_was_not_taken_waits_longer_each_time_and_those_behind_it_do_not(bench):
+    bench.redis.set("foreign", "no queue")
+    bench.put("a", options={"queue": "foreign"})
+    scheduler, waits = bench.scheduler(), []
+    for name in ("b", "c", "d", "e"):
+        now = datetime.now(UTC)
+        scheduler._tick(now)
+        waits.append(bench.redis.zscore(PENDING, "redbeat:a") - now.timestamp())
+        bench.put(name)
+        bench.retry_now()
+
+    assert waits == pytest.approx([1, 2, 4, 4], abs=1e-3)
+    assert bench.names == ["b", "c", "d"]
+
+
 def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
     class MuteError(Exception):
         def __str__(self) -> str:
