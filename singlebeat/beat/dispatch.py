@@ -6,6 +6,7 @@ import copy
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -98,8 +99,10 @@ class Dispatcher:
         if not claimed:
             return
         deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
-        decided: list[tuple[Stored, Decision, Meta | None]] = []
-        messages, unsent = self._prepare(claimed, decided), list[str]()
+        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, *_ in claimed)
+        messages, wrong = self._prepare(claimed, looked_after=plain and self._workers_look_after_locks())
+        decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
+        unsent = list[str]()
         messages.sort(key=lambda message: self._backoff.has_failed(message.stored.member))
         try:
             try:
@@ -159,12 +162,8 @@ class Dispatcher:
     def _failed(self, server: str, exc: Exception, member: str = "") -> None:
         self._forget_broker()
         if self._backoff.failed(member):
-            log.error(
-                "Scheduler: Message Error: what is due stays pending until %(server)s answers",
-                event="unreachable",
-                server=server,
-                reason=exc,
-            )
+            text = "Scheduler: Message Error: what is due stays pending until %(server)s answers"
+            log.error(text, event="unreachable", server=server, reason=exc)
 
     def _give_up(self, message: _Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
@@ -176,17 +175,21 @@ class Dispatcher:
         tell(decision, detail="".join(traceback.format_exception(exc)))
         return message.stored, decision, message.past.without(occurrence)
 
-    def _release(self, lock: Ref) -> None:
-        backend_of(self.app).finish_many([lock], memory=Config.of(self.app).singlebeat_queued_ttl)
+    def _release(self, *locks: Ref) -> None:
+        if locks:
+            backend_of(self.app).finish_many(locks, memory=Config.of(self.app).singlebeat_queued_ttl)
+
+    def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
+        """Free the locks that occurrences may hold which are not to be sent after all."""
+        messages, _ = self._prepare(claimed, looked_after=True)
+        with suppress(LockBackendError):  # then they end by themselves
+            self._release(*(message.ticket.run for message in messages if message.ticket is not None))
 
     def _prepare(
-        self,
-        claimed: Sequence[tuple[Stored, Occurrence, Meta]],
-        decided: list[tuple[Stored, Decision, Meta | None]],
-    ) -> list[_Message]:
-        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, *_ in claimed)
-        looked_after = plain and self._workers_look_after_locks()
-        messages = []
+        self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], *, looked_after: bool
+    ) -> tuple[list[_Message], list[tuple[_Message, Exception]]]:
+        """Return what can be sent, and what cannot with the reason."""
+        messages, wrong = [], []
         for stored, occurrence, past in claimed:
             entry = copy.copy(stored.entry)
             entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
@@ -202,12 +205,12 @@ class Dispatcher:
                     entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
                 self._find_lock(message, looked_after=looked_after)
             except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
-                decided.append(self._give_up(message, exc))
+                wrong.append((message, exc))
                 continue
             if message.ticket is not None:
                 headers[HEADER] = message.ticket.header()
             messages.append(message)
-        return messages
+        return messages, wrong
 
     def _find_lock(self, message: _Message, *, looked_after: bool) -> None:
         """Note what is known about the lock of a message: its ticket, if it can be taken along with others."""
@@ -276,8 +279,7 @@ class Dispatcher:
         """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
 
         Raises:
-            SchedulingError: it could not be sent.
-            Exception: its lock could not be claimed; whatever that meets, of the broker and of a task's own code.
+            Exception: its lock could not be claimed, or it not be sent, for whatever the broker or a task's code raises.
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:

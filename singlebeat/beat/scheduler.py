@@ -222,6 +222,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         late = [taken for taken in pending if too_late(taken[0], taken[1], now)]
         gone = [(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late]
         self.store.confirm(gone, term)
+        self.dispatcher.free(late)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
         done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]

@@ -902,6 +902,82 @@ def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed
     assert bench.meta().total_run_count == before
 
 
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_a_missed_occurrence_leaves_no_lock_behind(server, redis, own_server, bench_on, task):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    backend_of(bench.app).announce("w@h", ttl=60)
+    entry = bench.put(task=task, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    (lock,) = redis.keys("SINGLETONLOCK_*")
+    missed = bench.pending()
+    assert redis.hget(lock, "id") == missed.id
+
+    own_server.restart()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+    redis.delete("singlebeat:worker")  # the workers may be gone by then
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert redis.exists(lock) == 0
+
+
+def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    own_server.restart()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 60}')
+    bench.retry_now()
+
+    scheduler._tick(datetime.now(UTC) + HOUR)
+
+    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+    assert own_server.client().llen(QUEUE) == 1
+
+
+@pytest.mark.parametrize("state", ["running", "another's"])
+def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_server, bench_on, state):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    (lock,) = redis.keys("SINGLETONLOCK_*")
+    if state == "running":  # its message was sent, and nobody knows
+        run = Ref(lock, bench.pending().id, nonce="n")
+        backend_of(bench.app).begin(run, lease=60, memory=60, task=SINGLE, arguments="")
+    else:
+        redis.hset(lock, "id", "another")
+    before = redis.hgetall(lock)
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert redis.hgetall(lock) == before
+
+
+def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on):
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+    bench.retry_now()
+
+    assert scheduler.tick() > 0
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.pending() is None
+
+
 # ---------------------------------------------------------------- a leader dies
 
 
