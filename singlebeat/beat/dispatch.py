@@ -279,7 +279,7 @@ class Dispatcher:
         """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
 
         Raises:
-            Exception: its lock could not be claimed, or it not be sent, for whatever the broker or a task's code raises.
+            Exception: it could not be sent, or its lock not be claimed: whatever the broker or a task's code raises.
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:

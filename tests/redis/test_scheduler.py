@@ -24,6 +24,7 @@ from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
 from singlebeat.beat.plain import PlainTask
+from singlebeat.beat.scheduler import POLL_INTERVAL, SHORTEST_SLEEP
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from tests.support import ROOT, RedisServer, wait_until
@@ -976,6 +977,36 @@ def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, o
 
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert bench.pending() is None
+
+
+def test_entries_that_wait_for_the_broker_neither_hide_the_others_nor_keep_beat_from_its_sleep(
+    server, redis, own_server, bench_on, monkeypatch
+):
+    monkeypatch.setattr("singlebeat.beat.store.BATCH", 2)
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    for at in range(4):
+        bench.put(f"waits {at}")
+    scheduler = bench.scheduler()
+    own_server.kill()
+    for _ in range(3):
+        scheduler.tick()
+    assert redis.zcard(PENDING) == 4
+    for at in range(4):  # their next times have come
+        redis.zadd(SCHEDULE, {f"redbeat:waits {at}": 1 + at})
+        redis.hset(f"redbeat:waits {at}", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 1).encode())
+    bench.put("new")
+
+    delays = [scheduler.tick() for _ in range(6)]
+
+    assert bench.pending("new") is not None
+    assert delays == [SHORTEST_SLEEP, SHORTEST_SLEEP, POLL_INTERVAL] * 2  # no round without a sleep
+    own_server.restart()
+    bench.retry_now()
+    for _ in range(20):
+        scheduler.tick()
+    assert redis.exists(PENDING) == 0
+    decisions = [record["decision"] for record in bench.history]
+    assert decisions == ["dispatched"] * 9  # each that had waited, and the next of it
 
 
 # ---------------------------------------------------------------- a leader dies
