@@ -117,6 +117,9 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     headers = options.get("headers")
     if headers is not None and not isinstance(headers, dict):
         raise EntryError("definition: the option headers is not a JSON object")
+    for name, value in options.items():
+        if isinstance(value, BaseSchedule):  # one without an end, like a rule, kombu would read for ever
+            raise EntryError(f"definition: the option {name} is a schedule")
     try:
         now = datetime.now(UTC)
         for wait in (float(options.get("countdown") or 0), *(seconds_until(options.get(n), now) for n in DATES)):

@@ -964,7 +964,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     assert redis.hgetall(lock) == before
 
 
-def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on):
+def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on, caplog):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
     scheduler = bench.scheduler()
@@ -977,6 +977,7 @@ def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, o
 
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert bench.pending() is None
+    assert "Trouble with Redis" not in caplog.text  # the tick went on
 
 
 def test_entries_that_wait_for_the_broker_neither_hide_the_others_nor_keep_beat_from_its_sleep(
@@ -1242,6 +1243,7 @@ POISON: dict[str, dict[str, Any]] = {
     "arguments that do not fit": {"args": [], "kwargs": {"no such": 1}},
     "a task id that is no text": {"options": {"task_id": {"a": 1}}},
     "a queue that is none": {"options": {"queue": 3}},
+    "a queue without end": {"options": {"queue": {"__type__": "rrule", "freq": "DAILY", "dtstart": 1}}},
     "a countdown without end": {"options": {"countdown": float("inf")}},
     "a countdown beyond the calendar": {"options": {"countdown": 1e18}},
     "a countdown that is not a number": {"options": {"countdown": float("nan")}},
