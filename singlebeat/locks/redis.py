@@ -12,7 +12,7 @@ from ..config import Config
 from ..connections import RedisError, lock_server, masked, private, same_slot, shared
 from ..errors import LockBackendError
 from ..lua import Script, packed
-from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
+from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
 from .key import done_key
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ _SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "fi
 
 
 def _ms(seconds: float | None) -> int:
-    return round((seconds or 0) * 1000)
+    # One call that asks for a longer time than the server can count must not fail those that are sent along with it.
+    return round(min(UNTIL_UNLOCKED, seconds or 0) * 1000)
 
 
 class RedisBackend(BaseBackend):

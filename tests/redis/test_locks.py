@@ -162,6 +162,13 @@ def test_a_repeated_publish_acquires_its_own_lock_again(backend, redis, lives, a
     assert lives(QUEUED_TTL)
 
 
+@pytest.mark.parametrize("times", [{"ttl": float("inf")}, {"ttl": 1e18}, {"expiry": float("inf")}, {"expiry": 1e18}])
+def test_a_call_that_would_wait_for_ever_does_not_fail_those_beside_it(backend, times):
+    replies = backend.acquire_many([call(A, **times), call(Ref(lock_key(PREFIX, "d2"), "b"))])
+
+    assert [reply.verdict for reply in replies] == [Verdict.ACQUIRED] * 2
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, again):
     acquire(backend)
