@@ -14,7 +14,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of
-from ..locks.base import HEADER, RUN_HEADER, Holder, Renewal, Ticket, Verdict
+from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
 from ..log import Log
 from .policy import decode_arguments, has_continuations
@@ -174,7 +174,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
     if ticket.waits or has_continuations(embedded):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
-        later = replace(ticket, waited=min(ticket.waited + 1, 10))
+        later = replace(ticket, waited=min(ticket.waited + 1, MOST_WAITS))
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)

@@ -11,6 +11,7 @@ from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
 from celery.worker import request as celery_request
 from celery.worker.state import task_ready
+from kombu.utils.encoding import safe_repr
 from kombu.utils.uuid import uuid
 
 from ..config import Config
@@ -92,7 +93,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except ConfigError as exc:
             self._tell_unlocked(exc)
             return None
-        except TypeError:  # the call will fail on its arguments
+        except Exception as exc:  # anybody's arguments in a user's function: no message may stop the worker
+            self._tell_unlocked(safe_repr(exc))
             return None
         return ticket.delivered(uuid())
 
@@ -139,7 +141,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._tell_unlocked(exc)
         return True
 
-    def _tell_unlocked(self, why: Exception) -> None:
+    def _tell_unlocked(self, why: Exception | str) -> None:
         about = {"task": self.task.name, "id": self.id, "reason": why}
         log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
 
