@@ -267,6 +267,17 @@ class RedisServer(Server):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+@contextmanager
+def unwritable(server: RedisServer) -> Iterator[str]:
+    """Yield the URL of a broker that takes no messages, on this server; ``ACL SETUSER mute +lpush`` lets it."""
+    client = server.client()
+    client.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], commands=["-lpush"], keys=["*"])
+    try:
+        yield server.celery_url.replace("://", "://mute:any@")
+    finally:
+        client.acl_deluser("mute")
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody uses at the moment."""
     with socket.socket() as probe:

@@ -9,6 +9,7 @@ from typing import Any
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
+from kombu.utils.encoding import safe_repr
 
 from .. import signals
 from ..config import Config
@@ -19,7 +20,7 @@ from ..locks.key import readable
 from ..log import Log
 from .policy import decode_arguments, has_continuations
 
-__all__ = ("Postponed", "Refused", "Run", "may_start", "run_under_lock")
+__all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock")
 
 log = Log(__name__)
 
@@ -33,6 +34,10 @@ class Postponed(Ignore):  # type: ignore[misc]
 
 class Refused(Ignore):  # type: ignore[misc]
     """The run must not start: an equal call holds its lock, or this one has run."""
+
+
+class Unsent(Reject):  # type: ignore[misc]
+    """The message could not be sent again, to wait for its turn: the broker is to deliver this one again."""
 
 
 class Run(Mapping[str, Any]):
@@ -150,6 +155,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
 
     Raises:
         Postponed: the message was sent again, to wait for its turn.
+        Unsent, Exception: it could not be sent; see ``_postpone``.
     """
     match holder.verdict:
         case Verdict.STARTED:
@@ -158,7 +164,12 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
             # Not dropped: if the run dies, this message is what is left of it, and waits even for an equal call that
             # was quicker to take the lock.
             heir = replace(ticket, waits=True)
-            _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
+            try:
+                _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
+            except (Postponed, Unsent):
+                raise
+            except Exception as exc:  # its end would be taken for that of the run
+                raise Refused("it is running already") from exc
         case Verdict.DONE | Verdict.STALE:
             log.info(
                 "%(task)s[%(id)s] has run already: this copy is dropped",
@@ -199,7 +210,9 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
     """Send the message of a request again, as it is but later.
 
     Raises:
-        Postponed: always.
+        Postponed: it was sent.
+        Unsent: it could not be sent; the broker has this one still.
+        Exception: the same, but the broker has it no more: what the publishing raised.
     """
     log.info(
         "%(task)s[%(id)s] waits for its turn",
@@ -211,6 +224,14 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
     )
     headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
     signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
-    # Task's own method: a Singleton's would hand the lock over to it.
-    Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+    try:
+        # Task's own method: a Singleton's would hand the lock over to it.
+        Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+    except Exception as exc:  # a transport raises what it likes
+        about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
+        log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
+        # A task without a gate of its own is in the main process, which acknowledges only what may start.
+        if task.acks_late or not getattr(task, "has_own_gate", False):
+            raise Unsent(why, requeue=True) from exc
+        raise
     raise Postponed(why)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
@@ -19,7 +19,7 @@ from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
 from ..log import Log
 from .ends import outcome_of, record_end
-from .gate import Postponed, Refused, may_start
+from .gate import Postponed, Refused, Unsent, may_start
 from .renewer import renewer_of
 
 __all__ = ("Request",)
@@ -32,9 +32,12 @@ DUPLICATE_REFUSED = "duplicate_refused"
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5
 
+#: Seconds until a message that cannot start now goes back to the broker, which delivers it at once.
+PUT_BACK_AFTER = 1.0
+
 
 def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @wraps(method)
     def ended(self: Request, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
@@ -51,9 +54,16 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(execute)
+    @wraps(execute)
     def gated(self: Request, *args: Any, **kwargs: Any) -> Any:
-        if not self.begin_for_plain_task():
+        try:
+            may_start = self.begin_for_plain_task()
+        except Exception as exc:  # the broker, a backend, a user's function: none of them may stop the worker
+            about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
+            log.warning("%(task)s[%(id)s] cannot start now: it is put back", event="put_back", **about)
+            self._put_back()
+            raise TaskRevokedError(self.id) from exc
+        if not may_start:
             self.acknowledge()
             task_ready(self)
             record_end(self, DUPLICATE_REFUSED, "an equal call runs, or this one has run")
@@ -114,7 +124,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         return self.expires is not None and self.time_start is None
 
     def begin_for_plain_task(self) -> bool:
-        """Take the lock for a task that has no gate of its own; tell whether it may start."""
+        """Take the lock for a task that has no gate of its own; tell whether it may start.
+
+        Raises:
+            Exception: the message could not be sent again, to wait for its turn.
+        """
         if self.ticket is None or self._has_own_gate or self.revoked():
             return True
         renewer = renewer_of(self.app)
@@ -165,6 +179,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
         self._over = True
         renewer_of(self.app).finish(self, after=after)
 
+    def _put_back(self) -> None:
+        """Let the broker deliver the message again, but not at once: what failed would fail again, without end."""
+        task_ready(self)
+        record_end(self, "postponed")
+        renewer_of(self.app).later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
+
     def _leave_to_next_delivery(self) -> None:
         if self.ticket is not None:
             self._over = True
@@ -179,6 +199,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Every end of a run but success, Retry and Ignore and Reject among them."""
         exc = exc_info.exception
         exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
+        if isinstance(exc, Unsent) and not self.acknowledged:
+            return self._put_back()
         if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)

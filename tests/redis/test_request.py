@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, _state, states
+from celery.concurrency.solo import TaskPool
+from celery.exceptions import TaskRevokedError
+from celery.worker.request import create_request_cls
+from kombu.asynchronous.timer import Timer
 from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
-from singlebeat.locks.base import HEADER, Ticket
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import HEADER, Ref, Renewal, Ticket, Verdict
+from singlebeat.tasks.renewer import renewer_of
 from singlebeat.tasks.request import Request
+from tests.support import unwritable
 
 Deliver = Callable[..., Request]
 
@@ -19,6 +28,8 @@ Deliver = Callable[..., Request]
 @pytest.fixture
 def deliver(app: Celery) -> Iterator[Deliver]:
     """Returns the request that a message makes, whoever has written it."""
+    pool = TaskPool(app=app)
+    app.set_current()
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
 
         def deliver(task: Any, args: Any = (), kwargs: Any = None, **headers: Any) -> Request:
@@ -26,11 +37,12 @@ def deliver(app: Celery) -> Iterator[Deliver]:
             body = (args, {} if kwargs is None else kwargs, {})
             queue.put(body, headers={"task": task.name, "id": task_id, "argsrepr": repr(args), **headers})
             message = queue.get(timeout=5)
-            return Request(
-                message, app=app, task=task, on_ack=message.ack_log_error, on_reject=message.reject_log_error
-            )
+            # As Celery's strategy makes it.
+            kind = create_request_cls(Request, task, pool, None, None, app=app)
+            return kind(message, app=app, task=task, on_ack=message.ack_log_error, on_reject=message.reject_log_error)
 
         yield deliver
+    _state._set_current_app(None)
 
 
 def same(user: Any) -> Any:
@@ -93,3 +105,82 @@ def test_a_header_that_says_nonsense_stops_nobody(app, deliver, waited, retries)
     assert (request.ticket.task_id, request.ticket.key) == (task_id, "SINGLETONLOCK_a")
     assert 0 <= request.ticket.waited <= 10
     assert Ticket.of_message(request.request_dict, task_id) == request.ticket, "its run reads what is left of it"
+
+
+# ---------------------------------------------------------------- a broker that takes no messages
+
+
+@pytest.fixture
+def mute(server, app):
+    """Lets the app read messages and send none."""
+    with unwritable(server) as url:
+        app.conf.broker_write_url = url
+        yield
+
+
+@pytest.fixture
+def other(app):
+    """The run of another call, by which the lock of every test here is held."""
+    backend, other = backend_of(app), Ref("SINGLETONLOCK_a", "other", nonce="n")
+    assert backend.begin(other, lease=60, memory=60, task="app.task", arguments="").verdict is Verdict.STARTED
+    return other
+
+
+def waiting(task_id: str) -> dict[str, Any]:
+    """Return the header of a message that waits for its turn."""
+    return Ticket(task_id, "SINGLETONLOCK_a", "SINGLETONLOCK_a", waits=True, nonce="another").header()
+
+
+def started(request: Request) -> None:
+    """Start a delivery in this process, as a worker's solo pool does."""
+    with suppress(TaskRevokedError):
+        request.execute_using_pool(None)
+
+
+def messages(redis: Any) -> tuple[int, int]:
+    """Return how many messages are in the queue, and in the hands of workers."""
+    return redis.llen("celery"), redis.hlen("unacked")
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_call_that_cannot_be_sent_again_goes_back_to_the_broker_and_not_at_once(
+    app, deliver, redis, mute, other, base
+):
+    task = app.task(same, name="app.task", shared=False, **({"base": base, "acks_late": True} if base else {}))
+    timer = renewer_of(app).timer = Timer()
+    task_id = uuid()
+    request = deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)})
+    began = time.monotonic()
+
+    started(request)
+
+    assert messages(redis) == (0, 1)
+    (due,) = timer.queue
+    assert due.eta >= began + 0.9, "what comes at once fails at once, again and again"
+    due.entry()
+    assert messages(redis) == (1, 0)
+    assert app.AsyncResult(task_id).state == states.PENDING
+
+
+def test_a_singleton_that_is_acknowledged_and_cannot_be_sent_again_fails_and_says_why(app, deliver, redis, mute, other):
+    task_id = uuid()
+
+    started(deliver(task_of(app), ["a"], id=task_id, **{HEADER: waiting(task_id)}))
+
+    assert messages(redis) == (0, 0)
+    result = app.AsyncResult(task_id)
+    assert result.state == states.FAILURE
+    assert "lpush" in str(result.result)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(app, deliver, redis, mute, late):
+    run = Ref("SINGLETONLOCK_a", uuid(), nonce="n")
+    backend_of(app).begin(run, lease=60, memory=60, task="app.task", arguments="")
+    renewer_of(app).timer = Timer()
+
+    started(deliver(task_of(app, acks_late=late), ["a"], id=run.task_id, **{HEADER: waiting(run.task_id)}))
+
+    assert app.AsyncResult(run.task_id).state == states.PENDING
+    assert messages(redis) == (0, int(late))
+    assert backend_of(app).renew_many([run], lease=60) == [Renewal.RUNNING]
