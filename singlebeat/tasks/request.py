@@ -206,7 +206,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             renewer_of(self.app).forget(self)
             record_end(self, "postponed")
         else:
-            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), repr(exc))
+            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), exc)
         limit = isinstance(exc, celery_request.TimeLimitExceeded)
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)

@@ -17,7 +17,8 @@ from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import HEADER, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.base import HEADER, RUN_HEADER, Ref, Renewal, Ticket, Verdict
+from singlebeat.tasks.ends import flush_ends
 from singlebeat.tasks.renewer import renewer_of
 from singlebeat.tasks.request import Request
 from tests.support import unwritable
@@ -184,3 +185,28 @@ def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(
     assert app.AsyncResult(run.task_id).state == states.PENDING
     assert messages(redis) == (0, int(late))
     assert backend_of(app).renew_many([run], lease=60) == [Renewal.RUNNING]
+
+
+# ---------------------------------------------------------------- how runs end
+
+
+class UnspeakableError(Exception):
+    """An error that cannot even say what it is."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def refuse(user: Any) -> None:
+    raise UnspeakableError
+
+
+@pytest.mark.parametrize("header", [{}, {RUN_HEADER: {"entry": "a"}}], ids=["sent by hand", "sent by beat"])
+def test_an_exception_that_has_no_words_ends_its_run_as_any_other(app, deliver, redis, header):
+    task = app.task(refuse, name="app.refuse", acks_late=True, shared=False)
+
+    started(deliver(task, ["a"], **header))
+
+    assert messages(redis) == (0, 0)
+    flush_ends(app)
+    assert [end["outcome"] for _, end in redis.xrange("redbeat::runs")] == (["failure"] if header else [])
