@@ -268,10 +268,10 @@ class RedisServer(Server):
 
 
 @contextmanager
-def unwritable(server: RedisServer) -> Iterator[str]:
-    """Yield the URL of a broker that takes no messages, on this server; ``ACL SETUSER mute +lpush`` lets it."""
+def without(server: RedisServer, command: str) -> Iterator[str]:
+    """Yield the URL of a user of this server, "mute", who may do everything but one command."""
     client = server.client()
-    client.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], commands=["-lpush"], keys=["*"])
+    client.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], commands=[f"-{command}"], keys=["*"])
     try:
         yield server.celery_url.replace("://", "://mute:any@")
     finally:

@@ -95,9 +95,13 @@ def run_under_lock(
     if ticket is None:  # sent by somebody who takes no locks, to a worker that does not look after them
         yield args, kwargs
         return
-    request.singlebeat, latest = _begin(task, ticket, request)
+    fence, latest = _begin(task, ticket, request)
+    request.singlebeat = Run(task, ticket, fence)
+    if latest is not None:
+        # A retry is sent with what the request has. If this run dies, though, its message has what it was sent with.
+        request.args, request.kwargs = args, kwargs = latest
     try:
-        yield latest or (args, kwargs)
+        yield args, kwargs
     except Reject:
         raise  # the broker may deliver the message again: the main process knows
     except Exception:
@@ -108,9 +112,14 @@ def run_under_lock(
     # Any other BaseException ends the process or the greenlet: the main process sees how.
 
 
-def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
-    """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call."""
+def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
+    """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call.
+
+    Returns:
+        Its fencing number, 0 without its lock; and the arguments of the latest call that it stands for, or None.
+    """
     config, backend = Config.of(task.app), backend_of(task.app)
+    fence = 0
     memory = config.singlebeat_queued_ttl
     try:
         holder = backend.begin(
@@ -123,19 +132,17 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
         )
         if not may_start(task, ticket, holder, request):
             raise Refused(f"held by {holder}")
+        fence = holder.fence
         payloads = backend.finish_many([replace(ref, nonce="") for ref in ticket.refs[1:]], memory=memory)
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":
             _postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
-        log.warning(
-            "%(task)s[%(id)s] runs without its lock",
-            event="unlocked",
-            task=task.name,
-            id=request.id,
-            reason=exc,
-        )
-        return Run(task, ticket, 0), None
-    return Run(task, ticket, holder.fence), decode_arguments(payloads[0]) if any(payloads) else None
+        said = "%(task)s[%(id)s] runs without its lock"
+        if fence:
+            said = "%(task)s[%(id)s] runs with the arguments that it was sent with: later ones cannot be read"
+        log.warning(said, event="unlocked", task=task.name, id=request.id, reason=exc)
+        return fence, None
+    return fence, decode_arguments(payloads[0]) if any(payloads) else None
 
 
 def _finish(task: Any, ticket: Ticket) -> None:

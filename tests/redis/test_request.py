@@ -21,22 +21,22 @@ from singlebeat.locks.base import HEADER, RUN_HEADER, Ref, Renewal, Ticket, Verd
 from singlebeat.tasks.ends import flush_ends
 from singlebeat.tasks.renewer import renewer_of
 from singlebeat.tasks.request import Request
-from tests.support import unwritable
+from tests.support import without
 
 Deliver = Callable[..., Request]
 
 
 @pytest.fixture
 def deliver(app: Celery) -> Iterator[Deliver]:
-    """Returns the request that a message makes, whoever has written it."""
+    """Returns the request that a message makes, whoever has written it; without arguments, that of the next one."""
     pool = TaskPool(app=app)
     app.set_current()
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
 
-        def deliver(task: Any, args: Any = (), kwargs: Any = None, **headers: Any) -> Request:
-            task_id = uuid()
-            body = (args, {} if kwargs is None else kwargs, {})
-            queue.put(body, headers={"task": task.name, "id": task_id, "argsrepr": repr(args), **headers})
+        def deliver(task: Any, args: Any = None, kwargs: Any = None, **headers: Any) -> Request:
+            if args is not None:
+                body = (args, {} if kwargs is None else kwargs, {})
+                queue.put(body, headers={"task": task.name, "id": uuid(), "argsrepr": repr(args), **headers})
             message = queue.get(timeout=5)
             # As Celery's strategy makes it.
             kind = create_request_cls(Request, task, pool, None, None, app=app)
@@ -114,7 +114,7 @@ def test_a_header_that_says_nonsense_stops_nobody(app, deliver, waited, retries)
 @pytest.fixture
 def mute(server, app):
     """Lets the app read messages and send none."""
-    with unwritable(server) as url:
+    with without(server, "lpush") as url:
         app.conf.broker_write_url = url
         yield
 
@@ -210,3 +210,55 @@ def test_an_exception_that_has_no_words_ends_its_run_as_any_other(app, deliver, 
     assert messages(redis) == (0, 0)
     flush_ends(app)
     assert [end["outcome"] for _, end in redis.xrange("redbeat::runs")] == (["failure"] if header else [])
+
+
+# ---------------------------------------------------------------- the latest arguments
+
+
+def told(self: Any, user: Any, value: int, times: int = 1) -> tuple[int, int]:
+    """Return the value and the fencing number of the last of so many runs."""
+    if self.request.retries + 1 < times:
+        raise self.retry(countdown=0)
+    return value, self.request.singlebeat.fence
+
+
+@pytest.fixture
+def buffered(app):
+    """A task whose calls wait for a run of the same user, the latest of them."""
+    options = {"unique_on": ["user"], "overlap": "buffer_one", "bind": True, "base": Singleton, "shared": False}
+    return app.task(told, name="app.told", **options)
+
+
+@pytest.fixture
+def run(app, buffered):
+    """A run of that task, of user "a"."""
+    run = Ref(buffered.generate_lock(buffered.name, ["a", 0]), "run", nonce="n")
+    backend_of(app).begin(run, lease=60, memory=60, task=buffered.name, arguments="")
+    return run
+
+
+def test_a_retry_has_the_latest_arguments_too(app, deliver, buffered, run):
+    result = buffered.delay("a", 2, times=3)
+    assert buffered.delay("a", 3, times=3).id == result.id
+    backend_of(app).finish_many([run], memory=60)
+
+    for _ in range(3):
+        started(deliver(buffered))
+
+    assert result.get(timeout=5)[0] == 3
+
+
+def test_a_run_that_has_its_lock_keeps_its_fence_when_the_rest_of_its_start_fails(server, app, deliver, redis):
+    with without(server, "flushall") as url:
+        app.conf.update(singleton_backend_url=url, singleton_on_backend_error="run")
+        task = app.task(
+            told, name="app.told", bind=True, base=Singleton, shared=False, lock="until_and_while_executing"
+        )
+        result = task.delay("a", 2)
+        redis.acl_setuser("mute", enabled=True, commands=["-del"])  # so that nothing can be freed
+
+        started(deliver(task))
+
+        value, fence = result.get(timeout=5)
+        lock = task.generate_lock(task.name, ["a", 2])
+        assert (value, str(fence)) == (2, redis.hget(lock, "fence"))

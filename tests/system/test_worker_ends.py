@@ -11,7 +11,7 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat.locks.base import HEADER, Ref, Ticket
-from tests.support import APP, measured, unwritable, wait_until
+from tests.support import APP, measured, wait_until, without
 
 #: Seconds of the lease where a test waits for its end.
 LEASE = 2
@@ -267,7 +267,7 @@ def test_a_broker_that_takes_no_messages_costs_no_call_that_waits_for_its_turn(
 ):
     backend, other = single.singleton_backend, Ref(lock_of(single, "a"), "other", nonce="of an equal call")
     backend.begin(other, lease=60, memory=60, task=single.name, arguments="")
-    with unwritable(server) as url:
+    with without(server, "lpush") as url:
         worker = celery("worker", "-c", "2", conf={"broker_write_url": url, "task_acks_late": True}).ready()
         for task in (single, app.tasks[f"{APP}.plain"]):
             headers = {HEADER: Ticket(task.name, other.key, other.key, waits=True).header()}
