@@ -18,8 +18,10 @@ from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
 from ..log import Log
+from .claim import unclaimed
 from .ends import outcome_of, record_end
 from .gate import Postponed, Refused, Unsent, may_start
+from .policy import overlap_for
 from .renewer import renewer_of
 
 __all__ = ("Request",)
@@ -59,8 +61,9 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
         try:
             may_start = self.begin_for_plain_task()
         except Exception as exc:  # the broker, a backend, a user's function: none of them may stop the worker
-            about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
-            log.warning("%(task)s[%(id)s] cannot start now: it is put back", event="put_back", **about)
+            if not isinstance(exc, Unsent):  # which has been logged
+                about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
+                log.warning("%(task)s[%(id)s] cannot start now and is put back", event="put_back", **about)
             self._put_back()
             raise TaskRevokedError(self.id) from exc
         if not may_start:
@@ -99,7 +102,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             renewer_of(self.app)
             if ticket is None:  # send_task, another language: the lock is taken at the start
-                ticket = Ticket(self.id, self.task.generate_lock(self.task.name, self.args, self.kwargs))
+                key = self.task.generate_lock(self.task.name, self.args, self.kwargs)
+                ticket = unclaimed(self.task, self.id, key, overlap_for(self.task))
         except ConfigError as exc:
             self._tell_unlocked(exc)
             return None

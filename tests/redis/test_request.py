@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +26,9 @@ from tests.support import without
 
 Deliver = Callable[..., Request]
 
+#: Of Celery's result backend, with a recent redis-py.
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
+
 
 @pytest.fixture
 def deliver(app: Celery) -> Iterator[Deliver]:
@@ -44,6 +48,7 @@ def deliver(app: Celery) -> Iterator[Deliver]:
 
         yield deliver
     _state._set_current_app(None)
+    gc.collect()  # results end their subscriptions, which they cannot once the server is gone
 
 
 def same(user: Any) -> Any:
@@ -262,3 +267,51 @@ def test_a_run_that_has_its_lock_keeps_its_fence_when_the_rest_of_its_start_fail
         value, fence = result.get(timeout=5)
         lock = task.generate_lock(task.name, ["a", 2])
         assert (value, str(fence)) == (2, redis.hget(lock, "fence"))
+
+
+# ---------------------------------------------------------------- calls that are sent by name
+
+
+BESIDE = [{"overlap": "allow_all"}, {"lock": "until_executing"}, {"lock": "until_expired", "lock_expiry": 600}]
+IN_TURN = [
+    *({"overlap": overlap} for overlap in ("buffer_one", "buffer_all", "cancel_other", "terminate_other")),
+    {"lock": "while_executing", "overlap": "buffer_all"},
+    {"lock": "until_and_while_executing"},
+]
+SKIPPED = [{}, {"overlap": "raise"}, {"lock": "while_executing"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "becomes"),
+    [
+        *((options, (0, states.SUCCESS)) for options in BESIDE),
+        *((options, (1, states.PENDING)) for options in IN_TURN),
+        *((options, (0, states.REVOKED)) for options in SKIPPED),
+    ],
+    ids=str,
+)
+def test_a_call_that_is_sent_by_name_meets_its_equal_as_its_task_says(app, deliver, redis, options, becomes):
+    task = task_of(app, **options)
+    other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    result = app.send_task(task.name, ["a"])
+
+    started(deliver(task))
+
+    assert (redis.llen("celery"), result.state) == becomes
+    assert backend_of(app).renew_many([other], lease=60) == [Renewal.RUNNING]
+
+
+def call_itself(self: Any, user: Any) -> bool:
+    """Tell whether an equal call, made during this run, is a duplicate."""
+    return self.delay(user).is_duplicate
+
+
+@pytest.mark.parametrize("lock", ["until_executing", "until_executed"])
+def test_a_run_that_was_sent_by_name_excludes_calls_only_if_its_lock_outlives_the_start(app, deliver, lock):
+    task = app.task(call_itself, name="app.task", bind=True, base=Singleton, shared=False, lock=lock)
+    result = app.send_task(task.name, ["a"])
+
+    started(deliver(task))
+
+    assert result.get(timeout=5) is (lock == "until_executed")
