@@ -217,7 +217,7 @@ def test_an_exception_that_has_no_words_ends_its_run_as_any_other(app, deliver, 
     assert [end["outcome"] for _, end in redis.xrange("redbeat::runs")] == (["failure"] if header else [])
 
 
-# ---------------------------------------------------------------- the latest arguments
+# ---------------------------------------------------------------- what a retry is sent with, and what a run knows
 
 
 def told(self: Any, user: Any, value: int, times: int = 1) -> tuple[int, int]:
@@ -251,6 +251,21 @@ def test_a_retry_has_the_latest_arguments_too(app, deliver, buffered, run):
         started(deliver(buffered))
 
     assert result.get(timeout=5)[0] == 3
+
+
+def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):
+    app.conf.singleton_backend_class = "tests.redis.test_legacy_backend.FileBackend"
+    app.conf.singleton_backend_url = f"file:{tmp_path / 'locks'}"
+    task = app.task(told, name="app.told", bind=True, base=Singleton, shared=False)
+    result = task.delay("a", 1, times=4)
+
+    for _ in range(3):
+        started(deliver(task))
+        assert task.delay("a", 1, times=4).id == result.id
+    started(deliver(task))
+
+    assert result.get(timeout=5) == [1, 0]
+    assert not task.delay("a", 1, times=4).is_duplicate
 
 
 def test_a_run_that_has_its_lock_keeps_its_fence_when_the_rest_of_its_start_fails(server, app, deliver, redis):
