@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .. import signals
 from ..config import Config
@@ -222,12 +222,13 @@ class Renewer:
         self.backend.begin(ref, lease=self.lease, memory=self.memory, task=request.name, arguments=arguments)
 
 
-_renewers: dict[tuple[int, int], Renewer] = {}
+_renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()
 
 
 def renewer_of(app: Celery) -> Renewer:
     """Return the renewer of an app in this process; a forked child gets one of its own."""
-    key = (os.getpid(), id(app))
-    if key not in _renewers:
-        _renewers[key] = Renewer(app)
-    return _renewers[key]
+    pid, renewer = _renewers.get(app, (0, None))
+    if renewer is None or pid != os.getpid():
+        renewer = Renewer(app)
+        _renewers[app] = os.getpid(), renewer
+    return renewer

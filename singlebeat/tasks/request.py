@@ -84,6 +84,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     seen_running = False
     #: Its end was told: Celery reports a hard time limit twice.
     end_told = False
+    #: Its body, if it has a ticket, lives for a moment after its end was told.
+    _past_limit = False
     _over = False
     _cancelled = False
 
@@ -163,12 +165,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         about = {"task": self.task.name, "id": self.id, "reason": why}
         log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
 
-    def over(self, *, after: float = 0.0) -> None:
-        """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again.
-
-        Args:
-            after: seconds that the body may still live.
-        """
+    def over(self) -> None:
+        """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again."""
         if self.ticket is None or self._over:
             return
         if self._cancelled and self.task.acks_late:  # the broker has its message again, whatever was said
@@ -181,7 +179,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if not self.acknowledged:
             return
         self._over = True
-        renewer_of(self.app).finish(self, after=after)
+        renewer_of(self.app).finish(self, after=KILL_TIME if self._past_limit else 0.0)
 
     def _put_back(self) -> None:
         """Let the broker deliver the message again, but not at once: what failed would fail again, without end."""
@@ -211,11 +209,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
             record_end(self, "postponed")
         else:
             record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), exc)
-        limit = isinstance(exc, celery_request.TimeLimitExceeded)
+        self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
-            self.over(after=KILL_TIME if limit else 0.0)
+            self.over()
 
     def on_retry(self, exc_info: Any) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""
@@ -226,13 +224,21 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit has passed; the hard one ends the run."""
+        self._past_limit |= not soft and self.ticket is not None
         super().on_timeout(soft, timeout)
         if not soft:
             record_end(self, "time_limit", f"{timeout} s")
-            self.over(after=KILL_TIME)
+            self.over()
 
     def reject(self, requeue: bool = False) -> None:
         """Reject the message; requeued, it keeps its lock and waits again."""
+        if requeue and self._past_limit:
+            # At once, its next delivery would begin beside a body that is about to be killed.
+            renewer_of(self.app).later(KILL_TIME, partial(self._reject, requeue=True))
+        else:
+            self._reject(requeue=requeue)
+
+    def _reject(self, *, requeue: bool) -> None:
         requeued = requeue and not self.acknowledged
         super().reject(requeue)
         if requeued:

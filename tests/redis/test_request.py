@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import pytest
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, states
 from celery.concurrency.solo import TaskPool
 from celery.exceptions import TaskRevokedError
@@ -330,3 +333,53 @@ def test_a_run_that_was_sent_by_name_excludes_calls_only_if_its_lock_outlives_th
     started(deliver(task))
 
     assert result.get(timeout=5) is (lock == "until_executed")
+
+
+# ---------------------------------------------------------------- a run that is ended by force
+
+
+def past_its_limit() -> ExceptionInfo:
+    """Return the end of a run that a pool has ended by force."""
+    try:
+        raise TimeLimitExceeded(1)  # noqa: TRY301 - only what was raised has a traceback
+    except TimeLimitExceeded:
+        return ExceptionInfo()
+
+
+@pytest.mark.parametrize("first", ["the end", "the limit"])
+def test_a_run_past_its_time_limit_keeps_message_and_lock_until_its_process_is_surely_dead(app, deliver, redis, first):
+    task = task_of(app, acks_late=True, acks_on_failure_or_timeout=False)
+    timer = renewer_of(app).timer = Timer()
+    request = deliver(task, ["a"])
+    backend, run = backend_of(app), request.ticket.run
+    backend.begin(run, lease=60, memory=60, task=task.name, arguments="")
+    request.on_accepted(1, time.monotonic())
+    began = time.monotonic()
+
+    # Pools differ in what they tell first.
+    news = [lambda: request.on_failure(past_its_limit()), lambda: request.on_timeout(False, 1)]
+    for tell in news if first == "the end" else reversed(news):
+        tell()
+
+    assert messages(redis) == (0, 1)
+    renewer_of(app).flush()
+    assert backend.renew_many([run], lease=60) == [Renewal.RUNNING]
+    entries = list(timer.queue)
+    assert min(due.eta for due in entries) >= began + 0.5
+    for due in entries:
+        due.entry()
+    assert messages(redis) == (1, 0)
+    renewer_of(app).flush()
+    assert redis.hget(run.key, "state") == "queued"
+
+
+def test_every_app_has_a_renewer_of_its_own_and_takes_it_along(server):
+    for lease in range(1, 30):
+        with Celery(set_as_current=False) as app:
+            app.conf.update(singleton_backend_url=server.url, singlebeat_lock_lease=lease)
+            assert renewer_of(app).lease == lease
+            assert renewer_of(app) is renewer_of(app)
+        gone = ref(app)
+        del app
+        gc.collect()  # the next one may have its address
+        assert gone() is None
