@@ -215,7 +215,11 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
-        """Hand the lock of a run over to another generation or state of the same task id; False if it was lost."""
+        """Hand the lock of a run over to a message of the same task id that waits. False if it was lost.
+
+        Args:
+            to: of its generation or a higher one, and of no delivery.
+        """
 
     @abstractmethod
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:

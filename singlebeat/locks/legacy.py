@@ -94,7 +94,7 @@ class LegacyBackend(BaseBackend):
         return _holder(Verdict.STALE if generation > ref.generation else Verdict.STARTED, task_id)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
-        """Hand the lock of a run over to another generation of the same task id; False if it was lost."""
+        """Hand the lock of a run over to a message of the same task id that waits. False if it was lost."""
         with _naming(self._name):
             ours = self._held(ref.key) == (ref.task_id, ref.generation)
             if ours and to.generation != ref.generation:
