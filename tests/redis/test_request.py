@@ -22,6 +22,7 @@ from kombu.utils.uuid import uuid
 from singlebeat import Singleton
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.ends import flush_ends
 from singlebeat.tasks.renewer import renewer_of
 from singlebeat.tasks.request import Request
@@ -169,6 +170,29 @@ def test_a_call_that_cannot_be_sent_again_goes_back_to_the_broker_and_not_at_onc
     due.entry()
     assert messages(redis) == (1, 0)
     assert app.AsyncResult(task_id).state == states.PENDING
+
+
+class Broken(MemoryBackend):
+    """A lock backend with a bug."""
+
+    def begin(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a bug")
+
+
+def test_a_plain_task_whose_start_fails_in_any_other_way_goes_back_to_the_broker_too(app, deliver, redis, caplog):
+    app.conf.singleton_backend_class = f"{__name__}.Broken"
+    task = app.task(same, name="app.task", shared=False)
+    timer = renewer_of(app).timer = Timer()
+    task_id = uuid()
+
+    started(deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)}))
+
+    assert messages(redis) == (0, 1)
+    assert f"app.task[{task_id}] cannot start now and is put back" in caplog.text
+    assert "a bug" in caplog.text
+    (due,) = timer.queue
+    due.entry()
+    assert messages(redis) == (1, 0)
 
 
 def test_a_singleton_that_is_acknowledged_and_cannot_be_sent_again_fails_and_says_why(app, deliver, redis, mute, other):
