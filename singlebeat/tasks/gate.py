@@ -229,11 +229,8 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
         countdown=countdown,
         reason=why,
     )
-    headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
-    signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
     try:
-        # Task's own method: a Singleton's would hand the lock over to it.
-        Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+        _send_again(task, request, ticket, countdown)
     except Exception as exc:  # a transport raises what it likes
         about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
         log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
@@ -242,3 +239,10 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
             raise Unsent(why, requeue=True) from exc
         raise
     raise Postponed(why)
+
+
+def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
+    headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
+    signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
+    # Task's own method: a Singleton's would hand the lock over to it.
+    Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
