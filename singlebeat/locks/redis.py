@@ -93,8 +93,8 @@ class RedisBackend(BaseBackend):
         return holder
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
-        """Hand the lock of a run over to another generation or state of the same task id."""
-        args = (ref.task_id, ref.nonce, to.generation, to.nonce, _ms(ttl), _ms(memory))
+        """Hand the lock of a run over to a message of the same task id that waits."""
+        args = (ref.task_id, ref.nonce, to.generation, _ms(ttl), _ms(memory))
         return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:

@@ -531,20 +531,6 @@ def test_a_run_that_handed_over_frees_nothing_when_it_ends(backend, redis):
     assert redis.hgetall(LOCK) == before
 
 
-def test_a_retry_that_could_not_be_published_goes_back_to_its_run(backend, redis, lives):
-    begin(backend)
-    rotate(backend, RUN, later(A))
-
-    assert rotate(backend, later(A), RUN, ttl=LEASE)
-
-    assert redis.hmget(LOCK, "gen", "state", "nonce") == ["0", "running", "n1"]
-    assert lives(LEASE)
-    assert renew(backend) is Renewal.RUNNING
-    assert begin(backend, COPY).verdict is Verdict.COPY
-    assert finish(redis) == "finished"
-    assert begin(backend, COPY).verdict is Verdict.DONE
-
-
 def test_a_retry_does_not_bring_a_generation_back_that_has_ended(backend, redis):
     begin(backend)
     redis.delete(LOCK)  # the lease ends, so the run cannot hand over what it has lost, and its retry is sent
