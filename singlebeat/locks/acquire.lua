@@ -18,7 +18,7 @@
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms)]
 --          acquired  the lock is queued under our id
 --          running   our id holds it and has started: do not send again
---          done      our id ended under this lock: do not send again
+--          done      our id ended under this lock: do not send again; another id may hold it now
 --          held      another id holds it; nothing was written but, if asked so, the payload
 --          unusable  what is at the key is no lock; nothing was written
 

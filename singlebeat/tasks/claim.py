@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..errors import LockBackendError
@@ -47,7 +47,8 @@ def claim(
             raise
         if holder.verdict is Verdict.UNUSABLE:
             raise LockBackendError(unusable(lock))
-        return holder
+        # Of a call that has ended, whoever holds the lock now is none of its business.
+        return dataclasses.replace(holder, task_id=task_id) if holder.verdict is Verdict.DONE else holder
 
     match task.lock:
         case Lock.WHILE_EXECUTING:
@@ -69,7 +70,7 @@ def claim(
     if holder.task_id == task_id:  # it was sent before
         return holder, ""
     if must_be_sent or overlap is Overlap.BUFFER_ALL:
-        return replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
+        return dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
     if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:
         task.app.control.revoke(holder.task_id, terminate=overlap is Overlap.TERMINATE_OTHER)
     elif overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and task.unique_on is None):
