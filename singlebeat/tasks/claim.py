@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from ..errors import LockBackendError
@@ -71,13 +72,26 @@ def claim(
         return holder, ""
     if must_be_sent or overlap is Overlap.BUFFER_ALL:
         return dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
-    if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:
-        task.app.control.revoke(holder.task_id, terminate=overlap is Overlap.TERMINATE_OTHER)
-    elif overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and task.unique_on is None):
+    ends_other = overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
+    if not ends_other and (overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and task.unique_on is None)):
         return holder, ""
     serializer = options.get("serializer") or task.serializer
     payload = "" if task.unique_on is None else encode_arguments(args, kwargs, serializer)
     following = acquire(behind, payload=payload, replace="payload")
-    if following.verdict is not Verdict.ACQUIRED:
+    taken = Ref(behind, task_id) if following.verdict is Verdict.ACQUIRED else None
+    if ends_other and following.verdict in {Verdict.ACQUIRED, Verdict.HELD}:
+        _end(task, holder, terminate=overlap is Overlap.TERMINATE_OTHER, taken=taken)
+    if taken is None:
         return following, ""
     return Ticket(task_id, key, behind, waits=True, waits_for=holder), behind
+
+
+def _end(task: Any, holder: Holder, *, terminate: bool, taken: Ref | None) -> None:
+    """End the run that holds a lock; only when the call that wants it has taken its place behind it."""
+    try:
+        task.app.control.revoke(holder.task_id, terminate=terminate)
+    except BaseException:
+        if taken is not None:
+            with suppress(LockBackendError):  # then it ends by itself
+                task.singleton_backend.finish_many([taken], memory=0)
+        raise

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from kombu.exceptions import EncodeError, OperationalError
 from redis import Redis
 
 from singlebeat import Singleton
+from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref
-from tests.support import wait_until
+from tests.support import free_port, wait_until
+from tests.system.apps import make_app
 
 MEMORY, LEASE = 3600.0, 60.0
 
@@ -108,3 +111,61 @@ def test_a_call_that_has_run_does_nothing_to_the_one_after_it(define, shop, revo
     assert revoked() == []
     assert shop.sent == ["first", "second"]
     assert shop.redis.hgetall(lock) == before
+
+
+# ---------------------------------------------------------------- a call that cannot be sent
+
+
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_call_that_cannot_be_encoded_ends_nothing(define, shop, revoked, overlap):
+    task = define(overlap=overlap, unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    shop.begin(lock, "running")
+
+    with pytest.raises(EncodeError):
+        task.delay(1, object())
+
+    assert revoked() == []
+    assert shop.redis.keys("SINGLETONLOCK_*") == [lock]
+
+
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_call_that_cannot_take_its_place_in_the_queue_ends_nothing(define, shop, revoked, overlap):
+    task = define(overlap=overlap, unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    shop.begin(lock, "running")
+    shop.redis.set(f"{lock}:next", "no lock")
+
+    with pytest.raises(LockBackendError, match="no lock"):
+        task.delay(1)
+
+    assert revoked() == []
+    assert shop.sent == []
+
+
+def test_the_latest_call_ends_the_one_that_runs_and_leaves_its_arguments_to_the_one_that_waits(define, shop, revoked):
+    task = define(overlap="cancel_other", unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    shop.begin(lock, "running")
+    task.apply_async([1, "early"], task_id="waits")
+    early = shop.redis.hget(f"{lock}:next", "payload")
+
+    result = task.delay(1, "late")
+
+    assert (result.id, result.is_duplicate) == ("waits", True)
+    assert revoked() == ["running", "running"]
+    assert shop.redis.hget(f"{lock}:next", "payload") != early
+
+
+def test_a_call_that_cannot_say_whom_it_ends_leaves_no_lock(server, redis):
+    no_retries = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
+    away = {"broker_url": f"redis://127.0.0.1:{free_port()}", "broker_transport_options": no_retries}
+    with make_app(server.celery_url, away) as app:
+        task = app.task(hold, name="claimed", base=Singleton, shared=False, overlap="cancel_other")
+        lock = task.generate_lock(task.name, [1])
+        Shop(app, redis).begin(lock, "running")
+
+        with pytest.raises(OperationalError):
+            task.delay(1)
+
+        assert redis.keys("SINGLETONLOCK_*") == [lock]
