@@ -11,7 +11,7 @@ from ..errors import LockBackendError
 from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
 from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
-from .undo import undo_later
+from .undo import never_mind, undo_later
 
 __all__ = ("claim",)
 
@@ -40,11 +40,12 @@ def claim(
         call = Call(Ref(lock, task_id), task.name, shown, wait, expiry, payload, replace)
         # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
         again = RUN_HEADER in (options.get("headers") or {})
-        backend = task.singleton_backend
+        never_mind(call.ref)
         try:
-            holder: Holder = backend.acquire_many([call], again=again)[0]
+            holder: Holder = task.singleton_backend.acquire_many([call], again=again)[0]
         except LockBackendError:
-            undo_later(backend, call.ref)
+            if not again:
+                undo_later(task.app, call.ref)
             raise
         if holder.verdict is Verdict.UNUSABLE:
             raise LockBackendError(unusable(lock))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 from base64 import b64decode
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,7 +21,9 @@ from singlebeat import Singleton
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref
-from tests.support import free_port, wait_until
+from singlebeat.locks.memory import MemoryBackend
+from singlebeat.tasks.undo import undo_later
+from tests.support import ROOT, free_port, wait_until
 from tests.system.apps import make_app
 
 MEMORY, LEASE = 3600.0, 60.0
@@ -169,3 +176,97 @@ def test_a_call_that_cannot_say_whom_it_ends_leaves_no_lock(server, redis):
             task.delay(1)
 
         assert redis.keys("SINGLETONLOCK_*") == [lock]
+
+
+# ---------------------------------------------------------------- a call that was refused
+
+
+@pytest.fixture
+def refuse(server, redis, own_server) -> Iterator[Callable[..., Any]]:
+    """Return a task after a call of it under an id was refused: the locks' server hung, and goes on."""
+    conf = {"singleton_backend_url": own_server.url, "singlebeat_socket_timeout": 0.2}
+    with make_app(server.celery_url, conf) as app:
+        task = app.task(hold, name="claimed", base=Singleton, shared=False, overlap="cancel_other")
+
+        def refuse(**options: Any) -> Any:
+            own_server.pause()
+            for number in range(300):  # so that ours is not undone before it is made again
+                undo_later(app, Ref(f"another lock {number}", "refused"))
+            with pytest.raises(LockBackendError):
+                task.apply_async([1], **options)
+            own_server.resume()
+            return task
+
+        yield refuse
+        all_undone()
+
+
+def all_undone() -> None:
+    wait_until(
+        lambda: all(thread.name != "singlebeat-undo" for thread in threading.enumerate()),
+        timeout=30,
+        what="the end of the calls that were refused",
+    )
+
+
+@pytest.mark.parametrize("headers", [{}, {RUN_HEADER: {"entry": "e"}}], ids=["by its caller", "by beat"])
+def test_a_refused_call_that_is_repeated_keeps_its_lock(refuse, own_server, headers):
+    task = refuse(task_id="mine", headers=headers)
+
+    def sent() -> Any:
+        with suppress(LockBackendError):  # the time that it may take is short for a busy machine
+            return task.apply_async([1], task_id="mine", headers=headers)
+        return None
+
+    wait_until(sent, what="an answer")
+    all_undone()
+
+    with own_server.client() as client:
+        assert client.hget(task.generate_lock(task.name, [1]), "id") == "mine"
+
+
+UNDONE_BESIDE_GREENLETS = """
+import sys
+import time
+from gevent import joinall, monkey, sleep, spawn
+monkey.patch_all()
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ref
+from singlebeat.tasks.undo import undo_later
+from tests.system.apps import make_app
+
+with make_app(sys.argv[1]) as app:
+    backend, given_up = backend_of(app), time.monotonic() + 20
+
+    def wait():
+        while backend.get("a lock") and time.monotonic() < given_up:
+            sleep(0.005)  # idle, so that the thread waits for its answers
+
+    for number in range(10):
+        backend.lock("a lock", "refused")
+        greenlets = [spawn(wait) for _ in range(5)]
+        undo_later(app, Ref("a lock", "refused"))
+        joinall(greenlets, raise_error=True)
+    print(backend.get("a lock"))
+"""
+
+
+def test_a_refused_call_is_undone_beside_greenlets(server, redis):
+    pytest.importorskip("gevent")
+    command = [sys.executable, "-c", UNDONE_BESIDE_GREENLETS, server.celery_url]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.stdout == "None\n", done.stderr
+
+
+def test_an_error_that_nobody_has_foreseen_does_not_end_the_undoing_of_others(app, redis):
+    class Broken(MemoryBackend):
+        def get(self, lock: str) -> str | None:
+            raise RuntimeError("as asked")
+
+    with make_app("memory://", {"singleton_backend_class": Broken}) as broken:
+        backend_of(app).lock("a lock", "refused")
+        undo_later(broken, Ref("another lock", "refused"))
+        undo_later(app, Ref("a lock", "refused"))
+        wait_until(lambda: not redis.exists("a lock"), what="the end of the lock")
+        all_undone()
