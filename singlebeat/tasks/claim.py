@@ -36,7 +36,7 @@ def claim(
         wait, expiry = task.time_to_start(options), task.effective_lock_expiry
         if task.lock == Lock.UNTIL_EXPIRED and expiry:
             wait = expiry
-        shown = options.get("argsrepr") or readable(args or (), kwargs or {})
+        shown = readable(args or (), kwargs or {}, options)
         call = Call(Ref(lock, task_id), task.name, shown, wait, expiry, payload, replace)
         # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
         again = RUN_HEADER in (options.get("headers") or {})

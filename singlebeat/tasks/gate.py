@@ -113,7 +113,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
             lease=config.singlebeat_lock_lease,
             memory=memory,
             task=task.name,
-            arguments=request.argsrepr or readable(request.args or (), request.kwargs or {}),
+            arguments=readable(request.args or (), request.kwargs or {}, vars(request)),
             expiry=task.effective_lock_expiry,
         )
         if not may_start(task, ticket, holder, request):
@@ -210,7 +210,10 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
         reason=why,
     )
     headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
-    signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
+    shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
+    signature = task.signature_from_request(
+        request, countdown=countdown, retries=request.retries, headers=headers, **shown
+    )
     # Task's own method: a Singleton's would hand the lock over to it.
     Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
     raise Postponed(why)

@@ -22,6 +22,7 @@ from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref
 from singlebeat.locks.memory import MemoryBackend
+from singlebeat.tasks.gate import Postponed
 from singlebeat.tasks.undo import undo_later
 from tests.support import ROOT, free_port, wait_until
 from tests.system.apps import make_app
@@ -37,6 +38,7 @@ def define(app) -> Callable[..., Any]:
     """Return a new Singleton with these options."""
 
     def define(function: Callable[..., Any] = hold, **options: Any) -> Any:
+        function.__name__ = "function"  # a lambda's is no name for Celery
         return app.task(function, **{"name": "claimed", "base": Singleton, "shared": False, **options})
 
     return define
@@ -232,6 +234,7 @@ from gevent import joinall, monkey, sleep, spawn
 monkey.patch_all()
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
+from singlebeat.tasks.gate import Postponed
 from singlebeat.tasks.undo import undo_later
 from tests.system.apps import make_app
 
@@ -270,3 +273,90 @@ def test_an_error_that_nobody_has_foreseen_does_not_end_the_undoing_of_others(ap
         undo_later(app, Ref("a lock", "refused"))
         wait_until(lambda: not redis.exists("a lock"), what="the end of the lock")
         all_undone()
+
+
+# ---------------------------------------------------------------- what people see of its arguments
+
+SECRET = "4929"
+HIDDEN = {"argsrepr": "('an account',)", "kwargsrepr": "{'card': '****'}"}
+
+
+def no_secret(redis: Redis) -> bool:
+    """Tell whether no lock shows the secret; whoever looks for it must have found a lock."""
+    shown = [json.dumps(redis.hgetall(key)) for key in redis.keys("SINGLETONLOCK_*")]
+    assert shown
+    return not any(SECRET in text for text in shown)
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, {"kwargsrepr": HIDDEN["kwargsrepr"]}], ids=["both", "kwargs alone"])
+def test_a_lock_shows_of_the_arguments_of_a_call_what_its_sender_shows(define, app, redis, hidden):
+    task = define(lambda account, card: None)
+    args = [SECRET] if "argsrepr" in hidden else ["an account"]
+
+    task.s(*args, card=SECRET).set(**hidden).delay()
+
+    assert no_secret(redis)
+    ((_, record),) = backend_of(app).locks("SINGLETONLOCK_")
+    assert "an account" in record["args"]
+    assert "****" in record["args"]
+
+
+@pytest.fixture
+def message(define, redis) -> Callable[..., Any]:
+    """Return the call of a task as its worker makes it, for the message that is in the queue."""
+
+    def message(task: Any) -> Callable[[], Any]:
+        raw = json.loads(redis.lrange("celery", 0, 0)[0])
+        args, kwargs, _ = json.loads(b64decode(raw["body"]))
+        headers = {**raw["headers"], "hostname": "w@h", "called_directly": False, "is_eager": False}
+
+        def call() -> Any:
+            task.push_request(**headers, args=args, kwargs=kwargs, delivery_info=raw["properties"]["delivery_info"])
+            try:
+                return task(*args, **kwargs)
+            finally:
+                task.pop_request()
+
+        return call
+
+    return message
+
+
+def test_a_lock_that_is_taken_at_the_start_shows_what_the_sender_of_its_call_shows(define, redis, message):
+    def body(account: str, card: str) -> bool:
+        return no_secret(redis)
+
+    task = define(body, lock="while_executing")
+    task.s("an account", card=SECRET).set(**HIDDEN).delay()
+
+    assert message(task)()
+
+
+def test_a_message_that_shows_nothing_by_itself_starts_and_its_lock_shows_its_arguments(define, redis, message):
+    """As those from other languages may be."""
+
+    def body(account: str, card: str) -> str:
+        (lock,) = redis.keys("SINGLETONLOCK_*")
+        return redis.hget(lock, "args")
+
+    task = define(body, lock="while_executing")
+    task.delay("an account", card="4929")
+    raw = json.loads(redis.lpop("celery"))
+    raw["headers"] = {name: value for name, value in raw["headers"].items() if name not in HIDDEN}
+    redis.lpush("celery", json.dumps(raw))
+
+    assert message(task)() == "'an account', card='4929'"
+
+
+def test_a_message_that_waits_for_its_turn_shows_what_its_sender_shows(define, shop, redis, message):
+    task = define(lambda account, card: None, lock="while_executing", overlap="buffer_all")
+    shop.begin(task.generate_lock(task.name, ["an account"], {"card": SECRET}), "another")
+    task.s("an account", card=SECRET).set(**HIDDEN).delay()
+
+    with pytest.raises(Postponed):
+        message(task)()
+
+    for raw in redis.lrange("celery", 0, -1):
+        headers = json.loads(raw)["headers"]
+        assert {name: headers[name] for name in HIDDEN} == HIDDEN
+    assert redis.llen("celery") + redis.zcard("unacked_index") == 2

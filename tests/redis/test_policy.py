@@ -341,6 +341,19 @@ def test_what_has_run_is_dispatched_even_if_an_equal_call_runs_before_beat_knows
     assert desk.meta.total_run_count == 8
 
 
+@pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
+@pytest.mark.parametrize("overlap", ["skip", "buffer_all"])
+def test_a_lock_shows_of_the_arguments_of_an_entry_what_its_options_show(desk, task, overlap):
+    backend_of(desk.app).announce("w@h", ttl=60)
+    hidden = {"argsrepr": "('a name',)", "kwargsrepr": "{'seconds': '**'}"}
+    desk.put(task=task, overlap=overlap, args=["e"], kwargs={"seconds": 4929}, options=hidden)
+
+    desk.tick()
+
+    (lock,) = desk.redis.keys("SINGLETONLOCK_*")
+    assert desk.redis.hget(lock, "args") == "('a name',), {'seconds': '**'}"
+
+
 @contextmanager
 def dying_after_publish() -> Iterator[None]:
     def die(**_: Any) -> None:
