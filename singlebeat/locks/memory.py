@@ -222,7 +222,9 @@ class MemoryBackend(BaseBackend):
         """Yield every lock under a prefix and its record."""
         for key in [key for key in self._records if key.startswith(key_prefix)]:
             if record := self._live(key):
-                yield key, {"id": record.task_id, "state": record.state, "task": record.task, "args": record.arguments}
+                run = {"gen": str(record.generation), "nonce": record.nonce}
+                about = {"id": record.task_id, "state": record.state, "task": record.task, "args": record.arguments}
+                yield key, {**about, **run}
 
     def _live(self, key: str) -> _Record | None:
         record = self._records.get(key)
