@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import LockBackendError
-from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
+from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, generation, unusable
 from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
 from .undo import never_mind, undo_later
@@ -37,7 +37,7 @@ def claim(
         if task.lock == Lock.UNTIL_EXPIRED and expiry:
             wait = expiry
         shown = readable(args or (), kwargs or {}, options)
-        call = Call(Ref(lock, task_id), task.name, shown, wait, expiry, payload, replace)
+        call = Call(Ref(lock, task_id, generation(options)), task.name, shown, wait, expiry, payload, replace)
         # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
         again = RUN_HEADER in (options.get("headers") or {})
         never_mind(call.ref)
@@ -79,7 +79,7 @@ def claim(
     serializer = options.get("serializer") or task.serializer
     payload = "" if task.unique_on is None else encode_arguments(args, kwargs, serializer)
     following = acquire(behind, payload=payload, replace="payload")
-    taken = Ref(behind, task_id) if following.verdict is Verdict.ACQUIRED else None
+    taken = Ref(behind, task_id, generation(options)) if following.verdict is Verdict.ACQUIRED else None
     if ends_other and following.verdict in {Verdict.ACQUIRED, Verdict.HELD}:
         _end(task, holder, terminate=overlap is Overlap.TERMINATE_OTHER, taken=taken)
     if taken is None:

@@ -179,7 +179,7 @@ class Singleton(Task):  # type: ignore[misc]
             return publish(waits_for=ticket.waits_for, headers=headers)
         except BaseException:
             if taken:
-                self._release(Ref(taken, task_id))
+                self._release(Ref(taken, task_id, generation(options)))
             raise
 
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:

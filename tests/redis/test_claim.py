@@ -10,20 +10,22 @@ import threading
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from celery import Celery
-from kombu.exceptions import EncodeError, OperationalError
+from kombu.exceptions import EncodeError, OperationalError, SerializerNotInstalled
 from redis import Redis
 
 from singlebeat import Singleton
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import RUN_HEADER, Ref
+from singlebeat.locks.base import RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.gate import Postponed
 from singlebeat.tasks.undo import undo_later
+from tests.redis.test_legacy_backend import BytesBackend
 from tests.support import ROOT, free_port, wait_until
 from tests.system.apps import make_app
 
@@ -360,3 +362,59 @@ def test_a_message_that_waits_for_its_turn_shows_what_its_sender_shows(define, s
         headers = json.loads(raw)["headers"]
         assert {name: headers[name] for name in HIDDEN} == HIDDEN
     assert redis.llen("celery") + redis.zcard("unacked_index") == 2
+
+
+# ---------------------------------------------------------------- a call that replaces another task
+
+BACKENDS = {
+    "redis": {},
+    "memory": {"singleton_backend_class": MemoryBackend},
+    "custom": {"singleton_backend_class": BytesBackend},
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def other(request, server, redis) -> Iterator[Any]:
+    """The task that another one is replaced by, on each backend."""
+    with make_app(server.celery_url, BACKENDS[request.param]) as app:
+        yield app.task(hold, name="claimed", base=Singleton, shared=False)
+
+
+def replacement(task: Any, redis: Redis, **options: Any) -> Ref:
+    """Send the call that replaces a task, and return its claim as its message has it."""
+    task.apply_async([1], task_id="replaced", replaced_task_nesting=1, **options)
+    (headers,) = (json.loads(raw)["headers"] for raw in redis.lrange("celery", 0, -1))
+    return Ticket.of_message(headers, "replaced").run
+
+
+def test_a_replacement_that_never_starts_frees_its_lock(other, redis):
+    ref, backend = replacement(other, redis), other.singleton_backend
+    assert backend.get(ref.key) == "replaced"
+
+    backend.finish_many([ref], memory=MEMORY)
+
+    assert backend.get(ref.key) is None
+
+
+def test_a_replacement_that_waits_in_its_worker_keeps_its_lock_and_starts(other, redis):
+    ref, backend = replacement(other, redis), other.singleton_backend
+
+    (renewal,) = backend.renew_many([ref], lease=LEASE)
+    begun = backend.begin(replace(ref, nonce="n"), lease=LEASE, memory=MEMORY, task="claimed", arguments="")
+
+    assert renewal is not Renewal.LOST
+    assert begun.verdict is Verdict.STARTED
+
+
+def test_a_replacement_that_cannot_be_sent_frees_its_lock(other, redis):
+    with pytest.raises(SerializerNotInstalled):
+        replacement(other, redis, serializer="no such thing")
+
+    lock = other.generate_lock(other.name, [1])
+    assert other.singleton_backend.get(lock) is None
+
+
+def test_a_replacement_that_is_sent_again_takes_its_own_lock(other, redis):
+    ref = replacement(other, redis)
+    (holder,) = other.singleton_backend.acquire_many([Call(ref, "claimed", "", 60)])
+    assert (holder.verdict, holder.task_id) == (Verdict.ACQUIRED, "replaced")
