@@ -74,10 +74,11 @@ def claim(
     if must_be_sent or overlap is Overlap.BUFFER_ALL:
         return dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
     ends_other = overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
-    if not ends_other and (overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and task.unique_on is None)):
+    by_all_arguments = task.unique_on is None and task.has_pure_keys
+    if not ends_other and (overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and by_all_arguments)):
         return holder, ""
     serializer = options.get("serializer") or task.serializer
-    payload = "" if task.unique_on is None else encode_arguments(args, kwargs, serializer)
+    payload = "" if by_all_arguments else encode_arguments(args, kwargs, serializer)
     following = acquire(behind, payload=payload, replace="payload")
     taken = Ref(behind, task_id, generation(options)) if following.verdict is Verdict.ACQUIRED else None
     if ends_other and following.verdict in {Verdict.ACQUIRED, Verdict.HELD}:

@@ -24,6 +24,7 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.gate import Postponed
+from singlebeat.tasks.policy import decode_arguments
 from singlebeat.tasks.undo import undo_later
 from tests.redis.test_legacy_backend import BytesBackend
 from tests.support import ROOT, free_port, wait_until
@@ -122,6 +123,34 @@ def test_a_call_that_has_run_does_nothing_to_the_one_after_it(define, shop, revo
     assert revoked() == []
     assert shop.sent == ["first", "second"]
     assert shop.redis.hgetall(lock) == before
+
+
+# ---------------------------------------------------------------- a call that comes after another
+
+
+class ByInitial(Singleton):
+    """Makes calls equal whose values begin alike, by a key of its own."""
+
+    abstract = True
+
+    def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
+        return super().generate_lock(task_name, [task_args[0][:1]], {})
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["waits", "runs"])
+def test_a_key_of_its_own_leaves_the_latest_arguments_to_the_call_that_comes_after(define, shop, runs):
+    task = define(base=ByInitial, overlap="buffer_one")
+    lock = task.generate_lock(task.name, ["early"])
+    task.apply_async(["early"], task_id="first")
+    if runs:
+        shop.begin(lock, "first")
+
+    task.apply_async(["even later"], task_id="second")
+    result = task.delay("eventually")
+
+    assert shop.sent == ["first", "second"]
+    assert (result.id, result.is_duplicate) == ("second", True)
+    assert decode_arguments(shop.redis.hget(f"{lock}:next", "payload"))[0] == ["eventually"]
 
 
 # ---------------------------------------------------------------- a call that cannot be sent
@@ -237,6 +266,7 @@ monkey.patch_all()
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.tasks.gate import Postponed
+from singlebeat.tasks.policy import decode_arguments
 from singlebeat.tasks.undo import undo_later
 from tests.system.apps import make_app
 
