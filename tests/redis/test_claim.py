@@ -448,3 +448,45 @@ def test_a_replacement_that_is_sent_again_takes_its_own_lock(other, redis):
     ref = replacement(other, redis)
     (holder,) = other.singleton_backend.acquire_many([Call(ref, "claimed", "", 60)])
     assert (holder.verdict, holder.task_id) == (Verdict.ACQUIRED, "replaced")
+
+
+# ---------------------------------------------------------------- a lock of the caller's choice
+
+
+@pytest.mark.parametrize(
+    "take", [lambda task: task.aquire_lock("a lock", "a"), lambda task: task.lock_and_run("a lock")]
+)
+def test_a_lock_of_the_callers_choice_is_not_held_at_a_key_that_holds_something_else(define, shop, take):
+    shop.redis.set("a lock", "no lock")
+
+    with pytest.raises(LockBackendError, match="the key a lock holds something that is no lock"):
+        take(define())
+
+    assert shop.sent == []
+
+
+def test_a_lock_of_the_callers_choice_is_held_by_the_id_that_took_it(define):
+    task = define()
+
+    assert [task.aquire_lock("a lock", task_id) for task_id in ("a", "a", "b")] == [True, True, False]
+
+
+@pytest.mark.parametrize(("options", "seconds"), [({}, 3600), ({"countdown": 9000}, 12_600), ({"expires": 60}, 60)])
+def test_a_lock_of_the_callers_choice_waits_as_long_as_its_message(define, redis, options, seconds):
+    define().lock_and_run("a lock", [1], **options)
+
+    assert seconds - 30 < redis.pttl("a lock") / 1000 <= seconds
+
+
+def test_a_lock_of_the_callers_choice_is_free_after_an_eager_run_and_leaves_nothing_in_redis(server, redis):
+    with make_app(server.celery_url, {"task_always_eager": True}) as app:
+
+        def body(value: int, again: bool = False) -> list[Any]:
+            nested = None if again else task.lock_and_run("a lock", [value, True])
+            return [value, nested, redis.keys()]
+
+        task = app.task(body, name="claimed", base=Singleton, shared=False)
+
+        results = [task.lock_and_run("a lock", [value]).get() for value in (1, 2)]
+
+    assert results == [[1, None, []], [2, None, []]]
