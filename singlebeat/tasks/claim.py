@@ -32,6 +32,12 @@ def claim(
     if overlap is Overlap.ALLOW_ALL:
         return Ticket(task_id, own), ""
 
+    by_all_arguments = task.unique_on is None and task.has_pure_keys
+    ends_other = overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
+    serializer = options.get("serializer") or task.serializer
+    # First: no other gives way to a call that cannot be sent.
+    payload = encode_arguments(args, kwargs, serializer) if ends_other and not by_all_arguments else ""
+
     def acquire(lock: str, *, payload: str = "", replace: str = "") -> Holder:
         wait, expiry = task.time_to_start(options), task.effective_lock_expiry
         if task.lock == Lock.UNTIL_EXPIRED and expiry:
@@ -63,8 +69,7 @@ def claim(
             holder, ticket = acquire(behind), Ticket(task_id, key, behind, waits=True)
             otherwise = Ticket(task_id, key, waits=True)
         case _:
-            replaces = "holder" if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER} else ""
-            holder = acquire(key, replace=replaces)
+            holder = acquire(key, replace="holder" if ends_other else "")
             ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
             otherwise = Ticket(task_id, key, waits=True)
     if holder.verdict is Verdict.ACQUIRED:
@@ -73,12 +78,9 @@ def claim(
         return holder, ""
     if must_be_sent or overlap is Overlap.BUFFER_ALL:
         return dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
-    ends_other = overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
-    by_all_arguments = task.unique_on is None and task.has_pure_keys
     if not ends_other and (overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and by_all_arguments)):
         return holder, ""
-    serializer = options.get("serializer") or task.serializer
-    payload = "" if by_all_arguments else encode_arguments(args, kwargs, serializer)
+    payload = "" if by_all_arguments else payload or encode_arguments(args, kwargs, serializer)
     following = acquire(behind, payload=payload, replace="payload")
     taken = Ref(behind, task_id, generation(options)) if following.verdict is Verdict.ACQUIRED else None
     if ends_other and following.verdict in {Verdict.ACQUIRED, Verdict.HELD}:

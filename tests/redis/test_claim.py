@@ -169,6 +169,17 @@ def test_a_call_that_cannot_be_encoded_ends_nothing(define, shop, revoked, overl
     assert shop.redis.keys("SINGLETONLOCK_*") == [lock]
 
 
+def test_a_call_that_cannot_be_encoded_takes_the_place_of_none_that_waits(define, shop):
+    task = define(overlap="cancel_other", unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    task.apply_async([1], task_id="waits")
+
+    with pytest.raises(EncodeError):
+        task.delay(1, object())
+
+    assert shop.holder(lock) == ["waits", "queued"]
+
+
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
 def test_a_call_that_cannot_take_its_place_in_the_queue_ends_nothing(define, shop, revoked, overlap):
     task = define(overlap=overlap, unique_on=["value"])
