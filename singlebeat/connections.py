@@ -28,7 +28,6 @@ __all__ = (
     "RedisError",
     "is_redis",
     "lock_server",
-    "lock_url",
     "masked",
     "private",
     "same_slot",
@@ -115,11 +114,6 @@ def lock_server(app: Celery) -> Endpoint:
     if is_redis(config.redbeat_redis_url):
         return schedule_server(app)
     raise ConfigError("set singleton_backend_url to a Redis server: neither result_backend nor broker_url is one")
-
-
-def lock_url(app: Celery) -> str:
-    """Return the URL of the server that keeps the locks; raises as ``lock_server``."""
-    return lock_server(app).url
 
 
 def _borrowed(setting: str, url: Any, tls: Any, options: Mapping[str, Any] | None) -> Endpoint:

@@ -24,6 +24,8 @@ _BARE = re.compile(r'[^\s"=\\]+')
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
 
+_formatter = logging.Formatter()
+
 #: Frames between the caller and the standard library's logger.
 DEPTH = 3
 
@@ -39,6 +41,7 @@ class Log:
 
     def __init__(self, name: str) -> None:
         self._logger = get_logger(name)
+        self._logger.addFilter(_without_passwords_in_traceback)
 
     def debug(self, text: str, *, event: str, **pairs: Any) -> None:
         """Log what only a search for an error needs."""
@@ -100,6 +103,12 @@ def without_passwords(text: str) -> str:
     if "://" not in text and "password=" not in text:
         return text
     return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", text)
+
+
+def _without_passwords_in_traceback(record: logging.LogRecord) -> bool:
+    if record.exc_info and hasattr(record, "singlebeat"):  # others write to Celery's loggers, too
+        record.exc_text = without_passwords(_formatter.formatException(record.exc_info))
+    return True
 
 
 def printable(text: str) -> str:

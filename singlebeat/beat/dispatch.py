@@ -265,7 +265,7 @@ class Dispatcher:
             Call(
                 message.ticket.run,
                 message.entry.task,
-                readable(message.entry.args or (), message.entry.kwargs or {}),
+                readable(message.entry.args or (), message.entry.kwargs or {}, message.entry.options),
                 time_to_start(message.entry.options, queued_ttl=ttl, now=now),
                 getattr(self.app.tasks.get(message.entry.task), "effective_lock_expiry", None),
             )

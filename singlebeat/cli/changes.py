@@ -15,14 +15,14 @@ from ..beat.api import Schedule
 from ..beat.policy import Policy
 from ..errors import EntryError, UnknownEntryError
 from ..overlap import Overlap
-from .output import command, fail, instant, moment, printable, progress, show_json
+from .output import Seconds, command, fail, instant, moment, printable, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
 
 NAME = click.argument("name")
 DEFINITION: Sequence[Callable[[Any], Any]] = (
-    click.option("--every", type=click.FloatRange(min=0, min_open=True), help="Seconds between two runs."),
+    click.option("--every", type=Seconds(min=0, min_open=True), help="Seconds between two runs."),
     click.option("--cron", help="Five fields: minute, hour, day of month, month, day of week."),
     click.option("--args", "args_", help="JSON array."),
     click.option("--kwargs", "kwargs_", help="JSON object."),
@@ -157,7 +157,7 @@ def resume_(app: Celery, as_json: bool, name: str) -> None:
     _done(as_json, f"{name}: goes on", name=name, paused=False)
 
 
-@command("trigger", NAME, click.option("--timeout", type=float, default=10.0, show_default=True))
+@command("trigger", NAME, click.option("--timeout", type=Seconds(), default=10.0, show_default=True))
 def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
     """Let an entry run once as soon as a beat leads, also if it is paused."""
     task_id = Schedule(app).trigger(name, timeout=timeout)

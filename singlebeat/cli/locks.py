@@ -12,7 +12,7 @@ import click
 from ..beat.explain import Lock
 from ..config import Config
 from ..locks import backend_of
-from ..locks.base import instant
+from ..locks.base import Ref, instant
 from .output import command, fail, printable, progress, show_json, table
 from .workers import Workers
 
@@ -64,10 +64,14 @@ def locks_(app: Celery, as_json: bool) -> None:
 )
 def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
     """Free the lock of a task id, or of a key; a lock whose owner lives only by force."""
-    lock = next((lock for lock in held(app) if which in {lock.key, lock.task_id}), None)
-    if lock is None:
+    found = next(((record, lock) for key, record, lock in _records(app) if which in {key, lock.task_id}), None)
+    if found is None:
         fail(f"no lock is held by {which}")
-    if not force:
+    record, lock = found
+    backend = backend_of(app)
+    if force:
+        backend.unlock(lock.key)
+    else:
         if lock.state == "queued":
             fail(
                 f"task {lock.task_id} waits in its queue: when it starts it takes its lock again; --force frees it now"
@@ -79,7 +83,11 @@ def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
             fail(f"task {lock.task_id} runs on {workers.running[lock.task_id]}: --force frees its lock all the same")
         if lock.left is not None and not lock.seems_abandoned:  # its worker may just be too busy to answer
             fail(f"the lock of task {lock.task_id} was renewed lately: its worker lives; --force frees it all the same")
-    backend_of(app).unlock(lock.key)
+        # This run's alone: meanwhile its lease may have ended, and another run begun.
+        run = Ref(lock.key, lock.task_id, int(record.get("gen") or 0), record.get("nonce", ""))
+        backend.finish_many([run], memory=Config.of(app).singlebeat_queued_ttl)
+    if holder := backend.get(lock.key):
+        fail(f"{lock.key} is not free: task {holder} holds it")
     if as_json:
         show_json({"key": lock.key, "task_id": lock.task_id, "unlocked": True})
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from ..errors import ConfigError, LockBackendError, SinglebeatError
 __all__ = (
     "REFUSED",
     "UNANSWERED",
+    "Seconds",
     "command",
     "fail",
     "instant",
@@ -44,6 +46,18 @@ LEAST = 12
 
 #: Seconds between two signs of progress.
 PROGRESS_INTERVAL = 0.1
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds: nan is in no range, but FloatRange lets it pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number that was given."""
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds
+
 
 COLOURS = {"problem": "red", "warning": "yellow", "fine": "green"}
 

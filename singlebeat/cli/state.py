@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.state import State, resign
-from .output import command, fail, marked, printable, show_json
+from .output import Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -52,7 +52,7 @@ def status_(app: Celery, as_json: bool) -> None:
 @command(
     "health",
     click.option("--role", type=click.Choice(["any", "leader"]), default="any", help="leader: of this host."),
-    click.option("--max-lag", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds."),
+    click.option("--max-lag", type=Seconds(min=0), default=60.0, show_default=True, help="Seconds."),
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""

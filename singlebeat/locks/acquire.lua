@@ -7,6 +7,7 @@
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  calls      JSON, one array for each call:
 --          id         task id of the call; it may ask again (a repeated publish)
+--          gen        generation of its message: higher than 0 if it replaces another task
 --          ttl        how long its message may wait (ms); a call that it replaces is remembered as long
 --          expiry     absolute bound of the lock from now on (ms), 0 for none
 --          task       name, for people
@@ -18,7 +19,7 @@
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms)]
 --          acquired  the lock is queued under our id
 --          running   our id holds it and has started: do not send again
---          done      our id ended under this lock: do not send again
+--          done      our id ended under this lock: do not send again; another id may hold it now
 --          held      another id holds it; nothing was written but, if asked so, the payload
 --          unusable  what is at the key is no lock; nothing was written
 
@@ -31,13 +32,13 @@ local function reply(verdict, lock, id)
   return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
 end
 
-local function acquire(lock, done, id, ttl, expiry, task, args, payload, replace)
+local function acquire(lock, done, id, gen, ttl, expiry, task, args, payload, replace)
   local record = redis.pcall("HMGET", lock, "id", "state", "until")
   if record.err then
     return {"unusable", "", "", "0", "0", 0}
   end
   if again then
-    local ended = redis.call("ZMSCORE", done, id .. ":0", id .. ":replaced")
+    local ended = redis.call("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
     if ended[1] or ended[2] then
       return reply("done", lock, id)
     end
@@ -62,14 +63,14 @@ local function acquire(lock, done, id, ttl, expiry, task, args, payload, replace
 
   local since = string.format("%.0f", now)
   if not holder then
-    redis.call("HSET", lock, "id", id, "gen", 0, "state", "queued", "nonce", "",
+    redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
       "task", task, "args", args, "since", since, "payload", payload)
     if expiry > 0 then
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
     end
     if not again then
-      redis.call("ZREM", done, id .. ":0", id .. ":replaced")
+      redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
     end
   end
   if bound then

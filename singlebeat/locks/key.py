@@ -86,9 +86,18 @@ def done_key(lock: str) -> str:
     return f"{lock}:done" if _HASH_TAG.match(lock) else f"{{{lock}}}:done"
 
 
-def readable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the arguments for people, cut at 200 characters."""
-    parts = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
+def readable(args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
+    """Return the arguments for people, cut at 200 characters.
+
+    Args:
+        options: of the call, or the headers of its message: ``argsrepr`` and ``kwargsrepr`` are shown instead.
+    """
+    options = options or {}
+    parts = [str(options["argsrepr"])] if options.get("argsrepr") else [_shown(value) for value in args]
+    if kwargs and options.get("kwargsrepr"):
+        parts.append(str(options["kwargsrepr"]))
+    else:
+        parts += [f"{name}={_shown(value)}" for name, value in kwargs.items()]
     # What an object shows of itself may be no UTF-8, which no server would take.
     text = ", ".join(parts)[: READABLE_LENGTH + 1].encode(errors="backslashreplace").decode()
     return text if len(text) <= READABLE_LENGTH else text[: READABLE_LENGTH - 1] + "…"

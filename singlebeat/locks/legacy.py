@@ -65,7 +65,7 @@ class LegacyBackend(BaseBackend):
         task_id, generation = self._take(call.ref, call.expiry)
         if task_id != call.ref.task_id:
             return _holder(Verdict.HELD, task_id)
-        return _holder(Verdict.RUNNING if generation else Verdict.ACQUIRED, task_id)
+        return _holder(Verdict.RUNNING if generation > call.ref.generation else Verdict.ACQUIRED, task_id)
 
     def _take(self, ref: Ref, expiry: float | None) -> tuple[str, int]:
         """Take a lock if it is free; return who holds it now, and of which generation it is."""

@@ -72,7 +72,7 @@ class MemoryBackend(BaseBackend):
 
     def _acquire(self, call: Call, *, again: bool) -> Holder:
         ref, now = call.ref, self._clock()
-        if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (0, REPLACED)):
+        if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
             return self._holder(Verdict.DONE, ref)
         record = self._live(ref.key)
         if record and record.task_id != ref.task_id and record.state == "queued" and call.replace == "holder":
@@ -86,8 +86,9 @@ class MemoryBackend(BaseBackend):
             return self._holder(Verdict.RUNNING, ref)
         if record is None:
             until = now + call.expiry if call.expiry else None
-            record = _Record(ref.task_id, 0, "queued", "", 0, call.task, call.arguments, now, now, until, call.payload)
-            for ended in (0, REPLACED):
+            owner = (ref.task_id, ref.generation, "queued", "")
+            record = _Record(*owner, 0, call.task, call.arguments, now, now, until, call.payload)
+            for ended in (ref.generation, REPLACED):
                 self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
         self._put(ref.key, record, call.ttl)
         return self._holder(Verdict.ACQUIRED, ref)
@@ -219,7 +220,9 @@ class MemoryBackend(BaseBackend):
         """Yield every lock under a prefix and its record."""
         for key in [key for key in self._records if key.startswith(key_prefix)]:
             if record := self._live(key):
-                yield key, {"id": record.task_id, "state": record.state, "task": record.task, "args": record.arguments}
+                run = {"gen": str(record.generation), "nonce": record.nonce}
+                about = {"id": record.task_id, "state": record.state, "task": record.task, "args": record.arguments}
+                yield key, {**about, **run}
 
     def _live(self, key: str) -> _Record | None:
         record = self._records.get(key)

@@ -79,7 +79,10 @@ class RedisBackend(BaseBackend):
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent."""
-        rows = [(c.ref.task_id, _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.replace) for c in calls]
+        rows = [
+            (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.replace)
+            for owner, c in zip(_requests([c.ref for c in calls]), calls, strict=True)
+        ]
         return [_holder(reply) for reply in self._run_many("acquire", [c.ref for c in calls], int(again), rows=rows)]
 
     def begin(

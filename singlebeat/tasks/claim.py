@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any
 
 from ..errors import LockBackendError
-from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
+from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, generation, unusable
 from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
-from .undo import undo_later
+from .undo import never_mind, undo_later
 
 __all__ = ("claim", "unclaimed")
 
@@ -39,23 +40,31 @@ def claim(
     if overlap is Overlap.ALLOW_ALL:
         return otherwise, ""
 
+    by_all_arguments = task.unique_on is None and task.has_pure_keys
+    ends_other = overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
+    serializer = options.get("serializer") or task.serializer
+    # First: no other gives way to a call that cannot be sent.
+    payload = encode_arguments(args, kwargs, serializer) if ends_other and not by_all_arguments else ""
+
     def acquire(lock: str, *, payload: str = "", replace: str = "") -> Holder:
         wait, expiry = task.time_to_start(options), task.effective_lock_expiry
         if task.lock == Lock.UNTIL_EXPIRED and expiry:
             wait = expiry
-        shown = options.get("argsrepr") or readable(args or (), kwargs or {})
-        call = Call(Ref(lock, task_id), task.name, shown, wait, expiry, payload, replace)
+        shown = readable(args or (), kwargs or {}, options)
+        call = Call(Ref(lock, task_id, generation(options)), task.name, shown, wait, expiry, payload, replace)
         # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
         again = RUN_HEADER in (options.get("headers") or {})
-        backend = task.singleton_backend
+        never_mind(call.ref)
         try:
-            holder: Holder = backend.acquire_many([call], again=again)[0]
+            holder: Holder = task.singleton_backend.acquire_many([call], again=again)[0]
         except LockBackendError:
-            undo_later(backend, call.ref)
+            if not again:
+                undo_later(task.app, call.ref)
             raise
         if holder.verdict is Verdict.UNUSABLE:
             raise LockBackendError(unusable(lock))
-        return holder
+        # Of a call that has ended, whoever holds the lock now is none of its business.
+        return dataclasses.replace(holder, task_id=task_id) if holder.verdict is Verdict.DONE else holder
 
     match task.lock:
         case Lock.WHILE_EXECUTING:
@@ -67,8 +76,7 @@ def claim(
         case Lock.UNTIL_AND_WHILE_EXECUTING:
             holder, ticket = acquire(behind), Ticket(task_id, key, behind, waits=True)
         case _:
-            replaces = "holder" if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER} else ""
-            holder = acquire(key, replace=replaces)
+            holder = acquire(key, replace="holder" if ends_other else "")
             ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
             otherwise = Ticket(task_id, key, waits=True)
     if holder.verdict is Verdict.ACQUIRED:
@@ -76,14 +84,25 @@ def claim(
     if holder.task_id == task_id:  # it was sent before
         return holder, ""
     if must_be_sent or overlap is Overlap.BUFFER_ALL:
-        return replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
-    if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}:
-        task.app.control.revoke(holder.task_id, terminate=overlap is Overlap.TERMINATE_OTHER)
-    elif overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and task.unique_on is None):
+        return dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
+    if not ends_other and (overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and by_all_arguments)):
         return holder, ""
-    serializer = options.get("serializer") or task.serializer
-    payload = "" if task.unique_on is None else encode_arguments(args, kwargs, serializer)
+    payload = "" if by_all_arguments else payload or encode_arguments(args, kwargs, serializer)
     following = acquire(behind, payload=payload, replace="payload")
-    if following.verdict is not Verdict.ACQUIRED:
+    taken = Ref(behind, task_id, generation(options)) if following.verdict is Verdict.ACQUIRED else None
+    if ends_other and following.verdict in {Verdict.ACQUIRED, Verdict.HELD}:
+        _end(task, holder, terminate=overlap is Overlap.TERMINATE_OTHER, taken=taken)
+    if taken is None:
         return following, ""
     return Ticket(task_id, key, behind, waits=True, waits_for=holder), behind
+
+
+def _end(task: Any, holder: Holder, *, terminate: bool, taken: Ref | None) -> None:
+    """End the run that holds a lock; only when the call that wants it has taken its place behind it."""
+    try:
+        task.app.control.revoke(holder.task_id, terminate=terminate)
+    except BaseException:
+        if taken is not None:
+            with suppress(LockBackendError):  # then it ends by itself
+                task.singleton_backend.finish_many([taken], memory=0)
+        raise

@@ -127,7 +127,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
             lease=config.singlebeat_lock_lease,
             memory=memory,
             task=task.name,
-            arguments=request.argsrepr or readable(request.args or (), request.kwargs or {}),
+            arguments=readable(request.args or (), request.kwargs or {}, vars(request)),
             expiry=task.effective_lock_expiry,
         )
         if not may_start(task, ticket, holder, request):
@@ -243,6 +243,9 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
 
 def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
     headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
-    signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
+    shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
+    signature = task.signature_from_request(
+        request, countdown=countdown, retries=request.retries, headers=headers, **shown
+    )
     # Task's own method: a Singleton's would hand the lock over to it.
     Task.apply_async(task, signature.args, signature.kwargs, **signature.options)

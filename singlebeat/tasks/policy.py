@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -33,7 +34,7 @@ class Lock(StrEnum):
     UNTIL_EXECUTED = "until_executed"  #: from the call to the end of its run
     UNTIL_EXECUTING = "until_executing"  #: from the call to the start of its run
     UNTIL_EXPIRED = "until_expired"  #: from the call until ``lock_expiry`` has passed
-    WHILE_EXECUTING = "while_executing"  #: from the start to the end of its run
+    WHILE_EXECUTING = "while_executing"  #: from the start to the end of its run, retries and their countdowns included
     UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"  #: one may run while another waits
 
 
@@ -104,7 +105,9 @@ def check(task: Any, name: str) -> None:
 def _check_lock(task: Any) -> None:
     if task.lock not in list(Lock):
         raise ConfigError(f"lock must be one of {', '.join(Lock)}, not {task.lock!r}")
-    lock = Lock(task.lock)
+    lock, expiry = Lock(task.lock), task.lock_expiry
+    if expiry is not None and not isinstance(expiry, property) and not _is_duration(expiry):
+        raise ConfigError(f"lock_expiry must be a positive number of seconds, or None, not {expiry!r}")
     if lock is Lock.UNTIL_EXPIRED and task.lock_expiry is None:
         raise ConfigError("lock=until_expired needs lock_expiry")
     if task.overlap is None:
@@ -112,6 +115,10 @@ def _check_lock(task: Any) -> None:
     overlap = _overlap_of(task.overlap, lock)
     if task.raise_on_duplicate is not None and task.raise_on_duplicate != (overlap is Overlap.RAISE):
         raise ConfigError(f"overlap={overlap} contradicts raise_on_duplicate={task.raise_on_duplicate}")
+
+
+def _is_duration(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from celery import Task
@@ -15,12 +16,13 @@ from kombu.utils.uuid import uuid
 from .. import signals
 from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError
-from ..locks import backend_of, eager_backend_of
+from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation
-from ..locks.key import canonical, digest, lock_key, readable
+from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation, unusable
+from ..locks.key import canonical, digest, lock_key
 from ..log import Log
 from .claim import claim
+from .eager import run_eagerly
 from .gate import Run, run_under_lock
 from .install import install
 from .policy import Lock, Overlap, check, overlap_for, pick, signature_of
@@ -158,7 +160,8 @@ class Singleton(Task):  # type: ignore[misc]
 
         own = Ticket.of_message(options.get("headers") or {}, task_id)
         if self.app.conf.task_always_eager:
-            return self._apply_eagerly(task_id, args, kwargs, publish, overlap)
+            done = run_eagerly(self, self.generate_lock(self.name, args, kwargs), task_id, publish)
+            return self._duplicate(done, args, kwargs, overlap) if isinstance(done, Holder) else done
         if own is not None and own.nonce:
             return self._hand_over_and_send(own, options, publish)
         if own is not None:
@@ -179,7 +182,7 @@ class Singleton(Task):  # type: ignore[misc]
             return publish(waits_for=ticket.waits_for, headers=headers)
         except BaseException:
             if taken:
-                self._release(Ref(taken, task_id))
+                self._release(Ref(taken, task_id, generation(options)))
             raise
 
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
@@ -197,18 +200,6 @@ class Singleton(Task):  # type: ignore[misc]
             if promised:
                 backend.promise(run.run, to=None, ttl=0)
             raise
-
-    def _apply_eagerly(self, task_id: str, args: Any, kwargs: Any, publish: Publish, overlap: Overlap) -> AsyncResult:
-        """Run the task here and now, under a lock that only this process knows."""
-        backend, ref = eager_backend_of(self.app), Ref(self.generate_lock(self.name, args, kwargs), task_id)
-        call = Call(ref, self.name, readable(args or (), kwargs or {}), self.singleton_config.singlebeat_queued_ttl)
-        holder = backend.acquire_many([call])[0]
-        if holder.verdict is not Verdict.ACQUIRED:  # it calls itself
-            return self._duplicate(holder, args, kwargs, overlap)
-        try:
-            return publish()
-        finally:
-            backend.finish_many([ref], memory=0)
 
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
         about = {"task": self.name, "holder": holder.task_id, "state": holder.state}
@@ -259,22 +250,31 @@ class Singleton(Task):  # type: ignore[misc]
         """Return the id of the task that holds a lock, or None."""
         return self.singleton_backend.get(lock)
 
-    def aquire_lock(self, lock: str, task_id: str) -> bool:
-        """Take a lock for a task id; tell whether that id holds it now. (celery-singleton's spelling.)"""
-        ttl = self.singleton_config.singlebeat_queued_ttl
-        call = Call(Ref(lock, task_id), self.name, "", ttl, self.effective_lock_expiry)
-        return self.singleton_backend.acquire_many([call])[0].verdict is not Verdict.HELD
+    def aquire_lock(self, lock: str, task_id: str, **options: Any) -> bool:
+        """Take a lock for a task id and the options of its message; tell whether that id holds it now.
+
+        Raises:
+            LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
+        """
+        call = Call(Ref(lock, task_id), self.name, "", self.time_to_start(options), self.effective_lock_expiry)
+        verdict = self.singleton_backend.acquire_many([call])[0].verdict
+        if verdict is Verdict.UNUSABLE:
+            raise LockBackendError(unusable(lock))
+        return verdict is not Verdict.HELD
 
     acquire_lock = aquire_lock
 
     def lock_and_run(self, lock: str, *args: Any, task_id: str | None = None, **kwargs: Any) -> AsyncResult | None:
         """Send the task under a lock of the caller's choice; None if somebody holds it."""
         task_id = task_id or uuid()
-        if not self.aquire_lock(lock, task_id):
+        send = partial(super().apply_async, *args, task_id=task_id, **kwargs)
+        if self.app.conf.task_always_eager:
+            done = run_eagerly(self, lock, task_id, send)
+            return None if isinstance(done, Holder) else done
+        if not self.aquire_lock(lock, task_id, **kwargs):
             return None
-        headers = {**(kwargs.pop("headers", None) or {}), HEADER: Ticket(task_id, lock, lock).header()}
         try:
-            return super().apply_async(*args, task_id=task_id, headers=headers, **kwargs)
+            return send(headers={**(kwargs.get("headers") or {}), HEADER: Ticket(task_id, lock, lock).header()})
         except BaseException:
             self._release(Ref(lock, task_id))
             raise

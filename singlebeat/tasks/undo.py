@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from ..errors import LockBackendError
+from ..locks import new_backend
 from ..locks.base import BaseBackend, Ref
-from .threads import Empty, SimpleQueue, start_native_thread
+from ..log import Log
+from .threads import Empty, SimpleQueue, native_sleep, start_native_thread
 
-__all__ = ("undo_later",)
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("never_mind", "undo_later")
+
+log = Log(__name__)
 
 #: Seconds between two tries, and until a thread that has nothing to do ends.
 PAUSE = 1.0
@@ -28,15 +36,30 @@ class _Undoing:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._refused: SimpleQueue[tuple[BaseBackend, Ref, float]] = SimpleQueue()
+        self._wanted: dict[Ref, float] = {}  #: until when; whatever else is in the queue was sent after all
+        #: Holds one thing while nobody frees or forgets.
+        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._turn.put(None)
+        #: Of the thread: under gevent it cannot use a connection of the greenlets.
+        self._backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
         #: Holds one thing while there is no thread: whoever gets it starts one.
         self._no_thread: SimpleQueue[None] = SimpleQueue()
         self._no_thread.put(None)
 
-    def add(self, backend: BaseBackend, ref: Ref) -> None:
+    def add(self, app: Celery, ref: Ref) -> None:
+        if app not in self._backends:
+            self._backends[app] = new_backend(app, own_connections=True)
         if self._refused.qsize() < MOST_CALLS:
-            self._refused.put((backend, ref, time.monotonic() + PATIENCE))
+            self._wanted[ref] = given_up = time.monotonic() + PATIENCE
+            self._refused.put((self._backends[app], ref, given_up))
         if self._may_start():
             start_native_thread(self._run, "singlebeat-undo")
+
+    def forget(self, ref: Ref) -> None:
+        if ref in self._wanted:
+            self._turn.get()
+            self._wanted.pop(ref, None)
+            self._turn.put(None)
 
     def _may_start(self) -> bool:
         try:
@@ -55,27 +78,42 @@ class _Undoing:
                 if self._refused.empty() or not self._may_start():
                     return
             else:
-                if not _undone(backend, ref) and time.monotonic() < given_up:
+                if self._undone(backend, ref, given_up) or time.monotonic() >= given_up:
+                    if self._wanted.get(ref) == given_up:
+                        self._wanted.pop(ref, None)
+                else:
                     self._refused.put((backend, ref, given_up))  # behind those of servers that may answer
-                    with suppress(Empty):  # a sleep that no gevent has patched
-                        SimpleQueue[None]().get(timeout=PAUSE)
+                    native_sleep(PAUSE)
 
-
-def _undone(backend: BaseBackend, ref: Ref) -> bool:
-    try:
-        backend.get(ref.key)  # once it answers, it has read what came before
-        backend.finish_many([ref], memory=0)
-    except LockBackendError:
-        return False
-    return True
+    def _undone(self, backend: BaseBackend, ref: Ref, given_up: float) -> bool:
+        try:
+            backend.get(ref.key)  # once it answers, it has read what came before
+            self._turn.get()
+            try:
+                if self._wanted.get(ref) == given_up:
+                    backend.finish_many([ref], memory=0)
+            finally:
+                self._turn.put(None)
+        except LockBackendError:
+            return False
+        except Exception:  # the outer edge of the thread: others wait for it, too
+            about = {"id": ref.task_id}
+            log.exception("the lock of task %(id)s stays until it ends by itself", event="lock_kept", **about)
+        return True
 
 
 _undoing = _Undoing()
 
 
-def undo_later(backend: BaseBackend, ref: Ref) -> None:
+def undo_later(app: Celery, ref: Ref) -> None:
     """Free the lock of a call that was refused because its server did not answer, when it answers again."""
     global _undoing  # noqa: PLW0603 - a forked child has none of its parent's threads
     if _undoing.pid != os.getpid():
         _undoing = _Undoing()
-    _undoing.add(backend, ref)
+    _undoing.add(app, ref)
+
+
+def never_mind(ref: Ref) -> None:
+    """Leave the lock of a call alone, whatever became of it before: it is made again, under the same id."""
+    if _undoing.pid == os.getpid():
+        _undoing.forget(ref)

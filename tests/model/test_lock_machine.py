@@ -27,6 +27,9 @@ T = TypeVar("T")
 lost = st.booleans()
 steps = st.sampled_from([1, 1, 1_000_000])
 payloads = st.sampled_from(["", "one", "two"])
+wishes = st.sampled_from(["", "payload", "holder"])
+#: Of the first message of a task: another one may have been replaced by it.
+firsts = st.sampled_from([0, 0, 1_000_000])
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Model:
         self.replaced: set[str] = set()
 
     def acquire(self, ref: Ref, *, again: bool, payload: str, replaces: str) -> Verdict:
-        if again and ((ref.task_id, 0) in self.done or ref.task_id in self.replaced):
+        if again and ((ref.task_id, ref.generation) in self.done or ref.task_id in self.replaced):
             return Verdict.DONE
         if self.record and self.record.id != ref.task_id and self.record.state == "queued":
             if replaces == "payload":
@@ -58,7 +61,7 @@ class Model:
                 self.replaced.add(self.record.id)
                 self.record = None
         if self.record is None:
-            self.record = Record(ref.task_id, 0, "queued", "", payload)
+            self.record = Record(ref.task_id, ref.generation, "queued", "", payload)
         if self.record.id != ref.task_id:
             return Verdict.HELD
         return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
@@ -154,10 +157,10 @@ class LockMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.senders < SENDERS)
-    @rule(targets=(tasks, messages), lost=lost, payload=payloads, replaces=st.sampled_from(["", "payload", "holder"]))
-    def call(self, lost, payload, replaces):
+    @rule(targets=(tasks, messages), lost=lost, payload=payloads, replaces=wishes, generation=firsts)
+    def call(self, lost, payload, replaces, generation):
         self.senders += 1
-        ref = Ref(LOCK, f"task {self.senders}")
+        ref = Ref(LOCK, f"task {self.senders}", generation)
         before = self.model.record and replace(self.model.record)
         verdict = self.acquire(ref, lost, again=False, payload=payload, replaces=replaces)
         free = before is None or (before.state == "queued" and replaces == "holder")
@@ -169,7 +172,7 @@ class LockMachine(RuleBasedStateMachine):
     @rule(ref=tasks, lost=lost)
     def call_again(self, ref, lost):
         verdict = self.acquire(ref, lost, again=True)
-        assert (verdict is Verdict.DONE) == ((ref.task_id, 0) in self.over or ref.task_id in self.replaced)
+        assert (verdict is Verdict.DONE) == ((ref.task_id, ref.generation) in self.over or ref.task_id in self.replaced)
 
     @rule(ref=tasks, lost=lost)
     def give_up_publishing(self, ref, lost):

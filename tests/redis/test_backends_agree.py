@@ -60,7 +60,7 @@ def acquire(draw: st.DrawFn) -> Ask:
         st.lists(
             st.builds(
                 Call,
-                st.builds(Ref, locks, ids),
+                messages,
                 st.just("app.task"),
                 st.just("1, x=2"),
                 st.just(QUEUED_TTL),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from celery.schedules import crontab, schedule
@@ -20,8 +21,10 @@ from singlebeat.beat.lease import Lease, Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.store import Store
 from singlebeat.cli import COMMANDS
+from singlebeat.cli.workers import Workers
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
+from singlebeat.locks.memory import MemoryBackend
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
 
@@ -201,6 +204,46 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app):
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
 
 
+def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, app, monkeypatch):
+    backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
+    dead = Ref(lock, "dead-one", 0, "n")
+    backend.begin(dead, lease=5, memory=60, task="t", arguments="")
+    ask = Workers.ask
+
+    def ask_slowly(app: Any) -> Any:
+        answers = ask(app)
+        backend.unlock(lock)  # as the end of its lease does
+        backend.begin(Ref(lock, "next-one", 0, "n"), lease=30, memory=60, task="t", arguments="")
+        return answers
+
+    monkeypatch.setattr(Workers, "ask", ask_slowly)
+
+    assert "is not free: task next-one holds it" in cli("unlock", "dead-one", code=1).output
+    assert backend.get(lock) == "next-one"
+
+
+def test_unlock_leaves_a_retry_the_lock_that_was_promised_to_it(cli, app):
+    backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "retrying-one", 0, "n")
+    backend.begin(run, lease=5, memory=60, task="t", arguments="")
+    backend.promise(run, to=Ref(run.key, run.task_id, 1), ttl=60)
+
+    assert "is not free: task retrying-one holds it" in cli("unlock", "retrying-one", code=1).output
+    assert [row["state"] for row in answer(cli("locks", "--json"))] == ["queued"]
+
+
+def test_unlock_says_so_if_the_backend_cannot_free_a_lock(cli, server):
+    class Stubborn(MemoryBackend):
+        def unlock(self, lock: str) -> None:
+            """Do nothing, as without locks there is nothing to do."""
+
+    with make_app(server.celery_url, {"singleton_backend_class": Stubborn}) as app:
+        backend_of(app).begin(Ref("SINGLETONLOCK_{a}", "a", 0, "n"), lease=30, memory=60, task="t", arguments="")
+
+        result = cli("unlock", "a", "--force", code=1, app=app)
+
+    assert "is not free: task a holds it" in result.output
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
@@ -212,6 +255,9 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app):
         (["add", "n", TASK], 2, "needs --every or --cron"),
         (["add", "n", TASK, "--every", "5", "--cron", "* * * * *"], 2, "not both"),
         (["add", "n", TASK, "--every", "1e300"], 2, "too long"),
+        (["add", "n", TASK, "--every", "nan"], 2, "nan is no number of seconds"),
+        (["health", "--max-lag", "nan"], 2, "nan is no number of seconds"),
+        (["trigger", "e", "--timeout", "nan"], 2, "nan is no number of seconds"),
         (["add", "n", TASK, "--cron", "* *"], 2, "needs five fields"),
         (["add", "n", TASK, "--cron", "99 * * * *"], 2, "--cron"),
         (["add", "n", TASK, "--every", "5", "--args", "{}"], 2, "is no JSON array"),

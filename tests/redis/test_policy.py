@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -12,17 +13,20 @@ import pytest
 from celery import Celery
 from celery.beat import Service
 from celery.schedules import crontab, schedule
+from celery.signals import after_task_publish
 from redis import Redis
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.scheduler import Scheduler
 from singlebeat.locks import backend_of
+from singlebeat.locks.base import HEADER, Ref
 from tests.support import RedisServer
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 SCHEDULE, HISTORY, QUARANTINE = "redbeat::schedule", "redbeat::history", "redbeat::quarantine"
+PENDING = "redbeat::pending"
 SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
 
 
@@ -312,6 +316,54 @@ def test_overlap_decides_about_calls_that_wait_in_the_queue(desk, task, overlap,
     assert desk.decisions == ["dispatched", later, later]
     assert len(desk.messages) == (1 if later == "skipped_overlap" else 3)
     assert sum(bool(ticket.get("waits")) for ticket in tickets) == waiting
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
+@pytest.mark.parametrize("overlap", ["buffer_one", "terminate_other"])
+def test_what_has_run_is_dispatched_even_if_an_equal_call_runs_before_beat_knows(desk, task, overlap):
+    backend = backend_of(desk.app)
+    backend.announce("w@h", ttl=60)
+    desk.put(task=task, overlap=overlap)
+    with dying_after_publish(), pytest.raises(SystemExit):
+        desk.tick()
+    (message,) = desk.messages
+    for task_id in (message["id"], "another"):
+        run = Ref(message[HEADER]["key"], task_id, nonce=f"run of {task_id}")
+        backend.begin(run, lease=60, memory=60, task=task, arguments="")
+        if task_id == message["id"]:
+            backend.finish_many([run], memory=60, ran=True)
+
+    desk.redis.zadd(PENDING, {"redbeat:e": 0})
+    desk.tick()
+
+    assert desk.decisions == ["dispatched"]
+    assert [sent["id"] for sent in desk.messages] == [message["id"]]
+    assert desk.meta.total_run_count == 8
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
+@pytest.mark.parametrize("overlap", ["skip", "buffer_all"])
+def test_a_lock_shows_of_the_arguments_of_an_entry_what_its_options_show(desk, task, overlap):
+    backend_of(desk.app).announce("w@h", ttl=60)
+    hidden = {"argsrepr": "('a name',)", "kwargsrepr": "{'seconds': '**'}"}
+    desk.put(task=task, overlap=overlap, args=["e"], kwargs={"seconds": 4929}, options=hidden)
+
+    desk.tick()
+
+    (lock,) = desk.redis.keys("SINGLETONLOCK_*")
+    assert desk.redis.hget(lock, "args") == "('a name',), {'seconds': '**'}"
+
+
+@contextmanager
+def dying_after_publish() -> Iterator[None]:
+    def die(**_: Any) -> None:
+        raise SystemExit
+
+    after_task_publish.connect(die, weak=False)
+    try:
+        yield
+    finally:
+        after_task_publish.disconnect(die)
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])

@@ -344,6 +344,10 @@ def test_a_task_whose_words_contradict_each_other_is_refused_when_it_is_defined(
         ({"lock": "until_finished"}, "lock must be one of until_executed, .*, not 'until_finished'"),
         ({"overlap": "queue"}, "overlap must be one of skip, .*, not 'queue'"),
         ({"lock": "until_expired"}, "lock=until_expired needs lock_expiry"),
+        *(
+            ({"lock_expiry": wrong}, "lock_expiry must be a positive number of seconds, or None, not")
+            for wrong in (0, -5, "60", True, float("nan"), float("inf"))
+        ),
         ({"overlap": "skip", "raise_on_duplicate": True}, "overlap=skip contradicts raise_on_duplicate=True"),
         ({"overlap": "raise", "raise_on_duplicate": False}, "overlap=raise contradicts raise_on_duplicate=False"),
         ({"unique_on": ["user.id"]}, "unique_on names 'user.id', which is no argument of the task; .*: account"),

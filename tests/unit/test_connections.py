@@ -21,7 +21,7 @@ from singlebeat.clients import native
 from singlebeat.connections import (
     RedisError,
     is_redis,
-    lock_url,
+    lock_server,
     masked,
     private,
     schedule_client,
@@ -144,7 +144,7 @@ def test_a_url_without_a_password_is_shown_as_it_is(url):
 def test_the_locks_are_where_the_user_says():
     app = app_with(singleton_backend_url="redis://locks", result_backend="redis://results", broker_url="redis://broker")
 
-    assert lock_url(app) == "redis://locks"
+    assert lock_server(app).url == "redis://locks"
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_the_locks_are_where_the_user_says():
     ],
 )
 def test_without_a_word_from_the_user_the_locks_are_in_the_first_redis_that_is_known(conf, expected):
-    assert lock_url(app_with(**conf)) == expected
+    assert lock_server(app_with(**conf)).url == expected
 
 
 def test_locks_without_any_redis_are_an_error_that_names_the_setting():
     with pytest.raises(ConfigError, match=r"^set singleton_backend_url to a Redis server"):
-        lock_url(app_with(broker_url="amqp://me:geheim@h//", result_backend="rpc://"))
+        lock_server(app_with(broker_url="amqp://me:geheim@h//", result_backend="rpc://"))
 
 
 def test_an_app_has_one_lock_backend_and_its_settings_reach_it():

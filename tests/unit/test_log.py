@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -149,6 +150,23 @@ def test_an_error_that_nobody_has_foreseen_has_its_traceback(log, lines):
 
 
 # ---------------------------------------------------------------- secrets
+
+
+def test_a_password_is_masked_in_the_traceback_of_an_error_and_of_its_cause(log, lines):
+    def fail() -> None:
+        try:
+            os.stat("redis://:geheim@host")
+        except OSError as exc:
+            raise RuntimeError("redis://user:geheim@host") from exc
+
+    try:
+        fail()
+    except RuntimeError:
+        log.exception("it failed", event="failed")
+
+    assert "geheim" not in lines.text
+    assert "RuntimeError: redis://user:**@host" in lines.text
+    assert "Error: [Errno 2] No such file or directory" in lines.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,503 @@
+"""What a call does about its lock before it is sent, and what is left of one that was not; without a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu.exceptions import EncodeError, OperationalError, SerializerNotInstalled
+from redis import Redis
+
+from singlebeat import Singleton
+from singlebeat.errors import LockBackendError
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.memory import MemoryBackend
+from singlebeat.tasks.gate import Postponed
+from singlebeat.tasks.policy import decode_arguments
+from singlebeat.tasks.undo import undo_later
+from tests.redis.test_legacy_backend import BytesBackend
+from tests.support import ROOT, free_port, wait_until
+from tests.system.apps import make_app
+
+MEMORY, LEASE = 3600.0, 60.0
+
+
+def hold(value: Any, more: Any = None) -> None: ...
+
+
+@pytest.fixture
+def define(app) -> Callable[..., Any]:
+    """Return a new Singleton with these options."""
+
+    def define(function: Callable[..., Any] = hold, **options: Any) -> Any:
+        function.__name__ = "function"  # a lambda's is no name for Celery
+        return app.task(function, **{"name": "claimed", "base": Singleton, "shared": False, **options})
+
+    return define
+
+
+class Shop:
+    """What others do to a lock: its calls run and end, all without a worker."""
+
+    def __init__(self, app: Celery, redis: Redis) -> None:
+        self.app, self.redis, self.backend = app, redis, backend_of(app)
+
+    def begin(self, lock: str, task_id: str, generation: int = 0) -> Ref:
+        run = Ref(lock, task_id, generation, f"run of {task_id}")
+        self.backend.begin(run, lease=LEASE, memory=MEMORY, task="claimed", arguments="")
+        return run
+
+    def run(self, lock: str, task_id: str) -> None:
+        """Let a call that waits run and end."""
+        self.backend.finish_many([self.begin(lock, task_id)], memory=MEMORY, ran=True)
+
+    @property
+    def sent(self) -> list[str]:
+        """The ids of the messages in the queue, the first one first."""
+        return [json.loads(raw)["headers"]["id"] for raw in self.redis.lrange("celery", 0, -1)[::-1]]
+
+    def holder(self, lock: str) -> list[str | None]:
+        return self.redis.hmget(lock, "id", "state")
+
+
+@pytest.fixture
+def shop(app, redis) -> Shop:
+    return Shop(app, redis)
+
+
+@pytest.fixture
+def revoked(app, server, redis) -> Iterator[Callable[[], list[str]]]:
+    """Tells which task ids were revoked so far."""
+    with redis.pubsub() as ears:
+        ears.psubscribe("*pidbox*")
+        wait_until(lambda: ears.get_message(timeout=5), what="the subscription")
+
+        def revoked() -> list[str]:
+            app.control.revoke("the last one")
+            found: list[str] = []
+            while True:
+                message = wait_until(lambda: ears.get_message(timeout=5), what="a revocation")
+                body = json.loads(message["data"])["body"]
+                arguments = json.loads(b64decode(body))["arguments"]
+                if arguments["task_id"] == "the last one":
+                    return found
+                found.append(arguments["task_id"])
+
+        yield revoked
+
+
+def by_beat(task: Any, task_id: str, *args: Any, **options: Any) -> Any:
+    """Send a call as beat does: under an id that is computed, and may have been sent before."""
+    return task.apply_async(args, task_id=task_id, headers={RUN_HEADER: {"entry": "e"}}, **options)
+
+
+# ---------------------------------------------------------------- a call that was sent before
+
+
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other", "buffer_one"])
+@pytest.mark.parametrize("waiting", [False, True], ids=["runs", "waits"])
+def test_a_call_that_has_run_does_nothing_to_the_one_after_it(define, shop, revoked, overlap, waiting):
+    task = define(overlap=overlap, unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    by_beat(task, "first", 1)
+    shop.run(lock, "first")
+    task.apply_async([1], task_id="second")
+    if not waiting:
+        shop.begin(lock, "second")
+    before = shop.redis.hgetall(lock)
+
+    result = by_beat(task, "first", 1)
+
+    assert (result.id, result.is_duplicate) == ("first", True)
+    assert revoked() == []
+    assert shop.sent == ["first", "second"]
+    assert shop.redis.hgetall(lock) == before
+
+
+# ---------------------------------------------------------------- a call that comes after another
+
+
+class ByInitial(Singleton):
+    """Makes calls equal whose values begin alike, by a key of its own."""
+
+    abstract = True
+
+    def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
+        return super().generate_lock(task_name, [task_args[0][:1]], {})
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["waits", "runs"])
+def test_a_key_of_its_own_leaves_the_latest_arguments_to_the_call_that_comes_after(define, shop, runs):
+    task = define(base=ByInitial, overlap="buffer_one")
+    lock = task.generate_lock(task.name, ["early"])
+    task.apply_async(["early"], task_id="first")
+    if runs:
+        shop.begin(lock, "first")
+
+    task.apply_async(["even later"], task_id="second")
+    result = task.delay("eventually")
+
+    assert shop.sent == ["first", "second"]
+    assert (result.id, result.is_duplicate) == ("second", True)
+    assert decode_arguments(shop.redis.hget(f"{lock}:next", "payload"))[0] == ["eventually"]
+
+
+# ---------------------------------------------------------------- a call that cannot be sent
+
+
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_call_that_cannot_be_encoded_ends_nothing(define, shop, revoked, overlap):
+    task = define(overlap=overlap, unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    shop.begin(lock, "running")
+
+    with pytest.raises(EncodeError):
+        task.delay(1, object())
+
+    assert revoked() == []
+    assert shop.redis.keys("SINGLETONLOCK_*") == [lock]
+
+
+def test_a_call_that_cannot_be_encoded_takes_the_place_of_none_that_waits(define, shop):
+    task = define(overlap="cancel_other", unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    task.apply_async([1], task_id="waits")
+
+    with pytest.raises(EncodeError):
+        task.delay(1, object())
+
+    assert shop.holder(lock) == ["waits", "queued"]
+
+
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_call_that_cannot_take_its_place_in_the_queue_ends_nothing(define, shop, revoked, overlap):
+    task = define(overlap=overlap, unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    shop.begin(lock, "running")
+    shop.redis.set(f"{lock}:next", "no lock")
+
+    with pytest.raises(LockBackendError, match="no lock"):
+        task.delay(1)
+
+    assert revoked() == []
+    assert shop.sent == []
+
+
+def test_the_latest_call_ends_the_one_that_runs_and_leaves_its_arguments_to_the_one_that_waits(define, shop, revoked):
+    task = define(overlap="cancel_other", unique_on=["value"])
+    lock = task.generate_lock(task.name, [1])
+    shop.begin(lock, "running")
+    task.apply_async([1, "early"], task_id="waits")
+    early = shop.redis.hget(f"{lock}:next", "payload")
+
+    result = task.delay(1, "late")
+
+    assert (result.id, result.is_duplicate) == ("waits", True)
+    assert revoked() == ["running", "running"]
+    assert shop.redis.hget(f"{lock}:next", "payload") != early
+
+
+def test_a_call_that_cannot_say_whom_it_ends_leaves_no_lock(server, redis):
+    no_retries = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
+    away = {"broker_url": f"redis://127.0.0.1:{free_port()}", "broker_transport_options": no_retries}
+    with make_app(server.celery_url, away) as app:
+        task = app.task(hold, name="claimed", base=Singleton, shared=False, overlap="cancel_other")
+        lock = task.generate_lock(task.name, [1])
+        Shop(app, redis).begin(lock, "running")
+
+        with pytest.raises(OperationalError):
+            task.delay(1)
+
+        assert redis.keys("SINGLETONLOCK_*") == [lock]
+
+
+# ---------------------------------------------------------------- a call that was refused
+
+
+@pytest.fixture
+def refuse(server, redis, own_server) -> Iterator[Callable[..., Any]]:
+    """Return a task after a call of it under an id was refused: the locks' server hung, and goes on."""
+    conf = {"singleton_backend_url": own_server.url, "singlebeat_socket_timeout": 0.2}
+    with make_app(server.celery_url, conf) as app:
+        task = app.task(hold, name="claimed", base=Singleton, shared=False, overlap="cancel_other")
+
+        def refuse(**options: Any) -> Any:
+            own_server.pause()
+            for number in range(300):  # so that ours is not undone before it is made again
+                undo_later(app, Ref(f"another lock {number}", "refused"))
+            with pytest.raises(LockBackendError):
+                task.apply_async([1], **options)
+            own_server.resume()
+            return task
+
+        yield refuse
+        all_undone()
+
+
+def all_undone() -> None:
+    wait_until(
+        lambda: all(thread.name != "singlebeat-undo" for thread in threading.enumerate()),
+        timeout=30,
+        what="the end of the calls that were refused",
+    )
+
+
+@pytest.mark.parametrize("headers", [{}, {RUN_HEADER: {"entry": "e"}}], ids=["by its caller", "by beat"])
+def test_a_refused_call_that_is_repeated_keeps_its_lock(refuse, own_server, headers):
+    task = refuse(task_id="mine", headers=headers)
+
+    def sent() -> Any:
+        with suppress(LockBackendError):  # the time that it may take is short for a busy machine
+            return task.apply_async([1], task_id="mine", headers=headers)
+        return None
+
+    wait_until(sent, what="an answer")
+    all_undone()
+
+    with own_server.client() as client:
+        assert client.hget(task.generate_lock(task.name, [1]), "id") == "mine"
+
+
+UNDONE_BESIDE_GREENLETS = """
+import sys
+import time
+from gevent import joinall, monkey, sleep, spawn
+monkey.patch_all()
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ref
+from singlebeat.tasks.gate import Postponed
+from singlebeat.tasks.policy import decode_arguments
+from singlebeat.tasks.undo import undo_later
+from tests.system.apps import make_app
+
+with make_app(sys.argv[1]) as app:
+    backend, given_up = backend_of(app), time.monotonic() + 20
+
+    def wait():
+        while backend.get("a lock") and time.monotonic() < given_up:
+            sleep(0.005)  # idle, so that the thread waits for its answers
+
+    for number in range(10):
+        backend.lock("a lock", "refused")
+        greenlets = [spawn(wait) for _ in range(5)]
+        undo_later(app, Ref("a lock", "refused"))
+        joinall(greenlets, raise_error=True)
+    print(backend.get("a lock"))
+"""
+
+
+def test_a_refused_call_is_undone_beside_greenlets(server, redis):
+    pytest.importorskip("gevent")
+    command = [sys.executable, "-c", UNDONE_BESIDE_GREENLETS, server.celery_url]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.stdout == "None\n", done.stderr
+
+
+def test_an_error_that_nobody_has_foreseen_does_not_end_the_undoing_of_others(app, redis):
+    class Broken(MemoryBackend):
+        def get(self, lock: str) -> str | None:
+            raise RuntimeError("as asked")
+
+    with make_app("memory://", {"singleton_backend_class": Broken}) as broken:
+        backend_of(app).lock("a lock", "refused")
+        undo_later(broken, Ref("another lock", "refused"))
+        undo_later(app, Ref("a lock", "refused"))
+        wait_until(lambda: not redis.exists("a lock"), what="the end of the lock")
+        all_undone()
+
+
+# ---------------------------------------------------------------- what people see of its arguments
+
+SECRET = "4929"
+HIDDEN = {"argsrepr": "('an account',)", "kwargsrepr": "{'card': '****'}"}
+
+
+def no_secret(redis: Redis) -> bool:
+    """Tell whether no lock shows the secret; whoever looks for it must have found a lock."""
+    shown = [json.dumps(redis.hgetall(key)) for key in redis.keys("SINGLETONLOCK_*")]
+    assert shown
+    return not any(SECRET in text for text in shown)
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, {"kwargsrepr": HIDDEN["kwargsrepr"]}], ids=["both", "kwargs alone"])
+def test_a_lock_shows_of_the_arguments_of_a_call_what_its_sender_shows(define, app, redis, hidden):
+    task = define(lambda account, card: None)
+    args = [SECRET] if "argsrepr" in hidden else ["an account"]
+
+    task.s(*args, card=SECRET).set(**hidden).delay()
+
+    assert no_secret(redis)
+    ((_, record),) = backend_of(app).locks("SINGLETONLOCK_")
+    assert "an account" in record["args"]
+    assert "****" in record["args"]
+
+
+@pytest.fixture
+def message(define, redis) -> Callable[..., Any]:
+    """Return the call of a task as its worker makes it, for the message that is in the queue."""
+
+    def message(task: Any) -> Callable[[], Any]:
+        raw = json.loads(redis.lrange("celery", 0, 0)[0])
+        args, kwargs, _ = json.loads(b64decode(raw["body"]))
+        headers = {**raw["headers"], "hostname": "w@h", "called_directly": False, "is_eager": False}
+
+        def call() -> Any:
+            task.push_request(**headers, args=args, kwargs=kwargs, delivery_info=raw["properties"]["delivery_info"])
+            try:
+                return task(*args, **kwargs)
+            finally:
+                task.pop_request()
+
+        return call
+
+    return message
+
+
+def test_a_lock_that_is_taken_at_the_start_shows_what_the_sender_of_its_call_shows(define, redis, message):
+    def body(account: str, card: str) -> bool:
+        return no_secret(redis)
+
+    task = define(body, lock="while_executing")
+    task.s("an account", card=SECRET).set(**HIDDEN).delay()
+
+    assert message(task)()
+
+
+def test_a_message_that_shows_nothing_by_itself_starts_and_its_lock_shows_its_arguments(define, redis, message):
+    """As those from other languages may be."""
+
+    def body(account: str, card: str) -> str:
+        (lock,) = redis.keys("SINGLETONLOCK_*")
+        return redis.hget(lock, "args")
+
+    task = define(body, lock="while_executing")
+    task.delay("an account", card="4929")
+    raw = json.loads(redis.lpop("celery"))
+    raw["headers"] = {name: value for name, value in raw["headers"].items() if name not in HIDDEN}
+    redis.lpush("celery", json.dumps(raw))
+
+    assert message(task)() == "'an account', card='4929'"
+
+
+def test_a_message_that_waits_for_its_turn_shows_what_its_sender_shows(define, shop, redis, message):
+    task = define(lambda account, card: None, lock="while_executing", overlap="buffer_all")
+    shop.begin(task.generate_lock(task.name, ["an account"], {"card": SECRET}), "another")
+    task.s("an account", card=SECRET).set(**HIDDEN).delay()
+
+    with pytest.raises(Postponed):
+        message(task)()
+
+    for raw in redis.lrange("celery", 0, -1):
+        headers = json.loads(raw)["headers"]
+        assert {name: headers[name] for name in HIDDEN} == HIDDEN
+    assert redis.llen("celery") + redis.zcard("unacked_index") == 2
+
+
+# ---------------------------------------------------------------- a call that replaces another task
+
+BACKENDS = {
+    "redis": {},
+    "memory": {"singleton_backend_class": MemoryBackend},
+    "custom": {"singleton_backend_class": BytesBackend},
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def other(request, server, redis) -> Iterator[Any]:
+    """The task that another one is replaced by, on each backend."""
+    with make_app(server.celery_url, BACKENDS[request.param]) as app:
+        yield app.task(hold, name="claimed", base=Singleton, shared=False)
+
+
+def replacement(task: Any, redis: Redis, **options: Any) -> Ref:
+    """Send the call that replaces a task, and return its claim as its message has it."""
+    task.apply_async([1], task_id="replaced", replaced_task_nesting=1, **options)
+    (headers,) = (json.loads(raw)["headers"] for raw in redis.lrange("celery", 0, -1))
+    return Ticket.of_message(headers, "replaced").run
+
+
+def test_a_replacement_that_never_starts_frees_its_lock(other, redis):
+    ref, backend = replacement(other, redis), other.singleton_backend
+    assert backend.get(ref.key) == "replaced"
+
+    backend.finish_many([ref], memory=MEMORY)
+
+    assert backend.get(ref.key) is None
+
+
+def test_a_replacement_that_waits_in_its_worker_keeps_its_lock_and_starts(other, redis):
+    ref, backend = replacement(other, redis), other.singleton_backend
+
+    (renewal,) = backend.renew_many([ref], lease=LEASE)
+    begun = backend.begin(replace(ref, nonce="n"), lease=LEASE, memory=MEMORY, task="claimed", arguments="")
+
+    assert renewal is not Renewal.LOST
+    assert begun.verdict is Verdict.STARTED
+
+
+def test_a_replacement_that_cannot_be_sent_frees_its_lock(other, redis):
+    with pytest.raises(SerializerNotInstalled):
+        replacement(other, redis, serializer="no such thing")
+
+    lock = other.generate_lock(other.name, [1])
+    assert other.singleton_backend.get(lock) is None
+
+
+def test_a_replacement_that_is_sent_again_takes_its_own_lock(other, redis):
+    ref = replacement(other, redis)
+    (holder,) = other.singleton_backend.acquire_many([Call(ref, "claimed", "", 60)])
+    assert (holder.verdict, holder.task_id) == (Verdict.ACQUIRED, "replaced")
+
+
+# ---------------------------------------------------------------- a lock of the caller's choice
+
+
+@pytest.mark.parametrize(
+    "take", [lambda task: task.aquire_lock("a lock", "a"), lambda task: task.lock_and_run("a lock")]
+)
+def test_a_lock_of_the_callers_choice_is_not_held_at_a_key_that_holds_something_else(define, shop, take):
+    shop.redis.set("a lock", "no lock")
+
+    with pytest.raises(LockBackendError, match="the key a lock holds something that is no lock"):
+        take(define())
+
+    assert shop.sent == []
+
+
+def test_a_lock_of_the_callers_choice_is_held_by_the_id_that_took_it(define):
+    task = define()
+
+    assert [task.aquire_lock("a lock", task_id) for task_id in ("a", "a", "b")] == [True, True, False]
+
+
+@pytest.mark.parametrize(("options", "seconds"), [({}, 3600), ({"countdown": 9000}, 12_600), ({"expires": 60}, 60)])
+def test_a_lock_of_the_callers_choice_waits_as_long_as_its_message(define, redis, options, seconds):
+    define().lock_and_run("a lock", [1], **options)
+
+    assert seconds - 30 < redis.pttl("a lock") / 1000 <= seconds
+
+
+def test_a_lock_of_the_callers_choice_is_free_after_an_eager_run_and_leaves_nothing_in_redis(server, redis):
+    with make_app(server.celery_url, {"task_always_eager": True}) as app:
+
+        def body(value: int, again: bool = False) -> list[Any]:
+            nested = None if again else task.lock_and_run("a lock", [value, True])
+            return [value, nested, redis.keys()]
+
+        task = app.task(body, name="claimed", base=Singleton, shared=False)
+
+        results = [task.lock_and_run("a lock", [value]).get() for value in (1, 2)]
+
+    assert results == [[1, None, []], [2, None, []]]
