@@ -256,7 +256,7 @@ class Schedule:
             raise EntryError(f"entry {name!r} cannot be used: its key holds something else: {fields}")
         if not fields[0]:
             raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
-        return Entry.from_fields(self.keys.prefix + name, *fields[:3], app=self.app)
+        return Entry.from_fields(self.keys.prefix + name, *fields[:4], app=self.app)
 
     def _wish(self, name: str, **wishes: Any) -> None:
         """Change some wishes of an entry, and nothing else in it."""
@@ -265,8 +265,8 @@ class Schedule:
             fields = self._read([key])[0]
             if isinstance(fields, str) or not fields[0]:
                 raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
-            definition, _, policy = found = fields[:3]
-            wanted = (definition, False, replace(Policy.decode(policy or ""), **wishes).encode())
+            definition, _, policy, _ = found = fields[:4]
+            wanted = (definition, False, replace(Policy.decode(policy or ""), **wishes).encode(), False)
             row = packed([(key, found, wanted, "")])
             if json.loads(script(__package__, "save")(self._client, [self.keys.schedule, key], (row,)))[0]:
                 return

@@ -36,8 +36,9 @@ class _Wish:
     """What is to be stored of one entry, if it is still as it was found."""
 
     member: str
-    found: tuple[Any, Any, Any]  #: definition, meta, policy
-    fields: tuple[str, str | Literal[False], str]  #: the same; False: a beat may write it meanwhile, leave it
+    found: Sequence[Any]  #: definition, meta, policy, since
+    #: The same; False: a beat may write it meanwhile, leave it.
+    fields: tuple[str, str | Literal[False], str, str | Literal[False]]
     score: str  #: empty: leave it
 
 
@@ -59,7 +60,7 @@ def save_entries(
             wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
             left = _write(client, keys, wishes)
             for name in wishes.keys() - set(left):
-                definition, _, policy = wishes[name].fields
+                definition, _, policy, _ = wishes[name].fields
                 entries[name].version = definition, policy
             if not left:
                 break
@@ -84,7 +85,7 @@ def _plan(
         try:
             if isinstance(fields, str):
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
-            definition, meta, policy, _ = fields
+            definition, meta, policy, *_ = fields
             if entry.version is not None and entry.version != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None
@@ -92,8 +93,7 @@ def _plan(
             if (wanted, entry.policy.encode()) == (definition, policy or "") and meta and score is not None:
                 entry.version = definition, policy or ""
             else:
-                as_found = definition, meta, policy
-                wishes[name] = _wish(entry, wanted, keys.prefix + name, as_found, score, now, keep_disabled)
+                wishes[name] = _wish(entry, wanted, keys.prefix + name, fields[:4], score, now, keep_disabled)
         except EntryError as exc:
             results[name] = exc
         except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
@@ -106,15 +106,15 @@ def _wish(
     entry: Entry,
     encoded: str,
     member: str,
-    found: tuple[Any, Any, Any],
+    found: Sequence[Any],
     score: float | None,
     now: datetime,
     keep_disabled: bool,
 ) -> _Wish:
-    definition, meta, policy = found
+    definition, meta, policy, since = found
     try:
         stored = type(entry).decode(member, definition, entry.app) if definition else None
-        wanted, past = Policy.decode(policy or ""), Meta.decode(meta) if meta else None
+        wanted, past = Policy.decode(policy or ""), Meta.decode(meta, since) if meta else None
     except EntryError:  # broken: it is replaced
         stored, wanted, past = None, Policy(), None
     if keep_disabled and stored is not None and entry.enabled and not stored.enabled:
@@ -136,10 +136,16 @@ def _wish(
         past = replace(past, since=now)
     moved = not same_times or score is None
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
+    writes_past = moved or not meta
     return _Wish(
         member,
         found,
-        (encoded, past.encode() if moved or not meta else False, entry.policy.encode()),
+        (
+            encoded,
+            past.encode() if writes_past else False,
+            entry.policy.encode(),
+            past.encode_since() if writes_past else False,
+        ),
         repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
 

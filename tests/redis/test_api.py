@@ -208,7 +208,7 @@ def test_a_change_of_its_times_counts_from_now_and_keeps_the_last_run(api, redis
 
     api.upsert("e", PLAIN, change.pop("schedule", 60), **change)
 
-    past = Meta.decode(redis.hget("redbeat:e", "meta"))
+    past = api.get("e").meta
     assert (past.last_run_at, past.total_run_count) == (START, 7)
     assert before <= past.since <= datetime.now(UTC)
     assert redis.zscore(SCHEDULE, "redbeat:e") >= before.timestamp()

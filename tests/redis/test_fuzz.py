@@ -107,7 +107,9 @@ def test_a_definition_is_read_or_refused(app, definition):
 @example(name=b"\x80", fields={}, definition='{"task": "t", "schedule": 5}')
 @given(
     name=names,
-    fields=st.dictionaries(st.sampled_from(["definition", "meta", "policy", "pending"]), definitions, max_size=3),
+    fields=st.dictionaries(
+        st.sampled_from(["definition", "meta", "policy", "since", "pending"]), definitions, max_size=3
+    ),
     definition=st.sampled_from(['{"task": "t", "schedule": 5}', None]),
 )
 def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only(

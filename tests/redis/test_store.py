@@ -19,7 +19,7 @@ from redis import ConnectionPool, Redis
 from redis.connection import UnixDomainSocketConnection
 from redis.exceptions import RedisError
 
-from singlebeat import Entry
+from singlebeat import Entry, Schedule
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.lease import Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
@@ -419,6 +419,38 @@ def test_a_confirmation_may_change_the_past(store, claimed, redis):
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 0)
 
 
+def test_a_confirmation_leaves_it_to_an_edit_meanwhile_from_when_on_the_next_run_counts(store, claimed, redis, app):
+    claim = claimed(store)
+    Schedule(app).upsert("e", TASK, 7200)
+    since = Entry.from_key("redbeat:e", app=app).meta.since
+
+    store.confirm([(claim.stored, dispatched(claim), Meta(NOW, 0))], OFF)
+
+    assert since is not None
+    assert Entry.from_key("redbeat:e", app=app).meta == Meta(NOW, 0, since)
+
+
+def test_a_claim_ends_what_was_counted_from_an_edit(store, put, redis):
+    past = Meta(NOW - timedelta(hours=2), 4, NOW - timedelta(hours=1))
+    put(meta=past.encode(), since=past.encode_since())
+    (stored,) = due(store).entries
+    assert stored.meta == past
+
+    store.claim([claim_of(stored)], OFF, retry_at=RETRY_AT)
+
+    assert set(redis.hkeys("redbeat:e")) == {"definition", "meta", "pending"}
+
+
+def test_a_claim_may_only_set_from_when_on_the_next_run_counts(store, put, redis, app):
+    past = Meta(NOW + timedelta(days=1), 4)
+    put(meta=past.encode())
+    (stored,) = due(store).entries
+
+    store.claim([Claim(stored, LATER.timestamp(), replace(past, since=NOW))], OFF, retry_at=RETRY_AT)
+
+    assert Entry.from_key("redbeat:e", app=app).meta == replace(past, since=NOW)
+
+
 def test_a_second_confirmation_does_nothing(store, claimed, redis):
     claim = claimed(store)
     store.confirm([(claim.stored, dispatched(claim), None)], OFF)
@@ -762,7 +794,7 @@ def test_a_static_entry_keeps_its_past_and_a_changed_schedule_counts_from_now(in
 
     install(now, e=schedule(7200))
 
-    assert Meta.decode(redis.hget("redbeat:e", "meta")) == replace(past, since=now)
+    assert Meta.decode(*redis.hmget("redbeat:e", "meta", "since")) == replace(past, since=now)
     assert redis.zscore(SCHEDULE, "redbeat:e") == (now + timedelta(hours=2)).timestamp()
 
 
