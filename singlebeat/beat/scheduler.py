@@ -278,7 +278,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
         entries = self.app.conf.beat_schedule
         self.install_default_entries(entries)
-        self.statics.keep(self.update_from_dict(entries))
+        self.statics.keep(entries, self.update_from_dict(entries))
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""

@@ -977,6 +977,33 @@ def test_one_wrong_entry_of_beat_schedule_harms_nobody_else(server, redis, bench
     assert all(name in caplog.text for name in ("unknown", "unstorable", "nothing"))
 
 
+class Unwell(BaseSchedule):
+    """Fails whenever it is asked, as one that asks a server which is away."""
+
+    def is_due(self, last_run_at: datetime) -> Any:
+        raise OSError("no answer")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"jitter": -1}, {"args": [object()]}, {"schedule": Unwell()}], ids=["a typo", "an argument", "a schedule"]
+)
+def test_a_static_entry_that_cannot_be_stored_for_once_keeps_all_that_is_stored_of_it(server, redis, bench_on, wrong):
+    mine, gone = {"task": PLAIN, "schedule": 3600}, {"task": PLAIN, "schedule": 60}
+    bench = bench_on(server, beat_schedule={"mine": mine, "gone": gone})
+    first = bench.scheduler()
+    first.tick()
+    first.close()
+    redis.hset("redbeat:mine", mapping={"policy": '{"paused": true}', "history": "[]"})
+    before = redis.hgetall("redbeat:mine"), redis.zscore(SCHEDULE, "redbeat:mine")
+    bench.conf["beat_schedule"] = {"mine": {**mine, **wrong}}
+
+    bench.scheduler().tick()
+
+    assert (redis.hgetall("redbeat:mine"), redis.zscore(SCHEDULE, "redbeat:mine")) == before
+    assert redis.smembers(STATICS) == {"mine"}
+    assert not redis.exists("redbeat:gone"), "what has left the configuration goes"
+
+
 def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on, caplog):
     bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     scheduler = bench.scheduler()

@@ -769,7 +769,7 @@ def install(app, redis) -> Callable[..., None]:
             for name, given in schedules.items()
         }
         statics = Statics(app, schedule_client(app))
-        statics.keep(statics.install(entries, now or datetime.now(UTC)))
+        statics.keep(entries, statics.install(entries, now or datetime.now(UTC)))
 
     return install
 
@@ -897,7 +897,7 @@ def test_static_entries_of_another_app_under_the_same_prefix_stay(install, redis
         another.conf.redbeat_redis_url = server.url
         statics = Statics(another, redis)
         statics.install({"theirs": Entry("theirs", TASK, schedule(60), app=another)}, datetime.now(UTC))
-        statics.keep(["theirs"])
+        statics.keep(["theirs"], ["theirs"])
 
     install()
 
@@ -959,7 +959,7 @@ def test_without_redis_every_verb_says_so(own_server, app):
         lambda: store.retake([stored], OFF, retry_at=LATER),
         lambda: store.record([dispatched(claim)], OFF),
         lambda: statics.install({"e": stored.entry}, NOW),
-        lambda: statics.keep(["e"]),
+        lambda: statics.keep(["e"], ["e"]),
     ):
         with pytest.raises(RedisError):
             verb()
