@@ -82,6 +82,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._standing_by = False
         self._in_trouble = ""
         self._closed = self._ticking = self._ticked = False
+        self._has_statics = False  #: of ``beat_schedule``, something was stored
         self._metrics: Metrics | None = None
         self._recheck_at = 0.0
         timeout = config.singlebeat_watchdog_timeout
@@ -176,7 +177,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             self._recheck_at = 0.0
         due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at))
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
-        if due.statics_gone and self.app.conf.beat_schedule:
+        if due.statics_gone and self._has_statics:
             log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")
             self.setup_schedule()
             return SHORTEST_SLEEP
@@ -278,7 +279,9 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
         entries = self.app.conf.beat_schedule
         self.install_default_entries(entries)
-        self.statics.keep(entries, self.update_from_dict(entries))
+        stored = self.update_from_dict(entries)
+        self.statics.keep(entries, stored)
+        self._has_statics = bool(stored)
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""

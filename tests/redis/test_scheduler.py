@@ -1016,6 +1016,32 @@ def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on
     assert "vanished" in caplog.text
 
 
+def test_a_schedule_of_which_nothing_can_be_stored_has_not_vanished(server, redis, bench_on, caplog):
+    bench = bench_on(server, beat_schedule={"bad": {"task": PLAIN, "schedule": 60, "args": [object()]}})
+    scheduler = bench.scheduler()
+
+    delays = [scheduler.tick() for _ in range(3)]
+
+    assert min(delays) > 0.5, "else the ticks follow one another without end"
+    assert "vanished" not in caplog.text
+    assert caplog.text.count("entry 'bad' cannot be stored") == 1
+
+
+def test_a_schedule_that_vanishes_is_installed_again_as_far_as_it_can_be_stored(server, redis, bench_on, caplog):
+    bad, good = {"task": PLAIN, "schedule": Unwell()}, {"task": PLAIN, "schedule": 3600}
+    bench = bench_on(server, result_expires=None, beat_schedule={"bad": bad, "good": good})
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    redis.flushall()
+
+    scheduler.tick()
+    delay = scheduler.tick()
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:good"]
+    assert caplog.text.count("The schedule has vanished") == 1
+    assert delay > 0.5
+
+
 # ---------------------------------------------------------------- one bad entry
 
 POISON: dict[str, dict[str, Any]] = {
