@@ -20,7 +20,7 @@ from .kinds import Decoder, Encoder, made
 if TYPE_CHECKING:
     from .occurrence import Occurrence
 
-__all__ = ("Meta", "decode_definition", "encode_definition", "loads_object")
+__all__ = ("Meta", "decode_definition", "encode_definition", "loads_object", "salvaged")
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 
@@ -100,6 +100,21 @@ def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, An
         raise EntryError("definition has an interval that is not longer than 0 seconds")
     options = _checked_options(_typed(raw.get("options"), dict, "options"))
     return {**fields, "task": task, "options": options, "enabled": enabled is None or bool(enabled)}
+
+
+def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[BaseSchedule | None, bool]:
+    """Return what can be read of a definition that is broken: its schedule, and whether it is enabled."""
+    try:
+        raw = json.loads(definition)
+    except (ValueError, RecursionError):
+        return None, True
+    enabled = not isinstance(raw, Mapping) or raw.get("enabled") is not False
+    try:
+        when = made(loads_object(definition, "definition").get("schedule"))
+        when = restored({"schedule": when, "args": (), "kwargs": {}}, given)["schedule"]
+    except EntryError:
+        when = None
+    return when if isinstance(when, BaseSchedule) else None, enabled
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:

@@ -214,6 +214,59 @@ def test_a_change_of_its_times_counts_from_now_and_keeps_the_last_run(api, redis
     assert redis.zscore(SCHEDULE, "redbeat:e") >= before.timestamp()
 
 
+BROKEN = {
+    "JSON": "{",
+    "crontab": '{"task": "t", "schedule": {"__type__": "crontab", "minute": "99"}}',
+    "task": '{"schedule": 60}',
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_an_upsert_over_a_broken_definition_keeps_past_and_pause(api, redis, what):
+    api.upsert("e", PLAIN, 60, misfire_grace_time=9)
+    api.pause("e", "why")
+    redis.hset("redbeat:e", mapping={"definition": BROKEN[what], "meta": Meta(START, 7).encode()})
+    redis.zadd(SCHEDULE, {"redbeat:e": -1})
+
+    api.upsert("e", PLAIN, 60)
+
+    entry = api.get("e")
+    assert (entry.meta.last_run_at, entry.meta.total_run_count) == (START, 7)
+    assert (entry.policy.paused, entry.policy.note) == (True, "why")
+    assert redis.zscore(SCHEDULE, "redbeat:e") > START.timestamp()
+
+
+@pytest.mark.parametrize("policy", ["{", '{"jiter": 5}'])
+def test_an_upsert_over_a_broken_policy_keeps_the_past(api, redis, policy):
+    api.upsert("e", PLAIN, 60)
+    redis.hset("redbeat:e", mapping={"policy": policy, "meta": Meta(START, 7).encode()})
+
+    api.upsert("e", PLAIN, 60)
+
+    assert (api.get("e").meta.last_run_at, api.get("e").meta.total_run_count) == (START, 7)
+
+
+@pytest.mark.parametrize("broken", [{"meta": "["}, {"meta": '{"last_run_at": "yesterday"}'}], ids=str)
+def test_an_upsert_over_a_broken_past_keeps_the_pause(api, redis, broken):
+    api.upsert("e", PLAIN, 60)
+    api.pause("e", "why")
+    redis.hset("redbeat:e", mapping=broken)
+
+    api.upsert("e", PLAIN, 60)
+
+    entry = api.get("e")
+    assert (entry.policy.paused, entry.policy.note, entry.total_run_count) == (True, "why", 0)
+
+
+def test_an_upsert_over_a_broken_count_since_a_change_keeps_the_past(api, redis):
+    api.upsert("e", PLAIN, 60)
+    redis.hset("redbeat:e", mapping={"since": "{", "meta": Meta(START, 7).encode()})
+
+    api.upsert("e", PLAIN, 60)
+
+    assert (api.get("e").meta.last_run_at, api.get("e").meta.total_run_count) == (START, 7)
+
+
 def test_an_edit_of_an_entry_that_somebody_else_has_edited_is_refused(api):
     api.upsert("e", PLAIN, 60)
     mine, theirs = api.get("e"), api.get("e")

@@ -864,6 +864,18 @@ def test_a_broken_static_entry_is_replaced(install, put, store, redis, broken):
     assert json.loads(redis.hget("redbeat:e", "definition"))["task"] == TASK
 
 
+@pytest.mark.parametrize(
+    "definition", ['{"enabled": false}', '{"enabled": false, "schedule": {"__type__": "crontab", "minute": "99"}}']
+)
+def test_a_broken_static_entry_stays_disabled(install, put, app, definition):
+    put("e", definition=definition, meta=Meta(NOW, 7).encode())
+
+    install(e=schedule(3600))
+
+    entry = Entry.from_key("redbeat:e", app=app)
+    assert (entry.enabled, entry.meta.last_run_at, entry.total_run_count) == (False, NOW, 7)
+
+
 def test_a_static_name_whose_key_is_no_hash_does_not_hinder_the_others(install, redis):
     redis.set("redbeat:taken", "a text")
 
