@@ -72,7 +72,7 @@ class Schedule:
             UnknownEntryError: there is none; it is a KeyError, too.
             EntryError: it cannot be understood.
         """
-        return self._entry(name, self._read([self.keys.prefix + name])[0])
+        return self._entry(name, self._read([self.keys.named(name)])[0])
 
     def save(self, entry: Entry) -> Entry:
         """Store an entry, new or read; it keeps its past, and if its times are unchanged its next time.
@@ -112,7 +112,11 @@ class Schedule:
         return self.save(Entry(name, task, schedule, app=self.app, policy=Policy.of(policy), **given))
 
     def delete(self, name: str) -> bool:
-        """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back."""
+        """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back.
+
+        Raises:
+            EntryError: its key is one of the schedule itself.
+        """
         return Entry(name, app=self.app).delete()
 
     def pause(self, name: str, note: str = "") -> None:
@@ -203,7 +207,7 @@ class Schedule:
             ConflictError: an occurrence was not sent in time, or another backfill of the entry is not finished.
         """
         word = Policy.of({"overlap": overlap}).overlap
-        entry, key = self.get(name), self.keys.prefix + name
+        entry, key = self.get(name), self.keys.named(name)
         found: str = self._client.hget(key, "backfill") or ""
         span = Span.of(start, end).resumed(found, name, key)
         counted = max(COUNTED, limit)
@@ -260,7 +264,7 @@ class Schedule:
 
     def _wish(self, name: str, **wishes: Any) -> None:
         """Change some wishes of an entry, and nothing else in it."""
-        key = self.keys.prefix + name
+        key = self.keys.named(name)
         for _ in range(ATTEMPTS):
             fields = self._read([key])[0]
             if isinstance(fields, str) or not fields[0]:
@@ -273,7 +277,7 @@ class Schedule:
         raise ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
 
     def _propose(self, name: str, occurrence: Occurrence, timeout: float, *, found: str = "", at: str = "") -> None:
-        key, deadline = self.keys.prefix + name, time.monotonic() + timeout
+        key, deadline = self.keys.named(name), time.monotonic() + timeout
         args = (key, occurrence.encode(), found, at)
         while (verdict := script(__package__, "propose")(self._client, [key, self.keys.pending], args)) == "pending":
             if time.monotonic() >= deadline:

@@ -239,13 +239,18 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return self
 
     def delete(self) -> bool:
-        """Remove the entry; tell whether it was there."""
+        """Remove the entry; tell whether it was there.
+
+        Raises:
+            EntryError: its key is one of the schedule itself.
+        """
         keys, self.version = Keys.of(self.app), None
+        key = keys.named(self.name)
         with schedule_client(self.app).pipeline() as pipe:
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
-            pipe.delete(self.key)
+            pipe.delete(key)
             return any(pipe.execute())
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
@@ -263,8 +268,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     __next__ = next = _next_instance
 
     def _store_meta(self) -> None:
+        key = Keys.of(self.app).named(self.name)
         with schedule_client(self.app).pipeline() as pipe:
-            pipe.hset(self.key, "meta", self.meta.encode())
-            pipe.hdel(self.key, "since")
-            pipe.zadd(self.app.redbeat_conf.schedule_key, {self.key: self.score})
+            pipe.hset(key, "meta", self.meta.encode())
+            pipe.hdel(key, "since")
+            pipe.zadd(self.app.redbeat_conf.schedule_key, {key: self.score})
             pipe.execute()

@@ -86,6 +86,7 @@ def _plan(
     wishes = {}
     for (name, entry), fields, score in zip(entries.items(), found, scores, strict=True):
         try:
+            member = keys.named(name)
             if isinstance(fields, str):
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
             definition, meta, policy, since, _ = fields
@@ -97,7 +98,7 @@ def _plan(
             if is_same and score is not None and meta and _read(Meta.decode, meta, since):
                 entry.version = definition, policy or ""
             else:
-                wishes[name] = _wish(entry, wanted, keys.prefix + name, fields[:4], score, now, keep_disabled)
+                wishes[name] = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
         except EntryError as exc:
             results[name] = exc
         except Exception as exc:  # a user's own schedule may do anything: it harms nobody else

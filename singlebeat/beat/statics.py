@@ -45,7 +45,8 @@ class Statics:
                 if owners.get(name, self.owner) == self.owner:
                     log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
                     pipe.zrem(keys.schedule, keys.prefix + name)
-                    pipe.delete(keys.prefix + name)
+                    if keys.prefix + name not in keys.own:  # anybody may have added it
+                        pipe.delete(keys.prefix + name)
                     pipe.zrem(keys.pending, keys.prefix + name)
                     pipe.hdel(keys.quarantine, keys.prefix + name)
                     pipe.srem(keys.statics, name)

@@ -231,7 +231,10 @@ class Store:
         if found is None:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
-            entry = Entry.decode(self.keys.entry(member), definition, self.app)
+            key = self.keys.entry(member)
+            if key in self.keys.own:
+                raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
+            entry = Entry.decode(key, definition, self.app)
             if not any(fnmatchcase(entry.task, pattern) for pattern in self.allowed_tasks):
                 raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -330,6 +331,75 @@ def test_a_broken_entry_can_be_deleted(api, redis):
 
     assert api.delete("e") is True
     assert redis.dbsize() == 0
+
+
+#: Names whose keys are the schedule's own; the last one is the lock that a setting has named.
+OWN = [
+    *(":schedule", ":statics", ":owners", ":pending", ":quarantine", ":history", ":runs"),
+    *(":leader", ":term", ":standbys", ":resigned", ":lock", "my lock"),
+]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_name_whose_key_is_the_schedules_own_is_refused(server, redis, name):
+    with make_app(server.celery_url, {"redbeat_lock_key": "my lock"}) as app:
+        api, key = Schedule(app), f"redbeat:{name}"
+        entry = Entry(name, PLAIN, schedule(60), app=app)
+        if key == SCHEDULE:
+            redis.zadd(key, {"redbeat:e": -1})
+        else:  # as a hash, it may even look like an entry
+            redis.hset(key, mapping={"definition": Entry("e", PLAIN, schedule(60), app=app).encode(), "mine": "kept"})
+        before = redis.dump(key)
+
+        for attempt in (
+            lambda: api.upsert(name, PLAIN, 60),
+            entry.save,
+            entry.delete,
+            entry.reschedule,
+            lambda: next(entry),
+            lambda: api.delete(name),
+            lambda: api.pause(name),
+            lambda: api.resume(name),
+            lambda: api.trigger(name),
+            lambda: api.backfill(name, START, END),
+        ):
+            with pytest.raises(EntryError, match=f"'{re.escape(key)}' is a key of the schedule itself"):
+                attempt()
+
+        assert redis.keys() == [key]
+        assert redis.dump(key) == before
+
+
+def ticked(server: RedisServer, beat_schedule: dict[str, Any]) -> None:
+    """Let a beat with such a configuration tick once."""
+    conf = {"singlebeat_watchdog_timeout": None, "result_expires": None, "beat_schedule": beat_schedule}
+    with make_app(server.celery_url, conf) as app:
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler.tick()
+        scheduler.close()
+
+
+def test_such_names_in_beat_schedule_harm_no_other(server, redis, caplog):
+    each = {"task": PLAIN, "schedule": 60}
+
+    ticked(server, {**dict.fromkeys(OWN[:-1], each), "good": each})
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:good"]
+    assert redis.smembers("redbeat::statics") == {"good"}
+    assert caplog.text.count("is a key of the schedule itself") == len(OWN) - 1
+    assert not redis.exists(HISTORY, QUARANTINE)
+
+
+def test_such_names_among_those_of_the_statics_cost_no_data(server, redis):
+    redis.sadd("redbeat::statics", *OWN)
+    redis.xadd(HISTORY, {"entry": "e"})
+    redis.zadd(SCHEDULE, {"redbeat:e": -1})
+
+    ticked(server, {"good": {"task": PLAIN, "schedule": 60}})
+
+    assert redis.smembers("redbeat::statics") == {"good"}
+    assert redis.xlen(HISTORY) == 1
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:e", "redbeat:good"]
 
 
 # ---------------------------------------------------------------- pause, resume
