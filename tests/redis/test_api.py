@@ -362,6 +362,7 @@ def test_a_name_whose_key_is_the_schedules_own_is_refused(server, redis, name):
             lambda: api.resume(name),
             lambda: api.trigger(name),
             lambda: api.backfill(name, START, END),
+            lambda: api._propose(name, Occurrence("id", 0.0), 0.0),
         ):
             with pytest.raises(EntryError, match=f"'{re.escape(key)}' is a key of the schedule itself"):
                 attempt()
