@@ -280,7 +280,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         entries = self.app.conf.beat_schedule
         self.install_default_entries(entries)
         stored = self.update_from_dict(entries)
-        self.statics.keep(entries, stored)
+        self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
@@ -288,7 +288,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         entries = {}
         for name, given in dict_.items():
             try:
-                entries[name] = copy.copy(self._maybe_entry(name, given))
+                entries[str(name)] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
                 about = {"entry": name, "given": given}
                 log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)

@@ -1016,6 +1016,19 @@ def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on
     assert "vanished" in caplog.text
 
 
+def test_a_name_in_beat_schedule_that_is_no_text_becomes_one_as_with_redbeat(server, redis, bench_on):
+    entry = {"task": PLAIN, "schedule": 60}
+    bench = bench_on(server, result_expires=None, beat_schedule={5: entry, "a": entry})
+
+    for _ in range(2):
+        scheduler = bench.scheduler()
+        scheduler.tick()
+        scheduler.close()
+
+    assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:5", "redbeat:a"}
+    assert redis.smembers(STATICS) == {"5", "a"}
+
+
 def test_a_schedule_of_which_nothing_can_be_stored_has_not_vanished(server, redis, bench_on, caplog):
     bench = bench_on(server, beat_schedule={"bad": {"task": PLAIN, "schedule": 60, "args": [object()]}})
     scheduler = bench.scheduler()
