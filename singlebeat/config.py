@@ -250,4 +250,7 @@ def _checked(name: str, check: Callable[[Any], Any], value: Any) -> Any:
     try:
         return check(value)
     except ValueError as exc:
-        raise ConfigError(f"{name} {exc}, not {value!r}") from None
+        # These hold passwords: of a value that is something else, nobody knows where.
+        is_secret = value and name.endswith(("_url", "_options", "_use_ssl", "_kwargs"))
+        shown = f"a value of type {type(value).__name__}" if is_secret else repr(value)
+        raise ConfigError(f"{name} {exc}, not {shown}") from None

@@ -75,7 +75,9 @@ def schedule_client(app: Celery, *, timeout: float | None = None) -> Any:
     """Return the client for the schedule: ``app.redbeat_redis`` if the user has set it, as with RedBeat.
 
     Args:
-        timeout: seconds; asks for a client of its own connections that gives up after so long, without retries.
+        timeout: seconds; asks for a client of its own connections that gives up after so long, without retries. If the
+            user has set ``app.redbeat_redis`` to one of redis-py, that is returned with its connections, timeouts and
+            retries all the same.
 
     Raises:
         ConfigError: no setting names a server, or what is given cannot be used.

@@ -72,7 +72,7 @@ class Schedule:
             UnknownEntryError: there is none; it is a KeyError, too.
             EntryError: it cannot be understood.
         """
-        return self._entry(name, self._read([self.keys.prefix + name])[0])
+        return self._entry(name, self._read([self.keys.named(name)])[0])
 
     def save(self, entry: Entry) -> Entry:
         """Store an entry, new or read; it keeps its past, and if its times are unchanged its next time.
@@ -112,7 +112,11 @@ class Schedule:
         return self.save(Entry(name, task, schedule, app=self.app, policy=Policy.of(policy), **given))
 
     def delete(self, name: str) -> bool:
-        """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back."""
+        """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back.
+
+        Raises:
+            EntryError: its key is one of the schedule itself.
+        """
         return Entry(name, app=self.app).delete()
 
     def pause(self, name: str, note: str = "") -> None:
@@ -203,7 +207,7 @@ class Schedule:
             ConflictError: an occurrence was not sent in time, or another backfill of the entry is not finished.
         """
         word = Policy.of({"overlap": overlap}).overlap
-        entry, key = self.get(name), self.keys.prefix + name
+        entry, key = self.get(name), self.keys.named(name)
         found: str = self._client.hget(key, "backfill") or ""
         span = Span.of(start, end).resumed(found, name, key)
         counted = max(COUNTED, limit)
@@ -256,24 +260,24 @@ class Schedule:
             raise EntryError(f"entry {name!r} cannot be used: its key holds something else: {fields}")
         if not fields[0]:
             raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
-        return Entry.from_fields(self.keys.prefix + name, *fields[:3], app=self.app)
+        return Entry.from_fields(self.keys.prefix + name, *fields[:4], app=self.app)
 
     def _wish(self, name: str, **wishes: Any) -> None:
         """Change some wishes of an entry, and nothing else in it."""
-        key = self.keys.prefix + name
+        key = self.keys.named(name)
         for _ in range(ATTEMPTS):
             fields = self._read([key])[0]
             if isinstance(fields, str) or not fields[0]:
                 raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
-            definition, _, policy = found = fields[:3]
-            wanted = (definition, False, replace(Policy.decode(policy or ""), **wishes).encode())
+            definition, _, policy, _ = found = fields[:4]
+            wanted = (definition, False, replace(Policy.decode(policy or ""), **wishes).encode(), False)
             row = packed([(key, found, wanted, "")])
             if json.loads(script(__package__, "save")(self._client, [self.keys.schedule, key], (row,)))[0]:
                 return
         raise ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
 
     def _propose(self, name: str, occurrence: Occurrence, timeout: float, *, found: str = "", at: str = "") -> None:
-        key, deadline = self.keys.prefix + name, time.monotonic() + timeout
+        key, deadline = self.keys.named(name), time.monotonic() + timeout
         args = (key, occurrence.encode(), found, at)
         while (verdict := script(__package__, "propose")(self._client, [key, self.keys.pending], args)) == "pending":
             if time.monotonic() >= deadline:

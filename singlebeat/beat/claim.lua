@@ -3,7 +3,7 @@
 -- KEYS[1]     lock        string: the leader's token
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[3]     pending     zset: members with an occurrence that is claimed and not confirmed, by the time to try it (s)
--- KEYS[4...]  entries     hashes: definition, meta, pending
+-- KEYS[4...]  entries     hashes: definition, meta, since, pending
 -- ARGV[1]     token       of our term; empty: leadership is switched off
 -- ARGV[2]     retry_at    when to try the occurrences again if they are not confirmed (s)
 -- ARGV[3]     claims      JSON, one array for each entry:
@@ -12,6 +12,7 @@
 --             sha         SHA-1 of the definition that we have read
 --             next        score of the next occurrence, as a text; negative: there is none
 --             meta        for the entry; empty: leave it, which needs an empty occurrence, too
+--             since       for the entry, with its meta; empty: none
 --             occurrence  JSON of the claimed occurrence; empty: only move on
 --
 -- returns  for each entry
@@ -26,14 +27,14 @@ local fenced = token ~= "" and redis.call("GET", lock) ~= token
 
 local next_scores, taken = {}, {}  -- score and member, in turns, for one ZADD of all entries
 
-local function claim(entry, member, score, sha, next_score, meta, occurrence)
+local function claim(entry, member, score, sha, next_score, meta, since, occurrence)
   if fenced then
     return "fenced"
   end
   if tonumber(redis.call("ZSCORE", schedule, member) or "nan") ~= score then
     return "moved"
   end
-  local stored = redis.pcall("HMGET", entry, "definition", "pending")
+  local stored = redis.pcall("HMGET", entry, "definition", "pending", "since")
   if not stored[1] or redis.sha1hex(stored[1]) ~= sha then
     return "moved"
   end
@@ -47,6 +48,11 @@ local function claim(entry, member, score, sha, next_score, meta, occurrence)
     taken[#taken + 1], taken[#taken + 2] = retry_at, member
   elseif meta ~= "" then
     redis.call("HSET", entry, "meta", meta)
+  end
+  if meta ~= "" and since ~= "" then
+    redis.call("HSET", entry, "since", since)
+  elseif meta ~= "" and stored[3] then
+    redis.call("HDEL", entry, "since")
   end
   next_scores[#next_scores + 1], next_scores[#next_scores + 2] = next_score, member
   return "claimed"

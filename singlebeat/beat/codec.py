@@ -20,7 +20,7 @@ from .kinds import Decoder, Encoder, made
 if TYPE_CHECKING:
     from .occurrence import Occurrence
 
-__all__ = ("Meta", "decode_definition", "encode_definition", "loads_object")
+__all__ = ("Meta", "decode_definition", "encode_definition", "loads_object", "salvaged")
 
 #: Options that are a date, or seconds from now on.
 DATES = ("eta", "expires")
@@ -105,6 +105,21 @@ def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, An
     return {**fields, "task": task, "options": options, "enabled": enabled is None or bool(enabled)}
 
 
+def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[BaseSchedule | None, bool]:
+    """Return what can be read of a definition that is broken: its schedule, and whether it is enabled."""
+    try:
+        raw = json.loads(definition)
+    except (ValueError, RecursionError):
+        return None, True
+    enabled = not isinstance(raw, Mapping) or raw.get("enabled") is not False
+    try:
+        when = made(loads_object(definition, "definition").get("schedule"))
+        when = restored({"schedule": when, "args": (), "kwargs": {}}, given)["schedule"]
+    except EntryError:
+        when = None
+    return when if isinstance(when, BaseSchedule) else None, enabled
+
+
 def _typed(value: Any, kind: type, name: str) -> Any:
     if value is None:
         return kind()
@@ -144,14 +159,24 @@ class Meta:
         return self.since or self.last_run_at
 
     @classmethod
-    def decode(cls, text: str | None) -> Meta:
-        """Read the ``meta`` field of an entry.
+    def decode(cls, text: str | None, since: str | None = None) -> Meta:
+        """Read the ``meta`` field of an entry, and its ``since`` field.
 
         Raises:
-            EntryError: it cannot be understood.
+            EntryError: one cannot be understood.
         """
         if not text:
             return cls()
+        past = cls._decode(text)
+        if not since:
+            return past
+        raw = loads_object(since, "since")
+        if _instant(raw, "last_run_at", "since") != past.last_run_at:
+            return past  # RedBeat has run it since then, and leaves this field alone
+        return replace(past, since=_instant(raw, "since", "since"))
+
+    @classmethod
+    def _decode(cls, text: str) -> Meta:
         try:
             if common := _COMMON_META.fullmatch(text):
                 *parts, count = map(int, common.groups())
@@ -159,6 +184,7 @@ class Meta:
             raw = loads_object(text, "meta")
             count = raw.get("total_run_count", 0)
             count = int(count) if isinstance(count, int | float) else 0
+            # ``since`` is in what ``export`` and the first singlebeat have written.
             return cls(_instant(raw, "last_run_at"), count, _instant(raw, "since"))
         except (ValueError, OverflowError) as exc:
             raise EntryError(f"meta is out of range: {exc}") from exc
@@ -170,26 +196,32 @@ class Meta:
     def encode(self) -> str:
         """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""
         last, count = self.last_run_at, self.total_run_count
-        if last is not None and self.since is None:
-            day, clock = (last.year, last.month, last.day), (last.hour, last.minute, last.second, last.microsecond)
-            return COMMON_META % (*day, *clock, count)
-        raw = {"last_run_at": _raw(last), "total_run_count": count}
-        return json.dumps(raw if self.since is None else {**raw, "since": _raw(self.since)})
+        if last is None:
+            return json.dumps({"last_run_at": None, "total_run_count": count})
+        day, clock = (last.year, last.month, last.day), (last.hour, last.minute, last.second, last.microsecond)
+        return COMMON_META % (*day, *clock, count)
+
+    def encode_since(self) -> str:
+        """Return the ``since`` field of an entry, apart because RedBeat dies on it in ``meta``; empty for none.
+
+        It says for which last run it holds.
+        """
+        if self.since is None:
+            return ""
+        last = None if self.last_run_at is None else self.last_run_at.isoformat()
+        return json.dumps({"since": self.since.isoformat(), "last_run_at": last})
 
 
-def _raw(moment: datetime | None) -> Mapping[str, Any] | None:
-    if moment is None:
-        return None
-    return {"__type__": "datetime", **{name: getattr(moment, name) for name in DATETIME_FIELDS}, "timezone": "UTC"}
-
-
-def _instant(raw: Mapping[str, Any], name: str) -> datetime | None:
+def _instant(raw: Mapping[str, Any], name: str, what: str = "meta") -> datetime | None:
     moment = raw.get(name)
     if isinstance(moment, str):
         try:
             moment = datetime.fromisoformat(moment)
         except ValueError as exc:
-            raise EntryError(f"meta: {name} is no ISO 8601 date: {moment!r}") from exc
+            raise EntryError(f"{what}: {name} is no ISO 8601 date: {moment!r}") from exc
     if moment is not None and not isinstance(moment, datetime):
-        raise EntryError(f"meta: {name} is neither a datetime nor null: {moment!r}")
-    return None if moment is None else moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+        raise EntryError(f"{what}: {name} is neither a datetime nor null: {moment!r}")
+    try:
+        return None if moment is None else moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+    except (ValueError, OverflowError) as exc:
+        raise EntryError(f"{what}: {name} is out of range: {exc}") from exc

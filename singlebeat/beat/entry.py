@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 __all__ = ("PARKED", "Entry", "Meta", "prepare")
 
 
+#: Of the hash of an entry: what ``Entry.from_fields`` reads.
+FIELDS = ("definition", "meta", "policy", "since")
+
+
 class _Conf(RedBeatConfig):  # type: ignore[misc]
     """RedBeat's view of our settings, for what we inherit from it."""
 
@@ -65,6 +69,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
 
     #: Its past was read, wherever it was kept: it is no new entry.
     has_past = False
+
+    _since: datetime | None = None
 
     #: Of the lock that all its runs take; None: not known, or not always the same.
     lock_key: str | None = None
@@ -154,11 +160,18 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             EntryError: it cannot be understood.
         """
         app = app_or_default(app)
-        return cls.from_fields(key, *schedule_client(app).hmget(key, "definition", "meta", "policy"), app=app)
+        return cls.from_fields(key, *schedule_client(app).hmget(key, *FIELDS), app=app)
 
     @classmethod
     def from_fields(
-        cls, key: str, definition: str | None, meta: str | None, policy: str | None, *, app: Celery
+        cls,
+        key: str,
+        definition: str | None,
+        meta: str | None,
+        policy: str | None,
+        since: str | None = None,
+        *,
+        app: Celery,
     ) -> Entry:
         """Return the entry of a key from the fields of its hash.
 
@@ -168,7 +181,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """
         if not definition:
             raise UnknownEntryError(f"there is no entry at {key!r}")
-        entry = cls.decode(key, definition, app).with_past(Meta.decode(meta))
+        entry = cls.decode(key, definition, app).with_past(Meta.decode(meta, since))
         wishes = Policy.decode(policy)
         entry.policy = wishes if wishes.timezone else replace(wishes, timezone=entry.policy.timezone)
         entry.version = definition, policy or ""
@@ -193,7 +206,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         last = self.last_run_at
         if last is not None:
             last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
-        return Meta(last, self.total_run_count, getattr(self, "_since", None))
+        return Meta(last, self.total_run_count, self._since)
 
     @property
     def due_at(self) -> datetime | None:
@@ -226,23 +239,28 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return self
 
     def delete(self) -> bool:
-        """Remove the entry; tell whether it was there."""
+        """Remove the entry; tell whether it was there.
+
+        Raises:
+            EntryError: its key is one of the schedule itself.
+        """
         keys, self.version = Keys.of(self.app), None
+        key = keys.named(self.name)
         with schedule_client(self.app).pipeline() as pipe:
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
-            pipe.delete(self.key)
+            pipe.delete(key)
             return any(pipe.execute())
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
         """Count the entry's time from another moment, by default from now."""
-        self.last_run_at = last_run_at or datetime.now(UTC)
+        self.last_run_at, self._since = last_run_at or datetime.now(UTC), None
         self._store_meta()
 
     def _next_instance(self, last_run_at: datetime | None = None, only_update_last_run_at: bool = False) -> Entry:
         entry = copy.copy(self)
-        entry.last_run_at = last_run_at or datetime.now(UTC)
+        entry.last_run_at, entry._since = last_run_at or datetime.now(UTC), None
         entry.total_run_count = self.total_run_count + (0 if only_update_last_run_at else 1)
         entry._store_meta()
         return entry
@@ -250,7 +268,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     __next__ = next = _next_instance
 
     def _store_meta(self) -> None:
+        key = Keys.of(self.app).named(self.name)
         with schedule_client(self.app).pipeline() as pipe:
-            pipe.hset(self.key, "meta", self.meta.encode())
-            pipe.zadd(self.app.redbeat_conf.schedule_key, {self.key: self.score})
+            pipe.hset(key, "meta", self.meta.encode())
+            pipe.hdel(key, "since")
+            pipe.zadd(self.app.redbeat_conf.schedule_key, {key: self.score})
             pipe.execute()

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..config import Config
+from ..errors import EntryError
 
 if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ("Keys", "LeaseKeys")
+
+_OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs")
+_LEASE = ("leader", "term", "standbys", "resigned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,14 @@ class Keys:
     owners: str = field(init=False)
     history: str = field(init=False)
     runs: str = field(init=False)
+    own: frozenset[str | None] = field(init=False)  #: all of the schedule itself: none of them can be an entry's
 
     def __post_init__(self) -> None:
-        for name in ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs"):
+        for name in _OWN:
             object.__setattr__(self, name, f"{self.prefix}:{name}")
+        # The lock's usual key also where it has another one or none: other beats may lead under that.
+        own = {f"{self.prefix}:{name}" for name in (*_OWN, *_LEASE, "lock")}
+        object.__setattr__(self, "own", frozenset({*own, self.lock}))
 
     @classmethod
     def of(cls, app: Celery) -> Keys:
@@ -52,7 +60,18 @@ class Keys:
     @property
     def lease(self) -> LeaseKeys:
         """The keys of leadership."""
-        return LeaseKeys(self.lock, *(f"{self.prefix}:{name}" for name in ("leader", "term", "standbys", "resigned")))
+        return LeaseKeys(self.lock, *(f"{self.prefix}:{name}" for name in _LEASE))
+
+    def named(self, name: str) -> str:
+        """Return the key of the entry with a name.
+
+        Raises:
+            EntryError: that is a key of the schedule itself.
+        """
+        key = self.prefix + name
+        if key in self.own:
+            raise EntryError(f"there can be no entry {name!r}, for {key!r} is a key of the schedule itself")
+        return key
 
     def entry(self, member: str) -> str:
         """Return the key of an entry from its member in the schedule, which may be its bare name."""

@@ -50,7 +50,7 @@ class Lease:
     """Takes, renews and gives up leadership; losing it is a state, not an error.
 
     Args:
-        connect: returns a new client with connections of its own and a short timeout.
+        connect: returns a new client with connections of its own and a short timeout, or the one that the user has set.
         ttl: seconds that leadership lasts after its last renewal.
         clock: monotonic seconds.
     """
@@ -141,7 +141,8 @@ class Lease:
     def release(self) -> None:
         """Lead or stand by no more, for good; may be called in a signal handler, at any moment, and again.
 
-        It takes no lock and shares no connection with the rest of the process, so it cannot wait for either.
+        It takes no lock and shares no connection with the rest of the process, so it cannot wait for either; but where
+        the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and for the server.
         """
         token, self._last_token, self._term, self._stopped = self._last_token, "", None, True
         if not token or self.keys.lock is None:

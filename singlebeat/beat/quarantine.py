@@ -109,7 +109,7 @@ class Quarantine:
         before = _record(self.client.hget(self.keys.quarantine, member))
         if before.get("reason") == reason:  # the beat before this one has recorded it
             record = before
-        else:
+        elif self.keys.entry(member) not in self.keys.own:
             # Without an id: when the entry is mended, it may still run for its time.
             self._decided.append(Decision(name, "", Occurrence("", now.timestamp()), Outcome.QUARANTINED, reason))
         with self.client.pipeline() as pipe:

@@ -8,7 +8,8 @@
 -- ARGV[2]  standby   JSON: the beat that asks, if it stood by, and does so no more; empty: it is none
 -- ARGV[3]  wait_ms   how long the beat whose term this ends lets those go first that stand by; 0: it never comes back
 --
--- returns  1 ended, 0 it had ended before
+-- returns  1 ended
+--          0 it had ended before: only the beat that asks stands by no more
 
 local lock, leader, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local token, standby, wait = ARGV[1], ARGV[2], ARGV[3]

@@ -1,11 +1,11 @@
 --- save: store entries, each unless somebody has changed what we store since we have read it.
 --
 -- KEYS[1]     schedule  zset: members by the time of their next occurrence (s)
--- KEYS[2...]  entries   hashes: definition, meta, policy
+-- KEYS[2...]  entries   hashes: definition, meta, policy, since
 -- ARGV[1]     wishes    JSON, one array for each entry:
 --             member      of the entry in the schedule
---             found       [definition, meta, policy] as we have read them, false for what was not there
---             fields      [definition, meta, policy] to be stored; an empty text: it shall not be there;
+--             found       [definition, meta, policy, since] as we have read them, false for what was not there
+--             fields      [definition, meta, policy, since] to be stored; an empty text: it shall not be there;
 --                         false: it is left, and may have changed
 --             score       of the next occurrence, as a text; empty: leave it
 --
@@ -13,18 +13,20 @@
 
 local schedule = KEYS[1]
 
+local names = {"definition", "meta", "policy", "since"}
+
 local function save(entry, member, found, fields, score)
-  local stored = redis.pcall("HMGET", entry, "definition", "meta", "policy")
+  local stored = redis.pcall("HMGET", entry, unpack(names))
   if stored.err then
     return false
   end
-  for i = 1, 3 do
+  for i in ipairs(names) do
     if fields[i] and stored[i] ~= found[i] then
       return false
     end
   end
 
-  for i, name in ipairs({"definition", "meta", "policy"}) do
+  for i, name in ipairs(names) do
     if fields[i] == "" and stored[i] then
       redis.call("HDEL", entry, name)
     elseif fields[i] and fields[i] ~= "" and fields[i] ~= stored[i] then

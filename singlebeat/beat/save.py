@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import ConflictError, EntryError
 from ..lua import packed, script
-from .codec import Meta
+from .codec import Meta, salvaged
+from .given import given_for
 from .kinds import have_same_times
 from .policy import Policy
 from .timetable import PARKED
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .keys import Keys
 
 __all__ = ("save_entries",)
+
+_T = TypeVar("_T")
 
 #: Entries that one round trip reads or writes.
 BATCH = 500
@@ -36,8 +39,9 @@ class _Wish:
     """What is to be stored of one entry, if it is still as it was found."""
 
     member: str
-    found: tuple[Any, Any, Any]  #: definition, meta, policy
-    fields: tuple[str, str | Literal[False], str]  #: the same; False: a beat may write it meanwhile, leave it
+    found: Sequence[Any]  #: definition, meta, policy, since
+    #: The same; False: a beat may write it meanwhile, leave it.
+    fields: tuple[str, str | Literal[False], str, str | Literal[False]]
     score: str  #: empty: leave it
 
 
@@ -59,7 +63,7 @@ def save_entries(
             wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
             left = _write(client, keys, wishes)
             for name in wishes.keys() - set(left):
-                definition, _, policy = wishes[name].fields
+                definition, _, policy, _ = wishes[name].fields
                 entries[name].version = definition, policy
             if not left:
                 break
@@ -82,18 +86,19 @@ def _plan(
     wishes = {}
     for (name, entry), fields, score in zip(entries.items(), found, scores, strict=True):
         try:
+            member = keys.named(name)
             if isinstance(fields, str):
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
-            definition, meta, policy, _ = fields
+            definition, meta, policy, since, _ = fields
             if entry.version is not None and entry.version != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None
             wanted = entry.encode()
-            if (wanted, entry.policy.encode()) == (definition, policy or "") and meta and score is not None:
+            is_same = (wanted, entry.policy.encode()) == (definition, policy or "")
+            if is_same and score is not None and meta and _read(Meta.decode, meta, since):
                 entry.version = definition, policy or ""
             else:
-                as_found = definition, meta, policy
-                wishes[name] = _wish(entry, wanted, keys.prefix + name, as_found, score, now, keep_disabled)
+                wishes[name] = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
         except EntryError as exc:
             results[name] = exc
         except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
@@ -106,25 +111,31 @@ def _wish(
     entry: Entry,
     encoded: str,
     member: str,
-    found: tuple[Any, Any, Any],
+    found: Sequence[Any],
     score: float | None,
     now: datetime,
     keep_disabled: bool,
 ) -> _Wish:
-    definition, meta, policy = found
-    try:
-        stored = type(entry).decode(member, definition, entry.app) if definition else None
-        wanted, past = Policy.decode(policy or ""), Meta.decode(meta) if meta else None
-    except EntryError:  # broken: it is replaced
-        stored, wanted, past = None, Policy(), None
-    if keep_disabled and stored is not None and entry.enabled and not stored.enabled:
+    definition, meta, policy, since = found
+    # Each by itself: what is broken is replaced, and the rest is kept.
+    stored = _read(type(entry).decode, member, definition, entry.app) if definition else None
+    wanted = _read(Policy.decode, policy or "")
+    whole = _read(Meta.decode, meta, since) if meta else None
+    past = whole or (_read(Meta.decode, meta) if meta else None)
+    if stored is not None:
+        when, enabled = stored.schedule, stored.enabled
+    else:
+        when, enabled = salvaged(definition or "", given_for(entry.app, entry.name))
+    if keep_disabled and entry.enabled and not enabled:
         entry.enabled = False
         encoded = entry.encode()
-    if wanted.paused and entry.version is None:  # whoever has not read the entry does not know that it is paused
+    # Whoever has not read the entry does not know that it is paused.
+    if wanted is not None and wanted.paused and entry.version is None:
         entry.policy = replace(entry.policy, paused=True, note=wanted.note)
     same_times = (
-        stored is not None
-        and have_same_times(stored.schedule, entry.schedule)
+        when is not None
+        and wanted is not None
+        and have_same_times(when, entry.schedule)
         and all(getattr(wanted, name) == getattr(entry.policy, name) for name in TIMING)
         # It may be finished, and go on now.
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
@@ -132,16 +143,31 @@ def _wish(
     if past is None:
         at_once = entry.policy.run_on_start and not entry.has_past
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
-    elif stored is not None and not same_times:
+    elif definition and not same_times:
         past = replace(past, since=now)
-    moved = not same_times or score is None
+    is_broken = (definition and stored is None) or (meta and whole is None)
+    moved = not same_times or score is None or is_broken  # what is broken may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
+    writes_past = moved or not meta
     return _Wish(
         member,
         found,
-        (encoded, past.encode() if moved or not meta else False, entry.policy.encode()),
+        (
+            encoded,
+            past.encode() if writes_past else False,
+            entry.policy.encode(),
+            past.encode_since() if writes_past else False,
+        ),
         repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
+
+
+def _read(decode: Callable[..., _T], *texts: Any) -> _T | None:
+    """Return what a text says, None if that cannot be understood."""
+    try:
+        return decode(*texts)
+    except EntryError:
+        return None
 
 
 def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:

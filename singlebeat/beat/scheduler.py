@@ -82,6 +82,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._standing_by = False
         self._in_trouble = ""
         self._closed = self._ticking = self._ticked = False
+        self._has_statics = False  #: of ``beat_schedule``, something was stored
         self._metrics: Metrics | None = None
         self._recheck_at = 0.0
         self._passed = 0  #: entries that are due, and whose last occurrence waits for the broker
@@ -177,7 +178,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             self._recheck_at = 0.0
         due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at), start=self._passed)
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
-        if due.statics_gone and self.app.conf.beat_schedule:
+        if due.statics_gone and self._has_statics:
             log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")
             self.setup_schedule()
             return SHORTEST_SLEEP
@@ -282,14 +283,16 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
         entries = self.app.conf.beat_schedule
         self.install_default_entries(entries)
-        self.statics.keep(self.update_from_dict(entries))
+        stored = self.update_from_dict(entries)
+        self.statics.keep([str(name) for name in entries], stored)
+        self._has_statics = bool(stored)
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
         entries = {}
         for name, given in dict_.items():
             try:
-                entries[name] = copy.copy(self._maybe_entry(name, given))
+                entries[str(name)] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
                 about = {"entry": name, "given": given}
                 log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)

@@ -31,27 +31,29 @@ class Statics:
         self.app, self.client, self.keys = app, client, Keys.of(app)
         self.owner = str(app.main or "celery")
 
-    def keep(self, names: Collection[str]) -> None:
-        """Remember which entries come from ``beat_schedule``, and remove those that have left it.
+    def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
+        """Remember which entries were stored from ``beat_schedule``, and remove those that have left it.
 
+        One that is in there and could not be stored this time stays as it is.
         Those of another app under the same prefix stay; those that RedBeat has installed belong to whoever comes.
         """
         keys = self.keys
         owners: Mapping[str, str] = self.client.hgetall(keys.owners)
         known: Collection[str] = self.client.smembers(keys.statics)
         with self.client.pipeline() as pipe:
-            for name in set(known) - set(names):
+            for name in set(known) - set(configured):
                 if owners.get(name, self.owner) == self.owner:
                     log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
                     pipe.zrem(keys.schedule, keys.prefix + name)
-                    pipe.delete(keys.prefix + name)
+                    if keys.prefix + name not in keys.own:  # anybody may have added it
+                        pipe.delete(keys.prefix + name)
                     pipe.zrem(keys.pending, keys.prefix + name)
                     pipe.hdel(keys.quarantine, keys.prefix + name)
                     pipe.srem(keys.statics, name)
                     pipe.hdel(keys.owners, name)
-            if names:
-                pipe.sadd(keys.statics, *names)
-                pipe.hset(keys.owners, mapping=dict.fromkeys(names, self.owner))
+            if stored:
+                pipe.sadd(keys.statics, *stored)
+                pipe.hset(keys.owners, mapping=dict.fromkeys(stored, self.owner))
             pipe.execute()
 
     def install(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:

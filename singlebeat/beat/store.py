@@ -200,14 +200,14 @@ class Store:
             try:
                 if isinstance(reply, str):
                     raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
-                definition, meta, policy, pending = reply
+                definition, meta, policy, since, pending = reply
                 if not definition and member not in scores and member not in quarantined:
                     continue  # deleted while its last occurrence waited
                 if not definition:
                     raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
                 sha, entry = self._decode(member, definition, now)
                 taken = Occurrence.decode(pending) if pending else None
-                score, past = scores.get(member, PARKED), Meta.decode(meta)
+                score, past = scores.get(member, PARKED), Meta.decode(meta, since)
                 wishes = Policy.decode(policy)
                 if wishes.expires is not None and entry.options.get("expires") is not None:
                     raise EntryError("expires is in its options as well as in its policy")  # noqa: TRY301
@@ -232,7 +232,10 @@ class Store:
         if found is None:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
-            entry = Entry.decode(self.keys.entry(member), definition, self.app)
+            key = self.keys.entry(member)
+            if key in self.keys.own:
+                raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
+            entry = Entry.decode(key, definition, self.app)
             if not any(fnmatchcase(entry.task, pattern) for pattern in self.allowed_tasks):
                 raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
             try:
@@ -255,8 +258,8 @@ class Store:
             stored = claim.stored
             touched.append(keys.entry(stored.member))
             wish = (stored.member, stored.score, stored.sha, repr(claim.next_score))
-            past, taken = claim.meta.encode() if claim.meta else "", claim.occurrence
-            wishes.append((*wish, past, taken.encode() if taken else ""))
+            past = (claim.meta.encode(), claim.meta.encode_since()) if claim.meta else ("", "")
+            wishes.append((*wish, *past, claim.occurrence.encode() if claim.occurrence else ""))
         args = (term.token, repr(retry_at.timestamp()), packed(wishes))
         return [Claimed(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))]
 

@@ -43,11 +43,12 @@ def state_of(entry: Entry) -> str:
 
 def as_mapping(entry: Entry) -> Mapping[str, Any]:
     """Return an entry as JSON has it."""
+    since = entry.meta.since
     return {
         "name": entry.name,
         "definition": json.loads(entry.encode()),
         "policy": json.loads(entry.policy.encode() or "{}"),
-        "meta": json.loads(entry.meta.encode()),
+        "meta": json.loads(entry.meta.encode()) | ({"since": since.isoformat()} if since else {}),
     }
 
 

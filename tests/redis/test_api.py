@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -208,10 +209,63 @@ def test_a_change_of_its_times_counts_from_now_and_keeps_the_last_run(api, redis
 
     api.upsert("e", PLAIN, change.pop("schedule", 60), **change)
 
-    past = Meta.decode(redis.hget("redbeat:e", "meta"))
+    past = api.get("e").meta
     assert (past.last_run_at, past.total_run_count) == (START, 7)
     assert before <= past.since <= datetime.now(UTC)
     assert redis.zscore(SCHEDULE, "redbeat:e") >= before.timestamp()
+
+
+BROKEN = {
+    "JSON": "{",
+    "crontab": '{"task": "t", "schedule": {"__type__": "crontab", "minute": "99"}}',
+    "task": '{"schedule": 60}',
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_an_upsert_over_a_broken_definition_keeps_past_and_pause(api, redis, what):
+    api.upsert("e", PLAIN, 60, misfire_grace_time=9)
+    api.pause("e", "why")
+    redis.hset("redbeat:e", mapping={"definition": BROKEN[what], "meta": Meta(START, 7).encode()})
+    redis.zadd(SCHEDULE, {"redbeat:e": -1})
+
+    api.upsert("e", PLAIN, 60)
+
+    entry = api.get("e")
+    assert (entry.meta.last_run_at, entry.meta.total_run_count) == (START, 7)
+    assert (entry.policy.paused, entry.policy.note) == (True, "why")
+    assert redis.zscore(SCHEDULE, "redbeat:e") > START.timestamp()
+
+
+@pytest.mark.parametrize("policy", ["{", '{"jiter": 5}'])
+def test_an_upsert_over_a_broken_policy_keeps_the_past(api, redis, policy):
+    api.upsert("e", PLAIN, 60)
+    redis.hset("redbeat:e", mapping={"policy": policy, "meta": Meta(START, 7).encode()})
+
+    api.upsert("e", PLAIN, 60)
+
+    assert (api.get("e").meta.last_run_at, api.get("e").meta.total_run_count) == (START, 7)
+
+
+@pytest.mark.parametrize("broken", [{"meta": "["}, {"meta": '{"last_run_at": "yesterday"}'}], ids=str)
+def test_an_upsert_over_a_broken_past_keeps_the_pause(api, redis, broken):
+    api.upsert("e", PLAIN, 60)
+    api.pause("e", "why")
+    redis.hset("redbeat:e", mapping=broken)
+
+    api.upsert("e", PLAIN, 60)
+
+    entry = api.get("e")
+    assert (entry.policy.paused, entry.policy.note, entry.total_run_count) == (True, "why", 0)
+
+
+def test_an_upsert_over_a_broken_count_since_a_change_keeps_the_past(api, redis):
+    api.upsert("e", PLAIN, 60)
+    redis.hset("redbeat:e", mapping={"since": "{", "meta": Meta(START, 7).encode()})
+
+    api.upsert("e", PLAIN, 60)
+
+    assert (api.get("e").meta.last_run_at, api.get("e").meta.total_run_count) == (START, 7)
 
 
 def test_an_edit_of_an_entry_that_somebody_else_has_edited_is_refused(api):
@@ -277,6 +331,76 @@ def test_a_broken_entry_can_be_deleted(api, redis):
 
     assert api.delete("e") is True
     assert redis.dbsize() == 0
+
+
+#: Names whose keys are the schedule's own; the last one is the lock that a setting has named.
+OWN = [
+    *(":schedule", ":statics", ":owners", ":pending", ":quarantine", ":history", ":runs"),
+    *(":leader", ":term", ":standbys", ":resigned", ":lock", "my lock"),
+]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_name_whose_key_is_the_schedules_own_is_refused(server, redis, name):
+    with make_app(server.celery_url, {"redbeat_lock_key": "my lock"}) as app:
+        api, key = Schedule(app), f"redbeat:{name}"
+        entry = Entry(name, PLAIN, schedule(60), app=app)
+        if key == SCHEDULE:
+            redis.zadd(key, {"redbeat:e": -1})
+        else:  # as a hash, it may even look like an entry
+            redis.hset(key, mapping={"definition": Entry("e", PLAIN, schedule(60), app=app).encode(), "mine": "kept"})
+        before = redis.dump(key)
+
+        for attempt in (
+            lambda: api.upsert(name, PLAIN, 60),
+            entry.save,
+            entry.delete,
+            entry.reschedule,
+            lambda: next(entry),
+            lambda: api.delete(name),
+            lambda: api.pause(name),
+            lambda: api.resume(name),
+            lambda: api.trigger(name),
+            lambda: api.backfill(name, START, END),
+            lambda: api._propose(name, Occurrence("id", 0.0), 0.0),
+        ):
+            with pytest.raises(EntryError, match=f"'{re.escape(key)}' is a key of the schedule itself"):
+                attempt()
+
+        assert redis.keys() == [key]
+        assert redis.dump(key) == before
+
+
+def ticked(server: RedisServer, beat_schedule: dict[str, Any]) -> None:
+    """Let a beat with such a configuration tick once."""
+    conf = {"singlebeat_watchdog_timeout": None, "result_expires": None, "beat_schedule": beat_schedule}
+    with make_app(server.celery_url, conf) as app:
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler.tick()
+        scheduler.close()
+
+
+def test_such_names_in_beat_schedule_harm_no_other(server, redis, caplog):
+    each = {"task": PLAIN, "schedule": 60}
+
+    ticked(server, {**dict.fromkeys(OWN[:-1], each), "good": each})
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:good"]
+    assert redis.smembers("redbeat::statics") == {"good"}
+    assert caplog.text.count("is a key of the schedule itself") == len(OWN) - 1
+    assert not redis.exists(HISTORY, QUARANTINE)
+
+
+def test_such_names_among_those_of_the_statics_cost_no_data(server, redis):
+    redis.sadd("redbeat::statics", *OWN)
+    redis.xadd(HISTORY, {"entry": "e"})
+    redis.zadd(SCHEDULE, {"redbeat:e": -1})
+
+    ticked(server, {"good": {"task": PLAIN, "schedule": 60}})
+
+    assert redis.smembers("redbeat::statics") == {"good"}
+    assert redis.xlen(HISTORY) == 1
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:e", "redbeat:good"]
 
 
 # ---------------------------------------------------------------- pause, resume

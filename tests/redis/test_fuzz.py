@@ -81,13 +81,24 @@ definitions = (
     | values.map(json.dumps)
     | st.text(max_size=30)
 )
+#: Their keys are the schedule's own. A tick writes the first ones, and may find whatever it likes in the others.
+WRITTEN = [":schedule", ":pending", ":quarantine", ":history"]
+OWN = [*WRITTEN, ":statics", ":owners", ":runs", ":leader", ":term", ":standbys", ":resigned", ":lock"]
 names = (
     st.text(min_size=1, max_size=12)
     | st.binary(min_size=1, max_size=8)
-    | st.sampled_from(
-        ["redbeat:", ":lock", "redbeat::schedule", ":history", "*", "{x}", "a\x00b", "\n", "../..", "%s", "celery"]
-    )
+    | st.sampled_from(["redbeat:", "redbeat::schedule", "*", "{x}", "a\x00b", "\n", "../..", "%s", "celery"])
+    | st.sampled_from(OWN)
 )
+
+
+def every_own_name(test: Any) -> Any:
+    """Try each of these names in any case."""
+    for name in OWN:
+        test = example(name=name, fields={}, definition='{"task": "t", "schedule": 5}')(test)
+    return test
+
+
 EXAMPLES = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -105,9 +116,12 @@ def test_a_definition_is_read_or_refused(app, definition):
 
 @settings(EXAMPLES, max_examples=200)
 @example(name=b"\x80", fields={}, definition='{"task": "t", "schedule": 5}')
+@every_own_name
 @given(
     name=names,
-    fields=st.dictionaries(st.sampled_from(["definition", "meta", "policy", "pending"]), definitions, max_size=3),
+    fields=st.dictionaries(
+        st.sampled_from(["definition", "meta", "policy", "since", "pending"]), definitions, max_size=3
+    ),
     definition=st.sampled_from(['{"task": "t", "schedule": 5}', None]),
 )
 def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only(
@@ -118,12 +132,15 @@ def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only
     raw = server.client(decode_responses=False)
     if definition:
         fields = {**fields, "definition": definition}
-    key = b"redbeat:" + (name if isinstance(name, bytes) else name.encode(errors="surrogatepass"))
-    if key in {b"redbeat::schedule", b"redbeat::pending", b"redbeat::quarantine", b"redbeat::history"}:
-        return
+    text = name if isinstance(name, bytes) else name.encode(errors="surrogatepass")
+    key = b"redbeat:" + text
+    if text in map(str.encode, WRITTEN):
+        fields = {}
     for field, value in fields.items():
         raw.hset(key, field, value.encode(errors="surrogatepass"))
+    before = raw.hgetall(key) if fields else {}
     raw.zadd("redbeat::schedule", {key: 1})
+    raw.zadd("redbeat::pending", {key: 1})
     with make_app(server.celery_url, {"redbeat_lock_key": None}) as own:
         from singlebeat.connections import schedule_client
 
@@ -137,7 +154,14 @@ def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only
             if c.occurrence
         ]
         store.confirm(taken, Term(0, ""))
+        store.record(store.quarantine.decided(), Term(0, ""))
 
+    if text in map(str.encode, OWN):
+        assert due.entries == []
+        assert raw.zscore("redbeat::schedule", key) == -1
+        assert not fields or raw.hgetall(key) == before
+        assert raw.hkeys("redbeat::quarantine") == [key]
+        assert raw.type("redbeat::history") in {b"none", b"stream"}
     assert all(each.startswith(b"redbeat:") for each in raw.keys("*"))
     assert raw.exists(key) or not fields
 

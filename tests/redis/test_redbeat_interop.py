@@ -19,7 +19,7 @@ from redbeat.schedulers import acquire_distributed_beat_lock
 from redbeat.schedules import rrule
 from redis import Redis
 
-from singlebeat import Entry, Scheduler
+from singlebeat import Entry, Schedule, Scheduler
 from singlebeat.beat.entry import Meta
 from tests.support import wait_until
 from tests.system.apps import make_app
@@ -196,6 +196,37 @@ def test_redbeat_is_not_due_for_what_we_have_sent(theirs, ours, scheduler_of):
     assert 0 < seconds <= 3600
 
 
+@pytest.mark.parametrize("change", [{"schedule": 7200}, {"jitter": 30}, {"timezone": "Asia/Tokyo"}], ids=str)
+def test_redbeat_reads_an_entry_whose_times_were_changed(theirs, ours, redis, change):
+    last = datetime.now(UTC) - 2 * HOUR
+    Entry("e", TASK, schedule(3600), app=ours, last_run_at=last).save()
+
+    Schedule(ours).upsert("e", TASK, change.pop("schedule", 3600), **change)
+
+    assert Entry.from_key("redbeat:e", app=ours).meta.since > last
+    assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).last_run_at == last
+
+
+def test_redbeat_reads_an_entry_that_we_count_anew_because_the_clock_was_wrong(theirs, ours, redis, scheduler_of):
+    ahead = datetime.now(UTC) + timedelta(days=2)
+    Entry("e", TASK, schedule(3600), app=ours, last_run_at=ahead).save()
+    redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    scheduler_of(ours).tick()
+
+    assert Entry.from_key("redbeat:e", app=ours).meta.since < ahead
+    assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).last_run_at == ahead
+
+
+def test_what_redbeat_has_sent_after_a_change_is_not_sent_again(theirs, ours):
+    Entry("e", TASK, schedule(3600), args=["e"], app=ours, last_run_at=datetime.now(UTC) - 2 * HOUR).save()
+    Schedule(ours).upsert("e", TASK, 7200, args=["e"])
+    assert Entry.from_key("redbeat:e", app=ours).meta.since
+
+    theirs_last = next(RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs)).last_run_at
+
+    assert Entry.from_key("redbeat:e", app=ours).meta == Meta(theirs_last.astimezone(UTC), 1)
+
+
 def test_redbeat_ticks_on_all_that_we_leave_behind(server, redis, ours, scheduler_of):
     app = new_app(server, beat_schedule=STATIC)
     for name in ("a", "b"):
@@ -206,6 +237,8 @@ def test_redbeat_ticks_on_all_that_we_leave_behind(server, redis, ours, schedule
     mine.tick()
     mine.close()
     assert sorted(names_sent(redis)) == ["a", "b"]
+    Schedule(ours).upsert("b", TASK, 7200, args=["b"])  # counts from now
+    redis.zadd(SCHEDULE, {"redbeat:b": 0})  # so RedBeat looks at it
     for key in ("redbeat:a", "redbeat:static"):
         redis.hset(key, "meta", Meta(datetime.now(UTC) - 2 * HOUR, 3).encode())
         redis.zadd(SCHEDULE, {key: 0})
@@ -250,6 +283,18 @@ def test_rescheduling_keeps_the_number_of_runs(ours, redis):
 
     assert Entry.from_key("redbeat:e", app=ours).meta == Meta(moment, 1)
     assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx((moment + HOUR).timestamp(), abs=1e-5)
+
+
+def test_rescheduling_counts_even_if_the_times_were_changed_before(ours, redis):
+    Entry("e", TASK, schedule(3600), app=ours).save()
+    entry = Schedule(ours).upsert("e", TASK, 7200)
+    entry = Entry.from_key(entry.key, app=ours)
+    assert entry.meta.since
+
+    entry.reschedule(last_run_at=(moment := datetime.now(UTC) - timedelta(minutes=5)))
+
+    assert Entry.from_key("redbeat:e", app=ours).meta == Meta(moment)
+    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx((moment + 2 * HOUR).timestamp(), abs=1e-5)
 
 
 def test_only_the_time_may_be_updated(ours):

@@ -1208,6 +1208,33 @@ def test_one_wrong_entry_of_beat_schedule_harms_nobody_else(server, redis, bench
     assert all(name in caplog.text for name in ("unknown", "unstorable", "nothing"))
 
 
+class Unwell(BaseSchedule):
+    """Fails whenever it is asked, as one that asks a server which is away."""
+
+    def is_due(self, last_run_at: datetime) -> Any:
+        raise OSError("no answer")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"jitter": -1}, {"args": [object()]}, {"schedule": Unwell()}], ids=["a typo", "an argument", "a schedule"]
+)
+def test_a_static_entry_that_cannot_be_stored_for_once_keeps_all_that_is_stored_of_it(server, redis, bench_on, wrong):
+    mine, gone = {"task": PLAIN, "schedule": 3600}, {"task": PLAIN, "schedule": 60}
+    bench = bench_on(server, beat_schedule={"mine": mine, "gone": gone})
+    first = bench.scheduler()
+    first.tick()
+    first.close()
+    redis.hset("redbeat:mine", mapping={"policy": '{"paused": true}', "history": "[]"})
+    before = redis.hgetall("redbeat:mine"), redis.zscore(SCHEDULE, "redbeat:mine")
+    bench.conf["beat_schedule"] = {"mine": {**mine, **wrong}}
+
+    bench.scheduler().tick()
+
+    assert (redis.hgetall("redbeat:mine"), redis.zscore(SCHEDULE, "redbeat:mine")) == before
+    assert redis.smembers(STATICS) == {"mine"}
+    assert not redis.exists("redbeat:gone"), "what has left the configuration goes"
+
+
 def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on, caplog):
     bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     scheduler = bench.scheduler()
@@ -1218,6 +1245,45 @@ def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on
 
     assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:mine"]
     assert "vanished" in caplog.text
+
+
+def test_a_name_in_beat_schedule_that_is_no_text_becomes_one_as_with_redbeat(server, redis, bench_on):
+    entry = {"task": PLAIN, "schedule": 60}
+    bench = bench_on(server, result_expires=None, beat_schedule={5: entry, "a": entry})
+
+    for _ in range(2):
+        scheduler = bench.scheduler()
+        scheduler.tick()
+        scheduler.close()
+
+    assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:5", "redbeat:a"}
+    assert redis.smembers(STATICS) == {"5", "a"}
+
+
+def test_a_schedule_of_which_nothing_can_be_stored_has_not_vanished(server, redis, bench_on, caplog):
+    bench = bench_on(server, beat_schedule={"bad": {"task": PLAIN, "schedule": 60, "args": [object()]}})
+    scheduler = bench.scheduler()
+
+    delays = [scheduler.tick() for _ in range(3)]
+
+    assert min(delays) > 0.5, "else the ticks follow one another without end"
+    assert "vanished" not in caplog.text
+    assert caplog.text.count("entry 'bad' cannot be stored") == 1
+
+
+def test_a_schedule_that_vanishes_is_installed_again_as_far_as_it_can_be_stored(server, redis, bench_on, caplog):
+    bad, good = {"task": PLAIN, "schedule": Unwell()}, {"task": PLAIN, "schedule": 3600}
+    bench = bench_on(server, result_expires=None, beat_schedule={"bad": bad, "good": good})
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    redis.flushall()
+
+    scheduler.tick()
+    delay = scheduler.tick()
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:good"]
+    assert caplog.text.count("The schedule has vanished") == 1
+    assert delay > 0.5
 
 
 # ---------------------------------------------------------------- one bad entry

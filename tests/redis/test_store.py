@@ -19,7 +19,7 @@ from redis import ConnectionPool, Redis
 from redis.connection import UnixDomainSocketConnection
 from redis.exceptions import RedisError
 
-from singlebeat import Entry
+from singlebeat import Entry, Schedule
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.lease import Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
@@ -436,6 +436,38 @@ def test_a_confirmation_may_change_the_past(store, claimed, redis):
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 0)
 
 
+def test_a_confirmation_leaves_it_to_an_edit_meanwhile_from_when_on_the_next_run_counts(store, claimed, redis, app):
+    claim = claimed(store)
+    Schedule(app).upsert("e", TASK, 7200)
+    since = Entry.from_key("redbeat:e", app=app).meta.since
+
+    store.confirm([(claim.stored, dispatched(claim), Meta(NOW, 0))], OFF)
+
+    assert since is not None
+    assert Entry.from_key("redbeat:e", app=app).meta == Meta(NOW, 0, since)
+
+
+def test_a_claim_ends_what_was_counted_from_an_edit(store, put, redis):
+    past = Meta(NOW - timedelta(hours=2), 4, NOW - timedelta(hours=1))
+    put(meta=past.encode(), since=past.encode_since())
+    (stored,) = due(store).entries
+    assert stored.meta == past
+
+    store.claim([claim_of(stored)], OFF, retry_at=RETRY_AT)
+
+    assert set(redis.hkeys("redbeat:e")) == {"definition", "meta", "pending"}
+
+
+def test_a_claim_may_only_set_from_when_on_the_next_run_counts(store, put, redis, app):
+    past = Meta(NOW + timedelta(days=1), 4)
+    put(meta=past.encode())
+    (stored,) = due(store).entries
+
+    store.claim([Claim(stored, LATER.timestamp(), replace(past, since=NOW))], OFF, retry_at=RETRY_AT)
+
+    assert Entry.from_key("redbeat:e", app=app).meta == replace(past, since=NOW)
+
+
 def test_a_second_confirmation_does_nothing(store, claimed, redis):
     claim = claimed(store)
     store.confirm([(claim.stored, dispatched(claim), None)], OFF)
@@ -754,7 +786,7 @@ def install(app, redis) -> Callable[..., None]:
             for name, given in schedules.items()
         }
         statics = Statics(app, schedule_client(app))
-        statics.keep(statics.install(entries, now or datetime.now(UTC)))
+        statics.keep(entries, statics.install(entries, now or datetime.now(UTC)))
 
     return install
 
@@ -779,7 +811,7 @@ def test_a_static_entry_keeps_its_past_and_a_changed_schedule_counts_from_now(in
 
     install(now, e=schedule(7200))
 
-    assert Meta.decode(redis.hget("redbeat:e", "meta")) == replace(past, since=now)
+    assert Meta.decode(*redis.hmget("redbeat:e", "meta", "since")) == replace(past, since=now)
     assert redis.zscore(SCHEDULE, "redbeat:e") == (now + timedelta(hours=2)).timestamp()
 
 
@@ -849,6 +881,18 @@ def test_a_broken_static_entry_is_replaced(install, put, store, redis, broken):
     assert json.loads(redis.hget("redbeat:e", "definition"))["task"] == TASK
 
 
+@pytest.mark.parametrize(
+    "definition", ['{"enabled": false}', '{"enabled": false, "schedule": {"__type__": "crontab", "minute": "99"}}']
+)
+def test_a_broken_static_entry_stays_disabled(install, put, app, definition):
+    put("e", definition=definition, meta=Meta(NOW, 7).encode())
+
+    install(e=schedule(3600))
+
+    entry = Entry.from_key("redbeat:e", app=app)
+    assert (entry.enabled, entry.meta.last_run_at, entry.total_run_count) == (False, NOW, 7)
+
+
 def test_a_static_name_whose_key_is_no_hash_does_not_hinder_the_others(install, redis):
     redis.set("redbeat:taken", "a text")
 
@@ -882,7 +926,7 @@ def test_static_entries_of_another_app_under_the_same_prefix_stay(install, redis
         another.conf.redbeat_redis_url = server.url
         statics = Statics(another, redis)
         statics.install({"theirs": Entry("theirs", TASK, schedule(60), app=another)}, datetime.now(UTC))
-        statics.keep(["theirs"])
+        statics.keep(["theirs"], ["theirs"])
 
     install()
 
@@ -944,7 +988,7 @@ def test_without_redis_every_verb_says_so(own_server, app):
         lambda: store.retake([stored], OFF, retry_at=LATER),
         lambda: store.record([dispatched(claim)], OFF),
         lambda: statics.install({"e": stored.entry}, NOW),
-        lambda: statics.keep(["e"]),
+        lambda: statics.keep(["e"], ["e"]),
     ):
         with pytest.raises(RedisError):
             verb()

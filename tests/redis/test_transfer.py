@@ -135,6 +135,20 @@ def test_what_redbeat_has_stored_is_exported_and_imported_elsewhere(cli, app, se
     assert exported(cli) == before
 
 
+def test_a_change_of_times_is_exported_and_imported_elsewhere(cli, app, redis):
+    Entry("e", TASK, schedule(3600), app=app, last_run_at=datetime.now(UTC) - timedelta(hours=2)).save()
+    Schedule(app).upsert("e", TASK, 7200)
+    past, due_at = Schedule(app).get("e").meta, redis.zscore("redbeat::schedule", "redbeat:e")
+    dump = cli("export").stdout
+    redis.flushall()
+
+    cli("import", "-", stdin=dump)
+
+    assert past.since
+    assert Schedule(app).get("e").meta == past
+    assert redis.zscore("redbeat::schedule", "redbeat:e") == due_at
+
+
 def test_an_import_replaces_entries_and_keeps_their_past(cli, app):
     last = datetime.now(UTC) - timedelta(minutes=5)
     Entry("e", TASK, schedule(3600), app=app, last_run_at=last, total_run_count=7, paused=True, note="why").save()

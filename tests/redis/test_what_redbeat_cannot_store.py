@@ -254,6 +254,32 @@ def test_what_cannot_be_computed_harms_nobody_else(redis, started):
     assert decided == {"e": "publish_failed", "f": "dispatched"}
 
 
+@pytest.mark.parametrize("halt", ["paused", "disabled"])
+def test_what_is_no_longer_computed_leaves_an_entry_its_past_and_halted(redis, started, app, halt):
+    first = started(e={"task": PLAIN, "args": (BeatLazyFunc(abs, -3),), "schedule": 3600})
+    first.tick()
+    overdue(redis, "e")
+    first.tick()
+    if halt == "paused":
+        Schedule(first.app).pause("e", "for now")
+    else:
+        entry = Schedule(first.app).get("e")
+        entry.enabled = False
+        entry.save()
+    past, score = Schedule(first.app).get("e").meta, redis.zscore(SCHEDULE, "redbeat:e")
+    first.close()
+
+    started(e={"task": PLAIN, "args": (), "schedule": 3600}).tick()
+
+    entry = Schedule(app).get("e")
+    assert (entry.args, entry.meta, redis.zscore(SCHEDULE, "redbeat:e")) == ([], past, score)
+    assert past.total_run_count == 2
+    if halt == "paused":
+        assert (entry.policy.paused, entry.policy.note) == (True, "for now")
+    else:
+        assert not entry.enabled
+
+
 def test_what_is_computed_can_only_come_from_beat_schedule(app):
     with pytest.raises(EntryError, match=r"only beat_schedule can give <.*BeatLazyFunc"):
         Schedule(app).upsert("e", PLAIN, 60, args=[BeatLazyFunc(dict)])

@@ -169,8 +169,30 @@ def test_a_wrong_value_is_an_error_that_names_its_setting(name, value):
     with pytest.raises(ConfigError, match=rf"^{name} must be ") as caught:
         read({name: value})
 
-    assert repr(value) in str(caught.value)
+    assert f"not {value!r}" in str(caught.value) or f"not a value of type {type(value).__name__}" in str(caught.value)
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("redbeat_redis_url", ["redis://:geheim@h", "redis://user:geheim@i/0"]),
+        ("redbeat_redis_url", {"host": "h", "password": "geheim"}),
+        ("redbeat_redis_url", b"unix:///run/s?password=geheim"),
+        ("singleton_backend_url", ("rediss://:ge heim@h/1",)),
+        ("redbeat_redis_options", [("password", "geheim")]),
+        ("redbeat_redis_use_ssl", "ssl_password=geheim"),
+        ("singleton_backend_kwargs", "password=geheim"),
+        ("singleton_backend_kwargs", ("geheim",)),
+    ],
+)
+def test_a_wrong_value_is_shown_without_its_password(name, value):
+    with pytest.raises(
+        ConfigError, match=rf"^{name} must be .*, not a value of type {type(value).__name__}$"
+    ) as caught:
+        read({name: value})
+
+    assert "heim" not in str(caught.value)
 
 
 def test_a_wrong_value_is_named_however_it_was_spelled():

@@ -183,6 +183,31 @@ def test_a_run_count_that_is_no_number_is_zero(written, read):
     assert Meta.decode(json.dumps({"total_run_count": written})).total_run_count == read
 
 
+def test_from_when_on_it_counts_is_kept_apart_from_meta_and_read_in_it_too():
+    past = Meta(datetime(2024, 1, 2, tzinfo=UTC), 7, datetime(2024, 1, 3, 4, 5, 6, 7, tzinfo=UTC))
+    never = Meta(None, 0, past.since)
+    in_meta = json.dumps({"last_run_at": "2024-01-02", "total_run_count": 7, "since": past.since.isoformat()})
+
+    assert set(json.loads(past.encode())) == set(json.loads(never.encode())) == {"last_run_at", "total_run_count"}
+    assert [Meta.decode(each.encode(), each.encode_since()) for each in (past, never)] == [past, never]
+    assert Meta.decode(in_meta) == past
+    assert Meta(past.last_run_at).encode_since() == ""
+
+
+def test_from_when_on_it_counts_holds_for_the_last_run_that_it_names_only():
+    moment = datetime(2024, 1, 2, tzinfo=UTC)
+    later = Meta(moment + timedelta(hours=1), 8)
+
+    assert Meta.decode(later.encode(), Meta(moment, 7, moment).encode_since()) == later
+    assert Meta.decode("", Meta(None, 0, moment).encode_since()) == Meta()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"since": 5}', '{"last_run_at": "yesterday"}'])
+def test_a_broken_field_since_is_an_error_that_names_it(text):
+    with pytest.raises(EntryError, match=r"^since"):
+        Meta.decode(Meta().encode(), text)
+
+
 def test_unknown_fields_of_meta_are_left_alone():
     assert Meta.decode('{"last_status": "ok", "total_run_count": 2}') == Meta(None, 2)
 
