@@ -38,9 +38,10 @@ class Keys:
     owners: str = field(init=False)
     history: str = field(init=False)
     runs: str = field(init=False)
+    clock: str = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs"):
+        for name in ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs", "clock"):
             object.__setattr__(self, name, f"{self.prefix}:{name}")
 
     @classmethod
