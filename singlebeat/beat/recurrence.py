@@ -257,8 +257,9 @@ def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> da
         vars(frozen).update(vars(schedule), now=lambda: local, nowfun=lambda: local, tz=zone)
         return frozen
 
-    local = after.astimezone(zone)
-    if type(schedule).remaining_estimate is not BaseSchedule.remaining_estimate:
+    local, estimates = after.astimezone(zone), type(schedule).remaining_estimate
+    has_none = estimates is interval.remaining_estimate and not getattr(schedule, "run_every", None)
+    if estimates is not BaseSchedule.remaining_estimate and not has_none:
         wait: timedelta | None = at(after).remaining_estimate(local)
         if wait is None:
             return None

@@ -42,6 +42,21 @@ class OnceAnHour(BaseSchedule):  # type: ignore[misc]
         return schedstate(is_due=left <= 0 and self.wanted(), next=left if left > 0 else 3600)
 
 
+class Asked(schedule):  # type: ignore[misc]
+    """An interval in name only: Celery allows that it has none."""
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        left = (last_run_at + HOUR - self.now()).total_seconds()
+        return schedstate(is_due=left <= 0, next=left if left > 0 else 3600)
+
+
+class Estimated(Asked):
+    """Knows by itself how long it has to wait."""
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        return last_run_at + HOUR - self.now()
+
+
 @pytest.fixture
 def started(server: RedisServer, redis: Redis) -> Iterator[Callable[..., Scheduler]]:
     """Starts a scheduler that ticks when it is told to, by default without any entry of its own."""
@@ -174,6 +189,55 @@ def test_a_schedule_of_ones_own_runs_from_beat_schedule(redis, started, app):
     assert Schedule(beat.app).get("e").save().schedule is when
     with pytest.raises(EntryError, match=r"a .+\.OnceAnHour, which the beat_schedule of this app must give"):
         Schedule(app).get("e")
+
+
+@pytest.mark.parametrize("every", [None, 0, -1])
+@pytest.mark.parametrize("kind", [Asked, Estimated])
+def test_a_schedule_that_is_asked_for_its_times_needs_no_interval(redis, started, kind, every):
+    beat = started(e={"task": PLAIN, "args": ["e"], "schedule": kind(every)})
+    beat.tick()
+    assert 3590 < redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+
+    overdue(redis, "e")
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["e"]]
+    assert not redis.exists(QUARANTINE)
+
+
+def test_a_schedule_that_raises_when_its_entry_is_read_harms_nobody_else(redis, started):
+    when = Asked(60)
+    beat = started(
+        e={"task": PLAIN, "args": ["e"], "schedule": when}, f={"task": PLAIN, "args": ["f"], "schedule": 3600}
+    )
+    beat.tick()
+    when.nowfun = lambda: 1 // 0
+    overdue(redis, "e")
+    overdue(redis, "f")
+
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["f"]]
+    assert "ZeroDivisionError" in redis.hget(QUARANTINE, "redbeat:e")
+    when.nowfun = None
+    beat.tick()
+    beat.tick()
+    assert [message["args"] for message in messages(redis)] == [["f"], ["e"]]
+
+
+@pytest.mark.parametrize("every", [None, 0, -1])
+def test_an_interval_that_is_none_sets_its_entry_aside(redis, started, every):
+    beat = started(f={"task": PLAIN, "args": ["f"], "schedule": 3600})
+    beat.tick()
+    raw = {"__type__": "interval", "every": every, "relative": False}
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "args": ["e"], "schedule": raw}))
+    redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    overdue(redis, "f")
+
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["f"]]
+    assert redis.hexists(QUARANTINE, "redbeat:e")
 
 
 def test_a_schedule_of_ones_own_can_only_come_from_beat_schedule(app, redis):
