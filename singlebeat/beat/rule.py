@@ -132,11 +132,10 @@ def _last(rule: _Rule) -> tuple[datetime, bool]:
         if begin is None:
             continue
         midnight = _floor(begin, DAILY)
-        # Days that begin alike have as many times, but the first one, which may lack some.
-        number = known.get(begin - midnight) if midnight > start else None
+        number = known.get(begin - midnight)
         if number is None:
             number = sum(1 for _ in _in_day(rule, begin))
-            if midnight > start:
+            if midnight > start:  # days that begin alike have as many times, but the first one may lack some
                 known[begin - midnight] = number
         if left <= number:
             return next(islice(_in_day(rule, begin), left - 1, None), last), True

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from redbeat.schedules import rrule
 
 from singlebeat.beat.recurrence import latest_occurrence, next_occurrence
+from singlebeat.beat.rule import walls as walls_of
 
 BERLIN = ZoneInfo("Europe/Berlin")
 LORD_HOWE = ZoneInfo("Australia/Lord_Howe")  # shifts by half an hour
@@ -638,6 +639,14 @@ def test_a_rule_ends_after_its_count_however_long_that_takes(
     further = next_occurrence(rrule(freq, dtstart=start, count=count + 1, **parts), end, zone=UTC)
     assert further is not None
     assert further > end
+
+
+def test_days_with_a_time_do_not_end_the_search() -> None:
+    rule, start = rrule("DAILY", dtstart=utc("2010-01-01")), utc("2010-01-01").replace(tzinfo=None)
+
+    found = list(islice(walls_of(rule, start, start), 6000))
+
+    assert found[-1] == start + 6000 * DAY
 
 
 def test_a_rule_with_a_count_of_nothing_never_comes() -> None:
