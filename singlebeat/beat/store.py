@@ -1,4 +1,4 @@
-"""The entries in Redis: what is due, claim, confirm, statics, quarantine and history."""
+"""The entries in Redis: what is due, claim, confirm and history."""
 
 from __future__ import annotations
 
@@ -255,8 +255,10 @@ class Store:
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
         leader = identity()
         rows = packed((*row, decision.values(term.number, leader)) for *row, decision in decisions)
-        script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
-        for *_, decision in decisions:
+        replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
+        for (*_, decision), reply in zip(decisions, json.loads(replies), strict=True):
+            if reply == "confirmed":  # and told, by whoever had taken it up
+                continue
             signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:

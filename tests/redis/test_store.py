@@ -19,7 +19,7 @@ from redis import ConnectionPool, Redis
 from redis.connection import UnixDomainSocketConnection
 from redis.exceptions import RedisError
 
-from singlebeat import Entry
+from singlebeat import Entry, signals
 from singlebeat.beat.clock import Clock
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.keys import Keys
@@ -467,6 +467,40 @@ def test_a_second_confirmation_does_nothing(store, claimed, redis):
     store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
 
     assert contents(redis) == before
+
+
+def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app):
+    claim = claimed(store)
+    told = []
+
+    def tell(entry: str, **_: object) -> None:
+        told.append(entry)
+
+    signals.occurrence_decided.connect(tell, sender=app)
+    try:
+        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+        Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], OFF)
+    finally:
+        signals.occurrence_decided.disconnect(tell, sender=app)
+
+    assert told == ["e"]
+
+
+def test_what_was_sent_of_a_deleted_entry_is_told(store, claimed, app, redis):
+    claim = claimed(store)
+    redis.delete("redbeat:e")
+    told = []
+
+    def tell(entry: str, **_: object) -> None:
+        told.append(entry)
+
+    signals.occurrence_decided.connect(tell, sender=app)
+    try:
+        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    finally:
+        signals.occurrence_decided.disconnect(tell, sender=app)
+
+    assert told == ["e"]
 
 
 def test_a_late_confirmation_leaves_a_newer_occurrence_alone(store, claimed, redis):
