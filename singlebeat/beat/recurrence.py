@@ -31,7 +31,6 @@ __all__ = ("is_known", "latest_occurrence", "next_occurrence", "starts_at")
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
-DAY = timedelta(days=1)
 #: The longest shift that is a DST one; cron(8) takes any longer for a correction of the clock.
 LONGEST_SHIFT = timedelta(hours=3)
 
