@@ -141,7 +141,7 @@ class Dispatcher:
                 ticket, taken = claim(
                     task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options
                 )
-            except LockBackendError as exc:
+            except Exception as exc:  # what was computed for the run may be anything
                 raise SchedulingError(str(exc)) from exc
             if isinstance(ticket, Holder):
                 sent_before = ticket.task_id == occurrence.id

@@ -318,6 +318,26 @@ def test_what_cannot_be_computed_harms_nobody_else(redis, started):
     assert decided == {"e": "publish_failed", "f": "dispatched"}
 
 
+@pytest.mark.parametrize("overlap", ["skip", "buffer_one", "buffer_all", "allow_all"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_was_computed_and_cannot_be_sent_harms_nobody_else(redis, started, task, overlap):
+    beat = started(
+        e={"task": task, "args": [BeatLazyFunc(object)], "schedule": 3600},
+        f={"task": PLAIN, "args": ["f"], "schedule": 3600},
+    )
+    backend_of(beat.app).announce("w@h", ttl=60)
+    beat.tick()
+    redis.hset("redbeat:e", "policy", json.dumps({"overlap": overlap}))
+    overdue(redis, "e", 3 * HOUR)
+    overdue(redis, "f")
+
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["f"]]
+    decided = {record["entry"]: record["decision"] for _, record in redis.xrange("redbeat::history")}
+    assert decided == {"e": "publish_failed", "f": "dispatched"}
+
+
 def test_what_is_computed_can_only_come_from_beat_schedule(app):
     with pytest.raises(EntryError, match=r"only beat_schedule can give <.*BeatLazyFunc"):
         Schedule(app).upsert("e", PLAIN, 60, args=[BeatLazyFunc(dict)])
