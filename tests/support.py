@@ -267,6 +267,17 @@ class RedisServer(Server):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+@contextmanager
+def without(server: RedisServer, command: str) -> Iterator[str]:
+    """Yield the URL of a user of this server, "mute", who may do everything but one command."""
+    client = server.client()
+    client.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], commands=[f"-{command}"], keys=["*"])
+    try:
+        yield server.celery_url.replace("://", "://mute:any@")
+    finally:
+        client.acl_deluser("mute")
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody uses at the moment."""
     with socket.socket() as probe:

@@ -18,8 +18,8 @@
 --          claimed  done
 --          fenced   another leads
 --          moved    somebody has claimed, edited or deleted the entry meanwhile
---          pending  the last occurrence is not confirmed yet
---          (nothing was written for it but in the first case)
+--          pending  the last occurrence is not confirmed yet; it is in pending again, if it was lost from there
+--          (nothing else was written for it but in the first case)
 
 local lock, schedule, pending, token, retry_at = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
 local fenced = token ~= "" and redis.call("GET", lock) ~= token
@@ -38,6 +38,7 @@ local function claim(entry, member, score, sha, next_score, meta, occurrence)
     return "moved"
   end
   if occurrence ~= "" and stored[2] then
+    redis.call("ZADD", pending, "NX", retry_at, member)  -- else nobody would ever try it again, nor claim the next one
     return "pending"
   end
 

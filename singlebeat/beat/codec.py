@@ -13,7 +13,7 @@ from celery.schedules import BaseSchedule, schedule
 from celery.utils.saferepr import saferepr
 
 from ..errors import EntryError
-from ..locks import time_to_start
+from ..locks import seconds_until
 from .given import marked, restored
 from .kinds import Decoder, Encoder, made
 from .recurrence import is_known
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .occurrence import Occurrence
 
 __all__ = ("Meta", "decode_definition", "encode_definition", "loads_object")
+
+#: Options that are a date, or seconds from now on.
+DATES = ("eta", "expires")
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 
@@ -116,8 +119,13 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     headers = options.get("headers")
     if headers is not None and not isinstance(headers, dict):
         raise EntryError("definition: the option headers is not a JSON object")
+    for name, value in options.items():
+        if isinstance(value, BaseSchedule):  # one without an end, like a rule, kombu would read for ever
+            raise EntryError(f"definition: the option {name} is a schedule")
     try:
-        time_to_start(options, queued_ttl=0, now=datetime.min.replace(tzinfo=UTC))
+        now = datetime.now(UTC)
+        for wait in (float(options.get("countdown") or 0), *(seconds_until(options.get(n), now) for n in DATES)):
+            _ = now + timedelta(seconds=wait or 0)  # as Celery makes a date of it
     except (ValueError, TypeError, OverflowError) as exc:
         raise EntryError(f"definition: the options countdown, eta and expires make no sense: {exc}") from exc
     return options

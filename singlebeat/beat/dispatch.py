@@ -6,12 +6,13 @@ import copy
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from celery.beat import SchedulingError
 from kombu.exceptions import OperationalError
+from kombu.utils.encoding import safe_repr
 
 from ..config import Config
 from ..connections import RedisError
@@ -22,6 +23,7 @@ from ..locks.key import readable
 from ..log import Log
 from ..overlap import Overlap
 from ..tasks.claim import claim
+from .backoff import Backoff
 from .given import evaluated
 from .journal import tell
 from .occurrence import Decision, Occurrence, Outcome
@@ -43,9 +45,6 @@ RETRY_AFTER = 30.0
 
 #: Part of that time in which its first taker may still send it: after it, it belongs to the next one.
 TAKERS_SHARE = 0.8
-
-#: Seconds until a message that the broker did not take is tried again: doubled each time, up to the second figure.
-FIRST_RETRY, LAST_RETRY = 1.0, 4.0
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -87,7 +86,7 @@ class Dispatcher:
         self._send, self._forget_broker, self._may_send = send, forget_broker, may_send
         self._progress = progress
         self._said_unlocked = False
-        self._failures = 0  #: of broker or locks, in a row
+        self._backoff = Backoff()
 
     def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
@@ -100,8 +99,11 @@ class Dispatcher:
         if not claimed:
             return
         deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
-        decided: list[tuple[Stored, Decision, Meta | None]] = []
-        messages, unsent = self._prepare(claimed, decided), list[str]()
+        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, *_ in claimed)
+        messages, wrong = self._prepare(claimed, looked_after=plain and self._workers_look_after_locks())
+        decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
+        unsent = list[str]()
+        messages.sort(key=lambda message: self._backoff.has_failed(message.stored.member))
         try:
             try:
                 holders = self._acquire(messages, now)
@@ -110,39 +112,34 @@ class Dispatcher:
                 self._failed("the locks' server", exc)
                 return
             for message in messages:
+                member = message.stored.member
                 self._progress()
                 if not self._may_send(term) or time.monotonic() > deadline:
                     break
                 if unsent:  # a broker that is away would keep us waiting for each of the others again
-                    unsent.append(message.stored.member)
+                    unsent.append(member)
                     continue
                 try:
                     decided.append(self._settle(message, holders.get(message.occurrence.id)))
-                    self._failures = 0
-                except SchedulingError as exc:
+                    self._backoff.succeeded(member)
+                except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
                     if not self._may_send(term):
                         break
-                    if isinstance(exc.__context__, UNREACHABLE):
-                        unsent.append(message.stored.member)
-                        self._failed("the broker", exc)
+                    if isinstance(exc, UNREACHABLE) or isinstance(exc.__context__, UNREACHABLE):
+                        unsent.append(member)
+                        self._failed("the broker", exc, member)
                     else:
                         decided.append(self._give_up(message, exc))
         finally:
             self.store.confirm(decided, term)
-            delay = min(LAST_RETRY, FIRST_RETRY * 2 ** (self._failures - 1))
-            self.store.postpone(dict.fromkeys(unsent, now + timedelta(seconds=delay)))
+            self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
 
     def _publish(self, message: _Message) -> tuple[Outcome, str]:
         """Send the task of an entry; return what came of it, and what holds its lock if it takes one only now."""
         entry, occurrence, lock, waits_for = message.entry, message.occurrence, None, None
         if message.claims is not None:
             task, overlap = message.claims
-            try:
-                ticket, taken = claim(
-                    task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options
-                )
-            except Exception as exc:  # what was computed for the run may be anything
-                raise SchedulingError(str(exc)) from exc
+            ticket, taken = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
             if isinstance(ticket, Holder):
                 sent_before = ticket.task_id == occurrence.id
                 return (Outcome.DISPATCHED, "") if sent_before else (Outcome.SKIPPED_OVERLAP, str(ticket))
@@ -150,7 +147,7 @@ class Dispatcher:
             lock, waits_for = Ref(taken, occurrence.id) if taken else None, ticket.waits_for
         try:
             result = self._send(entry)
-        except SchedulingError as exc:
+        except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
                 return Outcome.SKIPPED_OVERLAP, str(exc.__context__.holder or f"task {exc.__context__.task_id}")
             if lock is not None:
@@ -162,37 +159,37 @@ class Dispatcher:
         waits_for = waits_for or getattr(result, "waits_for", None)
         return (Outcome.BUFFERED, str(waits_for)) if waits_for else (Outcome.DISPATCHED, "")
 
-    def _failed(self, server: str, exc: Exception) -> None:
-        self._failures = min(self._failures + 1, 10)
+    def _failed(self, server: str, exc: Exception, member: str = "") -> None:
         self._forget_broker()
-        if self._failures == 1:
-            log.error(
-                "Scheduler: Message Error: what is due stays pending until %(server)s answers",
-                event="unreachable",
-                server=server,
-                reason=exc,
-            )
+        if self._backoff.failed(member):
+            text = "Scheduler: Message Error: what is due stays pending until %(server)s answers"
+            log.error(text, event="unreachable", server=server, reason=exc)
 
     def _give_up(self, message: _Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
         entry, occurrence = message.entry, message.occurrence
         if message.ticket is not None:
             self._release(message.ticket.run)
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, repr(exc.__context__ or exc))
+        why = safe_repr(exc.__context__ or exc)
+        decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, why)
         tell(decision, detail="".join(traceback.format_exception(exc)))
         return message.stored, decision, message.past.without(occurrence)
 
-    def _release(self, lock: Ref) -> None:
-        backend_of(self.app).finish_many([lock], memory=Config.of(self.app).singlebeat_queued_ttl)
+    def _release(self, *locks: Ref) -> None:
+        if locks:
+            backend_of(self.app).finish_many(locks, memory=Config.of(self.app).singlebeat_queued_ttl)
+
+    def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
+        """Free the locks that occurrences may hold which are not to be sent after all."""
+        messages, _ = self._prepare(claimed, looked_after=True)
+        with suppress(LockBackendError):  # then they end by themselves
+            self._release(*(message.ticket.run for message in messages if message.ticket is not None))
 
     def _prepare(
-        self,
-        claimed: Sequence[tuple[Stored, Occurrence, Meta]],
-        decided: list[tuple[Stored, Decision, Meta | None]],
-    ) -> list[_Message]:
-        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, *_ in claimed)
-        looked_after = plain and self._workers_look_after_locks()
-        messages = []
+        self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], *, looked_after: bool
+    ) -> tuple[list[_Message], list[tuple[_Message, Exception]]]:
+        """Return what can be sent, and what cannot with the reason."""
+        messages, wrong = [], []
         for stored, occurrence, past in claimed:
             entry = copy.copy(stored.entry)
             entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
@@ -208,12 +205,12 @@ class Dispatcher:
                     entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
                 self._find_lock(message, looked_after=looked_after)
             except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
-                decided.append(self._give_up(message, exc))
+                wrong.append((message, exc))
                 continue
             if message.ticket is not None:
                 headers[HEADER] = message.ticket.header()
             messages.append(message)
-        return messages
+        return messages, wrong
 
     def _find_lock(self, message: _Message, *, looked_after: bool) -> None:
         """Note what is known about the lock of a message: its ticket, if it can be taken along with others."""
@@ -230,15 +227,17 @@ class Dispatcher:
             return  # one of celery-singleton takes its lock itself
         else:
             task = PlainTask(self.app, entry.task, entry.options)
-            if overlap not in {None, Overlap.SKIP}:
-                message.claims = task, overlap
-                return
         try:
             key = self._key(message, task)
         except TypeError as exc:
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
-        else:
-            message.ticket = Ticket(message.occurrence.id, key, queued=key)
+            return
+        if claims_by_itself is None and overlap not in {None, Overlap.SKIP}:
+            message.claims = task, overlap
+            return
+        # What no server takes must fail here, not in the one call for all.
+        f"{key}{entry.task}{message.occurrence.id}".encode(errors="surrogateescape")
+        message.ticket = Ticket(message.occurrence.id, key, queued=key)
 
     @staticmethod
     def _key(message: _Message, task: Any) -> str:
@@ -280,7 +279,7 @@ class Dispatcher:
         """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
 
         Raises:
-            SchedulingError: it could not be sent and must be tried again.
+            Exception: it could not be sent, or its lock not be claimed: whatever the broker or a task's code raises.
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:

@@ -85,6 +85,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         self._closed = self._ticking = self._ticked = False
         self._metrics: Metrics | None = None
         self._recheck_at = 0.0
+        self._passed = 0  #: entries that are due, and whose last occurrence waits for the broker
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout) if timeout else None
 
@@ -181,7 +182,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         recovered = 0 < self._recheck_at <= time.monotonic()
         if recovered:
             self._recheck_at = 0.0
-        due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at))
+        due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at), start=self._passed)
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
         if due.statics_gone and self.app.conf.beat_schedule:
             log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")
@@ -229,8 +230,11 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         late = [taken for taken in pending if too_late(taken[0], taken[1], now)]
         gone = [(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late]
         self.store.confirm(gone, term)
+        self.dispatcher.free(late)
         claims = list(self._decide(due.entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
+        # They keep their places at the head of what is due: the next tick goes on behind them, until it meets the end.
+        self._passed = self._passed + replies.count(Claimed.PENDING) if due.more else 0
         done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]
         decisions = [claim.decision for claim in done if claim.decision is not None]
         self.store.record([*self.store.quarantine.decided(), *decisions], term)

@@ -134,15 +134,16 @@ class Store:
         level = logging.ERROR if check == "error" else logging.WARNING
         log.write(level, "beat: The schedule is not safe", event="may_evict", reason=text)
 
-    def due(self, now: datetime, *, all_pending: bool) -> Due:
+    def due(self, now: datetime, *, all_pending: bool, start: int = 0) -> Due:
         """Read what is due: two round trips, however many entries there are.
 
         Args:
+            start: leave out so many, those that have been due for the longest time.
             all_pending: return every unconfirmed occurrence, not only those whose time to be tried has come.
         """
         keys, seconds = self.keys, now.timestamp()
         with self.client.pipeline(transaction=False) as pipe:
-            pipe.zrangebyscore(keys.schedule, 0, seconds, start=0, num=BATCH, withscores=True)
+            pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
             bound = "+inf" if all_pending else seconds
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-__all__ = ("backend_of", "clear_locks", "eager_backend_of", "new_backend", "time_to_start")
+__all__ = ("backend_of", "clear_locks", "eager_backend_of", "new_backend", "seconds_until", "time_to_start")
 
 #: By name, because a backend that needs no Redis must not import it.
 DEFAULT_BACKEND = "singlebeat.locks.redis:RedisBackend"
@@ -76,13 +76,18 @@ def time_to_start(options: Mapping[str, Any], *, queued_ttl: float, now: datetim
 
     That is ``queued_ttl`` after its countdown or eta, and never longer than its ``expires``.
     """
-    delay = _seconds_until(options.get("eta"), now) or float(options.get("countdown") or 0)
+    delay = seconds_until(options.get("eta"), now) or float(options.get("countdown") or 0)
     wait = queued_ttl + max(0.0, delay)
-    expires = _seconds_until(options.get("expires"), now)
+    expires = seconds_until(options.get("expires"), now)
     return wait if expires is None else max(0.001, min(wait, expires))
 
 
-def _seconds_until(moment: Any, now: datetime) -> float | None:
+def seconds_until(moment: Any, now: datetime) -> float | None:
+    """Return the seconds until a date, a text with one, a timedelta or seconds from now on; None for None.
+
+    Raises:
+        ValueError, TypeError: it is none of these.
+    """
     if moment is None:
         return None
     if isinstance(moment, timedelta):

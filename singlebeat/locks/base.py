@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "HEADER",
+    "MOST_WAITS",
     "RUN_HEADER",
     "BaseBackend",
     "Call",
@@ -36,6 +37,9 @@ RUN_HEADER = "singlebeat"
 
 #: Retries that fit between two replacements of a task in its generation.
 RETRIES_PER_REPLACEMENT = 1_000_000
+
+#: Up to which the waits of a message are counted: far beyond the longest that they make it wait.
+MOST_WAITS = 10
 
 #: Seconds of a lock that user code takes without an expiry: until it is unlocked, as in celery-singleton.
 UNTIL_UNLOCKED = 100 * 365 * 86_400.0
@@ -84,8 +88,15 @@ class Holder:
 
 def generation(headers: Mapping[str, Any]) -> int:
     """Return the generation of a message, from its own headers: higher after each retry and each replace."""
-    replacements = int(headers.get("replaced_task_nesting") or 0)
-    return replacements * RETRIES_PER_REPLACEMENT + int(headers.get("retries") or 0)
+    replacements = _count(headers.get("replaced_task_nesting"))
+    return replacements * RETRIES_PER_REPLACEMENT + _count(headers.get("retries"))
+
+
+def _count(value: Any) -> int:
+    try:
+        return int(value or 0)
+    except (TypeError, ValueError, OverflowError):  # anybody may write a message, and none of them may stop a worker
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,7 @@ class Ticket:
     key: str  #: of the lock that the task holds while it runs
     queued: str = ""  #: key of the lock that it holds while it waits, which may be the same; empty: none
     waits: bool = False  #: when the lock is held at its start, it waits for its turn, where another would be skipped
-    waited: int = 0  #: how often it has waited
+    waited: int = 0  #: how often it has waited, counted up to ``MOST_WAITS``
     generation: int = 0
     nonce: str = ""
     waits_for: Holder | None = field(default=None, compare=False)  #: at the call; the message does not tell
@@ -122,7 +133,7 @@ class Ticket:
             key=str(header["key"]),
             queued=str(header.get("queued", header["key"])),
             waits=bool(header.get("waits")),
-            waited=int(header.get("waited") or 0),
+            waited=max(0, min(_count(header.get("waited")), MOST_WAITS)),
             generation=generation(headers),
             nonce=str(header.get("nonce") or ""),
         )
@@ -204,7 +215,11 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
-        """Hand the lock of a run over to another generation or state of the same task id; False if it was lost."""
+        """Hand the lock of a run over to a message of the same task id that waits. False if it was lost.
+
+        Args:
+            to: of its generation or a higher one, and of no delivery.
+        """
 
     @abstractmethod
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,7 +38,8 @@ class LegacyBackend(BaseBackend):
 
     def __init__(self, custom: Any) -> None:
         self.custom = custom
-        self._promised: dict[Ref, tuple[Ref, float]] = {}  #: run -> its retry, and how long that may wait
+        #: By run: its retry, and how long that may wait. Whoever promises knows its run by the nonce alone.
+        self._promised: dict[Ref, tuple[Ref, float]] = {}
 
     @classmethod
     def around(cls, custom_class: Any, app: Celery) -> Self:
@@ -92,7 +94,7 @@ class LegacyBackend(BaseBackend):
         return _holder(Verdict.STALE if generation > ref.generation else Verdict.STARTED, task_id)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
-        """Hand the lock of a run over to another generation of the same task id; False if it was lost."""
+        """Hand the lock of a run over to a message of the same task id that waits. False if it was lost."""
         with _naming(self._name):
             ours = self._held(ref.key) == (ref.task_id, ref.generation)
             if ours and to.generation != ref.generation:
@@ -102,12 +104,13 @@ class LegacyBackend(BaseBackend):
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Let a run leave its lock to its own retry when it ends, in this process; ``to`` None takes that back."""
         with _naming(self._name):
-            if self._held(run.key) != (run.task_id, run.generation):
-                return False
+            held = self._held(run.key)
+        if held is None or held[0] != run.task_id:
+            return False
         if to is None:
-            self._promised.pop(run, None)
+            self._promised.pop(replace(run, generation=0), None)
         else:
-            self._promised[run] = to, ttl
+            self._promised[replace(run, generation=0)] = to, ttl
         return True
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -125,7 +128,7 @@ class LegacyBackend(BaseBackend):
         """Free the locks of requests that are over; only their own. There are no payloads."""
         with _naming(self._name):
             for ref in refs:
-                successor = self._promised.pop(ref, None)
+                successor = self._promised.pop(replace(ref, generation=0), None)
                 if self._held(ref.key) != (ref.task_id, ref.generation):
                     continue
                 if successor is None:

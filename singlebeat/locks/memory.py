@@ -130,17 +130,14 @@ class MemoryBackend(BaseBackend):
             return self._holder(Verdict.STARTED, ref)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
-        """Hand the lock of a run over to another generation or state of the same task id."""
+        """Hand the lock of a run over to a message of the same task id that waits."""
         with self._mutex:
             record = self._live(ref.key)
             if record is None or (record.task_id, record.nonce) != (ref.task_id, ref.nonce):
                 return False
             if to.generation > record.generation:
                 self._remember(ref.key, ref.task_id, record.generation, memory)
-            elif to.generation < record.generation:
-                self._done.get(ref.key, {}).pop((ref.task_id, to.generation), None)
-            state = "running" if to.nonce else "queued"
-            handed = replace(record, generation=to.generation, nonce=to.nonce, state=state, since=self._clock())
+            handed = replace(record, generation=to.generation, nonce="", state="queued", since=self._clock())
             self._put(ref.key, handed, ttl)
             return True
 

@@ -12,7 +12,7 @@ from ..config import Config
 from ..connections import RedisError, lock_server, masked, private, same_slot, shared
 from ..errors import LockBackendError
 from ..lua import Script, packed
-from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
+from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
 from .key import done_key
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ _SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "fi
 
 
 def _ms(seconds: float | None) -> int:
-    return round((seconds or 0) * 1000)
+    # One call that asks for a longer time than the server can count must not fail those that are sent along with it.
+    return round(min(UNTIL_UNLOCKED, seconds or 0) * 1000)
 
 
 class RedisBackend(BaseBackend):
@@ -92,8 +93,8 @@ class RedisBackend(BaseBackend):
         return holder
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
-        """Hand the lock of a run over to another generation or state of the same task id."""
-        args = (ref.task_id, ref.nonce, to.generation, to.nonce, _ms(ttl), _ms(memory))
+        """Hand the lock of a run over to a message of the same task id that waits."""
+        args = (ref.task_id, ref.nonce, to.generation, _ms(ttl), _ms(memory))
         return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:

@@ -1,24 +1,22 @@
---- rotate: hand the lock of a run over to another generation or state of the same task id.
+--- rotate: hand the lock of a run over to a message of the same task id that waits.
 --
--- Retry and replace go to a higher generation, queued; a message that the broker takes back stays in its generation, queued;
--- a retry whose publish failed goes back to the run.
+-- Retry and replace go to a higher generation; a message that the broker takes back stays in its generation.
 --
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  id         task id that must hold the lock
 -- ARGV[2]  nonce      the run that must hold it; empty: it must be queued
--- ARGV[3]  to_gen     the generation that holds it from now on
--- ARGV[4]  to_nonce   the run that holds it from now on; empty: it is queued
--- ARGV[5]  ttl_ms     lifetime from now on
--- ARGV[6]  done_ms    how long the end of a generation is remembered
+-- ARGV[3]  to_gen     the generation that holds it from now on, queued; never a lower one
+-- ARGV[4]  ttl_ms     lifetime from now on
+-- ARGV[5]  done_ms    how long the end of a generation is remembered
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
 --          rotated  done
 --          lost     the lock is not held so; nothing was written
 
 local lock, done = KEYS[1], KEYS[2]
-local id, nonce, to_gen, to_nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local ttl, done_ms = tonumber(ARGV[5]), tonumber(ARGV[6])
+local id, nonce, to_gen = ARGV[1], ARGV[2], ARGV[3]
+local ttl, done_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -37,11 +35,8 @@ local gen, bound = record[2], record[4]
 if tonumber(to_gen) > tonumber(gen) then
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
   redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
-elseif tonumber(to_gen) < tonumber(gen) then
-  redis.call("ZREM", done, id .. ":" .. to_gen)
 end
-redis.call("HSET", lock, "gen", to_gen, "nonce", to_nonce, "state", to_nonce == "" and "queued" or "running",
-  "since", string.format("%.0f", now))
+redis.call("HSET", lock, "gen", to_gen, "nonce", "", "state", "queued", "since", string.format("%.0f", now))
 if bound then
   ttl = math.max(1, math.min(ttl, bound - now))
 end

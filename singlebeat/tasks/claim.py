@@ -12,7 +12,15 @@ from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
 from .undo import undo_later
 
-__all__ = ("claim",)
+__all__ = ("claim", "unclaimed")
+
+
+def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
+    """Return the ticket of a call that holds no lock while it waits, such as one that was sent by name."""
+    if overlap is Overlap.ALLOW_ALL or task.lock in {Lock.UNTIL_EXECUTING, Lock.UNTIL_EXPIRED}:
+        return Ticket(task_id, f"{key}:{task_id}")  # a lock of its own excludes nobody, and refuses copies of the call
+    skipped = overlap in {Overlap.SKIP, Overlap.RAISE} and task.lock != Lock.UNTIL_AND_WHILE_EXECUTING
+    return Ticket(task_id, key, waits=not skipped)
 
 
 def claim(
@@ -32,9 +40,9 @@ def claim(
     A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
     key, must_be_sent = task.generate_lock(task.name, args, kwargs), has_continuations(options)
-    own, behind = f"{key}:{task_id}", f"{key}:next"
+    otherwise, behind = unclaimed(task, task_id, key, overlap), f"{key}:next"
     if overlap is Overlap.ALLOW_ALL:
-        return Ticket(task_id, own), ""
+        return otherwise, ""
 
     def acquire(lock: str, *, payload: str = "", replace: str = "") -> Holder:
         wait, expiry = task.time_to_start(options), task.effective_lock_expiry
@@ -56,14 +64,13 @@ def claim(
 
     match task.lock:
         case Lock.WHILE_EXECUTING:
-            return Ticket(task_id, key, waits=overlap is Overlap.BUFFER_ALL), ""
+            return otherwise, ""
         case Lock.UNTIL_EXECUTING:
-            holder, ticket, otherwise = acquire(key), Ticket(task_id, own, key), Ticket(task_id, own)
+            holder, ticket = acquire(key), Ticket(task_id, otherwise.key, key)
         case Lock.UNTIL_EXPIRED:
-            holder, ticket, otherwise = acquire(key), Ticket(task_id, own), Ticket(task_id, own)
+            holder, ticket = acquire(key), otherwise
         case Lock.UNTIL_AND_WHILE_EXECUTING:
             holder, ticket = acquire(behind), Ticket(task_id, key, behind, waits=True)
-            otherwise = Ticket(task_id, key, waits=True)
         case _:
             replaces = "holder" if overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER} else ""
             holder = acquire(key, replace=replaces)

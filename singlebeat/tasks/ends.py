@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Ignore, Reject, Retry
+from kombu.utils.encoding import safe_repr
 
 from .. import signals
 from ..config import Config
@@ -62,7 +63,7 @@ def outcome_of(exc: BaseException) -> str:
     return next((word for kind, word in _OUTCOMES.items() if isinstance(exc, kind)), "failure")
 
 
-def record_end(request: Request, outcome: str, reason: str = "") -> None:
+def record_end(request: Request, outcome: str, reason: str | BaseException = "") -> None:
     """Tell how a run ended, once, and record it if beat has sent it: soon, and without waiting."""
     if request.end_told:
         return
@@ -76,7 +77,7 @@ def record_end_of_message(
     app: Celery,
     headers: Mapping[str, Any],
     outcome: str,
-    reason: str = "",
+    reason: str | BaseException = "",
     *,
     worker: str | None = None,
     began: float | None = None,
@@ -88,6 +89,8 @@ def record_end_of_message(
     if outcome == "postponed":  # a message like it will tell the schedule
         return
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
+        # Here only: most runs are none of beat's, and an exception of a user's may have no repr.
+        reason = reason if isinstance(reason, str) else safe_repr(reason)
         row = (
             str(header["entry"]),
             str(headers.get("id")),

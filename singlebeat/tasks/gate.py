@@ -9,17 +9,18 @@ from typing import Any
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
+from kombu.utils.encoding import safe_repr
 
 from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of
-from ..locks.base import HEADER, RUN_HEADER, Holder, Renewal, Ticket, Verdict
+from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
 from ..log import Log
 from .policy import decode_arguments, has_continuations
 
-__all__ = ("Postponed", "Refused", "Run", "may_start", "run_under_lock")
+__all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock")
 
 log = Log(__name__)
 
@@ -33,6 +34,10 @@ class Postponed(Ignore):  # type: ignore[misc]
 
 class Refused(Ignore):  # type: ignore[misc]
     """The run must not start: an equal call holds its lock, or this one has run."""
+
+
+class Unsent(Reject):  # type: ignore[misc]
+    """The message could not be sent again, to wait for its turn: the broker is to deliver this one again."""
 
 
 class Run(Mapping[str, Any]):
@@ -90,9 +95,13 @@ def run_under_lock(
     if ticket is None:  # sent by somebody who takes no locks, to a worker that does not look after them
         yield args, kwargs
         return
-    request.singlebeat, latest = _begin(task, ticket, request)
+    fence, latest = _begin(task, ticket, request)
+    request.singlebeat = Run(task, ticket, fence)
+    if latest is not None:
+        # A retry is sent with what the request has. If this run dies, though, its message has what it was sent with.
+        request.args, request.kwargs = args, kwargs = latest
     try:
-        yield latest or (args, kwargs)
+        yield args, kwargs
     except Reject:
         raise  # the broker may deliver the message again: the main process knows
     except Exception:
@@ -103,9 +112,14 @@ def run_under_lock(
     # Any other BaseException ends the process or the greenlet: the main process sees how.
 
 
-def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
-    """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call."""
+def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
+    """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call.
+
+    Returns:
+        Its fencing number, 0 without its lock; and the arguments of the latest call that it stands for, or None.
+    """
     config, backend = Config.of(task.app), backend_of(task.app)
+    fence = 0
     memory = config.singlebeat_queued_ttl
     try:
         holder = backend.begin(
@@ -118,19 +132,17 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[Run, Any]:
         )
         if not may_start(task, ticket, holder, request):
             raise Refused(f"held by {holder}")
+        fence = holder.fence
         payloads = backend.finish_many([replace(ref, nonce="") for ref in ticket.refs[1:]], memory=memory)
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":
             _postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
-        log.warning(
-            "%(task)s[%(id)s] runs without its lock",
-            event="unlocked",
-            task=task.name,
-            id=request.id,
-            reason=exc,
-        )
-        return Run(task, ticket, 0), None
-    return Run(task, ticket, holder.fence), decode_arguments(payloads[0]) if any(payloads) else None
+        said = "%(task)s[%(id)s] runs without its lock"
+        if fence:
+            said = "%(task)s[%(id)s] runs with the arguments that it was sent with: later ones cannot be read"
+        log.warning(said, event="unlocked", task=task.name, id=request.id, reason=exc)
+        return fence, None
+    return fence, decode_arguments(payloads[0]) if any(payloads) else None
 
 
 def _finish(task: Any, ticket: Ticket) -> None:
@@ -150,6 +162,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
 
     Raises:
         Postponed: the message was sent again, to wait for its turn.
+        Unsent, Exception: it could not be sent; see ``_postpone``.
     """
     match holder.verdict:
         case Verdict.STARTED:
@@ -158,7 +171,12 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
             # Not dropped: if the run dies, this message is what is left of it, and waits even for an equal call that
             # was quicker to take the lock.
             heir = replace(ticket, waits=True)
-            _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
+            try:
+                _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
+            except (Postponed, Unsent):
+                raise
+            except Exception as exc:  # its end would be taken for that of the run
+                raise Refused("it is running already") from exc
         case Verdict.DONE | Verdict.STALE:
             log.info(
                 "%(task)s[%(id)s] has run already: this copy is dropped",
@@ -174,7 +192,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
     if ticket.waits or has_continuations(embedded):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
-        later = replace(ticket, waited=min(ticket.waited + 1, 10))
+        later = replace(ticket, waited=min(ticket.waited + 1, MOST_WAITS))
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
@@ -199,7 +217,9 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
     """Send the message of a request again, as it is but later.
 
     Raises:
-        Postponed: always.
+        Postponed: it was sent.
+        Unsent: it could not be sent; the broker has this one still.
+        Exception: the same, but the broker has it no more: what the publishing raised.
     """
     log.info(
         "%(task)s[%(id)s] waits for its turn",
@@ -209,8 +229,20 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
         countdown=countdown,
         reason=why,
     )
+    try:
+        _send_again(task, request, ticket, countdown)
+    except Exception as exc:  # a transport raises what it likes
+        about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
+        log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
+        # A task without a gate of its own is in the main process, which acknowledges only what may start.
+        if task.acks_late or not getattr(task, "has_own_gate", False):
+            raise Unsent(why, requeue=True) from exc
+        raise
+    raise Postponed(why)
+
+
+def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
     headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
     signature = task.signature_from_request(request, countdown=countdown, retries=request.retries, headers=headers)
     # Task's own method: a Singleton's would hand the lock over to it.
     Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
-    raise Postponed(why)

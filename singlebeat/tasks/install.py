@@ -49,7 +49,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         for task in parent.app.tasks.values():
             task.Request = _with_locks(symbol_by_name(task.Request))
-        self.renewer = renewer
+        self.renewer, renewer.timer = renewer, parent.timer
         renewer.start()
         # Neither before now, because all who have a Singleton import this module, nor later, amid forks.
         from .. import __version__  # noqa: PLC0415

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .. import signals
 from ..config import Config
@@ -66,6 +66,7 @@ class Renewer:
         self._later: list[tuple[float, Ticket, bool]] = []
         self._gate_closed_until = 0.0
         self._started = False
+        self.timer: Any = None  #: of the worker, once there is one: it acts where messages may be acknowledged
         self.failing = False  #: the locks' server did not answer the last time
 
     def start(self) -> None:
@@ -100,6 +101,13 @@ class Renewer:
         if request.ticket is not None:
             self._handovers.put((request.ticket.run, successor))
             self._wake.put(None)
+
+    def later(self, seconds: float, do: Callable[[], None]) -> None:
+        """Do something in the worker's event loop, some seconds from now; at once where there is no worker."""
+        if self.timer is None:
+            do()
+        else:
+            self.timer.call_after(seconds, do)
 
     def held(self) -> Mapping[str, int]:
         """Return how many requests with a lock this worker has, by their state: ``queued`` or ``running``."""
@@ -214,12 +222,13 @@ class Renewer:
         self.backend.begin(ref, lease=self.lease, memory=self.memory, task=request.name, arguments=arguments)
 
 
-_renewers: dict[tuple[int, int], Renewer] = {}
+_renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()
 
 
 def renewer_of(app: Celery) -> Renewer:
     """Return the renewer of an app in this process; a forked child gets one of its own."""
-    key = (os.getpid(), id(app))
-    if key not in _renewers:
-        _renewers[key] = Renewer(app)
-    return _renewers[key]
+    pid, renewer = _renewers.get(app, (0, None))
+    if renewer is None or pid != os.getpid():
+        renewer = Renewer(app)
+        _renewers[app] = os.getpid(), renewer
+    return renewer

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
 from celery.worker import request as celery_request
 from celery.worker.state import task_ready
+from kombu.utils.encoding import safe_repr
 from kombu.utils.uuid import uuid
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import HEADER, Ticket
 from ..log import Log
+from .claim import unclaimed
 from .ends import outcome_of, record_end
-from .gate import Postponed, Refused, may_start
+from .gate import Postponed, Refused, Unsent, may_start
+from .policy import overlap_for
 from .renewer import renewer_of
 
 __all__ = ("Request",)
@@ -31,9 +34,12 @@ DUPLICATE_REFUSED = "duplicate_refused"
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5
 
+#: Seconds until a message that cannot start now goes back to the broker, which delivers it at once.
+PUT_BACK_AFTER = 1.0
+
 
 def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @wraps(method)
     def ended(self: Request, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
@@ -50,9 +56,17 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(execute)
+    @wraps(execute)
     def gated(self: Request, *args: Any, **kwargs: Any) -> Any:
-        if not self.begin_for_plain_task():
+        try:
+            may_start = self.begin_for_plain_task()
+        except Exception as exc:  # the broker, a backend, a user's function: none of them may stop the worker
+            if not isinstance(exc, Unsent):  # which has been logged
+                about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
+                log.warning("%(task)s[%(id)s] cannot start now and is put back", event="put_back", **about)
+            self._put_back()
+            raise TaskRevokedError(self.id) from exc
+        if not may_start:
             self.acknowledge()
             task_ready(self)
             record_end(self, DUPLICATE_REFUSED, "an equal call runs, or this one has run")
@@ -70,6 +84,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     seen_running = False
     #: Its end was told: Celery reports a hard time limit twice.
     end_told = False
+    #: Its body, if it has a ticket, lives for a moment after its end was told.
+    _past_limit = False
     _over = False
     _cancelled = False
 
@@ -88,11 +104,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             renewer_of(self.app)
             if ticket is None:  # send_task, another language: the lock is taken at the start
-                ticket = Ticket(self.id, self.task.generate_lock(self.task.name, self.args, self.kwargs))
+                key = self.task.generate_lock(self.task.name, self.args, self.kwargs)
+                ticket = unclaimed(self.task, self.id, key, overlap_for(self.task))
         except ConfigError as exc:
             self._tell_unlocked(exc)
             return None
-        except TypeError:  # the call will fail on its arguments
+        except Exception as exc:  # anybody's arguments in a user's function: no message may stop the worker
+            self._tell_unlocked(safe_repr(exc))
             return None
         return ticket.delivered(uuid())
 
@@ -112,7 +130,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         return self.expires is not None and self.time_start is None
 
     def begin_for_plain_task(self) -> bool:
-        """Take the lock for a task that has no gate of its own; tell whether it may start."""
+        """Take the lock for a task that has no gate of its own; tell whether it may start.
+
+        Raises:
+            Exception: the message could not be sent again, to wait for its turn.
+        """
         if self.ticket is None or self._has_own_gate or self.revoked():
             return True
         renewer = renewer_of(self.app)
@@ -139,16 +161,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._tell_unlocked(exc)
         return True
 
-    def _tell_unlocked(self, why: Exception) -> None:
+    def _tell_unlocked(self, why: Exception | str) -> None:
         about = {"task": self.task.name, "id": self.id, "reason": why}
         log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
 
-    def over(self, *, after: float = 0.0) -> None:
-        """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again.
-
-        Args:
-            after: seconds that the body may still live.
-        """
+    def over(self) -> None:
+        """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again."""
         if self.ticket is None or self._over:
             return
         if self._cancelled and self.task.acks_late:  # the broker has its message again, whatever was said
@@ -161,7 +179,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if not self.acknowledged:
             return
         self._over = True
-        renewer_of(self.app).finish(self, after=after)
+        renewer_of(self.app).finish(self, after=KILL_TIME if self._past_limit else 0.0)
+
+    def _put_back(self) -> None:
+        """Let the broker deliver the message again, but not at once: what failed would fail again, without end."""
+        task_ready(self)
+        record_end(self, "postponed")
+        renewer_of(self.app).later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
 
     def _leave_to_next_delivery(self) -> None:
         if self.ticket is not None:
@@ -177,17 +201,19 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Every end of a run but success, Retry and Ignore and Reject among them."""
         exc = exc_info.exception
         exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
+        if isinstance(exc, Unsent) and not self.acknowledged:
+            return self._put_back()
         if isinstance(exc, Postponed):
             self._over = True
             renewer_of(self.app).forget(self)
             record_end(self, "postponed")
         else:
-            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), repr(exc))
-        limit = isinstance(exc, celery_request.TimeLimitExceeded)
+            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), exc)
+        self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
-            self.over(after=KILL_TIME if limit else 0.0)
+            self.over()
 
     def on_retry(self, exc_info: Any) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""
@@ -198,13 +224,21 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit has passed; the hard one ends the run."""
+        self._past_limit |= not soft and self.ticket is not None
         super().on_timeout(soft, timeout)
         if not soft:
             record_end(self, "time_limit", f"{timeout} s")
-            self.over(after=KILL_TIME)
+            self.over()
 
     def reject(self, requeue: bool = False) -> None:
         """Reject the message; requeued, it keeps its lock and waits again."""
+        if requeue and self._past_limit:
+            # At once, its next delivery would begin beside a body that is about to be killed.
+            renewer_of(self.app).later(KILL_TIME, partial(self._reject, requeue=True))
+        else:
+            self._reject(requeue=requeue)
+
+    def _reject(self, *, requeue: bool) -> None:
         requeued = requeue and not self.acknowledged
         super().reject(requeue)
         if requeued:

@@ -86,10 +86,7 @@ class Model:
             return False
         if to.generation > held.gen:
             self.done.add((held.id, held.gen))
-        elif to.generation < held.gen:
-            self.done.discard((held.id, to.generation))
-        state = "running" if to.nonce else "queued"
-        self.record = Record(held.id, to.generation, state, to.nonce, held.payload)
+        self.record = Record(held.id, to.generation, "queued", "", held.payload)
         return True
 
     def renew(self, ref: Ref) -> Renewal:
@@ -247,20 +244,16 @@ class LockMachine(RuleBasedStateMachine):
             else:
                 assert self.stored() == before
 
-    def rotate(self, ref: Ref, to: Ref, lost: bool) -> bool:
-        return self.ask(
+    def hand_over(self, ref: Ref, to: Ref, lost: bool) -> None:
+        held = ref == self.runner
+        rotated = self.ask(
             lost, lambda: self.backend.rotate(ref, to=to, ttl=TTL, memory=MEMORY), lambda: self.model.rotate(ref, to)
         )
-
-    def hand_over(self, ref: Ref, to: Ref, lost: bool) -> bool:
-        held = ref == self.runner
-        rotated = self.rotate(ref, to, lost)
         assert rotated == (held and not lost)
         if held:
             self.runner = None
             if to.generation > ref.generation:
                 self.over.add((ref.task_id, ref.generation))
-        return rotated
 
     @rule(target=messages, ref=deliveries, runner=st.booleans(), step=steps, ends=st.booleans(), lost=lost)
     def retry_or_replace(self, ref, runner, step, ends, lost):
@@ -270,21 +263,6 @@ class LockMachine(RuleBasedStateMachine):
         if ends:
             self.finish(ref, False, lost)
         return successor  # sent in any case: whoever asks for a retry has it
-
-    @rule(ref=deliveries, runner=st.booleans(), meanwhile=st.booleans(), lost=lost)
-    def fail_to_retry(self, ref, runner, meanwhile, lost):
-        ref = self.pick(ref, runner)
-        successor = replace(ref, generation=ref.generation + 1, nonce="")
-        if not self.hand_over(ref, successor, lost=False):
-            return
-        if meanwhile:
-            self.lease_ends()
-            self.acquire(Ref(LOCK, "another task"), False, again=False)
-            assert not self.rotate(successor, ref, lost)
-        else:
-            assert self.rotate(successor, ref, lost) is not lost
-            self.over.discard((ref.task_id, ref.generation))
-            self.runner = ref
 
     @rule(ref=deliveries, runner=st.booleans(), lost=lost)
     def requeue(self, ref, runner, lost):

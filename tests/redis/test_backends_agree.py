@@ -85,8 +85,8 @@ def begin(draw: st.DrawFn) -> Ask:
 
 @st.composite
 def rotate(draw: st.DrawFn) -> Ask:
-    ref, generation, nonce = draw(anybody), draw(generations), draw(st.sampled_from(["", "", "n1", "n2"]))
-    to = Ref(ref.key, ref.task_id, generation, nonce)
+    ref, generation = draw(anybody), draw(generations)
+    to = Ref(ref.key, ref.task_id, generation)
     return Ask("rotate", lambda b: b.rotate(ref, to=to, ttl=PROMISED_TTL, memory=MEMORY), ref, to)
 
 

@@ -175,6 +175,18 @@ def test_a_promise_that_was_taken_back_leaves_nothing(backend):
     assert not backend.promise(RUN, to=RETRY, ttl=QUEUED_TTL), "it holds nothing that it could promise"
 
 
+def test_a_retry_leaves_its_lock_to_the_next_one(backend):
+    begin(backend, RETRY)
+
+    # The sender knows a run by its nonce: Celery hides from it how often the task was retried.
+    assert backend.promise(replace(RETRY, generation=0), to=replace(RETRY, generation=2, nonce=""), ttl=QUEUED_TTL)
+    finish(backend, RETRY)
+
+    assert backend.get(LOCK) == "a"
+    assert begin(backend, OTHER).verdict is Verdict.HELD
+    assert begin(backend, replace(RETRY, generation=2, nonce="n4")).verdict is Verdict.STARTED
+
+
 def test_a_retry_goes_on_without_the_last_word_of_its_run(backend):
     begin(backend)
 

@@ -162,6 +162,13 @@ def test_a_repeated_publish_acquires_its_own_lock_again(backend, redis, lives, a
     assert lives(QUEUED_TTL)
 
 
+@pytest.mark.parametrize("times", [{"ttl": float("inf")}, {"ttl": 1e18}, {"expiry": float("inf")}, {"expiry": 1e18}])
+def test_a_call_that_would_wait_for_ever_does_not_fail_those_beside_it(backend, times):
+    replies = backend.acquire_many([call(A, **times), call(Ref(lock_key(PREFIX, "d2"), "b"))])
+
+    assert [reply.verdict for reply in replies] == [Verdict.ACQUIRED] * 2
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, again):
     acquire(backend)
@@ -522,20 +529,6 @@ def test_a_run_that_handed_over_frees_nothing_when_it_ends(backend, redis):
 
     assert finish(redis) == "kept"
     assert redis.hgetall(LOCK) == before
-
-
-def test_a_retry_that_could_not_be_published_goes_back_to_its_run(backend, redis, lives):
-    begin(backend)
-    rotate(backend, RUN, later(A))
-
-    assert rotate(backend, later(A), RUN, ttl=LEASE)
-
-    assert redis.hmget(LOCK, "gen", "state", "nonce") == ["0", "running", "n1"]
-    assert lives(LEASE)
-    assert renew(backend) is Renewal.RUNNING
-    assert begin(backend, COPY).verdict is Verdict.COPY
-    assert finish(redis) == "finished"
-    assert begin(backend, COPY).verdict is Verdict.DONE
 
 
 def test_a_retry_does_not_bring_a_generation_back_that_has_ended(backend, redis):

@@ -23,6 +23,8 @@ from singlebeat import Entry, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.plain import PlainTask
+from singlebeat.beat.scheduler import POLL_INTERVAL, SHORTEST_SLEEP
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from tests.support import ROOT, RedisServer, wait_until
@@ -832,6 +834,128 @@ def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench
     assert len(bench.redis.keys("SINGLETONLOCK_*")) == 1
 
 
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_plain_task_that_cancels_another_waits_for_the_broker_like_any_other(
+    server, redis, own_server, bench_on, overlap
+):
+    once = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
+    bench = bench_on(server, broker_url=own_server.celery_url, broker_transport_options=once)
+    backend = backend_of(bench.app)
+    backend.announce("w@h", ttl=60)
+    bench.put(overlap=overlap)
+    key = PlainTask(bench.app, PLAIN, {}).generate_lock(PLAIN, ["e"], {})
+    backend.begin(Ref(key, "running", nonce="n"), lease=60, memory=60, task=PLAIN, arguments="")
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    assert scheduler.tick() > 0
+    claimed = bench.pending()
+    assert claimed is not None
+
+    own_server.restart()
+    bench.retry_now()
+    scheduler.tick()
+
+    (message,) = own_server.client().lrange(QUEUE, 0, -1)
+    assert json.loads(message)["headers"]["id"] == claimed.id
+    assert [record["decision"] for record in bench.history] == ["buffered"]
+
+
+class RefusedTask(Task):
+    """One whose messages never reach the broker, and it seems to be the broker's fault."""
+
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        raise OSError("no route to the host")
+
+
+ONE_THAT_FAILS: dict[str, dict[str, Any]] = {
+    "its queue is none": {"options": {"queue": "foreign"}},
+    "its lock is none": {"policy": '{"overlap": "buffer_one"}', "task": SINGLE},
+    "its task fails": {"task": "refused"},
+}
+
+
+@pytest.mark.parametrize("what", ONE_THAT_FAILS)
+def test_one_that_is_never_taken_keeps_nobody_else_waiting(bench, caplog, what):
+    fields = dict(ONE_THAT_FAILS[what])
+    policy = fields.pop("policy", "{}")
+    app = bench.new_app()
+    app.task(die_in_publish, name="refused", base=RefusedTask, shared=False)  # only its name matters here
+    bench.redis.set("foreign", "no queue")
+    bench.redis.set(app.tasks[SINGLE].generate_lock(SINGLE, ["a"]), "no lock")
+    bench.put("a", **fields)
+    bench.redis.hset("redbeat:a", "policy", policy)
+    for name in ("b", "c"):
+        bench.put(name)
+    scheduler = bench.scheduler(app=app)
+
+    scheduler.tick()
+    assert bench.names == []  # for all that beat knows, the broker is away
+    for name in ("d", "e"):
+        bench.retry_now()
+        bench.put(name)
+        scheduler.tick()
+
+    assert bench.names == ["b", "c", "d", "e"]
+    assert bench.redis.zrange(PENDING, 0, -1) == ["redbeat:a"]
+    assert caplog.text.count("stays pending") == 1
+
+
+def test_one_that_was_not_taken_waits_longer_each_time_and_those_behind_it_do_not(bench):
+    bench.redis.set("foreign", "no queue")
+    bench.put("a", options={"queue": "foreign"})
+    scheduler, waits = bench.scheduler(), []
+    for name in ("b", "c", "d", "e"):
+        now = datetime.now(UTC)
+        scheduler._tick(now)
+        waits.append(bench.redis.zscore(PENDING, "redbeat:a") - now.timestamp())
+        bench.put(name)
+        bench.retry_now()
+
+    assert waits == pytest.approx([1, 2, 4, 4], abs=1e-3)
+    assert bench.names == ["b", "c", "d"]
+
+
+def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+        __repr__ = __str__
+
+    class Own(Task):
+        def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+            raise MuteError
+
+    app = bench.new_app()
+    app.task(die_in_publish, name="own", base=Own, shared=False)  # only its name matters here
+    bench.put("a", task="own")
+    bench.put("b")
+
+    bench.scheduler(app=app).tick()
+
+    assert bench.names == ["b"]
+    assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "publish_failed", "b": "dispatched"}
+
+
+def test_a_key_of_a_users_own_that_no_server_takes_harms_nobody_else(bench):
+    class Own(Singleton):
+        abstract = True
+
+        def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
+            return "\ud800"
+
+    app = bench.new_app()
+    app.task(die_in_publish, name="own", base=Own, shared=False)  # only its name matters here
+    bench.put("a", task="own")
+    bench.put("b", task=SINGLE)
+
+    bench.scheduler(app=app).tick()
+
+    assert bench.names == ["b"]
+    assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "publish_failed", "b": "dispatched"}
+
+
 def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed_and_not_counted(
     server, redis, own_server, bench_on
 ):
@@ -852,6 +976,113 @@ def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert bench.pending() is None
     assert bench.meta().total_run_count == before
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_a_missed_occurrence_leaves_no_lock_behind(server, redis, own_server, bench_on, task):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    backend_of(bench.app).announce("w@h", ttl=60)
+    entry = bench.put(task=task, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    (lock,) = redis.keys("SINGLETONLOCK_*")
+    missed = bench.pending()
+    assert redis.hget(lock, "id") == missed.id
+
+    own_server.restart()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+    redis.delete("singlebeat:worker")  # the workers may be gone by then
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert redis.exists(lock) == 0
+
+
+def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    own_server.restart()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 60}')
+    bench.retry_now()
+
+    scheduler._tick(datetime.now(UTC) + HOUR)
+
+    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+    assert own_server.client().llen(QUEUE) == 1
+
+
+@pytest.mark.parametrize("state", ["running", "another's"])
+def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_server, bench_on, state):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    (lock,) = redis.keys("SINGLETONLOCK_*")
+    if state == "running":  # its message was sent, and nobody knows
+        run = Ref(lock, bench.pending().id, nonce="n")
+        backend_of(bench.app).begin(run, lease=60, memory=60, task=SINGLE, arguments="")
+    else:
+        redis.hset(lock, "id", "another")
+    before = redis.hgetall(lock)
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert redis.hgetall(lock) == before
+
+
+def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on, caplog):
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+    bench.retry_now()
+
+    assert scheduler.tick() > 0
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.pending() is None
+    assert "Trouble with Redis" not in caplog.text  # the tick went on
+
+
+def test_entries_that_wait_for_the_broker_neither_hide_the_others_nor_keep_beat_from_its_sleep(
+    server, redis, own_server, bench_on, monkeypatch
+):
+    monkeypatch.setattr("singlebeat.beat.store.BATCH", 2)
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    for at in range(4):
+        bench.put(f"waits {at}")
+    scheduler = bench.scheduler()
+    own_server.kill()
+    for _ in range(3):
+        scheduler.tick()
+    assert redis.zcard(PENDING) == 4
+    for at in range(4):  # their next times have come
+        redis.zadd(SCHEDULE, {f"redbeat:waits {at}": 1 + at})
+        redis.hset(f"redbeat:waits {at}", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 1).encode())
+    bench.put("new")
+
+    delays = [scheduler.tick() for _ in range(6)]
+
+    assert bench.pending("new") is not None
+    assert delays == [SHORTEST_SLEEP, SHORTEST_SLEEP, POLL_INTERVAL] * 2  # no round without a sleep
+    own_server.restart()
+    bench.retry_now()
+    for _ in range(20):
+        scheduler.tick()
+    assert redis.exists(PENDING) == 0
+    decisions = [record["decision"] for record in bench.history]
+    assert decisions == ["dispatched"] * 9  # each that had waited, and the next of it
 
 
 # ---------------------------------------------------------------- a leader dies
@@ -1074,6 +1305,7 @@ POISON: dict[str, dict[str, Any]] = {
     "a run count beyond numbers": {"meta": '{"total_run_count": NaN}'},
     "a past at the end of the calendar": {"meta": '{"last_run_at": "0001-01-01T00:00:00+01:00"}'},
     "a broken occurrence": {"pending": "{"},
+    "a lone surrogate in the id of an occurrence": {"pending": '{"id": "\\ud800", "nominal": 1.0}'},
     "an occurrence of another kind": {"pending": "[]"},
     "a lone surrogate in an argument": {"args": ["\ud800"]},
     "a lone surrogate in the task": {"task": "\ud800"},
@@ -1086,12 +1318,24 @@ POISON: dict[str, dict[str, Any]] = {
     "arguments that do not fit": {"args": [], "kwargs": {"no such": 1}},
     "a task id that is no text": {"options": {"task_id": {"a": 1}}},
     "a queue that is none": {"options": {"queue": 3}},
+    "a queue without end": {"options": {"queue": {"__type__": "rrule", "freq": "DAILY", "dtstart": 1}}},
+    "a countdown without end": {"options": {"countdown": float("inf")}},
+    "a countdown beyond the calendar": {"options": {"countdown": 1e18}},
+    "a countdown that is not a number": {"options": {"countdown": float("nan")}},
+    "an expiry without end": {"options": {"expires": float("inf")}},
+    "an object among the arguments": {"task": PLAIN, "args": [{"__type__": "crontab"}]},
+    "an object among the arguments of one that buffers": {
+        "task": PLAIN,
+        "args": [{"__type__": "crontab"}],
+        "policy": '{"overlap": "buffer_all"}',
+    },
 }
 
 
 def put_poison(bench: Bench, what: dict[str, Any]) -> None:
     what = dict(what)
-    fields = {name: what.pop(name) for name in ("meta", "pending", "definition") if name in what}
+    fields = {name: what.pop(name) for name in ("meta", "pending", "definition", "policy") if name in what}
+    backend_of(bench.app).announce("w@h", ttl=60)  # so that plain tasks are locked, too
     definition = {"task": SINGLE, "args": ["bad"], "schedule": {"__type__": "interval", "every": 60}, **what}
     bench.redis.hset("redbeat:bad", mapping={"definition": json.dumps(definition), **fields})
     bench.redis.zadd(SCHEDULE, {"redbeat:bad": 0})

@@ -340,7 +340,7 @@ REFUSALS = {
     "its last occurrence is not confirmed": (
         Claimed.PENDING,
         OFF,
-        lambda redis, app: redis.hset("redbeat:e", "pending", "{}"),
+        lambda redis, app: redis.hset("redbeat:e", "pending", "{}") and redis.zadd(PENDING, {"redbeat:e": 5}),
     ),
 }
 
@@ -357,6 +357,23 @@ def test_a_refused_claim_writes_nothing(store, put, app, redis, meanwhile):
     assert store.claim(claims, term, retry_at=RETRY_AT) == [verdict]
 
     assert contents(redis) == before
+
+
+def test_an_occurrence_that_is_lost_from_those_that_wait_is_found_again_when_the_next_is_refused(store, put, redis):
+    key = put(pending=Occurrence.of("redbeat:", "e", NOW - timedelta(minutes=1)).encode())
+    claims = [claim_of(stored) for stored in due(store).entries]
+
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.PENDING]
+
+    assert redis.zscore(PENDING, key) == RETRY_AT.timestamp()
+    assert [stored.member for stored in due(store, now=RETRY_AT).recovered] == [key]
+
+
+def test_entries_behind_those_that_a_tick_has_passed_are_found(store, put):
+    for name, seconds in {"a": 3, "b": 2, "c": 1}.items():
+        put(name, score=NOW.timestamp() - seconds)
+
+    assert [stored.entry.name for stored in store.due(NOW, all_pending=False, start=2).entries] == ["c"]
 
 
 def test_a_refused_claim_does_not_hinder_the_others(store, put, redis):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
+from kombu.utils.uuid import uuid
 
 from singlebeat import DuplicateTaskError, Singleton
 from singlebeat.errors import ConfigError
+from singlebeat.locks.base import HEADER
 from singlebeat.overlap import Overlap
 from singlebeat.tasks.policy import Lock
 from tests.support import wait_until
@@ -422,6 +424,20 @@ def test_a_call_that_is_sent_by_name_takes_its_lock_at_the_start(at, name):
     at.oracle.let_go(name)
     at.over(name, [first.id])
     at.free(at.lock("until_executed", name))
+
+
+def test_a_message_of_which_no_key_can_be_made_does_not_stop_its_worker(at, name):
+    short = task_name("on_a_path")
+    with at.app().producer_pool.acquire(block=True) as producer:
+        headers = {"task": short, "id": uuid()}
+        producer.publish(([], ["no", "mapping"], {}), headers=headers, routing_key="celery")
+    at.worker.wait_for(rf"{short}\[{headers['id']}\] runs without its lock", timeout=PATIENCE)
+
+    header = {"id": uuid(), "key": at.lock("single", name), "waited": "often"}
+    at.app().send_task(task_name("single"), (name, 1, 0), task_id=header["id"], headers={HEADER: header})
+
+    at.over(name, [header["id"]])
+    assert at.worker.returncode is None
 
 
 def test_lock_expiry_counts_from_the_call_through_all_retries(at, name):

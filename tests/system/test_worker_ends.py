@@ -11,7 +11,7 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat.locks.base import HEADER, Ref, Ticket
-from tests.support import APP, measured, wait_until
+from tests.support import APP, measured, wait_until, without
 
 #: Seconds of the lease where a test waits for its end.
 LEASE = 2
@@ -260,3 +260,25 @@ def test_a_plain_task_that_beat_sent_may_retry(celery, oracle, redis):
     assert [run.id for run in runs] == [decision["id"]] * 3
     free(redis)
     assert oracle.max_concurrent("a") == 1
+
+
+def test_a_broker_that_takes_no_messages_costs_no_call_that_waits_for_its_turn(
+    celery, oracle, redis, server, app, single, lock_of
+):
+    backend, other = single.singleton_backend, Ref(lock_of(single, "a"), "other", nonce="of an equal call")
+    backend.begin(other, lease=60, memory=60, task=single.name, arguments="")
+    with without(server, "lpush") as url:
+        worker = celery("worker", "-c", "2", conf={"broker_write_url": url, "task_acks_late": True}).ready()
+        for task in (single, app.tasks[f"{APP}.plain"]):
+            headers = {HEADER: Ticket(task.name, other.key, other.key, waits=True).header()}
+            app.send_task(task.name, ["a"], task_id=task.name, headers=headers)
+        for task in (single.name, f"{APP}.plain"):  # delivered twice, and twice in vain
+            worker.wait_for(rf"{task}\[{task}\] cannot be sent again to wait", count=2)
+        assert not oracle.runs()
+
+        redis.acl_setuser("mute", enabled=True, commands=["+lpush"])
+        backend.finish_many([other], memory=60)
+        runs = oracle.wait_ended(2)
+
+    assert sorted(run.id for run in runs) == [f"{APP}.plain", single.name]
+    assert worker.returncode is None

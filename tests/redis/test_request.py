@@ -1,0 +1,409 @@
+"""What the worker's main process makes of a delivery, with a real broker and no worker around it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+from weakref import ref
+
+import pytest
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import TimeLimitExceeded
+from celery import Celery, _state, states
+from celery.concurrency.solo import TaskPool
+from celery.exceptions import TaskRevokedError
+from celery.worker.request import create_request_cls
+from kombu.asynchronous.timer import Timer
+from kombu.utils.uuid import uuid
+
+from singlebeat import Singleton
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import HEADER, RUN_HEADER, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.memory import MemoryBackend
+from singlebeat.tasks.ends import flush_ends
+from singlebeat.tasks.renewer import renewer_of
+from singlebeat.tasks.request import Request
+from tests.support import without
+
+Deliver = Callable[..., Request]
+
+#: Of Celery's result backend, with a recent redis-py.
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
+
+
+@pytest.fixture
+def deliver(app: Celery) -> Iterator[Deliver]:
+    """Returns the request that a message makes, whoever has written it; without arguments, that of the next one."""
+    pool = TaskPool(app=app)
+    app.set_current()
+    with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
+
+        def deliver(task: Any, args: Any = None, kwargs: Any = None, **headers: Any) -> Request:
+            if args is not None:
+                body = (args, {} if kwargs is None else kwargs, {})
+                queue.put(body, headers={"task": task.name, "id": uuid(), "argsrepr": repr(args), **headers})
+            message = queue.get(timeout=5)
+            # As Celery's strategy makes it.
+            kind = create_request_cls(Request, task, pool, None, None, app=app)
+            return kind(message, app=app, task=task, on_ack=message.ack_log_error, on_reject=message.reject_log_error)
+
+        yield deliver
+    _state._set_current_app(None)
+    gc.collect()  # results end their subscriptions, which they cannot once the server is gone
+
+
+def same(user: Any) -> Any:
+    return user
+
+
+def task_of(app: Celery, **options: Any) -> Any:
+    """Return a Singleton with these options, of one argument."""
+    return app.task(same, name="app.task", base=Singleton, shared=False, **options)
+
+
+class OwnKey(Singleton):
+    """A Singleton whose user has written the function that makes its key."""
+
+    abstract = True
+
+    def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
+        return f"SINGLETONLOCK_{task_args[0]['id']}"
+
+
+# ---------------------------------------------------------------- messages that nobody of ours has written
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        pytest.param([{"id": 7}], {}, id="no text"),
+        pytest.param([{}], {}, id="no id"),
+        pytest.param([None], {}, id="no user"),
+        pytest.param([{"id": "a"}], ["no", "mapping"], id="kwargs that are no mapping"),
+        pytest.param(7, {}, id="args that are no list"),
+    ],
+)
+def test_a_call_whose_key_cannot_be_made_is_received_and_has_no_lock(app, deliver, redis, args, kwargs):
+    function = task_of(app, unique_on=lambda user: user["id"].lower())
+
+    assert deliver(function, args, kwargs).ticket is None
+    assert not redis.keys("SINGLETONLOCK_*")
+
+
+def test_a_call_for_which_the_users_own_generate_lock_fails_is_received_and_has_no_lock(app, deliver, caplog):
+    task = app.task(same, name="app.task", base=OwnKey, shared=False)
+
+    assert deliver(task, [{"id": 7}]).ticket.key == "SINGLETONLOCK_7"
+    request = deliver(task, [{"name": "a"}])
+
+    assert request.ticket is None
+    assert f"app.task[{request.id}] runs without its lock" in caplog.text
+    assert "KeyError" in caplog.text
+
+
+@pytest.mark.parametrize("waited", ["x", [1], {}, float("inf"), 10**30, -(10**30)], ids=str)
+@pytest.mark.parametrize("retries", [0, "x"])
+def test_a_header_that_says_nonsense_stops_nobody(app, deliver, waited, retries):
+    task, task_id = task_of(app), uuid()
+    header = {"id": task_id, "key": "SINGLETONLOCK_a", "waited": waited}
+
+    request = deliver(task, ["a"], id=task_id, retries=retries, **{HEADER: header})
+
+    assert (request.ticket.task_id, request.ticket.key) == (task_id, "SINGLETONLOCK_a")
+    assert 0 <= request.ticket.waited <= 10
+    assert Ticket.of_message(request.request_dict, task_id) == request.ticket, "its run reads what is left of it"
+
+
+# ---------------------------------------------------------------- a broker that takes no messages
+
+
+@pytest.fixture
+def mute(server, app):
+    """Lets the app read messages and send none."""
+    with without(server, "lpush") as url:
+        app.conf.broker_write_url = url
+        yield
+
+
+@pytest.fixture
+def other(app):
+    """The run of another call, by which the lock of every test here is held."""
+    backend, other = backend_of(app), Ref("SINGLETONLOCK_a", "other", nonce="n")
+    assert backend.begin(other, lease=60, memory=60, task="app.task", arguments="").verdict is Verdict.STARTED
+    return other
+
+
+def waiting(task_id: str) -> dict[str, Any]:
+    """Return the header of a message that waits for its turn."""
+    return Ticket(task_id, "SINGLETONLOCK_a", "SINGLETONLOCK_a", waits=True, nonce="another").header()
+
+
+def started(request: Request) -> None:
+    """Start a delivery in this process, as a worker's solo pool does."""
+    with suppress(TaskRevokedError):
+        request.execute_using_pool(None)
+
+
+def messages(redis: Any) -> tuple[int, int]:
+    """Return how many messages are in the queue, and in the hands of workers."""
+    return redis.llen("celery"), redis.hlen("unacked")
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_call_that_cannot_be_sent_again_goes_back_to_the_broker_and_not_at_once(
+    app, deliver, redis, mute, other, base
+):
+    task = app.task(same, name="app.task", shared=False, **({"base": base, "acks_late": True} if base else {}))
+    timer = renewer_of(app).timer = Timer()
+    task_id = uuid()
+    request = deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)})
+    began = time.monotonic()
+
+    started(request)
+
+    assert messages(redis) == (0, 1)
+    (due,) = timer.queue
+    assert due.eta >= began + 0.9, "what comes at once fails at once, again and again"
+    due.entry()
+    assert messages(redis) == (1, 0)
+    assert app.AsyncResult(task_id).state == states.PENDING
+
+
+class Broken(MemoryBackend):
+    """A lock backend with a bug."""
+
+    def begin(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a bug")
+
+
+def test_a_plain_task_whose_start_fails_in_any_other_way_goes_back_to_the_broker_too(app, deliver, redis, caplog):
+    app.conf.singleton_backend_class = f"{__name__}.Broken"
+    task = app.task(same, name="app.task", shared=False)
+    timer = renewer_of(app).timer = Timer()
+    task_id = uuid()
+
+    started(deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)}))
+
+    assert messages(redis) == (0, 1)
+    assert f"app.task[{task_id}] cannot start now and is put back" in caplog.text
+    assert "a bug" in caplog.text
+    (due,) = timer.queue
+    due.entry()
+    assert messages(redis) == (1, 0)
+
+
+def test_a_singleton_that_is_acknowledged_and_cannot_be_sent_again_fails_and_says_why(app, deliver, redis, mute, other):
+    task_id = uuid()
+
+    started(deliver(task_of(app), ["a"], id=task_id, **{HEADER: waiting(task_id)}))
+
+    assert messages(redis) == (0, 0)
+    result = app.AsyncResult(task_id)
+    assert result.state == states.FAILURE
+    assert "lpush" in str(result.result)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(app, deliver, redis, mute, late):
+    run = Ref("SINGLETONLOCK_a", uuid(), nonce="n")
+    backend_of(app).begin(run, lease=60, memory=60, task="app.task", arguments="")
+    renewer_of(app).timer = Timer()
+
+    started(deliver(task_of(app, acks_late=late), ["a"], id=run.task_id, **{HEADER: waiting(run.task_id)}))
+
+    assert app.AsyncResult(run.task_id).state == states.PENDING
+    assert messages(redis) == (0, int(late))
+    assert backend_of(app).renew_many([run], lease=60) == [Renewal.RUNNING]
+
+
+# ---------------------------------------------------------------- how runs end
+
+
+class UnspeakableError(Exception):
+    """An error that cannot even say what it is."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def refuse(user: Any) -> None:
+    raise UnspeakableError
+
+
+@pytest.mark.parametrize("header", [{}, {RUN_HEADER: {"entry": "a"}}], ids=["sent by hand", "sent by beat"])
+def test_an_exception_that_has_no_words_ends_its_run_as_any_other(app, deliver, redis, header):
+    task = app.task(refuse, name="app.refuse", acks_late=True, shared=False)
+
+    started(deliver(task, ["a"], **header))
+
+    assert messages(redis) == (0, 0)
+    flush_ends(app)
+    assert [end["outcome"] for _, end in redis.xrange("redbeat::runs")] == (["failure"] if header else [])
+
+
+# ---------------------------------------------------------------- what a retry is sent with, and what a run knows
+
+
+def told(self: Any, user: Any, value: int, times: int = 1) -> tuple[int, int]:
+    """Return the value and the fencing number of the last of so many runs."""
+    if self.request.retries + 1 < times:
+        raise self.retry(countdown=0)
+    return value, self.request.singlebeat.fence
+
+
+@pytest.fixture
+def buffered(app):
+    """A task whose calls wait for a run of the same user, the latest of them."""
+    options = {"unique_on": ["user"], "overlap": "buffer_one", "bind": True, "base": Singleton, "shared": False}
+    return app.task(told, name="app.told", **options)
+
+
+@pytest.fixture
+def run(app, buffered):
+    """A run of that task, of user "a"."""
+    run = Ref(buffered.generate_lock(buffered.name, ["a", 0]), "run", nonce="n")
+    backend_of(app).begin(run, lease=60, memory=60, task=buffered.name, arguments="")
+    return run
+
+
+def test_a_retry_has_the_latest_arguments_too(app, deliver, buffered, run):
+    result = buffered.delay("a", 2, times=3)
+    assert buffered.delay("a", 3, times=3).id == result.id
+    backend_of(app).finish_many([run], memory=60)
+
+    for _ in range(3):
+        started(deliver(buffered))
+
+    assert result.get(timeout=5)[0] == 3
+
+
+def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):
+    app.conf.singleton_backend_class = "tests.redis.test_legacy_backend.FileBackend"
+    app.conf.singleton_backend_url = f"file:{tmp_path / 'locks'}"
+    task = app.task(told, name="app.told", bind=True, base=Singleton, shared=False)
+    result = task.delay("a", 1, times=4)
+
+    for _ in range(3):
+        started(deliver(task))
+        assert task.delay("a", 1, times=4).id == result.id
+    started(deliver(task))
+
+    assert result.get(timeout=5) == [1, 0]
+    assert not task.delay("a", 1, times=4).is_duplicate
+
+
+def test_a_run_that_has_its_lock_keeps_its_fence_when_the_rest_of_its_start_fails(server, app, deliver, redis):
+    with without(server, "flushall") as url:
+        app.conf.update(singleton_backend_url=url, singleton_on_backend_error="run")
+        task = app.task(
+            told, name="app.told", bind=True, base=Singleton, shared=False, lock="until_and_while_executing"
+        )
+        result = task.delay("a", 2)
+        redis.acl_setuser("mute", enabled=True, commands=["-del"])  # so that nothing can be freed
+
+        started(deliver(task))
+
+        value, fence = result.get(timeout=5)
+        lock = task.generate_lock(task.name, ["a", 2])
+        assert (value, str(fence)) == (2, redis.hget(lock, "fence"))
+
+
+# ---------------------------------------------------------------- calls that are sent by name
+
+
+BESIDE = [{"overlap": "allow_all"}, {"lock": "until_executing"}, {"lock": "until_expired", "lock_expiry": 600}]
+IN_TURN = [
+    *({"overlap": overlap} for overlap in ("buffer_one", "buffer_all", "cancel_other", "terminate_other")),
+    {"lock": "while_executing", "overlap": "buffer_all"},
+    {"lock": "until_and_while_executing"},
+]
+SKIPPED = [{}, {"overlap": "raise"}, {"lock": "while_executing"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "becomes"),
+    [
+        *((options, (0, states.SUCCESS)) for options in BESIDE),
+        *((options, (1, states.PENDING)) for options in IN_TURN),
+        *((options, (0, states.REVOKED)) for options in SKIPPED),
+    ],
+    ids=str,
+)
+def test_a_call_that_is_sent_by_name_meets_its_equal_as_its_task_says(app, deliver, redis, options, becomes):
+    task = task_of(app, **options)
+    other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    result = app.send_task(task.name, ["a"])
+
+    started(deliver(task))
+
+    assert (redis.llen("celery"), result.state) == becomes
+    assert backend_of(app).renew_many([other], lease=60) == [Renewal.RUNNING]
+
+
+def call_itself(self: Any, user: Any) -> bool:
+    """Tell whether an equal call, made during this run, is a duplicate."""
+    return self.delay(user).is_duplicate
+
+
+@pytest.mark.parametrize("lock", ["until_executing", "until_executed"])
+def test_a_run_that_was_sent_by_name_excludes_calls_only_if_its_lock_outlives_the_start(app, deliver, lock):
+    task = app.task(call_itself, name="app.task", bind=True, base=Singleton, shared=False, lock=lock)
+    result = app.send_task(task.name, ["a"])
+
+    started(deliver(task))
+
+    assert result.get(timeout=5) is (lock == "until_executed")
+
+
+# ---------------------------------------------------------------- a run that is ended by force
+
+
+def past_its_limit() -> ExceptionInfo:
+    """Return the end of a run that a pool has ended by force."""
+    try:
+        raise TimeLimitExceeded(1)  # noqa: TRY301 - only what was raised has a traceback
+    except TimeLimitExceeded:
+        return ExceptionInfo()
+
+
+@pytest.mark.parametrize("first", ["the end", "the limit"])
+def test_a_run_past_its_time_limit_keeps_message_and_lock_until_its_process_is_surely_dead(app, deliver, redis, first):
+    task = task_of(app, acks_late=True, acks_on_failure_or_timeout=False)
+    timer = renewer_of(app).timer = Timer()
+    request = deliver(task, ["a"])
+    backend, run = backend_of(app), request.ticket.run
+    backend.begin(run, lease=60, memory=60, task=task.name, arguments="")
+    request.on_accepted(1, time.monotonic())
+    began = time.monotonic()
+
+    # Pools differ in what they tell first.
+    news = [lambda: request.on_failure(past_its_limit()), lambda: request.on_timeout(False, 1)]
+    for tell in news if first == "the end" else reversed(news):
+        tell()
+
+    assert messages(redis) == (0, 1)
+    renewer_of(app).flush()
+    assert backend.renew_many([run], lease=60) == [Renewal.RUNNING]
+    entries = list(timer.queue)
+    assert min(due.eta for due in entries) >= began + 0.5
+    for due in entries:
+        due.entry()
+    assert messages(redis) == (1, 0)
+    renewer_of(app).flush()
+    assert redis.hget(run.key, "state") == "queued"
+
+
+def test_every_app_has_a_renewer_of_its_own_and_takes_it_along(server):
+    for lease in range(1, 30):
+        with Celery(set_as_current=False) as app:
+            app.conf.update(singleton_backend_url=server.url, singlebeat_lock_lease=lease)
+            assert renewer_of(app).lease == lease
+            assert renewer_of(app) is renewer_of(app)
+        gone = ref(app)
+        del app
+        gc.collect()  # the next one may have its address
+        assert gone() is None

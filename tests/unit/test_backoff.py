@@ -1,0 +1,51 @@
+"""When what the broker did not take is tried again."""
+
+from __future__ import annotations
+
+from singlebeat.beat.backoff import Backoff
+
+
+def test_a_broker_that_is_away_is_asked_less_and_less_often():
+    backoff, waits = Backoff(), []
+    for at in range(5):
+        backoff.failed(f"e{at}")
+        waits.append(backoff.seconds("behind"))
+
+    assert waits == [1, 2, 4, 4, 4]
+
+
+def test_a_failure_is_news_once_until_something_succeeds():
+    backoff = Backoff()
+
+    assert [backoff.failed("a"), backoff.failed("a"), backoff.failed("b")] == [True, False, False]
+    backoff.succeeded("b")
+    assert [backoff.failed("a"), backoff.failed("b")] == [False, True]
+
+
+def test_one_that_fails_by_itself_does_not_slow_down_the_others():
+    backoff = Backoff()
+    for _ in range(5):
+        backoff.failed("a")
+        backoff.succeeded("b")
+    backoff.failed("a")
+
+    assert (backoff.seconds("a"), backoff.seconds("c")) == (4, 1)
+    assert backoff.has_failed("a")
+    assert not backoff.has_failed("b")
+
+
+def test_a_server_of_locks_that_is_away_is_news_once_and_asked_less_and_less_often():
+    backoff = Backoff()
+
+    assert [backoff.failed(), backoff.failed()] == [True, False]
+    assert backoff.seconds("behind") == 2
+    backoff.succeeded("a")
+    assert backoff.failed()
+
+
+def test_many_failures_are_no_number_too_large():
+    backoff = Backoff()
+    for _ in range(5000):
+        backoff.failed("a")
+
+    assert backoff.seconds("a") == 4
