@@ -16,6 +16,7 @@ from ..errors import EntryError
 from ..locks import seconds_until
 from .given import marked, restored
 from .kinds import Decoder, Encoder, made
+from .recurrence import is_known
 
 if TYPE_CHECKING:
     from .occurrence import Occurrence
@@ -99,7 +100,8 @@ def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, An
     when = fields["schedule"]
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
-    if isinstance(when, schedule) and hasattr(when, "run_every") and when.run_every.total_seconds() <= 0:
+    # A user's own may compute its times without any interval.
+    if is_known(when) and isinstance(when, schedule) and not (when.run_every and when.run_every.total_seconds() > 0):
         raise EntryError("definition has an interval that is not longer than 0 seconds")
     options = _checked_options(_typed(raw.get("options"), dict, "options"))
     return {**fields, "task": task, "options": options, "enabled": enabled is None or bool(enabled)}

@@ -11,7 +11,11 @@
 --             meta        for the entry; empty: leave it
 --             record      values, in the order of the names below
 --
--- returns  how many were recorded; the others were confirmed before, or their entries are gone
+-- returns  JSON, for each
+--          recorded   done
+--          confirmed  it was before, by whoever had taken up the occurrence
+--          gone       its entry was deleted
+--          (nothing was written for it but in the first case)
 
 local pending, history, limit, bytes = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 
@@ -20,14 +24,13 @@ local done = {}  -- members that are pending no longer
 local function confirm(entry, member, occurrence, meta, r)
   local stored = redis.pcall("HMGET", entry, "pending", "history")
   local is_hash = not stored.err
-  if occurrence ~= "" and stored[1] ~= occurrence then
-    return 0
+  if (occurrence == "" or not stored[1]) and redis.call("EXISTS", entry) == 0 then
+    return "gone"
   end
-  if occurrence == "" then
-    if redis.call("EXISTS", entry) == 0 then
-      return 0
-    end
-  else
+  if occurrence ~= "" and stored[1] ~= occurrence then
+    return "confirmed"
+  end
+  if occurrence ~= "" then
     redis.call("HDEL", entry, "pending")
     done[#done + 1] = member
   end
@@ -42,14 +45,14 @@ local function confirm(entry, member, occurrence, meta, r)
   if #changes > 0 and is_hash then
     redis.call("HSET", entry, unpack(changes))
   end
-  return 1
+  return "recorded"
 end
 
-local recorded = 0
+local replies = {}
 for i, decision in ipairs(cjson.decode(ARGV[3])) do
-  recorded = recorded + confirm(KEYS[i + 2], unpack(decision))
+  replies[i] = confirm(KEYS[i + 2], unpack(decision))
 end
 if #done > 0 then
   redis.call("ZREM", pending, unpack(done))
 end
-return recorded
+return cjson.encode(replies)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, tzinfo
 
+from .clock import LONGEST_STEP_BACK
 from .codec import Meta
 from .entry import PARKED
 from .occurrence import Decision, Kind, Occurrence, Outcome
-from .store import LONGEST_STEP_BACK, Claim, Stored
+from .store import Claim, Stored
 from .timetable import Timetable
 
 __all__ = ("claim_for", "missed", "too_late")
@@ -31,6 +32,8 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs:
         return Claim(stored, PARKED)
     since = table.since(past.counts_from)
+    if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:
+        since = past.last_run_at  # a clock that was behind has taken it for a wrong one
     if since is not None and since > now + LONGEST_STEP_BACK:
         return Claim(stored, table.score(table.next(now)), replace(past, since=now))
     if since is None:  # RedBeat's meaning: it has never run, so it is due now

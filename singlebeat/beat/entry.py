@@ -126,7 +126,12 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             EntryError: it cannot be understood; the message says why.
         """
         name = key.removeprefix(Config.of(app).redbeat_key_prefix)
-        return cls(name=name, app=app, **decode_definition(definition, given_for(app, name)))
+        try:
+            return cls(name=name, app=app, **decode_definition(definition, given_for(app, name)))
+        except EntryError:
+            raise
+        except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
+            raise EntryError(f"its definition cannot be used: {type(exc).__name__}: {exc}") from exc
 
     def encode(self) -> str:
         """Return the ``definition`` field, with exactly RedBeat's names: it dies on any further one.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Keys", "LeaseKeys")
 
-_OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs")
+_OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs", "clock")
 _LEASE = ("leader", "term", "standbys", "resigned")
 
 
@@ -42,6 +42,7 @@ class Keys:
     owners: str = field(init=False)
     history: str = field(init=False)
     runs: str = field(init=False)
+    clock: str = field(init=False)
     own: frozenset[str | None] = field(init=False)  #: all of the schedule itself: none of them can be an entry's
 
     def __post_init__(self) -> None:

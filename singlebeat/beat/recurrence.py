@@ -31,7 +31,6 @@ __all__ = ("is_known", "latest_occurrence", "next_occurrence", "starts_at")
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
-DAY = timedelta(days=1)
 #: The longest shift that is a DST one; cron(8) takes any longer for a correction of the clock.
 LONGEST_SHIFT = timedelta(hours=3)
 
@@ -257,8 +256,9 @@ def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> da
         vars(frozen).update(vars(schedule), now=lambda: local, nowfun=lambda: local, tz=zone)
         return frozen
 
-    local = after.astimezone(zone)
-    if type(schedule).remaining_estimate is not BaseSchedule.remaining_estimate:
+    local, estimates = after.astimezone(zone), type(schedule).remaining_estimate
+    has_none = estimates is interval.remaining_estimate and not getattr(schedule, "run_every", None)
+    if estimates is not BaseSchedule.remaining_estimate and not has_none:
         wait: timedelta | None = at(after).remaining_estimate(local)
         if wait is None:
             return None

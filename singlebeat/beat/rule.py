@@ -5,12 +5,10 @@ dateutil walks from the start of a rule, which takes seconds for an old one, and
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
-from itertools import islice
-from math import prod
+from itertools import islice, product
 from typing import Any
 
 from dateutil.rrule import DAILY, HOURLY, MINUTELY, MONTHLY, SECONDLY, WEEKLY, YEARLY, rrule, weekday
@@ -29,11 +27,17 @@ PERIODS = {
 #: The last time that our calendar repeats itself: a date that is not in it never comes.
 LAST_CYCLE = datetime(9600, 1, 1)  # noqa: DTZ001 - a time on the wall
 
-#: Days on which a rule is looked for, of those that its parts allow: enough for any interval that is not absurd.
+#: Days in a row, of those that its parts allow, on which a rule may have no time: enough for any interval that is not
+#: absurd.
 MOST_DAYS = 5000
+
+#: How far a rule that ends after a count is counted: days, or times where these are not counted by the day. Either
+#: takes less than a second, in which nothing else is done.
+MOST_COUNTED = 50_000
 
 DATE_PARTS = ("bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byweekday")
 TIME_PARTS = ("byhour", "byminute", "bysecond")
+UNITS = {HOURLY: "hour", MINUTELY: "minute", SECONDLY: "second"}
 
 #: A rule: frequency, interval, first day of the week, count, start on the wall, and its parts by name.
 _Rule = tuple[int, int, int, int | None, datetime, tuple[tuple[str, Any], ...]]
@@ -62,14 +66,22 @@ def walls(schedule: Any, start: datetime, after: datetime) -> Iterator[datetime]
     Args:
         schedule: a ``redbeat.schedules.rrule``; its ``until`` is left to the caller.
         start: naive, as ``after``.
+
+    Raises:
+        ValueError: it has no time on very many days, or its count is so large that nobody can tell when it ends.
     """
     wkst = getattr(schedule.wkst, "weekday", schedule.wkst) or 0
     start = start.replace(microsecond=0)
     rule = (schedule.freq, schedule.interval, wkst, schedule.count, start, _parts(schedule, start))
-    last = None if schedule.count is None else _last(rule)
+    last, is_end = (None, False) if schedule.count is None else _last(rule)
+    if last is not None and is_end and after >= last:
+        return
     for wall in _walls(rule, after):
         if last is not None and wall > last:
-            return
+            if is_end:
+                return
+            msg = f"an rrule with a count of {schedule.count} cannot be counted beyond {last}: give it an until instead"
+            raise ValueError(msg)
         yield wall
 
 
@@ -101,34 +113,70 @@ def _listed(value: Any) -> tuple[Any, ...] | None:
 
 
 @lru_cache(maxsize=1024)
-def _last(rule: _Rule) -> datetime:
-    """Return the last time of a rule that ends after a count."""
-    count, start = rule[3] or 0, rule[4]
-    found = deque(islice(_walls(rule, start - DAY), count), maxlen=1)
-    return found[0] if found else start - DAY
+def _last(rule: _Rule) -> tuple[datetime, bool]:
+    """Return the last time of a rule that ends after a count, or else how far it was counted; and whether it ends."""
+    left, start = rule[3] or 0, rule[4]
+    last = start - DAY
+    if left < 1:
+        return last, True
+    if _is_by_places(rule):
+        for visited, wall in enumerate(islice(_walls(rule, last), left)):
+            if visited == MOST_COUNTED:
+                return last, False
+            last = wall
+        return last, True
+    known: dict[timedelta, int] = {}
+    for visited, begin in enumerate(_begins(rule, start)):
+        if visited == MOST_COUNTED:
+            return last, False
+        if begin is None:
+            continue
+        midnight = _floor(begin, DAILY)
+        number = known.get(begin - midnight)
+        if number is None:
+            number = sum(1 for _ in _in_day(rule, begin))
+            if midnight > start:  # days that begin alike have as many times, but the first one may lack some
+                known[begin - midnight] = number
+        if left <= number:
+            return next(islice(_in_day(rule, begin), left - 1, None), last), True
+        left, last = left - number, midnight + (DAY - PERIODS[SECONDLY])
+    return last, True
 
 
 def _walls(rule: _Rule, after: datetime) -> Iterator[datetime]:
-    found = _by_day(rule, after) if rule[0] >= DAILY else _by_period(rule, after)
+    found = _in_periods(rule, after) if _is_by_places(rule) else _by_day(rule, after)
     return (wall for wall in found if wall > after)
 
 
-def _by_period(rule: _Rule, after: datetime) -> Iterator[datetime]:
-    """Walk from the last whole period before ``after``."""
+def _is_by_places(rule: _Rule) -> bool:
+    """Tell whether a rule takes some of all times of a week, a month or a year: no day knows its own then."""
+    return rule[0] < DAILY and "bysetpos" in dict(rule[5])
+
+
+def _in_periods(rule: _Rule, after: datetime) -> Iterator[datetime]:
+    """Walk from the week, month or year that ``after`` is in, or from the next if the rule leaves that out."""
     freq, interval, wkst, _, start, parts = rule
-    begin = start
-    if freq == WEEKLY:
-        week = start.replace(hour=0, minute=0, second=0) - DAY * ((start.weekday() - wkst) % 7)
-        steps = (after - week) // (PERIODS[WEEKLY] * interval)
-        if steps > 0:
+    day, is_by_places = _floor(after, DAILY), _is_by_places(rule)
+    try:
+        if freq == WEEKLY:
+            week = _floor(start, DAILY) - DAY * ((start.weekday() - wkst) % 7)
+            steps, passed = divmod(max(timedelta(), after - week), PERIODS[WEEKLY] * interval)
+            steps += passed >= PERIODS[WEEKLY]
             begin = week + steps * interval * PERIODS[WEEKLY]
-    else:
-        months = interval * (12 if freq == YEARLY else 1)
-        first = start.year * 12 + (0 if freq == YEARLY else start.month - 1)
-        steps = (after.year * 12 + after.month - 1 - first) // months
-        if steps > 0:
-            year, month = divmod(first + steps * months, 12)
+        else:
+            months = 12 if freq == YEARLY else 1
+            first = start.year * 12 + (0 if freq == YEARLY else start.month - 1)
+            steps, late = divmod(max(0, after.year * 12 + after.month - 1 - first), interval * months)
+            steps += late >= months
+            year, month = divmod(first + steps * interval * months, 12)
             begin = datetime(year, month + 1, 1)  # noqa: DTZ001 - a time on the wall
+    except (OverflowError, ValueError):  # after the year 9999
+        return
+    if is_by_places:  # dateutil counts the places from the begin of a week
+        begin = max(begin, start)
+    else:
+        begin = max(begin, day, _floor(start, DAILY))
+        parts = tuple((name, 0 if name in TIME_PARTS else value) for name, value in parts)
     if _comes(freq, wkst, parts):
         yield from rrule(freq, dtstart=begin, interval=interval, wkst=wkst, **dict(parts))
 
@@ -145,28 +193,72 @@ def _comes(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool:
 
 def _by_day(rule: _Rule, after: datetime) -> Iterator[datetime]:
     """Go from one day on which the rule may come to the next."""
-    freq, interval, wkst, _, start, parts = rule
+    without = 0
+    for begin in _begins(rule, max(after, rule[4])):
+        without += 1
+        for wall in _in_day(rule, begin) if begin is not None else ():
+            without = 0
+            yield wall
+        if without == MOST_DAYS:
+            msg = f"an rrule has no time on {MOST_DAYS} days in a row, up to {begin or after}: its parts are too narrow"
+            raise ValueError(msg)
+
+
+def _begins(rule: _Rule, moment: datetime) -> Iterator[datetime | None]:
+    """Yield the first step of a rule on each day on which it may come; None for a step to another day."""
+    freq, interval, _, _, start, parts = rule
+    if not _offsets(freq, parts):
+        return
+    if freq < DAILY:
+        yield from _in_periods(rule, moment)
+        return
     period, step = PERIODS[freq], PERIODS[freq] * interval
     origin = _floor(start, freq)
-    moment = max(after, start)
     days, day = _days(rule, moment), datetime.min  # noqa: DTZ901 - a time on the wall
-    times = {name: value for name, value in parts if name not in DATE_PARTS}
-    per_period = prod(len(set(times[name])) for name in TIME_PARTS[freq - DAILY :])
-    if "bysetpos" in times and all(abs(position) > per_period for position in times["bysetpos"]):
-        return
     try:
-        for _ in range(MOST_DAYS):
-            # The first step whose period has not passed by now: dateutil need not count the ones before.
+        while True:
+            # The first step whose period has not passed by now.
             begin = origin + ((moment - period - origin) // step + 1) * step
             midnight = _floor(begin, DAILY)
             while day < midnight:
                 day = midnight if days is None else next(days)
-            if day == midnight:
-                begin, until = max(begin, start), midnight + DAY - PERIODS[SECONDLY]
-                yield from rrule(freq, dtstart=begin, interval=interval, wkst=wkst, until=until, **times)
+            yield begin if day == midnight else None
             moment = midnight + DAY if day == midnight else day
     except (StopIteration, OverflowError):  # no such day before the year 10000
         return
+
+
+def _in_day(rule: _Rule, begin: datetime) -> Iterator[datetime]:
+    """Yield the times of a rule from one of its steps until the end of the day."""
+    freq, interval, _, _, start, parts = rule
+    times, end = dict(parts), _floor(begin, DAILY) + (DAY - PERIODS[SECONDLY])
+    step = PERIODS[freq] * interval if freq >= DAILY else DAY
+    offsets = _offsets(freq, parts)
+    wanted = [(each, UNITS[each], set(times.get(f"by{UNITS[each]}") or ())) for each in UNITS if each <= freq]
+    try:
+        while begin <= end:
+            for each, name, values in wanted:
+                if values and getattr(begin, name) not in values:
+                    begin += -((begin - _floor(begin, each) - PERIODS[each]) // step) * step
+                    break
+            else:
+                yield from (wall for offset in offsets if (wall := begin + offset) >= start)
+                begin += step
+    except OverflowError:  # after the year 9999
+        return
+
+
+@lru_cache(maxsize=64)
+def _offsets(freq: int, parts: tuple[tuple[str, Any], ...]) -> Sequence[timedelta]:
+    """Return the times of a rule in one of its periods, of a day or less, counted from the begin of that."""
+    times = dict(parts)
+    units = [each for each in UNITS if each > freq]
+    finer = [[PERIODS[each] * value for value in sorted(set(times[f"by{UNITS[each]}"]))] for each in units]
+    found = [sum(offset, timedelta()) for offset in product(*finer)]
+    if not times.get("bysetpos"):
+        return found
+    places = {place - 1 if place > 0 else place + len(found) for place in times["bysetpos"] if abs(place) <= len(found)}
+    return [found[place] for place in sorted(places)]
 
 
 def _floor(moment: datetime, freq: int) -> datetime:

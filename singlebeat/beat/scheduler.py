@@ -18,6 +18,7 @@ from ..config import Config
 from ..connections import RedisError, masked, schedule_client, schedule_url
 from ..errors import LockBackendError
 from ..log import Log
+from .clock import Clock
 from .decide import claim_for, missed, too_late
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import Entry as BeatEntry
@@ -101,6 +102,11 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         return Store(self.app, schedule_client(self.app))
 
     @cached_property
+    def clock(self) -> Clock:
+        """What the clocks of the beats that lead have shown."""
+        return Clock(schedule_client(self.app), Keys.of(self.app), progress=self._watched)
+
+    @cached_property
     def statics(self) -> Statics:
         """The entries of ``beat_schedule``."""
         return Statics(self.app, schedule_client(self.app))
@@ -173,6 +179,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         is_new = term != self._term
         if is_new:
             self._lead(term)
+        self.clock.check(now, term)
         recovered = 0 < self._recheck_at <= time.monotonic()
         if recovered:
             self._recheck_at = 0.0

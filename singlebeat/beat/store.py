@@ -1,4 +1,4 @@
-"""The entries in Redis: what is due, claim, confirm, statics, quarantine and history."""
+"""The entries in Redis: what is due, claim, confirm and history."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .lease import Term
 
-__all__ = ("LONGEST_STEP_BACK", "Claim", "Claimed", "Due", "Store", "Stored")
+__all__ = ("Claim", "Claimed", "Due", "Store", "Stored")
 
 log = Log("celery.beat")
 
@@ -44,10 +44,6 @@ HISTORY_BYTES = 600
 
 #: Decoded entries that are kept, by their raw definition.
 CACHE_SIZE = 5_000
-
-#: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
-#: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
-LONGEST_STEP_BACK = timedelta(hours=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +110,6 @@ class Store:
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], tuple[str, Entry]] = {}
         self.quarantine = Quarantine(app, client, self.keys)
-        self._latest = datetime.min.replace(tzinfo=UTC)  #: what the clock showed when we last looked
 
     def check_eviction(self) -> None:
         """Say so if the server may throw entries away when its memory is full.
@@ -147,9 +142,6 @@ class Store:
             all_pending: return every unconfirmed occurrence, not only those whose time to be tried has come.
         """
         keys, seconds = self.keys, now.timestamp()
-        if now + LONGEST_STEP_BACK < self._latest:
-            self._look_again(now)
-        self._latest = now
         with self.client.pipeline(transaction=False) as pipe:
             pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
@@ -176,17 +168,6 @@ class Store:
             more=len(members) == BATCH,
             statics_gone=not statics,
         )
-
-    def _look_again(self, now: datetime) -> None:
-        """Make those entries due that a clock has moved on which was wrong: a tick then counts them from now."""
-        about = {"before": self._latest, "now": now}
-        log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
-        waiting = self.client.zrangebyscore(self.keys.schedule, f"({now.timestamp()!r}", "+inf")
-        for at in range(0, len(waiting), BATCH):
-            found = self._read(waiting[at : at + BATCH], {}, (), now)
-            ahead = [each.member for each in found if (each.meta.counts_from or now) > now + LONGEST_STEP_BACK]
-            if ahead:
-                self.client.zadd(self.keys.schedule, dict.fromkeys(ahead, 0), xx=True)
 
     def _read(
         self, members: Sequence[str], scores: Mapping[str, float], quarantined: Collection[str], now: datetime
@@ -278,8 +259,10 @@ class Store:
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
         leader = identity()
         rows = packed((*row, decision.values(term.number, leader)) for *row, decision in decisions)
-        script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
-        for *_, decision in decisions:
+        replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
+        for (*_, decision), reply in zip(decisions, json.loads(replies), strict=True):
+            if reply == "confirmed":  # and told, by whoever had taken it up
+                continue
             signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:

@@ -34,6 +34,11 @@ def claim(
 
     Raises:
         LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
+        TypeError, EncodeError: the arguments do not fit the task, or one of them cannot be encoded.
+        ValueError: countdown, eta or expires among the options makes no sense.
+        OperationalError: the broker does not take the message that revokes the holder.
+
+    A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
     key, must_be_sent = task.generate_lock(task.name, args, kwargs), has_continuations(options)
     otherwise, behind = unclaimed(task, task_id, key, overlap), f"{key}:next"

@@ -19,7 +19,7 @@ from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from redis import Redis
 
-from singlebeat import Entry, Scheduler, Singleton
+from singlebeat import Entry, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
@@ -478,6 +478,81 @@ def test_a_clock_that_was_days_ahead_and_is_corrected_silences_nobody(bench, cap
     assert bench.redis.zscore(SCHEDULE, "redbeat:never ran") == waits  # as somebody wanted it
     assert bench.names == ["hourly"]
     assert "The clock was set back" in caplog.text
+
+
+def test_a_clock_that_was_ahead_when_another_beat_led_silences_nobody(bench, caplog):
+    bench.put("hourly")
+    bench.put("yearly", every=365 * 24 * HOUR, ago=HOUR)
+    bench.put("never ran", every=10 * HOUR)
+    bench.redis.hset("redbeat:never ran", "meta", "")
+    waits = datetime.now(UTC).timestamp() + 100 * 86400
+    bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
+    ahead = bench.scheduler()
+    ahead._tick(datetime.now(UTC) + 30 * 24 * HOUR)
+    ahead.close()
+    others = [("redbeat:yearly", bench.redis.zscore(SCHEDULE, "redbeat:yearly")), ("redbeat:never ran", waits)]
+
+    bench.scheduler().tick()
+
+    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:hourly") - datetime.now(UTC).timestamp() <= 3600
+    assert bench.redis.zrange(SCHEDULE, 1, -1, withscores=True) == [others[1], others[0]]
+    assert bench.names == ["hourly"]
+    assert "The clock was set back" in caplog.text
+    caplog.clear()
+    for scheduler in bench.schedulers:
+        scheduler.close()
+    bench.scheduler().tick()
+    assert "The clock was set back" not in caplog.text
+
+
+def test_what_is_parked_stays_parked_when_a_clock_is_set_back(bench):
+    bench.put("once", every=clocked(datetime.now(UTC) + 24 * HOUR))
+    scheduler = bench.scheduler()
+    scheduler._tick(datetime.now(UTC) + 30 * 24 * HOUR)
+    assert bench.names == ["once"]
+
+    scheduler.tick()
+
+    assert bench.redis.zscore(SCHEDULE, "redbeat:once") == PARKED
+
+
+def test_a_leader_whose_clock_was_behind_for_a_moment_repeats_nothing(bench):
+    bench.put(ago=HOUR / 2)
+    right = bench.redis.zscore(SCHEDULE, "redbeat:e")
+    for ahead in (0, -30 * 24, 0):
+        scheduler = bench.scheduler()
+        scheduler._tick(datetime.now(UTC) + ahead * HOUR)
+        scheduler._tick(datetime.now(UTC) + ahead * HOUR)
+        scheduler.close()
+
+    assert bench.names == []
+    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(right)
+
+
+def test_many_steps_back_count_as_one(bench):
+    bench.put(every=HOUR)
+    scheduler = bench.scheduler()
+    for hours in (4, 2):
+        scheduler._tick(datetime.now(UTC) + hours * HOUR)
+
+    scheduler.tick()
+
+    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+    assert bench.names == ["e"]
+
+
+def test_what_is_to_be_tried_again_does_not_wait_for_the_time_that_a_wrong_clock_has_shown(bench):
+    entry = bench.put(every=365 * 24 * HOUR)
+    scheduler = bench.scheduler()
+    ahead = datetime.now(UTC) + 30 * 24 * HOUR
+    scheduler._tick(ahead)
+    bench.redis.hset(entry.key, "pending", Occurrence.of("redbeat:", "e", ahead).encode())
+    bench.redis.zadd(PENDING, {entry.key: ahead.timestamp() + 4})
+
+    scheduler.tick()
+
+    assert bench.names == ["e"]
+    assert not bench.redis.zcard(PENDING)
 
 
 def test_a_clock_that_steps_back_a_little_repeats_nothing(bench):

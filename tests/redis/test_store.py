@@ -19,8 +19,10 @@ from redis import ConnectionPool, Redis
 from redis.connection import UnixDomainSocketConnection
 from redis.exceptions import RedisError
 
-from singlebeat import Entry, Schedule
+from singlebeat import Entry, Schedule, signals
+from singlebeat.beat.clock import Clock
 from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.policy import Policy
@@ -67,6 +69,10 @@ def due(store: Store, *, now: datetime = NOW, all_pending: bool = False) -> Due:
 def claim_of(stored: Stored, *, nominal: datetime = NOW, count: int = 1) -> Claim:
     occurrence = Occurrence.of("redbeat:", stored.entry.name, nominal)
     return Claim(stored, LATER.timestamp(), Meta(nominal, count), occurrence)
+
+
+def clock_of(app: Celery, client: Redis, progress: Callable[[], None] = lambda: None) -> Clock:
+    return Clock(client, Keys.of(app), progress=progress)
 
 
 def contents(redis: Redis) -> dict[str, object]:
@@ -153,6 +159,40 @@ def test_nothing_due_takes_one_round_trip(app, put, round_trips):
     put(score=LATER.timestamp())
 
     assert round_trips(lambda client: due(Store(app, client))) == 1
+
+
+def test_the_clock_is_checked_without_a_look_at_entries_that_are_far_ahead(app, put, round_trips):
+    for at in range(40):
+        put(f"e{at}", score=LATER.timestamp() + at * 10**6, meta=Meta(LATER + timedelta(days=at), 1).encode())
+    assert round_trips(lambda client: clock_of(app, client).check(NOW, TERM)) == 2
+
+    def check(client: Redis) -> None:
+        clock = clock_of(app, client)
+        for seconds in range(30):
+            clock.check(NOW + timedelta(seconds=seconds), TERM)
+
+    assert round_trips(check) == 1
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "1e300", ""])
+def test_a_stored_time_that_is_none_is_replaced(app, redis, text):
+    redis.set("redbeat::clock", text)
+
+    clock_of(app, redis).check(NOW, TERM)
+
+    assert float(redis.get("redbeat::clock")) == NOW.timestamp()
+
+
+def test_a_look_at_all_entries_tells_of_its_progress(app, put, redis):
+    for at in range(1001):
+        put(f"e{at}", definition="{}", score=NOW.timestamp() + 10**6)
+    steps: list[None] = []
+    clock = clock_of(app, redis, lambda: steps.append(None))
+
+    clock.check(NOW, TERM)
+    clock.check(NOW - timedelta(days=1), TERM)
+
+    assert len(steps) == 3
 
 
 def test_claims_and_confirmations_take_one_round_trip_each(app, put, round_trips):
@@ -476,6 +516,40 @@ def test_a_second_confirmation_does_nothing(store, claimed, redis):
     store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
 
     assert contents(redis) == before
+
+
+def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app):
+    claim = claimed(store)
+    told = []
+
+    def tell(entry: str, **_: object) -> None:
+        told.append(entry)
+
+    signals.occurrence_decided.connect(tell, sender=app)
+    try:
+        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+        Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], OFF)
+    finally:
+        signals.occurrence_decided.disconnect(tell, sender=app)
+
+    assert told == ["e"]
+
+
+def test_what_was_sent_of_a_deleted_entry_is_told(store, claimed, app, redis):
+    claim = claimed(store)
+    redis.delete("redbeat:e")
+    told = []
+
+    def tell(entry: str, **_: object) -> None:
+        told.append(entry)
+
+    signals.occurrence_decided.connect(tell, sender=app)
+    try:
+        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    finally:
+        signals.occurrence_decided.disconnect(tell, sender=app)
+
+    assert told == ["e"]
 
 
 def test_a_late_confirmation_leaves_a_newer_occurrence_alone(store, claimed, redis):

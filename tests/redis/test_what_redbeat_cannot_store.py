@@ -42,6 +42,21 @@ class OnceAnHour(BaseSchedule):  # type: ignore[misc]
         return schedstate(is_due=left <= 0 and self.wanted(), next=left if left > 0 else 3600)
 
 
+class Asked(schedule):  # type: ignore[misc]
+    """An interval in name only: Celery allows that it has none."""
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        left = (last_run_at + HOUR - self.now()).total_seconds()
+        return schedstate(is_due=left <= 0, next=left if left > 0 else 3600)
+
+
+class Estimated(Asked):
+    """Knows by itself how long it has to wait."""
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        return last_run_at + HOUR - self.now()
+
+
 @pytest.fixture
 def started(server: RedisServer, redis: Redis) -> Iterator[Callable[..., Scheduler]]:
     """Starts a scheduler that ticks when it is told to, by default without any entry of its own."""
@@ -176,6 +191,55 @@ def test_a_schedule_of_ones_own_runs_from_beat_schedule(redis, started, app):
         Schedule(app).get("e")
 
 
+@pytest.mark.parametrize("every", [None, 0, -1])
+@pytest.mark.parametrize("kind", [Asked, Estimated])
+def test_a_schedule_that_is_asked_for_its_times_needs_no_interval(redis, started, kind, every):
+    beat = started(e={"task": PLAIN, "args": ["e"], "schedule": kind(every)})
+    beat.tick()
+    assert 3590 < redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+
+    overdue(redis, "e")
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["e"]]
+    assert not redis.exists(QUARANTINE)
+
+
+def test_a_schedule_that_raises_when_its_entry_is_read_harms_nobody_else(redis, started):
+    when = Asked(60)
+    beat = started(
+        e={"task": PLAIN, "args": ["e"], "schedule": when}, f={"task": PLAIN, "args": ["f"], "schedule": 3600}
+    )
+    beat.tick()
+    when.nowfun = lambda: 1 // 0
+    overdue(redis, "e")
+    overdue(redis, "f")
+
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["f"]]
+    assert "ZeroDivisionError" in redis.hget(QUARANTINE, "redbeat:e")
+    when.nowfun = None
+    beat.tick()
+    beat.tick()
+    assert [message["args"] for message in messages(redis)] == [["f"], ["e"]]
+
+
+@pytest.mark.parametrize("every", [None, 0, -1])
+def test_an_interval_that_is_none_sets_its_entry_aside(redis, started, every):
+    beat = started(f={"task": PLAIN, "args": ["f"], "schedule": 3600})
+    beat.tick()
+    raw = {"__type__": "interval", "every": every, "relative": False}
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "args": ["e"], "schedule": raw}))
+    redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    overdue(redis, "f")
+
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["f"]]
+    assert redis.hexists(QUARANTINE, "redbeat:e")
+
+
 def test_a_schedule_of_ones_own_can_only_come_from_beat_schedule(app, redis):
     with pytest.raises(EntryError, match=r"entry 'e' cannot be stored: only beat_schedule can give <.*OnceAnHour"):
         Entry("e", PLAIN, OnceAnHour(), app=app).save()
@@ -278,6 +342,26 @@ def test_what_is_no_longer_computed_leaves_an_entry_its_past_and_halted(redis, s
         assert (entry.policy.paused, entry.policy.note) == (True, "for now")
     else:
         assert not entry.enabled
+
+
+@pytest.mark.parametrize("overlap", ["skip", "buffer_one", "buffer_all", "allow_all"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_was_computed_and_cannot_be_sent_harms_nobody_else(redis, started, task, overlap):
+    beat = started(
+        e={"task": task, "args": [BeatLazyFunc(object)], "schedule": 3600},
+        f={"task": PLAIN, "args": ["f"], "schedule": 3600},
+    )
+    backend_of(beat.app).announce("w@h", ttl=60)
+    beat.tick()
+    redis.hset("redbeat:e", "policy", json.dumps({"overlap": overlap}))
+    overdue(redis, "e", 3 * HOUR)
+    overdue(redis, "f")
+
+    beat.tick()
+
+    assert [message["args"] for message in messages(redis)] == [["f"]]
+    decided = {record["entry"]: record["decision"] for _, record in redis.xrange("redbeat::history")}
+    assert decided == {"e": "publish_failed", "f": "dispatched"}
 
 
 def test_what_is_computed_can_only_come_from_beat_schedule(app):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from itertools import islice, pairwise, takewhile
 from types import FrameType
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from redbeat.schedules import rrule
 
 from singlebeat.beat.recurrence import latest_occurrence, next_occurrence
+from singlebeat.beat.rule import walls as walls_of
 
 BERLIN = ZoneInfo("Europe/Berlin")
 LORD_HOWE = ZoneInfo("Australia/Lord_Howe")  # shifts by half an hour
@@ -607,6 +610,86 @@ def test_a_rule_for_a_date_that_never_comes_ends_without_a_walk_to_the_end_of_ti
 
     assert found == (None, None)
     assert years < 6000
+
+
+@pytest.mark.parametrize(
+    ("freq", "parts", "count", "last"),
+    [
+        ("DAILY", {}, 6000, "2026-06-05T12:30:15"),
+        ("DAILY", {"byhour": [9, 18]}, 12_001, "2026-06-06T18:30:15"),
+        ("DAILY", {"byhour": [9, 18]}, 1, "2010-01-01T18:30:15"),
+        ("DAILY", {"byweekday": [MO]}, 800, "2025-04-28T12:30:15"),
+        ("HOURLY", {"interval": 7, "byhour": range(12)}, 6000, "2019-08-02T05:30:15"),
+        ("MINUTELY", {"byhour": [9], "byminute": [0, 30]}, 12_000, "2026-06-06T09:30:15"),
+        ("SECONDLY", {"byhour": range(23)}, 82_800 * 6000 - 45_015, "2026-06-05T22:59:59"),
+        ("WEEKLY", {"byweekday": [MO, FR]}, 1601, "2025-05-02T12:30:15"),
+        ("MONTHLY", {"byhour": range(24), "byminute": range(60)}, 1440 * 24 - 750, "2011-12-01T23:59:15"),
+        ("MONTHLY", {"bysetpos": -1, "byhour": [9, 18]}, 30, "2012-06-01T18:30:15"),
+        ("YEARLY", {"byeaster": 0}, 16, "2025-04-20T12:30:15"),
+    ],
+)
+def test_a_rule_ends_after_its_count_however_long_that_takes(
+    freq: str, parts: dict[str, Any], count: int, last: str
+) -> None:
+    start, end = utc("2010-01-01T12:30:15"), utc(last)
+    rule = rrule(freq, dtstart=start, count=count, **parts)
+
+    assert next_occurrence(rule, end - timedelta(seconds=1), zone=UTC) == end
+    assert next_occurrence(rule, end, zone=UTC) is None
+    further = next_occurrence(rrule(freq, dtstart=start, count=count + 1, **parts), end, zone=UTC)
+    assert further is not None
+    assert further > end
+
+
+def test_days_with_a_time_do_not_end_the_search() -> None:
+    rule, start = rrule("DAILY", dtstart=utc("2010-01-01")), utc("2010-01-01").replace(tzinfo=None)
+
+    found = list(islice(walls_of(rule, start, start), 6000))
+
+    assert found[-1] == start + 6000 * DAY
+
+
+def test_a_rule_with_a_count_of_nothing_never_comes() -> None:
+    assert next_occurrence(rrule("DAILY", dtstart=utc("2024-01-01"), count=0), utc("2023-01-01"), zone=UTC) is None
+
+
+ALWAYS = {"byhour": range(24), "byminute": range(60), "bysecond": range(60)}
+
+
+@pytest.mark.parametrize(
+    ("freq", "parts", "found"),
+    [
+        ("DAILY", {"count": 10**9}, "2026-11-22T00:00:00"),
+        ("DAILY", ALWAYS, "2026-11-21T20:00:01"),
+        ("SECONDLY", {"count": 10**9, "byhour": range(23)}, "2026-11-21T20:00:01"),
+        ("MINUTELY", {"count": 10**9, "interval": 7, "byhour": range(23)}, "2026-11-21T20:0"),
+        ("WEEKLY", {"count": 10**9}, "2026-11-27T00:00:00"),
+        ("MONTHLY", {"count": 10**9, "bymonthday": range(1, 32), **ALWAYS}, "2026-11-21T20:00:01"),
+        ("YEARLY", {"bymonth": range(1, 13), "bymonthday": range(1, 32), **ALWAYS}, "2026-11-21T20:00:01"),
+        ("YEARLY", {"interval": 15, "bymonth": range(1, 13), "bymonthday": [1], **ALWAYS}, "2040-01-01T00:00:00"),
+        ("SECONDLY", {"interval": 86_400, "byhour": [3]}, "no time on 5000 days"),
+        ("SECONDLY", {"interval": 7 * 86_400 + 1, "byhour": [3]}, "no time on 5000 days"),
+        ("SECONDLY", {"count": 10**10, "dtstart": utc("1750-01-01"), "byhour": range(23)}, "give it an until"),
+        ("MONTHLY", {"count": 10**9, "bysetpos": range(1, 367), **ALWAYS}, "give it an until"),
+    ],
+)
+def test_no_rule_takes_long_however_often_or_rarely_it_comes(freq: str, parts: dict[str, Any], found: str) -> None:
+    rule = rrule(freq, **{"dtstart": utc("2010-01-01"), **parts})
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise AssertionError("it takes minutes, where it should take less than a second")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    try:
+        answer = str(next_occurrence(rule, utc("2026-11-21T20:00"), zone=UTC))
+    except ValueError as exc:
+        answer = str(exc)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+    assert found.replace("T", " ") in answer
 
 
 @pytest.mark.parametrize("freq", PERIODS)

@@ -1,0 +1,97 @@
+"""What the clocks of the beats that lead show, so that one which was wrong silences no entry for long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EntryError
+from ..log import Log
+from ..lua import script
+from .codec import Meta
+
+if TYPE_CHECKING:
+    from .keys import Keys
+    from .lease import Term
+
+__all__ = ("LONGEST_STEP_BACK", "Clock")
+
+log = Log("celery.beat")
+
+#: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
+#: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
+LONGEST_STEP_BACK = timedelta(hours=3)
+
+#: How old the time may be that is stored for whoever leads next: it is compared in hours.
+STORED_EVERY = timedelta(minutes=1)
+
+#: Entries that one round trip reads or writes.
+BATCH = 500
+
+LONG_AGO = datetime.min.replace(tzinfo=UTC)
+
+
+class Clock:
+    """The latest time that a leader's clock has shown since it was last known to be right.
+
+    Args:
+        client: the client for the schedule.
+        progress: hears of each step.
+    """
+
+    def __init__(self, client: Any, keys: Keys, *, progress: Callable[[], None]) -> None:
+        self.client, self.keys, self._progress = client, keys, progress
+        self._term: Term | None = None
+        self._latest = self._stored = LONG_AGO
+
+    def check(self, now: datetime, term: Term) -> None:
+        """Make those entries due that a clock has moved on which was hours ahead: a tick then counts them from now.
+
+        Such a clock is known by what it has shown, here or to whoever led before: to look at the entries is dear, as
+        there may be a million whose next time is rightly far ahead.
+        """
+        if term != self._term:
+            self._latest = self._stored = self._shown_before()
+        if now + LONGEST_STEP_BACK < self._latest:
+            self._look_again(now)
+            self._latest = now
+        # The latest, not the last: many small steps back are a large one.
+        self._latest = max(self._latest, now)
+        if abs(self._latest - self._stored) >= STORED_EVERY:
+            self.client.set(self.keys.clock, repr(self._latest.timestamp()))
+            self._stored = self._latest
+        self._term = term
+
+    def _shown_before(self) -> datetime:
+        try:
+            return datetime.fromtimestamp(float(self.client.get(self.keys.clock) or "nan"), UTC)
+        except (ValueError, OverflowError, OSError):  # nobody has led yet, and anybody may write there
+            return LONG_AGO
+
+    def _look_again(self, now: datetime) -> None:
+        about = {"before": self._latest, "now": now}
+        log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
+        limit = now + LONGEST_STEP_BACK
+        waiting = self.client.zrangebyscore(self.keys.schedule, f"({limit.timestamp()!r}", "+inf")
+        for at in range(0, len(waiting), BATCH):
+            self._progress()
+            members = waiting[at : at + BATCH]
+            entries = [self.keys.entry(member) for member in members]
+            found = zip(members, json.loads(script(__package__, "read")(self.client, entries, ())), strict=True)
+            if ahead := [member for member, fields in found if _counts_from(fields, now) > limit]:
+                self.client.zadd(self.keys.schedule, dict.fromkeys(ahead, 0), xx=True)
+        if untried := self.client.zrangebyscore(self.keys.pending, f"({now.timestamp()!r}", "+inf"):
+            self.client.zadd(self.keys.pending, dict.fromkeys(untried, 0), xx=True)
+
+
+def _counts_from(fields: Any, now: datetime) -> datetime:
+    """Return from when on the next time of an entry counts; now if that cannot be told, which a tick finds out."""
+    try:
+        if isinstance(fields, str):
+            return now
+        _, meta, _, since, _ = fields
+        return Meta.decode(meta or None, since or None).counts_from or now
+    except EntryError:
+        return now
