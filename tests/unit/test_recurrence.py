@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from itertools import islice, pairwise, takewhile
 from types import FrameType
@@ -491,9 +492,12 @@ def test_a_rule_that_is_not_walked_equals_the_long_walk(
     except ValueError:  # dateutil: no step of this interval meets these parts
         reject()
 
-    found = list(islice(takewhile(lambda moment: moment <= after + window, occurrences(rule, after, UTC)), 5))
+    wanted = list(islice(takewhile(lambda moment: moment <= after + window, long.xafter(after)), 5))
+    found = []
+    with suppress(ValueError):  # it says so if it never comes: every third week, on another weekday than it starts on
+        found = list(islice(takewhile(lambda moment: moment <= after + window, occurrences(rule, after, UTC)), 5))
 
-    assert found == list(islice(takewhile(lambda moment: moment <= after + window, long.xafter(after)), 5))
+    assert found == wanted
 
 
 @given(
