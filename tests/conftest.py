@@ -60,10 +60,16 @@ def oracle(server: RedisServer, redis: Redis) -> Iterator[Oracle]:
 @pytest.fixture
 def app(server: RedisServer, redis: Redis) -> Iterator[Celery]:
     """The app under test in this process, to send from; its worker is ``celery("worker")``."""
+    from singlebeat.locks.memory import MemoryBackend
+    from singlebeat.tasks.renewer import _renewers
     from tests.system.apps import make_app
 
     with make_app(server.celery_url) as app:
         yield app
+        # Of a test that was a worker's main process: its thread goes on, but tells this server of no worker any more.
+        _, renewer = _renewers.get(app, (0, None))
+        if renewer is not None:
+            renewer.backend = MemoryBackend()
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ PERIODS = {
 #: The last time that our calendar repeats itself: a date that is not in it never comes.
 LAST_CYCLE = datetime(9600, 1, 1)  # noqa: DTZ001 - a time on the wall
 
-#: Days in a row, of those that its parts allow, on which a rule may have no time: enough for any interval that is not
-#: absurd.
+#: Days in a row, of those that its parts allow, on which a rule may have no time before it counts as one that never
+#: comes again: enough for any interval that is not absurd.
 MOST_DAYS = 5000
 
 #: How far a rule that ends after a count is counted: days, or times where these are not counted by the day. Either
@@ -68,7 +68,7 @@ def walls(schedule: Any, start: datetime, after: datetime) -> Iterator[datetime]
         start: naive, as ``after``.
 
     Raises:
-        ValueError: it has no time on very many days, or its count is so large that nobody can tell when it ends.
+        ValueError: its count is so large that nobody can tell when it ends.
     """
     wkst = getattr(schedule.wkst, "weekday", schedule.wkst) or 0
     start = start.replace(microsecond=0)
@@ -200,8 +200,7 @@ def _by_day(rule: _Rule, after: datetime) -> Iterator[datetime]:
             without = 0
             yield wall
         if without == MOST_DAYS:
-            msg = f"an rrule has no time on {MOST_DAYS} days in a row, up to {begin or after}: its parts are too narrow"
-            raise ValueError(msg)
+            return
 
 
 def _begins(rule: _Rule, moment: datetime) -> Iterator[datetime | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from itertools import islice, pairwise, takewhile
 from types import FrameType
@@ -493,9 +492,7 @@ def test_a_rule_that_is_not_walked_equals_the_long_walk(
         reject()
 
     wanted = list(islice(takewhile(lambda moment: moment <= after + window, long.xafter(after)), 5))
-    found = []
-    with suppress(ValueError):  # it says so if it never comes: every third week, on another weekday than it starts on
-        found = list(islice(takewhile(lambda moment: moment <= after + window, occurrences(rule, after, UTC)), 5))
+    found = list(islice(takewhile(lambda moment: moment <= after + window, occurrences(rule, after, UTC)), 5))
 
     assert found == wanted
 
@@ -671,8 +668,8 @@ ALWAYS = {"byhour": range(24), "byminute": range(60), "bysecond": range(60)}
         ("MONTHLY", {"count": 10**9, "bymonthday": range(1, 32), **ALWAYS}, "2026-11-21T20:00:01"),
         ("YEARLY", {"bymonth": range(1, 13), "bymonthday": range(1, 32), **ALWAYS}, "2026-11-21T20:00:01"),
         ("YEARLY", {"interval": 15, "bymonth": range(1, 13), "bymonthday": [1], **ALWAYS}, "2040-01-01T00:00:00"),
-        ("SECONDLY", {"interval": 86_400, "byhour": [3]}, "no time on 5000 days"),
-        ("SECONDLY", {"interval": 7 * 86_400 + 1, "byhour": [3]}, "no time on 5000 days"),
+        ("SECONDLY", {"interval": 86_400, "byhour": [3]}, "None"),
+        ("SECONDLY", {"interval": 7 * 86_400 + 1, "byhour": [3]}, "None"),
         ("SECONDLY", {"count": 10**10, "dtstart": utc("1750-01-01"), "byhour": range(23)}, "give it an until"),
         ("MONTHLY", {"count": 10**9, "bysetpos": range(1, 367), **ALWAYS}, "give it an until"),
     ],
