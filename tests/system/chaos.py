@@ -72,7 +72,7 @@ class SabotagedScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._orders = [order.split() for order in os.environ.get("SB_CHAOS", "").split(";") if order]
-        self._passed: Counter[str] = Counter()
+        self._steps: Counter[str] = Counter()
         if ["step", "clock"] in self._orders:
             scheduler_module.datetime = SteppedClock
 
@@ -93,7 +93,7 @@ class SabotagedScheduler(Scheduler):
         def sabotaged(*args: Any, **kwargs: Any) -> Any:
             if not args[0]:  # an idle tick comes by with empty hands
                 return call(*args, **kwargs)
-            self._passed[step] += 1
+            self._steps[step] += 1
             self._obey("before", step)
             try:
                 return call(*args, **kwargs)
@@ -106,7 +106,7 @@ class SabotagedScheduler(Scheduler):
         for order in self._orders:
             if order[:2] == ["slow", step] and when == "before":
                 time.sleep(float(order[2]))
-            elif order[1:] == [when, step, str(self._passed[step])]:
+            elif order[1:] == [when, step, str(self._steps[step])]:
                 if order[0] == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 threading.Event().wait()
