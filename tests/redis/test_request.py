@@ -398,7 +398,7 @@ def test_a_run_past_its_time_limit_keeps_message_and_lock_until_its_process_is_s
 
 
 def test_every_app_has_a_renewer_of_its_own_and_takes_it_along(server):
-    for lease in range(1, 30):
+    for lease in (1, 2, 3):
         with Celery(set_as_current=False) as app:
             app.conf.update(singleton_backend_url=server.url, singlebeat_lock_lease=lease)
             assert renewer_of(app).lease == lease
