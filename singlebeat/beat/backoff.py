@@ -37,7 +37,12 @@ class Backoff:
     def succeeded(self, member: str) -> None:
         """Note that the server answers, and that this entry has nothing to wait for."""
         self._failures = 0
-        self._by_member.pop(member, None)
+        self.forget(member)
+
+    def forget(self, *members: str) -> None:
+        """Note that entries have nothing to wait for any more, whether or not the server answers."""
+        for member in members:
+            self._by_member.pop(member, None)
 
     def seconds(self, member: str) -> float:
         """Return the seconds until an entry is tried again that has failed, or was behind one that has."""

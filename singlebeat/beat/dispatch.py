@@ -167,13 +167,13 @@ class Dispatcher:
 
     def _give_up(self, message: _Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
-        entry, occurrence = message.entry, message.occurrence
+        self._backoff.forget(message.stored.member)
         if message.ticket is not None:
             self._release(message.ticket.run)
-        why = safe_repr(exc.__context__ or exc)
-        decision = Decision(entry.name, entry.task, occurrence, Outcome.PUBLISH_FAILED, why)
+        entry, why = message.entry, safe_repr(exc.__context__ or exc)
+        decision = Decision(entry.name, entry.task, message.occurrence, Outcome.PUBLISH_FAILED, why)
         tell(decision, detail="".join(traceback.format_exception(exc)))
-        return message.stored, decision, message.past.without(occurrence)
+        return message.stored, decision, message.past.without(message.occurrence)
 
     def _release(self, *locks: Ref) -> None:
         if locks:
@@ -181,6 +181,7 @@ class Dispatcher:
 
     def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
         """Free the locks that occurrences may hold which are not to be sent after all."""
+        self._backoff.forget(*(stored.member for stored, *_ in claimed))
         messages, _ = self._prepare(claimed, looked_after=True)
         with suppress(LockBackendError):  # then they end by themselves
             self._release(*(message.ticket.run for message in messages if message.ticket is not None))

@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from celery.beat import SchedulingError
 from redbeat import RedBeatScheduler
 
 from .. import signals
@@ -18,6 +17,7 @@ from ..config import Config
 from ..connections import RedisError, masked, schedule_client, schedule_url
 from ..errors import LockBackendError
 from ..log import Log
+from .broker import BrokerAccess
 from .clock import Clock
 from .decide import claim_for, missed, too_late
 from .dispatch import RETRY_AFTER, Dispatcher
@@ -60,7 +60,7 @@ SLOW_TICK = 10.0
 SHORTEST_SLEEP = 0.001
 
 
-class Scheduler(RedBeatScheduler):  # type: ignore[misc]
+class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     """Celery beat's scheduler on RedBeat's data: one leads, others stand by, no occurrence is sent twice.
 
     Raises:
@@ -252,39 +252,6 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             except Exception as exc:  # a user's own schedule class may do anything: it harms nobody else
                 again = partial(claim_for, stored, zone=self.app.timezone, prefix=self.store.keys.prefix)
                 self.store.quarantine.refuse(stored.member, stored.found, exc, again, now)
-
-    def apply_async(self, entry: BeatEntry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
-        """Send the task of an entry.
-
-        Raises:
-            SchedulingError: it could not be sent.
-        """
-        try:
-            producer = producer or self.producer
-        except Exception as exc:
-            raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
-        return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
-
-    @cached_property
-    def connection(self) -> Any:
-        """The broker connection; one that hangs must not hold up a tick for long."""
-        connection = self.app.connection_for_write()
-        if any(name in str(connection.transport_cls) for name in ("redis", "sentinel")):
-            timeout = Config.of(self.app).singlebeat_socket_timeout
-            for name in ("socket_timeout", "socket_connect_timeout"):
-                connection.transport_options.setdefault(name, timeout)
-        return connection
-
-    def _ensure_connected(self) -> Any:
-        # One attempt: a tick must not wait for the broker, the next one tries again.
-        return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
-
-    def _forget_broker(self) -> None:
-        """Forget a broker connection that failed; the next message makes a new one."""
-        self.__dict__.pop("producer", None)
-        connection = self.__dict__.pop("connection", None)
-        if connection is not None:
-            connection.release()
 
     def setup_schedule(self) -> None:
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""

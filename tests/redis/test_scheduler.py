@@ -1029,7 +1029,8 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
         backend_of(bench.app).begin(run, lease=60, memory=60, task=SINGLE, arguments="")
     else:
         redis.hset(lock, "id", "another")
-    before = redis.hgetall(lock)
+    before, backoff = redis.hgetall(lock), scheduler.dispatcher._backoff
+    assert backoff.has_failed(entry.key)
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
 
     bench.retry_now()
@@ -1037,6 +1038,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
 
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert redis.hgetall(lock) == before
+    assert not backoff.has_failed(entry.key), "its next time would come last"
 
 
 def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on, caplog):

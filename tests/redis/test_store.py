@@ -518,36 +518,32 @@ def test_a_second_confirmation_does_nothing(store, claimed, redis):
     assert contents(redis) == before
 
 
-def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app):
-    claim = claimed(store)
+@pytest.fixture
+def told(app):
+    """The names of the entries of which a decision was told, in turn."""
     told = []
 
     def tell(entry: str, **_: object) -> None:
         told.append(entry)
 
     signals.occurrence_decided.connect(tell, sender=app)
-    try:
-        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
-        Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], OFF)
-    finally:
-        signals.occurrence_decided.disconnect(tell, sender=app)
+    yield told
+    signals.occurrence_decided.disconnect(tell, sender=app)
+
+
+def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told):
+    claim = claimed(store)
+    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], OFF)
 
     assert told == ["e"]
 
 
-def test_what_was_sent_of_a_deleted_entry_is_told(store, claimed, app, redis):
+def test_what_was_sent_of_a_deleted_entry_is_told(store, claimed, redis, told):
     claim = claimed(store)
     redis.delete("redbeat:e")
-    told = []
 
-    def tell(entry: str, **_: object) -> None:
-        told.append(entry)
-
-    signals.occurrence_decided.connect(tell, sender=app)
-    try:
-        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
-    finally:
-        signals.occurrence_decided.disconnect(tell, sender=app)
+    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
 
     assert told == ["e"]
 

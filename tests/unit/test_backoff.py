@@ -49,3 +49,12 @@ def test_many_failures_are_no_number_too_large():
         backoff.failed("a")
 
     assert backoff.seconds("a") == 4
+
+
+def test_what_is_forgotten_has_not_failed_and_tells_nothing_about_the_server():
+    backoff = Backoff()
+    backoff.failed("a")
+    backoff.forget("a")
+
+    assert not backoff.has_failed("a")
+    assert not backoff.failed("b"), "the server has not answered since"

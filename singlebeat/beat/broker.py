@@ -1,0 +1,52 @@
+"""How a scheduler reaches the broker: an attempt at a time, none of which may hold up a tick for long."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from celery.beat import Scheduler, SchedulingError
+
+from ..config import Config
+
+if TYPE_CHECKING:
+    from .entry import Entry
+
+__all__ = ("BrokerAccess",)
+
+
+class BrokerAccess(Scheduler):  # type: ignore[misc]
+    """Celery's scheduler with a broker that may be away."""
+
+    def apply_async(self, entry: Entry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
+        """Send the task of an entry.
+
+        Raises:
+            SchedulingError: it could not be sent.
+        """
+        try:
+            producer = producer or self.producer
+        except Exception as exc:
+            raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
+        return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+
+    @cached_property
+    def connection(self) -> Any:
+        """The broker connection; one that hangs must not hold up a tick for long."""
+        connection = self.app.connection_for_write()
+        if any(name in str(connection.transport_cls) for name in ("redis", "sentinel")):
+            timeout = Config.of(self.app).singlebeat_socket_timeout
+            for name in ("socket_timeout", "socket_connect_timeout"):
+                connection.transport_options.setdefault(name, timeout)
+        return connection
+
+    def _ensure_connected(self) -> Any:
+        # One attempt: a tick must not wait for the broker, the next one tries again.
+        return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+
+    def _forget_broker(self) -> None:
+        """Forget a broker connection that failed; the next message makes a new one."""
+        self.__dict__.pop("producer", None)
+        connection = self.__dict__.pop("connection", None)
+        if connection is not None:
+            connection.release()
