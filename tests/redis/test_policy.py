@@ -16,7 +16,7 @@ from celery.schedules import crontab, schedule
 from celery.signals import after_task_publish
 from redis import Redis
 
-from singlebeat import Entry, Schedule
+from singlebeat import Entry, Schedule, Singleton
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.scheduler import Scheduler
 from singlebeat.locks import backend_of
@@ -383,6 +383,20 @@ def test_every_message_says_of_which_run_it_is(desk, task):
 
 
 # ---------------------------------------------------------------- wrong ones
+
+
+@pytest.mark.parametrize(("lock", "overlap"), [("while_executing", "cancel_other"), ("until_executing", "buffer_all")])
+def test_an_overlap_that_contradicts_the_lock_of_its_task_is_recorded_and_sends_nothing(desk, lock, overlap):
+    @desk.app.task(name="own", base=Singleton, lock=lock, shared=False)
+    def own(name: str) -> None: ...
+
+    desk.put(task=own.name, overlap=overlap)
+    desk.tick()
+
+    assert (desk.messages, desk.decisions) == ([], ["publish_failed"])
+    (_, record), *_ = desk.redis.xrange(HISTORY)
+    assert f"overlap={overlap} contradicts lock={lock}" in record["reason"]
+
 
 REFUSED = [
     ('{"jiter": 5}', "policy: there is no 'jiter'; did you mean 'jitter'?"),
