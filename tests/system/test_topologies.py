@@ -158,8 +158,9 @@ def take_locks_of_all_slots(app: Celery) -> None:
     """Take, keep and free locks on all three nodes, some of them with keys of the user's own, in one call each."""
     backend = backend_of(app)
     own = [Ref("the user's", "id"), Ref("half{", "id"), Ref("the user's \udcff", "id")]
-    own.append(Ref("SINGLETONLOCK_{3}b", "in the slot of another"))
-    refs = [Ref(f"SINGLETONLOCK_{{{n}}}", f"id {n}") for n in range(20)] + own
+    prefix = "SINGLETONLOCK_of the test"  # an entry takes and frees locks all the while
+    own.append(Ref(f"{prefix}{{3}}b", "in the slot of another"))
+    refs = [Ref(f"{prefix}{{{n}}}", f"id {n}") for n in range(20)] + own
     assert len({key_slot(ref.key.encode(errors="surrogateescape")) // 5462 for ref in refs}) == 3
 
     def held(ids: str = "") -> list[Verdict]:
@@ -174,9 +175,9 @@ def take_locks_of_all_slots(app: Celery) -> None:
     assert set(backend.renew_many(refs, lease=60)) == {Renewal.QUEUED}
     assert backend.finish_many(refs[:11], memory=60, ran=True) == [""] * 11
     assert held("other") == [Verdict.ACQUIRED] * 11 + [Verdict.HELD] * 13
-    assert len(dict(backend.locks("SINGLETONLOCK_"))) == 21
-    backend.clear("SINGLETONLOCK_")
-    assert not list(backend.locks("SINGLETONLOCK_"))
+    assert len(dict(backend.locks(prefix))) == 21
+    backend.clear(prefix)
+    assert not list(backend.locks(prefix))
     assert backend.get("the user's") == "id"
 
 
