@@ -123,6 +123,7 @@ def test_a_killed_run_does_not_count_as_running(celery, oracle, app):
     plain.delay("a", seconds=60)
     (run,) = oracle.wait_started(1)
     os.kill(run.pid, signal.SIGKILL)  # the other child goes on
+    wait_until(lambda: not alive(run.pid), what="the death of the first")
 
     plain.delay("a")
 
