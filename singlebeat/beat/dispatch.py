@@ -284,7 +284,7 @@ class Dispatcher:
         """
         entry, occurrence, stored = message.entry, message.occurrence, message.stored
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:
-            why = unusable(message.ticket.key)
+            why = unusable(message.ticket.key, holder.task_id)
             log.error("beat: %(entry)s is sent without its lock", event="unlocked", entry=entry.name, reason=why)
             holder = None
         outcome, other = Outcome.DISPATCHED, ""  # whoever has claimed it may have sent it already

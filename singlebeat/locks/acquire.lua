@@ -21,7 +21,7 @@
 --          running   our id holds it and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold it now
 --          held      another id holds it; nothing was written but, if asked so, the payload
---          unusable  what is at the key is no lock; nothing was written
+--          unusable  its keys cannot be read; the second is the server's reason; nothing was written
 
 local again = ARGV[1] == "1"
 local time = redis.call("TIME")
@@ -34,14 +34,13 @@ end
 
 local function acquire(lock, done, id, gen, ttl, expiry, task, args, payload, replace)
   local record = redis.pcall("HMGET", lock, "id", "state", "until")
-  if record.err then
-    return {"unusable", "", "", "0", "0", 0}
+  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
+  if record.err or ended.err then
+    return {"unusable", record.err or ended.err, "", "0", "0", 0}
   end
-  if again then
-    local ended = redis.call("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-    if ended[1] or ended[2] then
-      return reply("done", lock, id)
-    end
+  local has_ended = ended[1] or ended[2]
+  if again and has_ended then
+    return reply("done", lock, id)
   end
   local holder, state, bound = record[1], record[2], record[3]
   if holder and holder ~= id and state == "queued" and replace == "holder" then
@@ -69,7 +68,7 @@ local function acquire(lock, done, id, gen, ttl, expiry, task, args, payload, re
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
     end
-    if not again then
+    if has_ended then
       redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
     end
   end

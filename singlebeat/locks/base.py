@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
+from .key import done_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -58,7 +59,7 @@ class Verdict(StrEnum):
     REPLACED = "replaced"  #: another call took the lock of our task id while it was queued
     ROTATED = "rotated"  #: the lock was handed over
     LOST = "lost"  #: the lock is not held as we thought
-    UNUSABLE = "unusable"  #: what the lock's key holds is no lock
+    UNUSABLE = "unusable"  #: what the lock's keys hold cannot be read; the holder's id is the reason
 
 
 class Renewal(StrEnum):
@@ -275,9 +276,9 @@ class BaseBackend(ABC):
         """Yield every lock under a prefix and its record, for people; ``ttl``: seconds left, where it is known."""
 
 
-def unusable(key: str) -> str:
-    """Return what to tell about a key that holds something else than a lock."""
-    return f"the key {key} holds something that is no lock: delete it"
+def unusable(key: str, reason: str) -> str:
+    """Return what to tell about a lock whose keys cannot be read, and why, in the server's words."""
+    return f"the lock {key} is unusable: {reason}; it is a hash, {done_key(key)} beside it a zset: delete what is not"
 
 
 def instant(milliseconds: str | int) -> datetime | None:

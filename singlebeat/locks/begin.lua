@@ -19,7 +19,7 @@
 --          done      this generation of the id has ended before
 --          replaced  another id took the lock from ours while it was queued
 --          held      another id holds it; nothing was written
---          unusable  what is at the key is no lock; nothing was written
+--          unusable  the keys cannot be read; the second is the server's reason; nothing was written
 
 local lock, done = KEYS[1], KEYS[2]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
@@ -34,13 +34,14 @@ local function reply(verdict)
 end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
-if record.err then
-  return {"unusable", "", "", "0", "0", 0}
+local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
+if record.err or ended.err then
+  return {"unusable", record.err or ended.err, "", "0", "0", 0}
 end
-if redis.call("ZSCORE", done, id .. ":" .. ARGV[2]) then
+if ended[1] then
   return reply("done")
 end
-if redis.call("ZSCORE", done, id .. ":replaced") then
+if ended[2] then
   return reply("replaced")
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]

@@ -30,9 +30,13 @@ local function finish(lock, done, id, gen, nonce)
   local another = ours and not holds and not queued
 
   if holds or (ran and not another) then
-    redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
-    redis.call("ZADD", done, now, id .. ":" .. gen)
-    redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
+    local pruned = redis.pcall("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
+    if type(pruned) == "number" then
+      redis.call("ZADD", done, now, id .. ":" .. gen)
+      redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
+    elseif not string.find(pruned.err, "WRONGTYPE", 1, true) then -- what is no zset remembers nothing, and harms nobody
+      error(pruned.err)
+    end
   end
   if not holds and not queued then
     return {"kept", ""}

@@ -92,7 +92,7 @@ class RedisBackend(BaseBackend):
         args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
         holder = _holder(self._run("begin", (ref.key, done_key(ref.key)), args))
         if holder.verdict is Verdict.UNUSABLE:
-            raise LockBackendError(unusable(ref.key))
+            raise LockBackendError(unusable(ref.key, holder.task_id))
         return holder
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:

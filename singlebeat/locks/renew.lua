@@ -21,7 +21,7 @@ local function renew(lock, done, id, gen, nonce)
   if record.err then
     return "lost"
   end
-  if redis.call("ZSCORE", done, id .. ":" .. gen) then
+  if type(redis.pcall("ZSCORE", done, id .. ":" .. gen)) == "string" then -- what is no zset remembers nothing
     return "over"
   end
   if record[1] ~= id or record[2] ~= gen then

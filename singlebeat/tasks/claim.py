@@ -67,7 +67,7 @@ def claim(
                 undo_later(task.app, call.ref)
             raise
         if holder.verdict is Verdict.UNUSABLE:
-            raise LockBackendError(unusable(lock))
+            raise LockBackendError(unusable(lock, holder.task_id))
         # Of a call that has ended, whoever holds the lock now is none of its business.
         return dataclasses.replace(holder, task_id=task_id) if holder.verdict is Verdict.DONE else holder
 

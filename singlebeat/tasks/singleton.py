@@ -257,10 +257,10 @@ class Singleton(Task):  # type: ignore[misc]
             LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
         """
         call = Call(Ref(lock, task_id), self.name, "", self.time_to_start(options), self.effective_lock_expiry)
-        verdict = self.singleton_backend.acquire_many([call])[0].verdict
-        if verdict is Verdict.UNUSABLE:
-            raise LockBackendError(unusable(lock))
-        return verdict is not Verdict.HELD
+        holder = self.singleton_backend.acquire_many([call])[0]
+        if holder.verdict is Verdict.UNUSABLE:
+            raise LockBackendError(unusable(lock, holder.task_id))
+        return holder.verdict is not Verdict.HELD
 
     acquire_lock = aquire_lock
 

@@ -470,7 +470,7 @@ def test_a_replacement_that_is_sent_again_takes_its_own_lock(other, redis):
 def test_a_lock_of_the_callers_choice_is_not_held_at_a_key_that_holds_something_else(define, shop, take):
     shop.redis.set("a lock", "no lock")
 
-    with pytest.raises(LockBackendError, match="the key a lock holds something that is no lock"):
+    with pytest.raises(LockBackendError, match="the lock a lock is unusable: WRONGTYPE"):
         take(define())
 
     assert shop.sent == []

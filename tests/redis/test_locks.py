@@ -86,12 +86,15 @@ def just_now(moment: datetime | None) -> bool:
 # ---------------------------------------------------------------- keys of others
 
 
-def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis):
+@pytest.mark.parametrize("beside", [False, True], ids=["the lock's", "the memory's"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis, again, beside):
     foreign = Ref(lock_key(PREFIX, "d2"), "b", nonce="n1")
-    redis.set(foreign.key, "somebody else's")
+    key = done_key(foreign.key) if beside else foreign.key
+    redis.set(key, "somebody else's")
 
-    acquired = backend.acquire_many([call(foreign), call(A)])
-    with pytest.raises(LockBackendError, match=f"the key {re.escape(foreign.key)} holds something that is no lock"):
+    acquired = backend.acquire_many([call(foreign), call(A)], again=again)
+    with pytest.raises(LockBackendError, match=rf"the lock {re.escape(foreign.key)} is unusable: WRONGTYPE"):
         begin(backend, foreign)
     begin(backend, RUN)
     renewed = backend.renew_many([foreign, RUN], lease=LEASE)
@@ -101,7 +104,37 @@ def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis):
     assert renewed == [Renewal.LOST, Renewal.RUNNING]
     assert finished == ["", ""]
     assert not redis.exists(LOCK)
-    assert redis.get(foreign.key) == "somebody else's"
+    assert redis.keys(f"*{PREFIX}{{d2}}*") == [key]
+    assert redis.get(key) == "somebody else's"
+
+
+def test_a_run_frees_its_lock_though_its_end_cannot_be_remembered(backend, redis):
+    acquire(backend)
+    begin(backend, RUN)
+    redis.set(done_key(LOCK), "somebody else's")
+
+    assert renew(backend) is Renewal.RUNNING
+    assert finish(redis) == "finished"
+    assert redis.keys("*") == [done_key(LOCK)]
+
+
+def test_a_right_that_is_missing_is_no_foreign_key(server, redis):
+    missing = "can't run this command|no permissions to run"  # Redis 7.0, and later
+    rights = ["+@all", "-zmscore", "-zremrangebyscore"]
+    try:
+        redis.acl_setuser("half", enabled=True, nopass=True, keys=["*"], commands=rights)
+        backend = RedisBackend(server.url.replace("unix://", "unix://half:any@"), own_connections=True)
+
+        holder = acquire(backend)
+        with pytest.raises(LockBackendError, match=rf"unusable: .*({missing})"):
+            begin(backend)
+        with pytest.raises(LockBackendError, match=missing):
+            backend.finish_many([RUN], memory=MEMORY, ran=True)
+    finally:
+        redis.acl_deluser("half")
+
+    assert holder.verdict is Verdict.UNUSABLE
+    assert re.search(missing, holder.task_id)
 
 
 # ---------------------------------------------------------------- acquire
@@ -923,7 +956,7 @@ def test_a_call_whose_key_holds_no_lock_says_which_key_to_delete(server, redis):
     key = task.generate_lock(task.name, ["a"])
     redis.set(key, "somebody else's")
 
-    with pytest.raises(LockBackendError, match=f"the key {re.escape(key)} holds something that is no lock: delete it"):
+    with pytest.raises(LockBackendError, match=rf"the lock {re.escape(key)} is unusable: WRONGTYPE .*: delete"):
         task.delay("a")
 
     assert redis.get(key) == "somebody else's"

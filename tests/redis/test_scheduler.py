@@ -27,6 +27,7 @@ from singlebeat.beat.plain import PlainTask
 from singlebeat.beat.scheduler import POLL_INTERVAL, SHORTEST_SLEEP
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
+from singlebeat.locks.key import done_key
 from tests.support import ROOT, RedisServer, wait_until
 from tests.system.apps import make_app
 
@@ -737,17 +738,19 @@ def test_a_claimed_time_that_is_none_does_not_hinder_the_others(bench, caplog, f
     assert "pending cannot be read" in caplog.text
 
 
-def test_what_is_no_lock_at_the_key_of_one_does_not_hinder_the_others(bench, caplog):
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_is_no_lock_at_a_key_of_one_does_not_hinder_the_others(bench, caplog, beside):
     bench.put("a", task=SINGLE)
     bench.put("b", task=SINGLE)
     task = bench.app.tasks[SINGLE]
-    foreign = task.generate_lock(SINGLE, ["a"])
+    lock = task.generate_lock(SINGLE, ["a"])
+    foreign = done_key(lock) if beside else lock
     bench.redis.set(foreign, "somebody else's")
 
     bench.scheduler().tick()
 
     assert sorted(bench.names) == ["a", "b"]
-    assert f"the key {foreign} holds something that is no lock: delete it" in caplog.text
+    assert f"the lock {lock} is unusable: WRONGTYPE" in caplog.text
     assert bench.redis.get(foreign) == "somebody else's"
     assert bench.redis.hget(task.generate_lock(SINGLE, ["b"]), "state") == "queued"
 
