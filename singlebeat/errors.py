@@ -12,6 +12,7 @@ __all__ = (
     "LockBackendError",
     "SinglebeatError",
     "UnknownEntryError",
+    "UnusableLockError",
 )
 
 
@@ -52,3 +53,7 @@ class ConflictError(EntryError):
 
 class LockBackendError(SinglebeatError):
     """The server that keeps the locks cannot be reached, or does not do what it should."""
+
+
+class UnusableLockError(LockBackendError):
+    """The server answers, but this lock cannot be read: what is at one of its keys is none, or a right is missing."""

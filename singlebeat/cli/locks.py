@@ -83,9 +83,10 @@ def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
             fail(f"task {lock.task_id} runs on {workers.running[lock.task_id]}: --force frees its lock all the same")
         if lock.left is not None and not lock.seems_abandoned:  # its worker may just be too busy to answer
             fail(f"the lock of task {lock.task_id} was renewed lately: its worker lives; --force frees it all the same")
-        # This run's alone: meanwhile its lease may have ended, and another run begun.
+        # This run's alone: meanwhile its lease may have ended, and another run begun. Its end is not remembered: if its
+        # worker died, the broker may deliver its message again.
         run = Ref(lock.key, lock.task_id, int(record.get("gen") or 0), record.get("nonce", ""))
-        backend.finish_many([run], memory=Config.of(app).singlebeat_queued_ttl)
+        backend.finish_many([run], memory=0)
     if holder := backend.get(lock.key):
         fail(f"{lock.key} is not free: task {holder} holds it")
     if as_json:

@@ -2,13 +2,14 @@
 --
 -- KEYS[1...]  two for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
---             done       zset: "id:generation" of runs that ended under this lock lately, and "id:replaced" of calls
---                        that lost it before they started, by time (ms)
+--             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and
+--                        "id:replaced" of calls that lost it before they started, by the time until which they wait
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  calls      JSON, one array for each call:
 --          id         task id of the call; it may ask again (a repeated publish)
 --          gen        generation of its message: higher than 0 if it replaces another task
---          ttl        how long its message may wait (ms); a call that it replaces is remembered as long
+--          ttl        how long its message may wait (ms); a call that it replaces is remembered as long, or longer if
+--                     that one may wait longer
 --          expiry     absolute bound of the lock from now on (ms), 0 for none
 --          task       name, for people
 --          args       arguments, for people
@@ -44,10 +45,10 @@ local function acquire(lock, done, id, gen, ttl, expiry, task, args, payload, re
   end
   local holder, state, bound = record[1], record[2], record[3]
   if holder and holder ~= id and state == "queued" and replace == "holder" then
+    local waits = math.max(redis.call("PTTL", lock), ttl)
     redis.call("DEL", lock)
-    local memory = math.max(redis.call("PTTL", done), ttl)
-    redis.call("ZADD", done, string.format("%.0f", now), holder .. ":replaced")
-    redis.call("PEXPIRE", done, string.format("%.0f", memory))
+    redis.call("ZADD", done, string.format("%.0f", now + waits), holder .. ":replaced")
+    redis.call("PEXPIRE", done, string.format("%.0f", math.max(waits, redis.call("PTTL", done))))
     holder, bound = false, false
   end
   if holder and holder ~= id then

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
-from .key import done_key
+from .key import done_key, is_sendable
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -125,11 +125,11 @@ class Ticket:
 
     @classmethod
     def of_message(cls, headers: Mapping[str, Any], task_id: str | None) -> Ticket | None:
-        """Return the ticket in a message's headers, or None; another task's header is not ours."""
+        """Return the ticket in a message's headers, or None; another task's is not ours, nor what no server takes."""
         header = headers.get(HEADER)
         if not isinstance(header, Mapping) or not header.get("key") or header.get("id") != task_id:
             return None
-        return cls(
+        ticket = cls(
             task_id=str(task_id),
             key=str(header["key"]),
             queued=str(header.get("queued", header["key"])),
@@ -138,6 +138,7 @@ class Ticket:
             generation=generation(headers),
             nonce=str(header.get("nonce") or ""),
         )
+        return ticket if is_sendable(ticket.task_id, ticket.key, ticket.queued, ticket.nonce) else None
 
     def header(self) -> dict[str, Any]:
         """Return what the message carries under ``HEADER``."""

@@ -1,8 +1,8 @@
 --- begin: start a run, or learn why it must not start.
 --
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next
--- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, and "id:replaced" of calls that
---                     lost it before they started, by time (ms)
+-- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
+--                     of calls that lost it before they started, by the time until which they wait
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: higher after each retry or replace
 -- ARGV[3]  nonce      names this delivery of the message
@@ -69,7 +69,7 @@ end
 if holder and held_gen < gen then
   -- A higher generation exists only because the lower one has handed over to it: so that one is over.
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. record[2])
-  redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
+  redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
 end
 -- Microseconds of the server's clock: rising from run to run even when no record of the last run is left.
 local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)

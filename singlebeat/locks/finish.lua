@@ -5,7 +5,7 @@
 -- KEYS[1...]  two for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
 --             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
--- ARGV[1]  done_ms   how long the end of a run is remembered
+-- ARGV[1]  done_ms   how long the end of a run is remembered; 0: it is not
 -- ARGV[2]  ran       1: they have run, even if their locks say otherwise; 0: they may not have started
 -- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message; empty:
 --                    it was never delivered]
@@ -29,13 +29,11 @@ local function finish(lock, done, id, gen, nonce)
   local queued = ours and record[3] == "queued"
   local another = ours and not holds and not queued
 
-  if holds or (ran and not another) then
-    local pruned = redis.pcall("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
-    if type(pruned) == "number" then
+  if done_ms > 0 and (holds or (ran and not another)) then
+    if type(redis.pcall("ZCARD", done)) == "number" then -- what is no zset remembers nothing, and harms nobody
+      redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
       redis.call("ZADD", done, now, id .. ":" .. gen)
-      redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
-    elseif not string.find(pruned.err, "WRONGTYPE", 1, true) then -- what is no zset remembers nothing, and harms nobody
-      error(pruned.err)
+      redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
     end
   end
   if not holds and not queued then

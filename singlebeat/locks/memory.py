@@ -76,7 +76,7 @@ class MemoryBackend(BaseBackend):
             return self._holder(Verdict.DONE, ref)
         record = self._live(ref.key)
         if record and record.task_id != ref.task_id and record.state == "queued" and call.replace == "holder":
-            self._remember(ref.key, record.task_id, REPLACED, call.ttl)
+            self._remember(ref.key, record.task_id, REPLACED, max(call.ttl, record.expires - now))
             record = None
         if record and record.task_id != ref.task_id:
             if record.state == "queued" and call.replace == "payload":
@@ -178,7 +178,7 @@ class MemoryBackend(BaseBackend):
         ours = record is not None and (record.task_id, record.generation) == (ref.task_id, ref.generation)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
         queued = ours and record is not None and record.state == "queued"
-        if holds or (ran and (queued or not ours)):
+        if memory > 0 and (holds or (ran and (queued or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, memory)
         if record is None or not (holds or queued):
             return ""

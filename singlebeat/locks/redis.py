@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import Config
 from ..connections import RedisError, lock_server, masked, private, same_slot, shared
-from ..errors import LockBackendError
+from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
 from .key import done_key
@@ -92,7 +92,7 @@ class RedisBackend(BaseBackend):
         args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
         holder = _holder(self._run("begin", (ref.key, done_key(ref.key)), args))
         if holder.verdict is Verdict.UNUSABLE:
-            raise LockBackendError(unusable(ref.key, holder.task_id))
+            raise UnusableLockError(unusable(ref.key, holder.task_id))
         return holder
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:

@@ -34,7 +34,7 @@ end
 local gen, bound = record[2], record[4]
 if tonumber(to_gen) > tonumber(gen) then
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
-  redis.call("PEXPIRE", done, string.format("%.0f", done_ms))
+  redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
 end
 redis.call("HSET", lock, "gen", to_gen, "nonce", "", "state", "queued", "since", string.format("%.0f", now))
 if bound then

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import LockBackendError
+from ..errors import LockBackendError, UnusableLockError
 from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, generation, unusable
 from ..locks.key import readable
 from .policy import Lock, Overlap, encode_arguments, has_continuations
@@ -40,7 +40,7 @@ def claim(
 
     A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
-    key, must_be_sent = task.generate_lock(task.name, args, kwargs), has_continuations(options)
+    key, must_be_sent = str(task.generate_lock(task.name, args, kwargs)), has_continuations(options)
     otherwise, behind = unclaimed(task, task_id, key, overlap), f"{key}:next"
     if overlap is Overlap.ALLOW_ALL:
         return otherwise, ""
@@ -67,7 +67,7 @@ def claim(
                 undo_later(task.app, call.ref)
             raise
         if holder.verdict is Verdict.UNUSABLE:
-            raise LockBackendError(unusable(lock, holder.task_id))
+            raise UnusableLockError(unusable(lock, holder.task_id))
         # Of a call that has ended, whoever holds the lock now is none of its business.
         return dataclasses.replace(holder, task_id=task_id) if holder.verdict is Verdict.DONE else holder
 

@@ -106,7 +106,7 @@ def _check_lock(task: Any) -> None:
     if task.lock not in list(Lock):
         raise ConfigError(f"lock must be one of {', '.join(Lock)}, not {task.lock!r}")
     lock, expiry = Lock(task.lock), task.lock_expiry
-    if expiry is not None and not isinstance(expiry, property) and not _is_duration(expiry):
+    if expiry is not None and not hasattr(expiry, "__get__") and not _is_duration(expiry):
         raise ConfigError(f"lock_expiry must be a positive number of seconds, or None, not {expiry!r}")
     if lock is Lock.UNTIL_EXPIRED and task.lock_expiry is None:
         raise ConfigError("lock=until_expired needs lock_expiry")

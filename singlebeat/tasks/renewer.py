@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .. import signals
 from ..config import Config
-from ..errors import LockBackendError
+from ..errors import LockBackendError, UnusableLockError
 from ..locks import new_backend
 from ..locks.base import Ref, Renewal, Ticket
 from ..log import Log
@@ -202,7 +202,8 @@ class Renewer:
             if request.ticket is None or ref.key != request.ticket.key:
                 continue  # the lock of a message in the queue ends with its start
             if renewal is Renewal.QUEUED and request.time_start is not None:
-                self._begin(request, ref)  # it started while the server was away
+                with suppress(UnusableLockError):  # said by whoever started it
+                    self._begin(request, ref)  # it started while the server was away
             elif renewal is Renewal.RUNNING:
                 request.seen_running = True
             elif renewal is Renewal.OVER:
@@ -218,8 +219,7 @@ class Renewer:
                 signals.lock_lost.send(sender=request.name, ref=ref)
 
     def _begin(self, request: Request, ref: Ref) -> None:
-        arguments = request.argsrepr or ""
-        self.backend.begin(ref, lease=self.lease, memory=self.memory, task=request.name, arguments=arguments)
+        self.backend.begin(ref, lease=self.lease, memory=self.memory, task=request.name, arguments=request.shown)
 
 
 _renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()

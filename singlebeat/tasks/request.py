@@ -15,8 +15,9 @@ from kombu.utils.encoding import safe_repr
 from kombu.utils.uuid import uuid
 
 from ..config import Config
-from ..errors import ConfigError, LockBackendError
+from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks.base import HEADER, Ticket
+from ..locks.key import readable
 from ..log import Log
 from .claim import unclaimed
 from .ends import outcome_of, record_end
@@ -104,8 +105,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             renewer_of(self.app)
             if ticket is None:  # send_task, another language: the lock is taken at the start
-                key = self.task.generate_lock(self.task.name, self.args, self.kwargs)
+                key = str(self.task.generate_lock(self.task.name, self.args, self.kwargs))
                 ticket = unclaimed(self.task, self.id, key, overlap_for(self.task))
+                # What no server takes must fail here, not in the one call for all.
+                f"{key}{self.id}".encode(errors="surrogateescape")
         except ConfigError as exc:
             self._tell_unlocked(exc)
             return None
@@ -124,6 +127,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         for name, wrap in (("on_success", _then_over), ("execute_using_pool", _gated)):
             if name in vars(cls):
                 setattr(cls, name, wrap(vars(cls)[name]))
+
+    @property
+    def shown(self) -> str:
+        """Its arguments for people, as its message shows them."""
+        return readable((), {}, self.request_dict)
 
     def waits_for_its_end(self) -> bool:
         """Tell whether the message has a bound on its wait, and waits still: its lock ends with that bound."""
@@ -147,7 +155,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 lease=config.singlebeat_lock_lease,
                 memory=config.singlebeat_queued_ttl,
                 task=self.task.name,
-                arguments=self.argsrepr or "",
+                arguments=self.shown,
             )
             if not may_start(self.task, self.ticket, holder, self._context):
                 return False
@@ -156,6 +164,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except Postponed:
             record_end(self, "postponed")
             return False
+        except UnusableLockError as exc:
+            self._tell_unlocked(exc)
         except LockBackendError as exc:
             renewer.failed()
             self._tell_unlocked(exc)

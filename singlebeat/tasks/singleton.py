@@ -15,7 +15,7 @@ from kombu.utils.uuid import uuid
 
 from .. import signals
 from ..config import Config
-from ..errors import DuplicateTaskError, LockBackendError
+from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
 from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation, unusable
@@ -238,7 +238,7 @@ class Singleton(Task):  # type: ignore[misc]
         """Hand the lock over to a replacement that is the same call, and free it for any other."""
         run = getattr(self.request, RUN_HEADER, None)
         if isinstance(run, Run):
-            same = sig.task == self.name and self.generate_lock(self.name, sig.args, sig.kwargs) == run.ticket.key
+            same = sig.task == self.name and str(self.generate_lock(self.name, sig.args, sig.kwargs)) == run.ticket.key
             if same:
                 headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}
                 sig.set(headers=headers)
@@ -259,7 +259,7 @@ class Singleton(Task):  # type: ignore[misc]
         call = Call(Ref(lock, task_id), self.name, "", self.time_to_start(options), self.effective_lock_expiry)
         holder = self.singleton_backend.acquire_many([call])[0]
         if holder.verdict is Verdict.UNUSABLE:
-            raise LockBackendError(unusable(lock, holder.task_id))
+            raise UnusableLockError(unusable(lock, holder.task_id))
         return holder.verdict is not Verdict.HELD
 
     acquire_lock = aquire_lock
@@ -271,7 +271,9 @@ class Singleton(Task):  # type: ignore[misc]
         if self.app.conf.task_always_eager:
             done = run_eagerly(self, lock, task_id, send)
             return None if isinstance(done, Holder) else done
-        if not self.aquire_lock(lock, task_id, **kwargs):
+        # Whoever overrides it may know the two arguments of celery-singleton only.
+        known = kwargs if type(self).aquire_lock is Singleton.aquire_lock else {}
+        if not self.aquire_lock(lock, task_id, **known):
             return None
         try:
             return send(headers={**(kwargs.get("headers") or {}), HEADER: Ticket(task_id, lock, lock).header()})

@@ -11,7 +11,7 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from celery import Celery
@@ -474,6 +474,26 @@ def test_a_lock_of_the_callers_choice_is_not_held_at_a_key_that_holds_something_
         take(define())
 
     assert shop.sent == []
+
+
+class TwoArguments(Singleton):
+    """Overrides a method of celery-singleton as it was there."""
+
+    abstract = True
+    taken: ClassVar[list[str]] = []
+
+    def aquire_lock(self, lock, task_id):
+        self.taken.append(lock)
+        return super().aquire_lock(lock, task_id)
+
+
+def test_an_aquire_lock_of_the_users_own_takes_what_celery_singletons_does(app, shop):
+    task = app.task(hold, name="app.two", base=TwoArguments, shared=False)
+
+    task.lock_and_run("a lock", args=[1], countdown=5)
+
+    assert TwoArguments.taken == ["a lock"]
+    assert len(shop.sent) == 1
 
 
 def test_a_lock_of_the_callers_choice_is_held_by_the_id_that_took_it(define):

@@ -23,7 +23,7 @@ from singlebeat.beat.store import Store
 from singlebeat.cli import COMMANDS
 from singlebeat.cli.workers import Workers
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import Call, Ref
+from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.memory import MemoryBackend
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
@@ -220,6 +220,19 @@ def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, 
 
     assert "is not free: task next-one holds it" in cli("unlock", "dead-one", code=1).output
     assert backend.get(lock) == "next-one"
+
+
+def test_the_message_of_a_dead_run_runs_when_it_is_delivered_again_after_unlock(cli, app):
+    backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "dead-one", 0, "n")
+    again = {"lease": 5, "memory": 60, "task": "t", "arguments": ""}
+    backend.begin(Ref(run.key, "ended-one", 0, "n"), **again)
+    backend.finish_many([Ref(run.key, "ended-one", 0, "n")], memory=60)
+    backend.begin(run, **again)
+
+    cli("unlock", "dead-one")
+
+    assert backend.begin(Ref(run.key, "ended-one", 0, "n2"), **again).verdict is Verdict.DONE
+    assert backend.begin(Ref(run.key, "dead-one", 0, "n2"), **again).verdict is Verdict.STARTED
 
 
 def test_unlock_leaves_a_retry_the_lock_that_was_promised_to_it(cli, app):

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from redis import Redis
+from redis.exceptions import ReadOnlyError
 
 from singlebeat.errors import LockBackendError
 from singlebeat.locks.base import Call, Holder, Ref, Renewal, Ticket, Verdict
@@ -135,6 +136,26 @@ def test_a_right_that_is_missing_is_no_foreign_key(server, redis):
 
     assert holder.verdict is Verdict.UNUSABLE
     assert re.search(missing, holder.task_id)
+
+
+def test_a_server_that_became_a_replica_says_so_at_every_verb(own_server):
+    backend = RedisBackend(own_server.url, own_connections=True)
+    begin(backend)
+    free = Ref(lock_key(PREFIX, "d2"), "b", nonce="n1")
+    with own_server.client() as client:
+        client.replicaof("127.0.0.1", 1)
+        client.config_set("replica-serve-stale-data", "yes")
+
+        for verb in (
+            lambda: acquire(backend, free),
+            lambda: begin(backend, free),
+            lambda: renew(backend),
+            lambda: backend.finish_many([RUN], memory=MEMORY, ran=True),
+            lambda: rotate(backend, RUN, later(A)),
+        ):
+            with pytest.raises(LockBackendError) as caught:
+                verb()
+            assert isinstance(caught.value.__cause__, ReadOnlyError)
 
 
 # ---------------------------------------------------------------- acquire
@@ -329,6 +350,23 @@ def test_a_holder_that_waits_may_be_replaced(backend, redis, lives):
     assert lives(QUEUED_TTL)
     assert begin(backend).verdict is Verdict.REPLACED
     assert finish(redis) == finish(redis, A) == "kept"
+
+
+def test_a_holder_that_was_replaced_is_remembered_for_as_long_as_it_may_wait(backend, redis):
+    acquire(backend, ttl=2 * MEMORY)
+    acquire(backend, B, ttl=1.0, replace="holder")
+    run = replace(B, nonce="n2")
+    begin(backend, run)
+    backend.finish_many([run], memory=0.001)
+    acquire(backend, B)
+    begin(backend, run)
+    rotate(backend, run, later(B))
+    begin(backend, later(B, 1, "n3"))
+    backend.finish_many([later(B, 1, "n3")], memory=MEMORY)
+
+    assert redis.pttl(done_key(LOCK)) > MEMORY * 1000
+    assert redis.zscore(done_key(LOCK), "a:replaced") > (time.time() + MEMORY) * 1000
+    assert begin(backend).verdict is Verdict.REPLACED
 
 
 def test_a_holder_that_was_replaced_never_starts(backend, redis):

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -21,7 +22,8 @@ from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import HEADER, RUN_HEADER, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.key import done_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.ends import flush_ends
 from singlebeat.tasks.renewer import renewer_of
@@ -115,6 +117,74 @@ def test_a_header_that_says_nonsense_stops_nobody(app, deliver, waited, retries)
     assert (request.ticket.task_id, request.ticket.key) == (task_id, "SINGLETONLOCK_a")
     assert 0 <= request.ticket.waited <= 10
     assert Ticket.of_message(request.request_dict, task_id) == request.ticket, "its run reads what is left of it"
+
+
+class Numbered(Singleton):
+    """A Singleton whose user's function makes a key that is no text, or none that a server takes."""
+
+    abstract = True
+
+    def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> Any:
+        return task_args[0]
+
+
+LONE = "\ud800"  #: JSON can say it, UTF-8 cannot
+
+
+@pytest.mark.parametrize(
+    "header", [{}, {"key": LONE}, {"key": "a", "queued": LONE}, {"key": "a", "nonce": LONE}], ids=str
+)
+@pytest.mark.parametrize("task_id", ["a", LONE])
+@pytest.mark.parametrize("key", [7, ["x"], LONE])
+def test_what_no_server_takes_spoils_no_lock_of_its_worker(app, deliver, redis, caplog, header, task_id, key):
+    good, bad = task_of(app), app.task(same, name="app.bad", base=Numbered, shared=False)
+    renewer, backend = renewer_of(app), backend_of(app)
+    run = deliver(good, ["a"])
+    backend.begin(run.ticket.run, lease=1, memory=60, task="app.task", arguments="")
+    told = {"argsrepr": LONE, **({HEADER: {"id": task_id, **header}} if header else {})}
+
+    hostile = deliver(bad, [key], id=task_id, **told)
+    hostile.time_start = time.time()
+    renewer._renew()
+
+    assert redis.pttl(run.ticket.key) > 1000
+    hostile.acknowledged = True
+    hostile.over()
+    renewer.flush()
+    assert "failed" not in caplog.text
+
+
+def test_the_arguments_of_a_message_are_shown_whatever_they_are(app, deliver):
+    request = deliver(app.task(same, name="app.plain", shared=False), ["a"], argsrepr=f"({LONE})" * 100)
+
+    assert request.shown.startswith(r"(\ud800)(")
+    assert len(request.shown) == 200
+
+
+def test_a_lock_that_cannot_be_read_opens_the_gate_for_its_own_task_alone(app, deliver, redis):
+    plain, ids = app.task(same, name="app.plain", shared=False), [uuid(), uuid()]
+    redis.set("{SINGLETONLOCK_a}:done", "no zset")
+    redis.hset("SINGLETONLOCK_b", mapping={"id": "other", "gen": "0", "state": "running", "nonce": "n"})
+    spoiled, held = (
+        deliver(plain, [id_], id=id_, **{HEADER: {"id": id_, "key": key}})
+        for id_, key in zip(ids, ["SINGLETONLOCK_a", "SINGLETONLOCK_b"], strict=True)
+    )
+
+    assert spoiled.begin_for_plain_task()
+    assert not held.begin_for_plain_task()
+
+
+def test_the_others_are_looked_after_though_the_lock_of_one_run_cannot_be_read(app, deliver, redis, caplog):
+    task, backend, renewer = task_of(app), backend_of(app), renewer_of(app)
+    spoiled, other = deliver(task, ["a"]), deliver(task, ["b"])
+    for request in (spoiled, other):
+        backend.acquire_many([Call(replace(request.ticket.run, nonce=""), "app.task", "", 60)])
+        request.time_start = time.time()
+    redis.set(done_key(spoiled.ticket.key), "no zset")
+
+    renewer._renew()
+
+    assert redis.hget(other.ticket.key, "state") == "running", "it began while the server was away"
 
 
 # ---------------------------------------------------------------- a broker that takes no messages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
@@ -358,11 +360,28 @@ def test_a_wrong_option_is_refused_when_the_task_is_defined(options, named):
         define(**options)
 
 
+def test_a_lock_expiry_may_be_computed_by_a_property_of_any_kind():
+    class Fixed(Singleton):
+        abstract = True
+        lock_expiry = property(lambda self: 60.0)
+
+    class Cached(Singleton):
+        abstract = True
+
+        @cached_property
+        def lock_expiry(self):
+            return 60.0
+
+    assert [define(base=base).effective_lock_expiry for base in (Fixed, Cached)] == [60, 60]
+
+
 def define(**options):
     def body(account):
         pass
 
-    return Celery(set_as_current=False).task(body, name="defined", base=Singleton, shared=False, lazy=False, **options)
+    return Celery(set_as_current=False).task(
+        body, name="defined", shared=False, lazy=False, **{"base": Singleton, **options}
+    )
 
 
 @pytest.mark.parametrize(("lock", "overlap"), CONTRADICTIONS)
