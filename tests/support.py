@@ -435,11 +435,13 @@ class CeleryProcess:
         self.send(signal.SIGCONT, group=True)
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Return how the main process ended."""
+        """Return how the main process ended, when its last lines are read."""
         try:
-            return self._process.wait(timeout)
+            code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {timeout:g} s:\n{self.tail()}") from None
+        self._reader.join(1)  # not for ever: its children may live on, and hold the pipe
+        return code
 
     def stop(self, *, grace: float = 10.0) -> int:
         """End the command, by force after ``grace`` seconds, and leave no child of it behind."""

@@ -40,6 +40,11 @@ NEEDED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_worker_is_waited_for(monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+
+
 @pytest.fixture
 def put(app, redis):
     def put(name: str = "e", every: float = 3600, **fields: object) -> Entry:

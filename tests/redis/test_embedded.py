@@ -230,8 +230,8 @@ def test_the_grace_begins_with_the_end_of_the_last_user(home, use):
     user = use(grace=0.5).ready()
     time.sleep(1)
 
-    user.process.stdin.close()
     closed = time.monotonic()
+    user.process.stdin.close()
     gone(home)
 
     assert time.monotonic() - closed >= 0.5

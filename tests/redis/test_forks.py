@@ -18,7 +18,7 @@ from tests.support import APP, wait_until
 from tests.system.apps import make_app
 
 #: Seconds of a lease; two thirds of it are what a slow machine may stand still.
-LEASE = 1.5
+LEASE = 3.0
 
 #: Seconds after which a child that hangs is ended.
 PATIENCE = 30

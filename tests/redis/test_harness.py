@@ -49,7 +49,7 @@ def test_a_restart_ends_a_server_that_runs(own_server):
 
 def test_a_paused_server_hangs_until_it_is_resumed(own_server):
     client = own_server.client(socket_timeout=0.1)
-    assert client.ping()
+    assert own_server.client().ping()
     own_server.pause()
     with pytest.raises(TimeoutError):
         client.ping()

@@ -484,7 +484,7 @@ class CountingClient:
 
 def test_the_lease_is_kept_while_the_main_thread_is_blocked(make, server, redis):
     client = CountingClient(server.client())
-    lease = make(ttl=1.5, connect=lambda: client)
+    lease = make(ttl=2.5, connect=lambda: client)
     term, began = lease.acquire(), time.monotonic()
 
     with client.news:  # blocked, as in a publish that hangs, until the lease would be long over
@@ -542,7 +542,7 @@ def test_a_server_that_has_forgotten_everything_is_campaigned_for_again(own_serv
 
 
 def test_the_thread_outlives_an_outage(own_server, lease_on, caplog):
-    lease = lease_on(own_server, ttl=0.6)
+    lease = lease_on(own_server, ttl=3)
     lease.acquire()
     thread = lease._thread
     own_server.kill()

@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -251,7 +250,7 @@ def test_beat_serves_its_metrics_on_this_host(celery, app, redis):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
                 return reply.read().decode()
-        except urllib.error.URLError:
+        except OSError:
             return ""
 
     text: Callable[[], str] = lambda: get("/metrics")  # noqa: E731

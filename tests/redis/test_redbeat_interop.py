@@ -72,13 +72,16 @@ def names_sent(redis: Redis) -> list[Any]:
     return [json.loads(b64decode(message["body"]))[0][0] for message in messages]
 
 
+#: In the middle between two times of the schedules below, whenever in the next minutes a test looks at them.
+AWAY = (datetime.now(UTC) + HOUR / 2).replace(second=0, microsecond=0)
+
 SCHEDULES = {
     "interval": schedule(3600),
     "relative interval": schedule(3600, relative=True),
-    "crontab": crontab(minute="*", hour="*"),
-    "crontab of lists": crontab(minute=list(range(60)), day_of_week="mon-sun", month_of_year="1-12"),
+    "crontab": crontab(minute=AWAY.minute, hour="*"),
+    "crontab of lists": crontab([AWAY.minute], hour=list(range(24)), day_of_week="mon-sun", month_of_year="1-12"),
     # RedBeat walks from the start of a rule, step by step.
-    "rule": rrule("HOURLY", dtstart=(datetime.now(UTC) - timedelta(days=9)).replace(minute=0, second=0, microsecond=0)),
+    "rule": rrule("HOURLY", dtstart=AWAY - timedelta(days=9)),
 }
 
 

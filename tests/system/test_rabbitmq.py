@@ -61,7 +61,7 @@ def beat_worker_and_singleton(scene: Scene) -> None:
 
 def a_message_of_a_killed_worker(scene: Scene) -> None:
     """RabbitMQ delivers it again at once, under the lease of the dead run: it waits, and then runs once more."""
-    late = {"task_acks_late": True, "worker_prefetch_multiplier": 1, "singlebeat_lock_lease": 3}
+    late = {"task_acks_late": True, "worker_prefetch_multiplier": 1, "singlebeat_lock_lease": 6}
     oracle = scene.oracle
     scene.conf = {**scene.conf, **late}
     doomed = scene.start("worker", "-c", "1").ready()
@@ -91,7 +91,7 @@ def no_redis_at_all(scene: Scene) -> None:
         "redbeat_redis_url": None,
         "singleton_backend_url": None,
         "singleton_backend_class": "singlebeat.locks.inspect:InspectBackend",
-        "singleton_backend_kwargs": {"timeout": 1.5, "settle": 0.5},
+        "singleton_backend_kwargs": {"timeout": 3, "settle": 0.5},
         "worker_prefetch_multiplier": 1,
     }
     oracle = scene.oracle

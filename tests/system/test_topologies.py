@@ -184,7 +184,7 @@ def take_locks_of_all_slots(app: Celery) -> None:
 @pytest.mark.parametrize("servers", [Sentinels, Cluster])
 def test_a_retry_period_carries_every_call_over_a_failover(servers):
     with servers() as several:
-        client = private(several.url, timeout=2, options={**several.options, "retry_period": 60})
+        client = private(several.url, timeout=10, options={**several.options, "retry_period": 60})
         client.set("{redbeat}:n", 0)
         calls = 0
         change = threading.Thread(target=several.fail_over)

@@ -14,7 +14,7 @@ from singlebeat.locks.base import HEADER, Ref, Ticket
 from tests.support import APP, measured, wait_until, without
 
 #: Seconds of the lease where a test waits for its end.
-LEASE = 2
+LEASE = 3
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_what_is_left_of_a_run_that_died_runs_even_if_an_equal_call_takes_the_lo
     worker = celery("worker", "-c", "2").ready()
     backend, lock = single.singleton_backend, lock_of(single, "a")
     lived = {"memory": 60.0, "task": single.name, "arguments": "'a'"}
-    assert backend.begin(Ref(lock, "first", nonce="of the run that died"), lease=LEASE, **lived).verdict == "started"
+    assert backend.begin(Ref(lock, "first", nonce="of the run that died"), lease=5, **lived).verdict == "started"
     single.apply_async(["a"], task_id="first", headers={HEADER: Ticket("first", lock, lock).header()})
     worker.wait_for("first.* waits for its turn .*it is running already")
 
