@@ -200,11 +200,15 @@ class Chaos:
         return leader, standby
 
     @contextmanager
-    def takeover(self, how: str) -> Iterator[None]:
-        """Note how long nobody decides anything when the leader ends in this way; needs a steady flow."""
-        term = int(self.redis.hget(self.keys.lease.leader, "term"))
+    def takeover(self, how: str, *beats: CeleryProcess) -> Iterator[Sequence[CeleryProcess]]:
+        """Note how long nobody decides anything when the leader ends in this way; needs a steady flow.
+
+        Yields the beats, the one that leads first: on a slow machine another may lead than a moment ago.
+        """
+        leader = wait_until(lambda: self.redis.hgetall(self.keys.lease.leader), timeout=30, what="a leader")
+        term = int(leader["term"])
         began = time.time()
-        yield
+        yield sorted(beats, key=lambda beat: str(beat.pid) != leader["pid"])
         first = wait_until(lambda: self._first_decision_after(term), timeout=60, what="a decision of the next leader")
         self.takeovers.setdefault(how, []).append(first - began)
 

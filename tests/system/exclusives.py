@@ -10,7 +10,7 @@ from singlebeat import Singleton
 from tests.system import apps
 
 #: Seconds of the lease; two thirds of it are what a slow machine may stand still.
-LEASE = 1.0
+LEASE = 2.5
 
 
 @singlebeat.exclusive("guarded {name}")

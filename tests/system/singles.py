@@ -154,7 +154,13 @@ class Served:
 
     def consume(self, queue: str) -> None:
         """Let the worker read a queue, too."""
-        self.app().control.add_consumer(queue)
+        control = self.app().control
+        # A worker says that it is ready before it listens to broadcasts: ask until it answers.
+        wait_until(
+            lambda: control.add_consumer(queue, reply=True, timeout=3, limit=1),
+            timeout=PATIENCE,
+            what="the worker's answer",
+        )
 
     def over(self, name: str, ids: list[str]) -> None:
         """Check that exactly these runs of a case have been, and that nothing is left which could start another."""

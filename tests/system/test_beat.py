@@ -172,9 +172,7 @@ def test_one_beat_leads_one_stands_by_and_both_answer_a_ping(two_beats, celery):
     assert not standby.matches("Sending due task")
 
 
-@pytest.mark.parametrize(
-    ("end", "lease", "bound"), [("terminate", 10, 5), ("kill", 2, 6.5)], ids=["SIGTERM", "SIGKILL"]
-)
+@pytest.mark.parametrize(("end", "lease", "bound"), [("terminate", 10, 5), ("kill", 5, 12)], ids=["SIGTERM", "SIGKILL"])
 def test_the_other_beat_takes_over(end, lease, bound, two_beats, redis):
     # Within 1 s after SIGTERM, within the lease and 1 s after SIGKILL; the bounds are for slow machines.
     often = {**EVERY_SECOND, "schedule": schedule(0.25)}
@@ -193,7 +191,7 @@ def test_the_other_beat_takes_over(end, lease, bound, two_beats, redis):
     assert redis.hget("redbeat::leader", "pid") == str(standby.pid)
     if end == "terminate":
         assert leader.wait() == 0
-        assert leader.matches("beat: Released lock")
+        assert leader.wait_for("beat: Released lock")
     standby.wait_for("Sending due task a ", count=4)
     ids = [record["id"] for _, record in redis.xrange("redbeat::history")]
     assert len(set(ids)) == len(ids) >= 4, "an occurrence was decided twice"
@@ -203,8 +201,16 @@ def test_a_beat_that_is_stopped_amid_a_message_ends_and_loses_no_occurrence(cele
     conf = {"broker_url": own_server.celery_url, "beat_schedule": {"a": EVERY_SECOND}}
     beat = celery("beat", conf=conf)
     wait_until(lambda: redis.xlen("redbeat::history") >= 1, timeout=30, what="a message that was sent")
-    own_server.pause()  # between two messages
-    pending = json.loads(wait_until(lambda: redis.hget("redbeat:a", "pending"), what="a claim"))
+
+    def paused_between_two_messages() -> bool:
+        own_server.pause()
+        if redis.hexists("redbeat:a", "pending"):  # the broker may have it, and be waiting only for its confirmation
+            own_server.resume()
+            return False
+        return True
+
+    wait_until(paused_between_two_messages, timeout=30)
+    pending = json.loads(wait_until(lambda: redis.hget("redbeat:a", "pending"), timeout=30, what="a claim"))
     time.sleep(0.3)  # now it waits for the broker's answer: the signal closes the connection under it
 
     beat.terminate()

@@ -55,7 +55,7 @@ def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed_one_after_the_
             moment = claimed + rng.randrange(1, share // 2)
             wait_until(lambda moment=moment: chaos.claimed() >= moment, timeout=60, what=f"{moment} claims")
             time.sleep(rng.uniform(0, 0.1))  # into any step of what it does
-            with chaos.takeover("SIGKILL"):
+            with chaos.takeover("SIGKILL", leader, standby) as (leader, standby):
                 leader.kill()
             leader, standby = standby, chaos.beat()
             standby.wait_for("Standing by")
@@ -110,14 +110,14 @@ def test_a_leader_that_wakes_up_after_its_term_sends_nothing_that_the_next_one_h
 
 
 def test_a_short_lease_survives_a_long_tick(chaos):
-    chaos.conf["redbeat_lock_timeout"] = 1.0
+    chaos.conf["redbeat_lock_timeout"] = 2.0
     chaos.worker()
-    leader = chaos.beat("slow publish 0.01")
+    leader = chaos.beat("slow publish 0.02")
     chaos.leading(leader)
     standby = chaos.beat()
     standby.wait_for("Standing by")
 
-    with chaos.scenario("300 publishes of 10 ms under a lease of 1 s"):
+    with chaos.scenario("300 publishes of 20 ms under a lease of 2 s"):
         chaos.feed(300)
         chaos.settle()
     assert not leader.matches("Lost the lock")
@@ -132,7 +132,7 @@ def test_a_rolling_restart_loses_and_doubles_nothing(chaos):
     with chaos.scenario(f"rolling restart of both beats, {rounds} times"):
         for _ in range(rounds):
             chaos.feed(100, over=2)
-            with chaos.takeover("SIGTERM"):
+            with chaos.takeover("SIGTERM", leader, standby) as (leader, standby):
                 leader.terminate()
                 assert leader.wait() == 0
             leader, standby = standby, chaos.beat()
@@ -197,7 +197,7 @@ def test_another_beat_takes_over_in_the_time_of_a_lease(chaos):
         for how in ("SIGTERM", "SIGKILL"):
             for _ in range(rounds):
                 chaos.feed(40, over=2, delay=0.5)
-                with chaos.takeover(how):
+                with chaos.takeover(how, leader, standby) as (leader, standby):
                     leader.send(getattr(signal, how))
                 leader, standby = standby, chaos.beat()
                 standby.wait_for("Standing by")
@@ -356,7 +356,7 @@ def test_a_clock_that_is_set_by_an_hour_and_back_loses_and_doubles_nothing(chaos
         wait_until(lambda: chaos.claimed() >= 10, what="10 claims")
         chaos.oracle._client.set(CLOCK, 3600 * hours)
         if hours > 0:
-            wait_until(lambda: not chaos.missing(), what="what is due by that clock")
+            wait_until(lambda: not chaos.missing(), timeout=60, what="what is due by that clock")
         chaos.feed(10)
         chaos.oracle._client.set(CLOCK, 0)
         chaos.settle()

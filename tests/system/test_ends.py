@@ -40,6 +40,9 @@ REDELIVERS_SOON = {
     }
 }
 
+#: Seconds of a hard time limit: a scene that sees a start late still watches what the limit does.
+LIMIT = 3
+
 NO_CHILD = "this pool has no child processes"
 NO_SOFT_LIMIT = "Celery enforces soft time limits in prefork only"
 NO_HARD_LIMIT = "Celery enforces no time limits in this pool"
@@ -235,7 +238,7 @@ def _(s: Scene) -> None:
 
 @scenario("hard time limit", **only("prefork", "gevent", because=NO_HARD_LIMIT))
 def _(s: Scene) -> None:
-    s.send("succeed", 30, time_limit=1)
+    s.send("succeed", 30, time_limit=LIMIT)
     run = s.wait_started()
     if s.pool == "gevent":
         s.over()
@@ -246,10 +249,10 @@ def _(s: Scene) -> None:
 
 @scenario("hard time limit in a call into C", **only("prefork", because=NO_HARD_LIMIT))
 def _(s: Scene) -> None:
-    s.send("hold_the_interpreter", 6, time_limit=1)
+    s.send("hold_the_interpreter", LIMIT + 5, time_limit=LIMIT)
     run = s.wait_started()
     with dead(run, s):
-        s.over(at=run.started + 1)
+        s.over(at=run.started + LIMIT)
 
 
 @scenario("SIGTERM to the child", **only("prefork", because=NO_CHILD))
@@ -264,8 +267,8 @@ def _(s: Scene) -> None:
 def _(s: Scene) -> None:
     s.send("succeed", 30)
     run = s.wait_accepted()
-    os.kill(run.pid, signal.SIGKILL)
     with dead(run, s):
+        os.kill(run.pid, signal.SIGKILL)
         s.over(at=time.time())
 
 

@@ -38,7 +38,7 @@ def test_runs_of_a_guarded_task_exclude_one_another_in_every_pool(celery, app, o
     task = app.tasks["tests.system.exclusives.guarded"]
     first = task.delay("a")
     (run,) = oracle.wait_started(1, "a")
-    wait_until(lambda: age(redis, LOCK) > 1.5 * LEASE, what="more than a lease to pass")
+    wait_until(lambda: age(redis, LOCK) > 1.5 * LEASE, timeout=PATIENCE, what="more than a lease to pass")
 
     assert task.delay("a").get(timeout=PATIENCE) is None
     with singlebeat.exclusive("guarded a", app=app) as lock:
@@ -59,14 +59,14 @@ def test_a_worker_that_is_killed_holds_its_lock_no_longer_than_its_lease(celery,
     app.tasks["tests.system.exclusives.guarded"].delay("a")
     oracle.wait_started(1, "a")
     worker.kill_group()
-    wait_until(lambda: not oracle.running("a"), what="the death of the run")
+    wait_until(lambda: not oracle.running("a"), timeout=PATIENCE, what="the death of the run")
     assert redis.pttl(LOCK) <= LEASE * 1000, "what is left at most when its owner is dead"
 
     def get() -> bool:
         with singlebeat.exclusive("guarded a", app=app) as lock:
             return bool(lock)
 
-    wait_until(get, what="the end of the lease")
+    wait_until(get, timeout=PATIENCE, what="the end of the lease")
 
 
 @pytest.mark.parametrize("pool", ["gevent", "eventlet"])
@@ -79,7 +79,7 @@ def test_a_body_that_blocks_the_loop_of_greenlets_keeps_both_of_its_locks(celery
     result = task.delay(str(pipe))
     wait_until(lambda: redis.exists(of_code), timeout=PATIENCE)
     nonce = redis.hget(of_task, "nonce")
-    wait_until(lambda: age(redis, of_code) > 2 * LEASE, what="two leases to pass")
+    wait_until(lambda: age(redis, of_code) > 2 * LEASE, timeout=PATIENCE, what="two leases to pass")
     assert redis.hget(of_task, "nonce") == nonce
 
     worker.terminate()  # now, so that it shuts down as soon as it can
@@ -95,7 +95,12 @@ def test_a_greenlet_that_is_killed_loses_its_lock(celery, app, oracle, redis, po
     worker = celery("worker", "-P", pool, "-c", "2", app=exclusives.__name__).ready()
     result = app.tasks["tests.system.exclusives.guarded"].delay("a")
     oracle.wait_started(1, "a")
-    result.revoke(terminate=True)
+    # A pool of greenlets listens to broadcasts in a greenlet of its own: ask until it answers.
+    wait_until(
+        lambda: app.control.revoke(result.id, terminate=True, reply=True, timeout=3, limit=1),
+        timeout=PATIENCE,
+        what="the worker's answer",
+    )
     wait_until(lambda: not redis.exists(LOCK), timeout=PATIENCE, what="the end of the lock")
     assert worker.returncode is None
 

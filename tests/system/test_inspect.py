@@ -28,7 +28,7 @@ SINGLE = f"{APP}.single"
 #: Patient, because a slow machine answers late, and then a call runs twice.
 INSPECT = {
     "singleton_backend_class": "singlebeat.locks.inspect:InspectBackend",
-    "singleton_backend_kwargs": {"timeout": 1.5, "settle": 0.5},
+    "singleton_backend_kwargs": {"timeout": 2, "settle": 0.5},
     "worker_prefetch_multiplier": 1,
 }
 
@@ -119,6 +119,7 @@ app = Celery("offline", broker="memory://")
 app.conf.update(
     broker_transport_options={"polling_interval": 0.02},
     singleton_backend_class="singlebeat.locks.inspect:InspectBackend",
+    singleton_backend_kwargs={"timeout": 2},
 )
 started, skipped, end, holders = threading.Event(), threading.Event(), threading.Event(), []
 

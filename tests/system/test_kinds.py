@@ -18,7 +18,7 @@ from tests.support import wait_until
 from tests.system.singles import PATIENCE, served, task_name
 
 #: Seconds of the worker's lease: renewals come every third of it.
-LEASE = 1.5
+LEASE = 4.0
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ def test_an_id_leads_from_beat_to_the_end_of_the_run(celery, app, oracle):
 def test_a_beat_and_a_worker_with_nothing_to_do_say_nothing(celery, app, redis):
     Entry("e", f"{APP}.plain", schedule(3600), run_on_start=False, app=app).save()
     redis.zadd("redbeat::schedule", {"redbeat:e": 4e9})
-    worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": 1}).ready()
-    beat = celery(*BEAT, conf={"redbeat_lock_timeout": 1, "beat_max_loop_interval": 0.1})
+    worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": 5}).ready()
+    beat = celery(*BEAT, conf={"redbeat_lock_timeout": 10, "beat_max_loop_interval": 0.1})
     beat.wait_for(LEADS)
     wait_until(lambda: redis.exists("singlebeat:worker"), what="a worker that is seen")
     before = beat.position, worker.position
@@ -40,7 +40,8 @@ def test_a_beat_and_a_worker_with_nothing_to_do_say_nothing(celery, app, redis):
     def looks() -> int:
         return redis.info("commandstats")["cmdstat_zrangebyscore"]["calls"]
 
-    began = looks()
+    began, left = looks(), redis.pttl("redbeat::lock")
+    wait_until(lambda: redis.pttl("redbeat::lock") > left, timeout=30, what="a renewal")
     wait_until(lambda: looks() >= began + 90, timeout=60, what="30 ticks")
 
     assert beat.lines[before[0] :] == []

@@ -300,7 +300,12 @@ def test_a_message_that_nobody_starts_in_time_expires(scene, name):
     expires = datetime.fromisoformat(message["expires"])
     wait_until(lambda: datetime.now(UTC) > expires, what="the end of the message")
 
-    scene.app.control.add_consumer(name)
+    # A worker says that it is ready before it listens to broadcasts: ask until it answers.
+    wait_until(
+        lambda: scene.app.control.add_consumer(name, reply=True, timeout=3, limit=1),
+        timeout=30,
+        what="the worker's answer",
+    )
 
     scene.worker.wait_for(rf"Discarding revoked task: {PLAIN}\[{task_id}\]")
     assert scene.oracle.started(name) == 0
