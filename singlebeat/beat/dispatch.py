@@ -103,7 +103,7 @@ class Dispatcher:
         messages, wrong = self._prepare(claimed, looked_after=plain and self._workers_look_after_locks())
         decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
         unsent = list[str]()
-        messages.sort(key=lambda message: self._backoff.has_failed(message.stored.member))
+        messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
         try:
             try:
                 holders = self._acquire(messages, now)

@@ -919,6 +919,28 @@ def test_one_that_was_not_taken_waits_longer_each_time_and_those_behind_it_do_no
     assert bench.names == ["b", "c", "d"]
 
 
+def test_one_that_is_never_taken_keeps_nobody_waiting_who_has_failed_before_while_the_broker_was_away(
+    server, redis, own_server, bench_on
+):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    bench.put("a", options={"queue": "foreign"})
+    bench.put("b")
+    scheduler = bench.scheduler()
+    own_server.kill()
+    for _ in range(4):  # both have been tried, each of them more than once
+        scheduler.tick()
+        bench.retry_now()
+
+    own_server.restart()
+    own_server.client().set("foreign", "no queue")
+    for _ in range(3):
+        scheduler.tick()
+        bench.retry_now()
+
+    assert own_server.client().llen(QUEUE) == 1
+    assert redis.zrange(PENDING, 0, -1) == ["redbeat:a"]
+
+
 def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
     class MuteError(Exception):
         def __str__(self) -> str:
@@ -1033,7 +1055,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     else:
         redis.hset(lock, "id", "another")
     before, backoff = redis.hgetall(lock), scheduler.dispatcher._backoff
-    assert backoff.has_failed(entry.key)
+    assert backoff.failures_of(entry.key)
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
 
     bench.retry_now()
@@ -1041,7 +1063,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
 
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert redis.hgetall(lock) == before
-    assert not backoff.has_failed(entry.key), "its next time would come last"
+    assert not backoff.failures_of(entry.key), "its next time would come last"
 
 
 def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on, caplog):
