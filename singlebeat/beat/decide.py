@@ -29,7 +29,9 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     """
     entry, policy, past = stored.entry, stored.policy, stored.meta
     table = Timetable(entry.name, entry.schedule, policy, zone)
-    if policy.max_runs is not None and past.total_run_count >= policy.max_runs:
+    # A run that is counted and not confirmed may yet turn out to be none.
+    may_be_less = stored.pending is not None and stored.pending.is_scheduled
+    if policy.max_runs is not None and past.total_run_count >= policy.max_runs and not may_be_less:
         return Claim(stored, PARKED)
     since = table.since(past.counts_from)
     if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:

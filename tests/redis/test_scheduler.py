@@ -1041,6 +1041,47 @@ def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(
     assert own_server.client().llen(QUEUE) == 1
 
 
+def test_a_run_that_is_missed_when_the_next_one_is_due_is_not_counted_and_uses_up_none(
+    server, redis, own_server, bench_on
+):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(ago=HOUR + timedelta(seconds=1), max_runs=8)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    assert bench.meta().total_run_count == 8
+    own_server.restart()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 60, "max_runs": 8}')
+    bench.retry_now()
+
+    scheduler._tick(datetime.now(UTC) + HOUR)
+    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+    assert bench.meta() == Meta(entry.last_run_at + 2 * HOUR, 8)
+    scheduler._tick(datetime.now(UTC) + 2 * HOUR)
+
+    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert len(bench.history) == 2
+
+
+def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(ago=HOUR + timedelta(seconds=1), max_runs=8)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    redis.zadd(PENDING, {entry.key: datetime.now(UTC).timestamp() + 7200})
+
+    scheduler._tick(datetime.now(UTC) + HOUR)
+    assert redis.zscore(SCHEDULE, entry.key) != PARKED  # it may yet be missed, and another run be the last one
+    own_server.restart()
+    bench.retry_now()
+    for _ in range(2):
+        scheduler._tick(datetime.now(UTC) + HOUR)
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+
+
 @pytest.mark.parametrize("state", ["running", "another's"])
 def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_server, bench_on, state):
     bench = bench_on(server, broker_url=own_server.celery_url)
