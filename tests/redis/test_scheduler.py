@@ -19,7 +19,7 @@ from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from redis import Redis
 
-from singlebeat import Entry, Scheduler, Singleton, clocked
+from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
@@ -540,6 +540,34 @@ def test_many_steps_back_count_as_one(bench):
 
     assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
     assert bench.names == ["e"]
+
+
+def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
+    entry = bench.put(end_time=datetime.now(UTC) + 30 * 24 * HOUR)
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR)
+    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+
+    scheduler.tick()
+
+    assert 0 < bench.redis.zscore(SCHEDULE, entry.key) - datetime.now(UTC).timestamp() <= 3600
+
+
+@pytest.mark.parametrize("resumed", ["before", "after"])
+def test_a_clock_that_was_ahead_silences_no_paused_entry_that_has_never_run(bench, resumed):
+    api = Schedule(bench.app)
+    api.upsert("e", PLAIN, HOUR, args=["e"], paused=True, run_on_start=True)
+    scheduler = bench.scheduler()
+    scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR)
+    assert bench.meta().last_run_at is None
+
+    if resumed == "before":
+        api.resume("e")
+    scheduler.tick()
+    api.resume("e")
+
+    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
 
 
 def test_what_is_to_be_tried_again_does_not_wait_for_the_time_that_a_wrong_clock_has_shown(bench):
