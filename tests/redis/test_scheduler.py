@@ -969,6 +969,21 @@ def test_one_that_is_never_taken_keeps_nobody_waiting_who_has_failed_before_whil
     assert redis.zrange(PENDING, 0, -1) == ["redbeat:a"]
 
 
+def test_a_claimed_time_that_another_program_has_written_is_confirmed_once_it_was_sent(bench):
+    entry = bench.put(ago=timedelta())
+    bench.redis.hset(entry.key, "pending", '{"nominal":1795302798,"id":"another"}')
+    bench.redis.zadd(PENDING, {entry.key: 0})
+    scheduler = bench.scheduler()
+
+    for _ in range(2):
+        scheduler.tick()
+        bench.retry_now()
+
+    assert [task_id for task_id, _ in bench.sent] == ["another"]
+    assert bench.pending() is None
+    assert [record["id"] for record in bench.history] == ["another"]
+
+
 def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
     class MuteError(Exception):
         def __str__(self) -> str:
