@@ -1084,6 +1084,43 @@ def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(
     assert own_server.client().llen(QUEUE) == 1
 
 
+@pytest.mark.parametrize("behind", ["", ":next"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_is_not_sent_after_all_leaves_no_lock_behind_that_it_took_when_its_server_did_not_answer(
+    bench, task, behind
+):
+    backend = backend_of(bench.app)
+    backend.announce("w@h", ttl=60)
+    entry = bench.put(task=task, ago=timedelta(), overlap="buffer_one", misfire_grace_time=1)
+    occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC) - HOUR)
+    bench.redis.hset(entry.key, "pending", occurrence.encode())
+    bench.redis.zadd(PENDING, {entry.key: 0})
+    key = PlainTask(bench.app, task, {}).generate_lock(task, ["e"], {})
+    key = bench.app.tasks[task].generate_lock(task, ["e"]) if task == SINGLE else key
+    backend.acquire_many([Call(Ref(key + behind, occurrence.id), task, "", 3600)], again=True)
+
+    bench.scheduler().tick()
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.redis.keys("SINGLETONLOCK_*") == []
+
+
+def test_what_is_given_up_leaves_no_lock_behind_that_it_took_when_its_server_did_not_answer(bench):
+    app = bench.new_app()
+    task = app.task(die_in_publish, name="own", base=Singleton, lock="until_executing", shared=False)
+    entry = bench.put(task="own", ago=timedelta(), overlap="buffer_all")  # which contradicts the lock of its task
+    occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))
+    bench.redis.hset(entry.key, "pending", occurrence.encode())
+    bench.redis.zadd(PENDING, {entry.key: 0})
+    key = task.generate_lock("own", ["e"])
+    backend_of(app).acquire_many([Call(Ref(key, occurrence.id), "own", "", 3600)], again=True)
+
+    bench.scheduler(app=app).tick()
+
+    assert [record["decision"] for record in bench.history] == ["publish_failed"]
+    assert bench.redis.keys("SINGLETONLOCK_*") == []
+
+
 def test_a_run_that_is_missed_when_the_next_one_is_due_is_not_counted_and_uses_up_none(
     server, redis, own_server, bench_on
 ):
