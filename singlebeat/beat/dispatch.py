@@ -83,8 +83,11 @@ class Dispatcher:
         if not claimed:
             return
         deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
-        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, *_ in claimed)
-        messages, wrong = prepare(self.app, claimed, looked_after=plain and self._workers_look_after_locks())
+        plain = [each for each in claimed if not hasattr(type(self.app.tasks.get(each[0].entry.task)), "generate_lock")]
+        looked_after = bool(plain) and self._workers_look_after_locks()
+        if not looked_after:  # what was taken while a worker was seen
+            self._free_locks([each for each in plain if each[0].pending is not None])
+        messages, wrong = prepare(self.app, claimed, looked_after=looked_after)
         decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
         unsent = list[str]()
         messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
@@ -161,12 +164,15 @@ class Dispatcher:
     def _release(self, *locks: Ref) -> None:
         if not locks:
             return
-        with suppress(LockBackendError):  # then they end by themselves
+        with suppress(LockBackendError, ConfigError):  # then they end by themselves
             backend_of(self.app).finish_many(locks, memory=Config.of(self.app).singlebeat_queued_ttl)
 
     def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
         """Free the locks that occurrences may hold which are not to be sent after all."""
         self._backoff.forget(*(stored.member for stored, *_ in claimed))
+        self._free_locks(claimed)
+
+    def _free_locks(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
         messages, _ = prepare(self.app, claimed, looked_after=True)
         self._release(*(lock for message in messages for lock in message.locks(self.app)))
 

@@ -1203,6 +1203,37 @@ def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, o
     assert "Trouble with Redis" not in caplog.text  # the tick went on
 
 
+def test_what_is_missed_where_no_locks_can_be_hinders_nobody(server, redis, bench_on):
+    bench = bench_on(server, singleton_backend_class="no.such:Backend")
+    entry = bench.put("missed", ago=timedelta(), misfire_grace_time=1)
+    bench.put("due")
+    redis.hset(entry.key, "pending", Occurrence.of("redbeat:", "missed", datetime.now(UTC) - HOUR).encode())
+    redis.zadd(PENDING, {entry.key: 0})
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["due"]
+    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+
+
+def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put()
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    assert len(redis.keys("SINGLETONLOCK_*")) == 1
+
+    own_server.restart()
+    redis.delete("singlebeat:worker")  # nobody is left to free it
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert redis.keys("SINGLETONLOCK_*") == []
+
+
 def test_entries_that_wait_for_the_broker_neither_hide_the_others_nor_keep_beat_from_its_sleep(
     server, redis, own_server, bench_on, monkeypatch
 ):
