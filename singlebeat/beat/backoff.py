@@ -13,17 +13,17 @@ FIRST_RETRY, LAST_RETRY = 1.0, 4.0
 class Backoff:
     """What has failed in a row: a broker that is away fails for all, a broken entry for itself alone.
 
-    Nobody can tell the two apart by one error, so whoever has failed is tried last: behind it, it can only keep its
-    like waiting.
+    Nobody can tell the two apart by one error, so whoever has failed most often is tried last: it can only keep
+    its like waiting.
     """
 
     def __init__(self) -> None:
         self._failures = 0  #: of server or entries that had not failed before, in a row
         self._by_member = Counter[str]()
 
-    def has_failed(self, member: str) -> bool:
-        """Tell whether the last attempt of an entry failed."""
-        return member in self._by_member
+    def failures_of(self, member: str) -> int:
+        """Return how many attempts of an entry have failed in a row."""
+        return self._by_member[member]
 
     def failed(self, member: str = "") -> bool:
         """Note a failure of an entry, without one of a server; tell whether that is news to people."""

@@ -11,6 +11,7 @@ from ..errors import EntryError
 from ..log import Log
 from ..lua import script
 from .codec import Meta
+from .timetable import PARKED
 
 if TYPE_CHECKING:
     from .keys import Keys
@@ -75,6 +76,8 @@ class Clock:
         log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
         limit = now + LONGEST_STEP_BACK
         waiting = self.client.zrangebyscore(self.keys.schedule, f"({limit.timestamp()!r}", "+inf")
+        # The clock may have shown a time after their end.
+        waiting += self.client.zrangebyscore(self.keys.schedule, PARKED, PARKED)
         for at in range(0, len(waiting), BATCH):
             self._progress()
             members = waiting[at : at + BATCH]

@@ -29,13 +29,18 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     """
     entry, policy, past = stored.entry, stored.policy, stored.meta
     table = Timetable(entry.name, entry.schedule, policy, zone)
-    if policy.max_runs is not None and past.total_run_count >= policy.max_runs:
+    # A run that is counted and not confirmed may yet turn out to be none.
+    may_be_less = stored.pending is not None and stored.pending.is_scheduled
+    if policy.max_runs is not None and past.total_run_count >= policy.max_runs and not may_be_less:
         return Claim(stored, PARKED)
     since = table.since(past.counts_from)
     if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:
         since = past.last_run_at  # a clock that was behind has taken it for a wrong one
     if since is not None and since > now + LONGEST_STEP_BACK:
-        return Claim(stored, table.score(table.next(now)), replace(past, since=now))
+        upcoming = table.next(now)
+        if upcoming is not None and upcoming == past.last_run_at and table.next(upcoming) is None:
+            return Claim(stored, PARKED)  # its last time has run, though too early
+        return Claim(stored, table.score(upcoming), replace(past, since=now))
     if since is None:  # RedBeat's meaning: it has never run, so it is due now
         asked = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
         nominal = table.bounded(table.latest(asked, now) or asked)
@@ -52,7 +57,8 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
         decision = Decision(
             entry.name, entry.task, occurrence, Outcome.PAUSED, policy.note or ("" if entry.enabled else "disabled")
         )
-        return Claim(stored, next_score, Meta(nominal, count) if since else None, decision=decision)
+        passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
+        return Claim(stored, next_score, passed, decision=decision)
     if too_late(stored, occurrence, now):
         return Claim(stored, next_score, Meta(nominal, count), decision=missed(stored, occurrence, now))
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +16,14 @@ from ..config import Config
 from ..connections import RedisError
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError
 from ..locks import backend_of, time_to_start
-from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, unusable
+from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import readable
 from ..log import Log
-from ..overlap import Overlap
 from ..tasks.claim import claim
 from .backoff import Backoff
-from .given import evaluated
 from .journal import tell
+from .message import Message, prepare
 from .occurrence import Decision, Occurrence, Outcome
-from .plain import PlainTask
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -48,18 +44,6 @@ TAKERS_SHARE = 0.8
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
-
-
-@dataclass(slots=True)
-class _Message:
-    """One occurrence on its way to the broker."""
-
-    stored: Stored
-    occurrence: Occurrence
-    past: Meta  #: of its entry, in which it is counted
-    entry: Entry  #: a copy of its own, with task id and headers in its options
-    ticket: Ticket | None = None  #: its lock; None: it takes one when it is sent, or is sent without one
-    claims: tuple[PlainTask, Overlap] | None = None  #: for the lock that a plain task takes when it is sent
 
 
 class Dispatcher:
@@ -99,11 +83,14 @@ class Dispatcher:
         if not claimed:
             return
         deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
-        plain = any(not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock") for stored, *_ in claimed)
-        messages, wrong = self._prepare(claimed, looked_after=plain and self._workers_look_after_locks())
+        plain = [each for each in claimed if not hasattr(type(self.app.tasks.get(each[0].entry.task)), "generate_lock")]
+        looked_after = bool(plain) and self._workers_look_after_locks()
+        if not looked_after:  # what was taken while a worker was seen
+            self._free_locks([each for each in plain if each[0].pending is not None])
+        messages, wrong = prepare(self.app, claimed, looked_after=looked_after)
         decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
         unsent = list[str]()
-        messages.sort(key=lambda message: self._backoff.has_failed(message.stored.member))
+        messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
         try:
             try:
                 holders = self._acquire(messages, now)
@@ -134,7 +121,7 @@ class Dispatcher:
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
 
-    def _publish(self, message: _Message) -> tuple[Outcome, str]:
+    def _publish(self, message: Message) -> tuple[Outcome, str]:
         """Send the task of an entry; return what came of it, and what holds its lock if it takes one only now."""
         entry, occurrence, lock, waits_for = message.entry, message.occurrence, None, None
         if message.claims is not None:
@@ -165,89 +152,29 @@ class Dispatcher:
             text = "Scheduler: Message Error: what is due stays pending until %(server)s answers"
             log.error(text, event="unreachable", server=server, reason=exc)
 
-    def _give_up(self, message: _Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
+    def _give_up(self, message: Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
         self._backoff.forget(message.stored.member)
-        if message.ticket is not None:
-            self._release(message.ticket.run)
+        self._release(*message.locks(self.app))
         entry, why = message.entry, safe_repr(exc.__context__ or exc)
         decision = Decision(entry.name, entry.task, message.occurrence, Outcome.PUBLISH_FAILED, why)
         tell(decision, detail="".join(traceback.format_exception(exc)))
         return message.stored, decision, message.past.without(message.occurrence)
 
     def _release(self, *locks: Ref) -> None:
-        if locks:
+        if not locks:
+            return
+        with suppress(LockBackendError, ConfigError):  # then they end by themselves
             backend_of(self.app).finish_many(locks, memory=Config.of(self.app).singlebeat_queued_ttl)
 
     def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
         """Free the locks that occurrences may hold which are not to be sent after all."""
         self._backoff.forget(*(stored.member for stored, *_ in claimed))
-        messages, _ = self._prepare(claimed, looked_after=True)
-        with suppress(LockBackendError):  # then they end by themselves
-            self._release(*(message.ticket.run for message in messages if message.ticket is not None))
+        self._free_locks(claimed)
 
-    def _prepare(
-        self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], *, looked_after: bool
-    ) -> tuple[list[_Message], list[tuple[_Message, Exception]]]:
-        """Return what can be sent, and what cannot with the reason."""
-        messages, wrong = [], []
-        for stored, occurrence, past in claimed:
-            entry = copy.copy(stored.entry)
-            entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
-            entry.options["task_id"] = occurrence.id
-            entry.options.setdefault("retry", False)  # we try again ourselves, and keep nobody waiting meanwhile
-            if stored.policy.expires is not None:
-                entry.options["expires"] = stored.policy.expires
-            headers = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}
-            entry.options["headers"] = headers
-            message = _Message(stored, occurrence, past, entry)
-            try:
-                if not entry.is_constant:
-                    entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
-                self._find_lock(message, looked_after=looked_after)
-            except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
-                wrong.append((message, exc))
-                continue
-            if message.ticket is not None:
-                headers[HEADER] = message.ticket.header()
-            messages.append(message)
-        return messages, wrong
-
-    def _find_lock(self, message: _Message, *, looked_after: bool) -> None:
-        """Note what is known about the lock of a message: its ticket, if it can be taken along with others."""
-        entry = message.entry
-        overlap = message.occurrence.overlap or message.stored.policy.overlap
-        task = self.app.tasks.get(entry.task)
-        claims_by_itself = getattr(task, "claims_by_itself", None)
-        if claims_by_itself is not None:
-            if claims_by_itself or overlap not in {None, Overlap.SKIP}:
-                if overlap is not None:
-                    entry.options["overlap"] = overlap
-                return
-        elif hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
-            return  # one of celery-singleton takes its lock itself
-        else:
-            task = PlainTask(self.app, entry.task, entry.options)
-        try:
-            key = self._key(message, task)
-        except TypeError as exc:
-            log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
-            return
-        if claims_by_itself is None and overlap not in {None, Overlap.SKIP}:
-            message.claims = task, overlap
-            return
-        # What no server takes must fail here, not in the one call for all.
-        f"{key}{entry.task}{message.occurrence.id}".encode(errors="surrogateescape")
-        message.ticket = Ticket(message.occurrence.id, key, queued=key)
-
-    @staticmethod
-    def _key(message: _Message, task: Any) -> str:
-        """Return the key of its lock, which is computed once for all its times if it can only be the same."""
-        entry, shared = message.entry, message.stored.entry
-        key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
-        if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
-            shared.lock_key = key
-        return key
+    def _free_locks(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
+        messages, _ = prepare(self.app, claimed, looked_after=True)
+        self._release(*(lock for message in messages for lock in message.locks(self.app)))
 
     def _workers_look_after_locks(self) -> bool:
         """Tell whether a worker was seen that frees the locks of plain tasks: else they would stay for an hour."""
@@ -260,7 +187,7 @@ class Dispatcher:
         self._said_unlocked = not seen
         return seen
 
-    def _acquire(self, messages: Sequence[_Message], now: datetime) -> Mapping[str, Holder]:
+    def _acquire(self, messages: Sequence[Message], now: datetime) -> Mapping[str, Holder]:
         ttl = Config.of(self.app).singlebeat_queued_ttl
         calls = [
             Call(
@@ -276,7 +203,7 @@ class Dispatcher:
         holders = backend_of(self.app).acquire_many(calls, again=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
-    def _settle(self, message: _Message, holder: Holder | None) -> tuple[Stored, Decision, Meta | None]:
+    def _settle(self, message: Message, holder: Holder | None) -> tuple[Stored, Decision, Meta | None]:
         """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
 
         Raises:

@@ -40,6 +40,8 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
             d = {"__type__": kind, **fields}
         if kind == "rrule":
             return _rule(d)
+        if kind == "weekday":
+            _check_weekday(d)
         return super().dict_to_object(d)
 
 
@@ -67,6 +69,13 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
 def _crontab_field(value: Any) -> Any:
     # "[1-12]" is how RedBeat's own documentation writes a range.
     return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
+
+
+def _check_weekday(d: Mapping[str, Any]) -> None:
+    # dateutil makes one of anything, and no error message could show what it has made.
+    day, n = d.get("wkday"), d.get("n")
+    if not isinstance(day, int) or day not in range(7) or not isinstance(n, int | None):
+        raise ValueError(f"a weekday has a wkday, 0 (Monday) to 6, and perhaps a whole n, not {day!r} and {n!r}")
 
 
 def _plain(value: Any, *, parsed: Any) -> Any:

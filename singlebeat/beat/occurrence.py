@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -50,6 +50,7 @@ class Occurrence:
     previous: float | None = None  #: nominal time of the run before it
     kind: Kind = Kind.SCHEDULED
     overlap: Overlap | None = None  #: instead of the entry's
+    text: str = field(default="", compare=False, repr=False)  #: as it was read: who confirms it must name it so
 
     @classmethod
     def of(
@@ -88,6 +89,8 @@ class Occurrence:
 
     def encode(self) -> str:
         """Return the ``pending`` field of an entry."""
+        if self.text:
+            return self.text
         # Not a dict by way of json, which takes thrice as long: this is written twice for each run.
         text = f'"id": {json.dumps(self.id)}, "nominal": {self.nominal!r}'
         if self.previous is not None:
@@ -117,6 +120,7 @@ class Occurrence:
                 previous,
                 Kind(raw.get("kind", Kind.SCHEDULED)),
                 None if overlap is None else Overlap(overlap),
+                text,
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as exc:
             raise EntryError(f"pending cannot be read: {type(exc).__name__}: {exc}") from exc

@@ -6,6 +6,7 @@ import copy
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -232,7 +233,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         gone = [(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late]
         self.store.confirm(gone, term)
         self.dispatcher.free(late)
-        claims = list(self._decide(due.entries, now))
+        pasts = {stored.entry.key: past for stored, _, past in gone if past is not None}
+        read_before = ((stored, pasts.get(stored.entry.key)) for stored in due.entries)
+        entries = [replace(stored, meta=past, pending=None) if past else stored for stored, past in read_before]
+        claims = list(self._decide(entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
         # They keep their places at the head of what is due: the next tick goes on behind them, until it meets the end.
         self._passed = self._passed + replies.count(Claimed.PENDING) if due.more else 0

@@ -154,16 +154,14 @@ class Store:
         rechecked = self.quarantine.to_recheck(quarantined)
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
         stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
-        forgotten = [member for member in pending if member not in stored or not stored[member].pending]
+        # By entry: a bare name and its key are two members of one.
+        waits = {keys.entry(member): member for member in pending if member in stored and stored[member].pending}
+        forgotten = set(pending) - set(waits.values())
         if forgotten:  # the entry was deleted, or made anew
             self.client.zrem(keys.pending, *forgotten)
         return Due(
             entries=[stored[member] for member in scores if member in stored],
-            recovered=[
-                replace(stored[member], pending_score=score)
-                for member, score in pending.items()
-                if member in stored and stored[member].pending
-            ],
+            recovered=[replace(stored[member], pending_score=pending[member]) for member in waits.values()],
             next_score=upcoming[0][1] if upcoming else None,
             more=len(members) == BATCH,
             statics_gone=not statics,

@@ -19,7 +19,7 @@ from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from redis import Redis
 
-from singlebeat import Entry, Scheduler, Singleton, clocked
+from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
@@ -542,6 +542,34 @@ def test_many_steps_back_count_as_one(bench):
     assert bench.names == ["e"]
 
 
+def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
+    entry = bench.put(end_time=datetime.now(UTC) + 30 * 24 * HOUR)
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR)
+    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+
+    scheduler.tick()
+
+    assert 0 < bench.redis.zscore(SCHEDULE, entry.key) - datetime.now(UTC).timestamp() <= 3600
+
+
+@pytest.mark.parametrize("resumed", ["before", "after"])
+def test_a_clock_that_was_ahead_silences_no_paused_entry_that_has_never_run(bench, resumed):
+    api = Schedule(bench.app)
+    api.upsert("e", PLAIN, HOUR, args=["e"], paused=True, run_on_start=True)
+    scheduler = bench.scheduler()
+    scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR)
+    assert bench.meta().last_run_at is None
+
+    if resumed == "before":
+        api.resume("e")
+    scheduler.tick()
+    api.resume("e")
+
+    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+
+
 def test_what_is_to_be_tried_again_does_not_wait_for_the_time_that_a_wrong_clock_has_shown(bench):
     entry = bench.put(every=365 * 24 * HOUR)
     scheduler = bench.scheduler()
@@ -920,6 +948,43 @@ def test_one_that_was_not_taken_waits_longer_each_time_and_those_behind_it_do_no
     assert bench.names == ["b", "c", "d"]
 
 
+def test_one_that_is_never_taken_keeps_nobody_waiting_who_has_failed_before_while_the_broker_was_away(
+    server, redis, own_server, bench_on
+):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    bench.put("a", options={"queue": "foreign"})
+    bench.put("b")
+    scheduler = bench.scheduler()
+    own_server.kill()
+    for _ in range(4):  # both have been tried, each of them more than once
+        scheduler.tick()
+        bench.retry_now()
+
+    own_server.restart()
+    own_server.client().set("foreign", "no queue")
+    for _ in range(3):
+        scheduler.tick()
+        bench.retry_now()
+
+    assert own_server.client().llen(QUEUE) == 1
+    assert redis.zrange(PENDING, 0, -1) == ["redbeat:a"]
+
+
+def test_a_claimed_time_that_another_program_has_written_is_confirmed_once_it_was_sent(bench):
+    entry = bench.put(ago=timedelta())
+    bench.redis.hset(entry.key, "pending", '{"nominal":1795302798,"id":"another"}')
+    bench.redis.zadd(PENDING, {entry.key: 0})
+    scheduler = bench.scheduler()
+
+    for _ in range(2):
+        scheduler.tick()
+        bench.retry_now()
+
+    assert [task_id for task_id, _ in bench.sent] == ["another"]
+    assert bench.pending() is None
+    assert [record["id"] for record in bench.history] == ["another"]
+
+
 def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
     class MuteError(Exception):
         def __str__(self) -> str:
@@ -1020,6 +1085,84 @@ def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(
     assert own_server.client().llen(QUEUE) == 1
 
 
+@pytest.mark.parametrize("behind", ["", ":next"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_is_not_sent_after_all_leaves_no_lock_behind_that_it_took_when_its_server_did_not_answer(
+    bench, task, behind
+):
+    backend = backend_of(bench.app)
+    backend.announce("w@h", ttl=60)
+    entry = bench.put(task=task, ago=timedelta(), overlap="buffer_one", misfire_grace_time=1)
+    occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC) - HOUR)
+    bench.redis.hset(entry.key, "pending", occurrence.encode())
+    bench.redis.zadd(PENDING, {entry.key: 0})
+    key = PlainTask(bench.app, task, {}).generate_lock(task, ["e"], {})
+    key = bench.app.tasks[task].generate_lock(task, ["e"]) if task == SINGLE else key
+    backend.acquire_many([Call(Ref(key + behind, occurrence.id), task, "", 3600)], again=True)
+
+    bench.scheduler().tick()
+
+    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.redis.keys("SINGLETONLOCK_*") == []
+
+
+def test_what_is_given_up_leaves_no_lock_behind_that_it_took_when_its_server_did_not_answer(bench):
+    app = bench.new_app()
+    task = app.task(die_in_publish, name="own", base=Singleton, lock="until_executing", shared=False)
+    entry = bench.put(task="own", ago=timedelta(), overlap="buffer_all")  # which contradicts the lock of its task
+    occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))
+    bench.redis.hset(entry.key, "pending", occurrence.encode())
+    bench.redis.zadd(PENDING, {entry.key: 0})
+    key = task.generate_lock("own", ["e"])
+    backend_of(app).acquire_many([Call(Ref(key, occurrence.id), "own", "", 3600)], again=True)
+
+    bench.scheduler(app=app).tick()
+
+    assert [record["decision"] for record in bench.history] == ["publish_failed"]
+    assert bench.redis.keys("SINGLETONLOCK_*") == []
+
+
+def test_a_run_that_is_missed_when_the_next_one_is_due_is_not_counted_and_uses_up_none(
+    server, redis, own_server, bench_on
+):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(ago=HOUR + timedelta(seconds=1), max_runs=8)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    assert bench.meta().total_run_count == 8
+    own_server.restart()
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 60, "max_runs": 8}')
+    bench.retry_now()
+
+    scheduler._tick(datetime.now(UTC) + HOUR)
+    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+    assert bench.meta() == Meta(entry.last_run_at + 2 * HOUR, 8)
+    scheduler._tick(datetime.now(UTC) + 2 * HOUR)
+
+    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert len(bench.history) == 2
+
+
+def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(ago=HOUR + timedelta(seconds=1), max_runs=8)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    redis.zadd(PENDING, {entry.key: datetime.now(UTC).timestamp() + 7200})
+
+    scheduler._tick(datetime.now(UTC) + HOUR)
+    assert redis.zscore(SCHEDULE, entry.key) != PARKED  # it may yet be missed, and another run be the last one
+    own_server.restart()
+    bench.retry_now()
+    for _ in range(2):
+        scheduler._tick(datetime.now(UTC) + HOUR)
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+
+
 @pytest.mark.parametrize("state", ["running", "another's"])
 def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_server, bench_on, state):
     bench = bench_on(server, broker_url=own_server.celery_url)
@@ -1034,7 +1177,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     else:
         redis.hset(lock, "id", "another")
     before, backoff = redis.hgetall(lock), scheduler.dispatcher._backoff
-    assert backoff.has_failed(entry.key)
+    assert backoff.failures_of(entry.key)
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
 
     bench.retry_now()
@@ -1042,7 +1185,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
 
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert redis.hgetall(lock) == before
-    assert not backoff.has_failed(entry.key), "its next time would come last"
+    assert not backoff.failures_of(entry.key), "its next time would come last"
 
 
 def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on, caplog):
@@ -1059,6 +1202,37 @@ def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, o
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert bench.pending() is None
     assert "Trouble with Redis" not in caplog.text  # the tick went on
+
+
+def test_what_is_missed_where_no_locks_can_be_hinders_nobody(server, redis, bench_on):
+    bench = bench_on(server, singleton_backend_class="no.such:Backend")
+    entry = bench.put("missed", ago=timedelta(), misfire_grace_time=1)
+    bench.put("due")
+    redis.hset(entry.key, "pending", Occurrence.of("redbeat:", "missed", datetime.now(UTC) - HOUR).encode())
+    redis.zadd(PENDING, {entry.key: 0})
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["due"]
+    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+
+
+def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put()
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    assert len(redis.keys("SINGLETONLOCK_*")) == 1
+
+    own_server.restart()
+    redis.delete("singlebeat:worker")  # nobody is left to free it
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert redis.keys("SINGLETONLOCK_*") == []
 
 
 def test_entries_that_wait_for_the_broker_neither_hide_the_others_nor_keep_beat_from_its_sleep(
@@ -1375,6 +1549,9 @@ POISON: dict[str, dict[str, Any]] = {
     "a rule that cannot be": {"schedule": {"__type__": "rrule", "freq": "SOMETIMES"}},
     "a rule that never advances": {"schedule": {"__type__": "rrule", "freq": "DAILY", "interval": 0}},
     "a run count beyond numbers": {"meta": '{"total_run_count": NaN}'},
+    "a past that is a weekday which is none": {"meta": '{"last_run_at": {"__type__": "weekday", "wkday": 9}}'},
+    "a wish that is a weekday which is none": {"policy": '{"note": {"__type__": "weekday", "wkday": 9}}'},
+    "a weekday that is none among the arguments": {"args": [{"__type__": "weekday", "wkday": 0, "n": "x"}]},
     "a past at the end of the calendar": {"meta": '{"last_run_at": "0001-01-01T00:00:00+01:00"}'},
     "a broken occurrence": {"pending": "{"},
     "a lone surrogate in the id of an occurrence": {"pending": '{"id": "\\ud800", "nominal": 1.0}'},

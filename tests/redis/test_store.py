@@ -240,6 +240,16 @@ def test_a_bare_name_in_the_schedule_means_the_entry_of_that_name(store, put, re
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 1)
 
 
+def test_what_is_pending_under_both_forms_of_a_member_is_recovered_once(store, put, redis):
+    put("e", pending=Occurrence.of("redbeat:", "e", NOW).encode())
+    redis.zadd(PENDING, {"redbeat:e": 1, "e": 2})
+
+    recovered = due(store).recovered
+
+    assert [stored.entry.name for stored in recovered] == ["e"]
+    assert redis.zrange(PENDING, 0, -1) == [stored.member for stored in recovered]
+
+
 def test_it_is_noticed_that_the_statics_are_gone(store, redis):
     assert due(store).statics_gone is True
     redis.sadd(STATICS, "e")

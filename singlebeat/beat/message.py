@@ -1,0 +1,113 @@
+"""An occurrence as the message that it is to become, and what is known about its lock."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
+from ..log import Log
+from ..overlap import Overlap
+from .given import evaluated
+from .occurrence import Occurrence
+from .plain import PlainTask
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .entry import Entry, Meta
+    from .store import Stored
+
+__all__ = ("Message", "prepare")
+
+log = Log("celery.beat")
+
+
+@dataclass(slots=True)
+class Message:
+    """One occurrence on its way to the broker."""
+
+    stored: Stored
+    occurrence: Occurrence
+    past: Meta  #: of its entry, in which it is counted
+    entry: Entry  #: a copy of its own, with task id and headers in its options
+    ticket: Ticket | None = None  #: its lock; None: it takes one when it is sent, or is sent without one
+    claims: tuple[PlainTask, Overlap] | None = None  #: for the lock that a plain task takes when it is sent
+
+    def find_lock(self, app: Celery, *, looked_after: bool) -> None:
+        """Note what is known about its lock: its ticket, if it can be taken along with others."""
+        entry = self.entry
+        overlap = self.occurrence.overlap or self.stored.policy.overlap
+        task = app.tasks.get(entry.task)
+        claims_by_itself = getattr(task, "claims_by_itself", None)
+        if claims_by_itself is not None:
+            if claims_by_itself or overlap not in {None, Overlap.SKIP}:
+                if overlap is not None:
+                    entry.options["overlap"] = overlap
+                return
+        elif hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
+            return  # one of celery-singleton takes its lock itself
+        else:
+            task = PlainTask(app, entry.task, entry.options)
+        try:
+            key = self._key(task)
+        except TypeError as exc:
+            log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
+            return
+        if claims_by_itself is None and overlap not in {None, Overlap.SKIP}:
+            self.claims = task, overlap
+            return
+        self.ticket = Ticket(self.occurrence.id, key, queued=key)
+
+    def _key(self, task: Any) -> str:
+        """Return the key of its lock, which is computed once for all its times if it can only be the same."""
+        entry, shared = self.entry, self.stored.entry
+        key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
+        if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
+            shared.lock_key = key
+        # What no server takes must fail here, not in the one call for all.
+        f"{key}{entry.task}{self.occurrence.id}".encode(errors="surrogateescape")
+        return key
+
+    def locks(self, app: Celery) -> list[Ref]:
+        """Return what may be locked for it, though nobody may have heard of that."""
+        if self.ticket is not None:
+            return [self.ticket.run]
+        task = self.claims[0] if self.claims is not None else app.tasks.get(self.entry.task)
+        if not isinstance(task, PlainTask) and not hasattr(task, "claims_by_itself"):
+            return []
+        try:
+            key = self._key(task)
+        except Exception:  # of a task's own key function: then nobody can have taken one
+            return []
+        return [Ref(key, self.occurrence.id), Ref(f"{key}:next", self.occurrence.id)]
+
+
+def prepare(
+    app: Celery, claimed: Sequence[tuple[Stored, Occurrence, Meta]], *, looked_after: bool
+) -> tuple[list[Message], list[tuple[Message, Exception]]]:
+    """Return what can be sent, and what cannot with the reason."""
+    messages, wrong = [], []
+    for stored, occurrence, past in claimed:
+        entry = copy.copy(stored.entry)
+        entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
+        entry.options["task_id"] = occurrence.id
+        entry.options.setdefault("retry", False)  # we try again ourselves, and keep nobody waiting meanwhile
+        if stored.policy.expires is not None:
+            entry.options["expires"] = stored.policy.expires
+        headers = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}
+        entry.options["headers"] = headers
+        message = Message(stored, occurrence, past, entry)
+        try:
+            if not entry.is_constant:
+                entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
+            message.find_lock(app, looked_after=looked_after)
+        except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
+            wrong.append((message, exc))
+            continue
+        if message.ticket is not None:
+            headers[HEADER] = message.ticket.header()
+        messages.append(message)
+    return messages, wrong
