@@ -470,7 +470,8 @@ def _cold(s: Scene, *, stops: bool) -> None:
         assert s.held(), "the lock was lost while the message waits in the broker"
         s.stage.worker()
         s.let_go()
-        s.over(runs=2)
+        # A gevent worker may give the message back and have no time left for its lock, which then ends by itself.
+        s.over(runs=2, lease=s.pool == "gevent", once=s.pool != "gevent")
     else:
         s.over(lease=True, at=None if s.runs()[0].ended else gone)
 
