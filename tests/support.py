@@ -278,6 +278,18 @@ def without(server: RedisServer, command: str) -> Iterator[str]:
         client.acl_deluser("mute")
 
 
+def until_answered(ask: Callable[..., Any]) -> None:
+    """Broadcast until a worker answers.
+
+    Broadcasts have no guarantee: a worker says that it is ready before it listens to them, and one of the solo pool
+    hears of nothing while it runs a body.
+
+    Args:
+        ask: a method of ``app.control``; takes the options of a broadcast.
+    """
+    wait_until(lambda: ask(reply=True, timeout=4, limit=1), timeout=40, what="the worker's answer")
+
+
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody uses at the moment."""
     with socket.socket() as probe:

@@ -14,7 +14,7 @@ from kombu.utils.encoding import safe_repr
 
 from ..config import Config
 from ..connections import RedisError
-from ..errors import ConfigError, DuplicateTaskError, LockBackendError
+from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
 from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import readable
@@ -44,6 +44,12 @@ TAKERS_SHARE = 0.8
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
+
+
+def _is_passing(exc: Exception) -> bool:
+    """Tell whether an attempt failed because a server is away: then the same may work later."""
+    causes = exc, exc.__context__  # Celery's own error has the real one behind it
+    return any(isinstance(cause, UNREACHABLE) and not isinstance(cause, UnusableLockError) for cause in causes)
 
 
 class Dispatcher:
@@ -112,7 +118,7 @@ class Dispatcher:
                 except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
                     if not self._may_send(term):
                         break
-                    if isinstance(exc, UNREACHABLE) or isinstance(exc.__context__, UNREACHABLE):
+                    if _is_passing(exc):
                         unsent.append(member)
                         self._failed("the broker", exc, member)
                     else:

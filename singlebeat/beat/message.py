@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
+from ..locks.key import check_sendable
 from ..log import Log
 from ..overlap import Overlap
 from .given import evaluated
@@ -67,8 +68,7 @@ class Message:
         key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
         if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
             shared.lock_key = key
-        # What no server takes must fail here, not in the one call for all.
-        f"{key}{entry.task}{self.occurrence.id}".encode(errors="surrogateescape")
+        check_sendable(key, entry.task, self.occurrence.id)
         return key
 
     def locks(self, app: Celery) -> list[Ref]:

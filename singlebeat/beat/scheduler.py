@@ -233,9 +233,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         gone = [(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late]
         self.store.confirm(gone, term)
         self.dispatcher.free(late)
-        pasts = {stored.entry.key: past for stored, _, past in gone if past is not None}
-        read_before = ((stored, pasts.get(stored.entry.key)) for stored in due.entries)
-        entries = [replace(stored, meta=past, pending=None) if past else stored for stored, past in read_before]
+        mended = {stored.entry.key: past for stored, _, past in gone if past is not None}
+        entries = [
+            replace(stored, meta=mended[stored.entry.key], pending=None) if stored.entry.key in mended else stored
+            for stored in due.entries
+        ]
         claims = list(self._decide(entries, now))
         replies = self.store.claim(claims, term, retry_at=retry_at)
         # They keep their places at the head of what is due: the next tick goes on behind them, until it meets the end.

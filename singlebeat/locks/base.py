@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
-from .key import done_key, is_sendable
+from .key import check_sendable, done_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -138,7 +138,11 @@ class Ticket:
             generation=generation(headers),
             nonce=str(header.get("nonce") or ""),
         )
-        return ticket if is_sendable(ticket.task_id, ticket.key, ticket.queued, ticket.nonce) else None
+        try:
+            check_sendable(ticket.task_id, ticket.key, ticket.queued, ticket.nonce)
+        except UnicodeEncodeError:
+            return None
+        return ticket
 
     def header(self) -> dict[str, Any]:
         """Return what the message carries under ``HEADER``."""

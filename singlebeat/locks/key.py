@@ -11,7 +11,7 @@ from typing import Any
 
 from kombu.utils import json as kombu_json
 
-__all__ = ("canonical", "digest", "done_key", "is_sendable", "lock_key", "readable")
+__all__ = ("canonical", "check_sendable", "digest", "done_key", "lock_key", "readable")
 
 #: Characters of the arguments that a lock shows to people.
 READABLE_LENGTH = 200
@@ -86,13 +86,13 @@ def done_key(lock: str) -> str:
     return f"{lock}:done" if _HASH_TAG.match(lock) else f"{{{lock}}}:done"
 
 
-def is_sendable(*texts: str) -> bool:
-    """Tell whether a server takes these texts: JSON can say some that have no UTF-8."""
-    try:
-        "".join(texts).encode(errors="surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True
+def check_sendable(*texts: str) -> None:
+    """Refuse here what no server takes, and what would fail the one call for many locks.
+
+    Raises:
+        UnicodeEncodeError: a text has no UTF-8, though JSON can say it.
+    """
+    "".join(texts).encode(errors="surrogateescape")
 
 
 def readable(args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:

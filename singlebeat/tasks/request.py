@@ -17,7 +17,7 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks.base import HEADER, Ticket
-from ..locks.key import readable
+from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
 from .ends import outcome_of, record_end
@@ -107,8 +107,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             if ticket is None:  # send_task, another language: the lock is taken at the start
                 key = str(self.task.generate_lock(self.task.name, self.args, self.kwargs))
                 ticket = unclaimed(self.task, self.id, key, overlap_for(self.task))
-                # What no server takes must fail here, not in the one call for all.
-                f"{key}{self.id}".encode(errors="surrogateescape")
+                check_sendable(key, ticket.task_id)
         except ConfigError as exc:
             self._tell_unlocked(exc)
             return None

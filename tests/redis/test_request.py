@@ -174,7 +174,7 @@ def test_a_lock_that_cannot_be_read_opens_the_gate_for_its_own_task_alone(app, d
     assert not held.begin_for_plain_task()
 
 
-def test_the_others_are_looked_after_though_the_lock_of_one_run_cannot_be_read(app, deliver, redis, caplog):
+def test_the_others_are_looked_after_though_the_lock_of_one_run_cannot_be_read(app, deliver, redis):
     task, backend, renewer = task_of(app), backend_of(app), renewer_of(app)
     spoiled, other = deliver(task, ["a"]), deliver(task, ["b"])
     for request in (spoiled, other):

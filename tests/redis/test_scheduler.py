@@ -783,6 +783,25 @@ def test_what_is_no_lock_at_a_key_of_one_does_not_hinder_the_others(bench, caplo
     assert bench.redis.hget(task.generate_lock(SINGLE, ["b"]), "state") == "queued"
 
 
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_wants_to_wait_for_a_lock_that_cannot_be_read_is_given_up_and_says_why(bench, task, caplog):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put("a", task=task, overlap="buffer_one")
+    bench.put("b")
+    known = bench.app.tasks[SINGLE] if task == SINGLE else PlainTask(bench.app, PLAIN, {})
+    bench.redis.set(known.generate_lock(task, ["a"], {}), "somebody else's")
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["b"]
+    decisions = {record["entry"]: (record["decision"], record["reason"]) for record in bench.history}
+    decision, reason = decisions["a"]
+    assert decision == "publish_failed"
+    assert "is unusable: WRONGTYPE" in reason
+    assert bench.redis.zcard(PENDING) == 0, "it would be tried for ever, whatever the broker does"
+    assert "until the broker answers" not in caplog.text
+
+
 def test_without_such_a_worker_plain_tasks_are_sent_unlocked_and_it_is_said_once(bench, caplog):
     for name in ("a", "b"):
         bench.put(name, args=["same"])
@@ -902,21 +921,16 @@ class RefusedTask(Task):
 
 ONE_THAT_FAILS: dict[str, dict[str, Any]] = {
     "its queue is none": {"options": {"queue": "foreign"}},
-    "its lock is none": {"policy": '{"overlap": "buffer_one"}', "task": SINGLE},
     "its task fails": {"task": "refused"},
 }
 
 
 @pytest.mark.parametrize("what", ONE_THAT_FAILS)
 def test_one_that_is_never_taken_keeps_nobody_else_waiting(bench, caplog, what):
-    fields = dict(ONE_THAT_FAILS[what])
-    policy = fields.pop("policy", "{}")
     app = bench.new_app()
     app.task(die_in_publish, name="refused", base=RefusedTask, shared=False)  # only its name matters here
     bench.redis.set("foreign", "no queue")
-    bench.redis.set(app.tasks[SINGLE].generate_lock(SINGLE, ["a"]), "no lock")
-    bench.put("a", **fields)
-    bench.redis.hset("redbeat:a", "policy", policy)
+    bench.put("a", **ONE_THAT_FAILS[what])
     for name in ("b", "c"):
         bench.put(name)
     scheduler = bench.scheduler(app=app)

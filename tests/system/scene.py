@@ -9,13 +9,24 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from celery.result import AsyncResult
 from redis import Redis
 
-from tests.support import ORACLE_DB, CeleryLauncher, CeleryProcess, Oracle, RedisServer, Run, alive, wait_until
+from tests.support import (
+    ORACLE_DB,
+    CeleryLauncher,
+    CeleryProcess,
+    Oracle,
+    RedisServer,
+    Run,
+    alive,
+    until_answered,
+    wait_until,
+)
 from tests.system import ends
 
 #: Seconds after which a scenario is given up; a solo worker plays them one by one.
@@ -342,20 +353,14 @@ class Scene:
 
     def consume(self) -> None:
         """Let the worker read the queue of this scene, too."""
-        self._ask(lambda timeout: self.stage.app.control.add_consumer(self.queue, reply=True, timeout=timeout, limit=1))
+        until_answered(partial(self.stage.app.control.add_consumer, self.queue))
 
     def revoke(self, task_id: str) -> None:
         """Return when the worker knows that the task is revoked."""
-        self._ask(lambda timeout: self.stage.app.control.revoke(task_id, reply=True, timeout=timeout, limit=1))
+        until_answered(partial(self.stage.app.control.revoke, task_id))
 
     def revoke_stamped(self, **headers: list[str]) -> None:
-        control = self.stage.app.control
-        self._ask(lambda timeout: control.revoke_by_stamped_headers(headers, reply=True, timeout=timeout, limit=1))
-
-    @staticmethod
-    def _ask(ask: Callable[[float], Any]) -> None:
-        # Broadcasts have no guarantee, and a solo worker hears of nothing while it runs a body: ask until it answers.
-        wait_until(lambda: ask(PATIENCE / 10), timeout=PATIENCE, what="the worker's answer")
+        until_answered(partial(self.stage.app.control.revoke_by_stamped_headers, headers))
 
     def take_message(self) -> dict[str, Any]:
         """Take the message out of the scene's own queue."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from singlebeat import DuplicateTaskError, Singleton, errors
 from singlebeat.overlap import Overlap
 from singlebeat.signals import lock_lost
 from singlebeat.tasks.policy import Lock
-from tests.support import ORACLE_DB, CeleryLauncher, CeleryProcess, Oracle, RedisServer, recorded, wait_until
+from tests.support import (
+    ORACLE_DB,
+    CeleryLauncher,
+    CeleryProcess,
+    Oracle,
+    RedisServer,
+    recorded,
+    until_answered,
+    wait_until,
+)
 from tests.system import apps
 
 #: Seconds that anything may take on a slow machine.
@@ -154,13 +164,7 @@ class Served:
 
     def consume(self, queue: str) -> None:
         """Let the worker read a queue, too."""
-        control = self.app().control
-        # A worker says that it is ready before it listens to broadcasts: ask until it answers.
-        wait_until(
-            lambda: control.add_consumer(queue, reply=True, timeout=3, limit=1),
-            timeout=PATIENCE,
-            what="the worker's answer",
-        )
+        until_answered(partial(self.app().control.add_consumer, queue))
 
     def over(self, name: str, ids: list[str]) -> None:
         """Check that exactly these runs of a case have been, and that nothing is left which could start another."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,14 +50,14 @@ def installed(tmp_path: Path):
 def doctor(celery):
     """Ask the doctor, for up to 30 s until it says what is awaited; return what it says about what."""
 
+    def examined() -> Said:
+        process: CeleryProcess = celery("singlebeat", "doctor", "--json")
+        process.wait(60)
+        return {row["about"]: (row["level"], row["text"]) for row in json.loads(process.text)}
+
     def doctor(until: Callable[[Said], bool]) -> Said:
-        deadline = time.monotonic() + 30
-        while True:  # to the doctor a worker that answers late is not there
-            process: CeleryProcess = celery("singlebeat", "doctor", "--json")
-            process.wait(60)
-            said = {row["about"]: (row["level"], row["text"]) for row in json.loads(process.text)}
-            if until(said) or time.monotonic() > deadline:
-                return said
+        # To the doctor a worker that answers late is not there.
+        return wait_until(lambda: said if until(said := examined()) else {}, timeout=30, what="what is to be found")
 
     return doctor
 

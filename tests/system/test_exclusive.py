@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from redis import Redis
 
 import singlebeat
 from singlebeat.locks.key import lock_key
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, until_answered, wait_until
 from tests.system import exclusives
 from tests.system.exclusives import LEASE
 
@@ -95,12 +96,7 @@ def test_a_greenlet_that_is_killed_loses_its_lock(celery, app, oracle, redis, po
     worker = celery("worker", "-P", pool, "-c", "2", app=exclusives.__name__).ready()
     result = app.tasks["tests.system.exclusives.guarded"].delay("a")
     oracle.wait_started(1, "a")
-    # A pool of greenlets listens to broadcasts in a greenlet of its own: ask until it answers.
-    wait_until(
-        lambda: app.control.revoke(result.id, terminate=True, reply=True, timeout=3, limit=1),
-        timeout=PATIENCE,
-        what="the worker's answer",
-    )
+    until_answered(partial(app.control.revoke, result.id, terminate=True))
     wait_until(lambda: not redis.exists(LOCK), timeout=PATIENCE, what="the end of the lock")
     assert worker.returncode is None
 

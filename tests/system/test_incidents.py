@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -20,15 +19,16 @@ def ask(celery):
     """Run ``celery singlebeat …``, for up to 30 s until it prints what is awaited; return what it prints."""
 
     def ask(*args: str, code: int = 0, until: str = "") -> str:
-        deadline = time.monotonic() + 30
-        while True:  # to the command a worker that answers late is not there
+        def printed() -> str:
             process: CeleryProcess = celery("singlebeat", *args)
             assert process.wait(60) == code, process.tail()
             process.stop()
-            if until in process.text or time.monotonic() > deadline:
-                break
-        measured(f"$ celery -A shop singlebeat {' '.join(args)}\n{process.text}")
-        return process.text
+            return process.text if until in process.text else ""
+
+        # To the command a worker that answers late is not there.
+        text = wait_until(printed, timeout=30, what=until)
+        measured(f"$ celery -A shop singlebeat {' '.join(args)}\n{text}")
+        return text
 
     return ask
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ from celery.schedules import crontab, schedule
 from redis import Redis
 
 from singlebeat import Entry, Schedule
-from tests.support import ORACLE_DB, ROOT, CeleryLauncher, CeleryProcess, Oracle, RedisServer, measured, wait_until
+from tests.support import (
+    ORACLE_DB,
+    ROOT,
+    CeleryLauncher,
+    CeleryProcess,
+    Oracle,
+    RedisServer,
+    measured,
+    until_answered,
+    wait_until,
+)
 from tests.system.policies import make_app
 
 APP = "tests.system.policies"
@@ -300,12 +311,7 @@ def test_a_message_that_nobody_starts_in_time_expires(scene, name):
     expires = datetime.fromisoformat(message["expires"])
     wait_until(lambda: datetime.now(UTC) > expires, what="the end of the message")
 
-    # A worker says that it is ready before it listens to broadcasts: ask until it answers.
-    wait_until(
-        lambda: scene.app.control.add_consumer(name, reply=True, timeout=3, limit=1),
-        timeout=30,
-        what="the worker's answer",
-    )
+    until_answered(partial(scene.app.control.add_consumer, name))
 
     scene.worker.wait_for(rf"Discarding revoked task: {PLAIN}\[{task_id}\]")
     assert scene.oracle.started(name) == 0

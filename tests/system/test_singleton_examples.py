@@ -40,8 +40,8 @@ def make_examples(url: str) -> tuple[Celery, SimpleNamespace]:
         pause("do_or_raise", 5)
 
     @app.task(base=Singleton, lock_expiry=10, shared=False)
-    def runs_for_12_seconds():
-        pause("runs_for_12_seconds", 60)  # at least: the test looks after the end of its lock
+    def runs_longer_than_its_lock():
+        pause("runs_longer_than_its_lock", 60)  # at least: the test looks after the end of its lock
 
     return app, SimpleNamespace(**{task.__name__: task for task in locals().values() if hasattr(task, "delay")})
 
@@ -119,7 +119,7 @@ def test_raise_on_duplicate_names_the_task_that_is_there(worker, tasks, oracle):
 
 
 def test_lock_expiry_ends_the_lock_though_its_task_still_runs(worker, tasks, oracle, redis):
-    task = tasks.runs_for_12_seconds
+    task = tasks.runs_longer_than_its_lock
     task1 = task.delay()
     (first,) = oracle.wait_started(1)
     lock = task.generate_lock(task.name)
