@@ -129,27 +129,28 @@ class Dispatcher:
 
     def _publish(self, message: Message) -> tuple[Outcome, str]:
         """Send the task of an entry; return what came of it, and what holds its lock if it takes one only now."""
-        entry, occurrence, lock, waits_for = message.entry, message.occurrence, None, None
+        entry, occurrence = message.entry, message.occurrence
+        task, admitted = None, None
         if message.claims is not None:
             task, overlap = message.claims
-            ticket, taken = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
-            if isinstance(ticket, Holder):
-                sent_before = ticket.task_id == occurrence.id
-                return (Outcome.DISPATCHED, "") if sent_before else (Outcome.SKIPPED_OVERLAP, str(ticket))
-            entry.options["headers"][HEADER] = ticket.header()
-            lock, waits_for = Ref(taken, occurrence.id) if taken else None, ticket.waits_for
+            claimed = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
+            if isinstance(claimed, Holder):
+                sent_before = claimed.task_id == occurrence.id
+                return (Outcome.DISPATCHED, "") if sent_before else (Outcome.SKIPPED_OVERLAP, str(claimed))
+            admitted = claimed
+            entry.options["headers"][HEADER] = admitted.ticket.header()
         try:
             result = self._send(entry)
         except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
                 return Outcome.SKIPPED_OVERLAP, str(exc.__context__.holder or f"task {exc.__context__.task_id}")
-            if lock is not None:
-                self._release(lock)
+            if admitted is not None:
+                admitted.give_up(task)
             raise
         if getattr(result, "is_duplicate", False) and result.id != entry.options["task_id"]:
             return Outcome.SKIPPED_OVERLAP, str(getattr(result, "holder", None) or f"task {result.id}")
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
-        waits_for = waits_for or getattr(result, "waits_for", None)
+        waits_for = admitted.take_places(task) if admitted is not None else getattr(result, "waits_for", None)
         return (Outcome.BUFFERED, str(waits_for)) if waits_for else (Outcome.DISPATCHED, "")
 
     def _failed(self, server: str, exc: Exception, member: str = "") -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
-from ..locks.key import check_sendable
+from ..locks.key import behind_key, check_sendable
 from ..log import Log
 from ..overlap import Overlap
 from .given import evaluated
@@ -82,7 +82,7 @@ class Message:
             key = self._key(task)
         except Exception:  # of a task's own key function: then nobody can have taken one
             return []
-        return [Ref(key, self.occurrence.id), Ref(f"{key}:next", self.occurrence.id)]
+        return [Ref(key, self.occurrence.id), Ref(behind_key(key), self.occurrence.id)]
 
 
 def prepare(

@@ -1,11 +1,16 @@
 --- acquire: take the locks of calls that are about to be sent, or learn who holds them.
 --
--- KEYS[1...]  two for each call:
+-- A call that may not run beside a running one can wait in the place behind it, which holds one call. While a call waits
+-- there, it stands for its equals, even if the lock itself is free for the moment: no newer call overtakes it.
+--
+-- KEYS[1...]  three for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
 --             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and
 --                        "id:replaced" of calls that lost it before they started, by the time until which they wait
+--             behind     hash, as lock: the call that waits for its end
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
--- ARGV[2]  calls      JSON, one array for each call:
+-- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
+-- ARGV[3]  calls      JSON, one array for each call:
 --          id         task id of the call; it may ask again (a repeated publish)
 --          gen        generation of its message: higher than 0 if it replaces another task
 --          ttl        how long its message may wait (ms); a call that it replaces is remembered as long, or longer if
@@ -13,75 +18,114 @@
 --          expiry     absolute bound of the lock from now on (ms), 0 for none
 --          task       name, for people
 --          args       arguments, for people
---          payload    what the run that takes the lock is to find; empty: nothing
---          replace    what to do to another id that holds the lock and has not started: "payload" gives it our payload,
---                     "holder" takes the lock away from it, and it will not start; empty: nothing
+--          payload    arguments for the run of a call that stands for this one; empty: it has them already
+--          if_held    what to do if another id holds the lock: "join" waits behind its run, or else gives the payload to
+--                     the call that has not started; "replace" waits behind its run, and takes the places of all calls
+--                     that have not started: they never will; empty: nothing
 --
--- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms)]
+-- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms), payload]
 --          acquired  the lock is queued under our id
+--          waiting   our id has the place behind the run of the holder
 --          running   our id holds it and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold it now
---          held      another id holds it; nothing was written but, if asked so, the payload
+--          held      another id holds it or waits for it; nothing was written but the payload
 --          unusable  its keys cannot be read; the second is the server's reason; nothing was written
+--          late      the deadline has passed; the fourth is the server's time; nothing was written
+--
+-- A repetition by the same id gives the same reply, and writes nothing new.
 
-local again = ARGV[1] == "1"
+local again, deadline = ARGV[1] == "1", tonumber(ARGV[2])
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now_text = string.format("%.0f", now)
 
 local function reply(verdict, lock, id)
   local r = redis.call("HMGET", lock, "id", "state", "since", "fence")
-  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
+  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), ""}
 end
 
-local function acquire(lock, done, id, gen, ttl, expiry, task, args, payload, replace)
-  local record = redis.pcall("HMGET", lock, "id", "state", "until")
-  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  if record.err or ended.err then
-    return {"unusable", record.err or ended.err, "", "0", "0", 0}
-  end
-  local has_ended = ended[1] or ended[2]
-  if again and has_ended then
-    return reply("done", lock, id)
-  end
-  local holder, state, bound = record[1], record[2], record[3]
-  if holder and holder ~= id and state == "queued" and replace == "holder" then
-    local waits = math.max(redis.call("PTTL", lock), ttl)
-    redis.call("DEL", lock)
-    redis.call("ZADD", done, string.format("%.0f", now + waits), holder .. ":replaced")
-    redis.call("PEXPIRE", done, string.format("%.0f", math.max(waits, redis.call("PTTL", done))))
-    holder, bound = false, false
-  end
-  if holder and holder ~= id then
-    if state == "queued" and replace == "payload" then
-      redis.call("HSET", lock, "payload", payload)
-    end
-    return reply("held", lock, id)
-  end
-  if holder and state == "running" then
-    return reply("running", lock, id)
-  end
+--- Take a lock from a call that has not started, which never will.
+local function replace(lock, done, holder, ttl)
+  local waits = math.max(redis.call("PTTL", lock), ttl)
+  redis.call("DEL", lock)
+  redis.call("ZADD", done, string.format("%.0f", now + waits), holder .. ":replaced")
+  redis.call("PEXPIRE", done, string.format("%.0f", math.max(waits, redis.call("PTTL", done))))
+end
 
-  local since = string.format("%.0f", now)
-  if not holder then
+--- Write the record of a free lock, or leave that of the same id; return how long it lasts.
+local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args)
+  if not is_ours then
     redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
-      "task", task, "args", args, "since", since, "payload", payload)
+      "task", task, "args", args, "since", now_text, "payload", "")
     if expiry > 0 then
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
-    end
-    if has_ended then
-      redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
     end
   end
   if bound then
     ttl = math.max(1, math.min(ttl, bound - now))
   end
   redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
-  return holder and reply("acquired", lock, id) or {"acquired", id, "queued", since, "0", ttl}
+  return ttl
+end
+
+local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, payload, if_held)
+  if deadline > 0 and now > deadline then
+    return {"late", "", "", now_text, "0", 0, ""}
+  end
+  local record = redis.pcall("HMGET", lock, "id", "state", "until")
+  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
+  local next_record = redis.pcall("HMGET", behind, "id", "until")
+  if record.err or ended.err or next_record.err then
+    return {"unusable", record.err or ended.err or next_record.err, "", "0", "0", 0, ""}
+  end
+  local has_ended = ended[1] or ended[2]
+  if again and has_ended then
+    return reply("done", lock, id)
+  end
+  local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
+
+  if waits == id and holder ~= id then
+    hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args)
+    return reply("waiting", lock, id)
+  end
+  local is_held = (holder and holder ~= id) or (waits and not holder)
+  if is_held and if_held == "replace" then
+    if waits then
+      replace(behind, done, waits, ttl)
+      waits = false
+    end
+    if holder and state == "queued" then
+      replace(lock, done, holder, ttl)
+      holder, bound = false, false
+    end
+    is_held = holder
+  elseif is_held and if_held == "join" then
+    local stands_for_us = waits and behind or (state == "queued" and lock)
+    if stands_for_us then
+      redis.call("HSET", stands_for_us, "payload", payload)
+      return reply("held", stands_for_us, id)
+    end
+  elseif is_held then
+    return reply("held", holder and lock or behind, id)
+  end
+  if not is_held and holder and state == "running" then
+    return reply("running", lock, id)
+  end
+
+  if has_ended and (is_held or not holder) then
+    redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
+  end
+  if is_held then
+    hold(behind, false, false, id, gen, ttl, expiry, task, args)
+    return reply("waiting", lock, id)
+  end
+  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args)
+  return holder and reply("acquired", lock, id) or {"acquired", id, "queued", now_text, "0", ttl, ""}
 end
 
 local replies = {}
-for i, call in ipairs(cjson.decode(ARGV[2])) do
-  replies[i] = acquire(KEYS[2 * i - 1], KEYS[2 * i], unpack(call))
+for i, call in ipairs(cjson.decode(ARGV[3])) do
+  replies[i] = acquire(KEYS[3 * i - 2], KEYS[3 * i - 1], KEYS[3 * i], unpack(call))
 end
 return cjson.encode(replies)

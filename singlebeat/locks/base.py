@@ -22,6 +22,7 @@ __all__ = (
     "BaseBackend",
     "Call",
     "Holder",
+    "IfHeld",
     "Ref",
     "Renewal",
     "Ticket",
@@ -50,6 +51,7 @@ class Verdict(StrEnum):
     """What a lock's server answered."""
 
     ACQUIRED = "acquired"  #: the lock is queued under our task id
+    WAITING = "waiting"  #: our task id has the place behind the run of the holder
     RUNNING = "running"  #: our task id holds the lock, and its run has started
     STARTED = "started"  #: our run holds the lock
     HELD = "held"  #: another task id holds the lock
@@ -60,6 +62,15 @@ class Verdict(StrEnum):
     ROTATED = "rotated"  #: the lock was handed over
     LOST = "lost"  #: the lock is not held as we thought
     UNUSABLE = "unusable"  #: what the lock's keys hold cannot be read; the holder's id is the reason
+    LATE = "late"  #: the server came to the question when no caller waited for its reply any more
+
+
+class IfHeld(StrEnum):
+    """What a call does to the calls that hold the lock which it wants."""
+
+    LEAVE = ""  #: nothing
+    JOIN = "join"  #: it waits behind one that runs; one that has not started runs for it, with its arguments
+    REPLACE = "replace"  #: it waits behind one that runs; those that have not started never will
 
 
 class Renewal(StrEnum):
@@ -81,6 +92,7 @@ class Holder:
     since: datetime | None  #: when the state began, in UTC
     fence: int  #: the fencing number of the run: rises from run to run
     ttl: float  #: seconds until the lock ends if nobody renews it
+    payload: str = ""  #: of a run that started: the arguments of the latest call that it stands for
 
     def __str__(self) -> str:
         since = f" since {self.since:%Y-%m-%d %H:%M:%S}Z" if self.since else ""
@@ -181,9 +193,8 @@ class Call:
     arguments: str  #: for people
     ttl: float  #: seconds that the message may wait for its start
     expiry: float | None = None  #: seconds from now on after which the lock ends whatever happens
-    payload: str = ""  #: what the one who frees the lock is to find
-    #: Of another id that holds it and has not started: ``"payload"``, or ``"holder"`` and then that one never starts.
-    replace: str = ""
+    payload: str = ""  #: its arguments for the run of a call that stands for it; empty: that has the same
+    if_held: IfHeld = IfHeld.LEAVE
 
 
 class BaseBackend(ABC):
@@ -202,7 +213,7 @@ class BaseBackend(ABC):
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent, in one round trip.
 
-        The verdicts: ACQUIRED, RUNNING, DONE, HELD, UNUSABLE.
+        The verdicts: ACQUIRED, WAITING, RUNNING, DONE, HELD, UNUSABLE.
 
         Args:
             again: the task ids may have been sent before, so one that has ended is refused.
@@ -210,11 +221,20 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def begin(
-        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+        self,
+        ref: Ref,
+        *,
+        queued: str = "",
+        lease: float,
+        memory: float,
+        task: str,
+        arguments: str,
+        expiry: float | None = None,
     ) -> Holder:
         """Start a run: STARTED, or COPY, STALE, DONE, REPLACED, HELD, and then it must not start.
 
         Args:
+            queued: key of the lock that the message holds while it waits, to be freed; empty: that of the run.
             lease: how long the lock outlives a worker that died.
             memory: how long the end of a run is remembered.
         """
@@ -240,8 +260,8 @@ class BaseBackend(ABC):
         """Keep the locks of living requests, in one round trip."""
 
     @abstractmethod
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
-        """Free the locks of requests that are over, in one round trip; only their own. Return their payloads.
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
+        """Free the locks of requests that are over, in one round trip; only their own.
 
         Args:
             ran: they have run, even if their locks were lost or never taken: their ends are remembered in any case.

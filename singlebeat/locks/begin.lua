@@ -3,6 +3,7 @@
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
 --                     of calls that lost it before they started, by the time until which they wait
+-- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: higher after each retry or replace
 -- ARGV[3]  nonce      names this delivery of the message
@@ -12,16 +13,19 @@
 -- ARGV[7]  args       arguments, for people
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
 --
--- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
---          started   the run holds the lock; fence is its fencing number
+-- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload}
+--          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
+--                    payload the arguments of the latest call that it stands for, or an empty string
 --          copy      the same message runs elsewhere under a live lease
 --          stale     a later generation of the same id holds the lock
 --          done      this generation of the id has ended before
 --          replaced  another id took the lock from ours while it was queued
 --          held      another id holds it; nothing was written
 --          unusable  the keys cannot be read; the second is the server's reason; nothing was written
+--
+-- A repetition by the same delivery gives the same reply, and writes nothing.
 
-local lock, done = KEYS[1], KEYS[2]
+local lock, done, queued = KEYS[1], KEYS[2], KEYS[3]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
 
@@ -29,14 +33,16 @@ local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function reply(verdict)
-  local r = redis.call("HMGET", lock, "id", "state", "since", "fence")
-  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
+  local r = redis.call("HMGET", lock, "id", "state", "since", "fence", "payload")
+  local payload = verdict == "started" and r[5] or ""
+  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), payload}
 end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
-if record.err or ended.err then
-  return {"unusable", record.err or ended.err, "", "0", "0", 0}
+local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
+if record.err or ended.err or waiting.err then
+  return {"unusable", record.err or ended.err or waiting.err, "", "0", "0", 0, ""}
 end
 if ended[1] then
   return reply("done")
@@ -70,12 +76,19 @@ if holder and held_gen < gen then
   -- A higher generation exists only because the lower one has handed over to it: so that one is over.
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. record[2])
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
+  redis.call("HSET", lock, "payload", "") -- and its message has arguments of its own
 end
 -- Microseconds of the server's clock: rising from run to run even when no record of the last run is left.
 local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)
 redis.call("HSET", lock, "gen", gen, "state", "running", "nonce", nonce,
   "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))
 redis.call("HDEL", lock, "next", "next_ttl")
+if waiting[1] == id then
+  if waiting[2] and waiting[2] ~= "" then
+    redis.call("HSET", lock, "payload", waiting[2])
+  end
+  redis.call("DEL", queued)
+end
 if bound then
   lease = math.max(1, math.min(lease, bound - now))
 end

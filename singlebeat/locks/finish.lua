@@ -10,19 +10,21 @@
 -- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message; empty:
 --                    it was never delivered]
 --
--- returns  JSON, one array for each request: [verdict, payload of the lock that is free now, or an empty text]
+-- returns  JSON, one string for each request
 --          finished  this run held the lock: it is free or its retry's, and the end is remembered
 --          released  the message held the lock but not as a run: it is free
 --          kept      the lock is free already, or another run, generation or id holds it, or it is no lock
+--
+-- A repetition replies "kept", and writes at most the time of the end again.
 
 local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
 local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
 local function finish(lock, done, id, gen, nonce)
-  local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "payload", "next", "next_ttl", "until")
+  local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "next", "next_ttl", "until")
   if record.err then
-    return {"kept", ""}
+    return "kept"
   end
   local ours = record[1] == id and record[2] == gen
   local holds = ours and record[3] == "running" and record[4] == nonce
@@ -37,20 +39,20 @@ local function finish(lock, done, id, gen, nonce)
     end
   end
   if not holds and not queued then
-    return {"kept", ""}
+    return "kept"
   end
-  if holds and record[6] then
-    local ttl = tonumber(record[7])
-    if record[8] then
-      ttl = math.max(1, math.min(ttl, record[8] - now))
+  if holds and record[5] then
+    local ttl = tonumber(record[6])
+    if record[7] then
+      ttl = math.max(1, math.min(ttl, record[7] - now))
     end
-    redis.call("HSET", lock, "gen", record[6], "nonce", "", "state", "queued", "since", now)
+    redis.call("HSET", lock, "gen", record[5], "nonce", "", "state", "queued", "since", now, "payload", "")
     redis.call("HDEL", lock, "next", "next_ttl")
     redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
-    return {"finished", ""}
+    return "finished"
   end
   redis.call("DEL", lock)
-  return {holds and "finished" or "released", record[5] or ""}
+  return holds and "finished" or "released"
 end
 
 local replies = {}

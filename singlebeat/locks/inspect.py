@@ -78,7 +78,15 @@ class InspectBackend(BaseBackend):
         return [Holder(Verdict.ACQUIRED, call.ref.task_id, "queued", now, 0, call.ttl) for call in calls]
 
     def begin(
-        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+        self,
+        ref: Ref,
+        *,
+        queued: str = "",
+        lease: float,
+        memory: float,
+        task: str,
+        arguments: str,
+        expiry: float | None = None,
     ) -> Holder:
         """Start a run unless an equal one started earlier: STARTED, or HELD or COPY, and then it must not start."""
         node, began = current_task.request.hostname if current_task else "", time.time()
@@ -104,9 +112,8 @@ class InspectBackend(BaseBackend):
         """Return RUNNING for each: what runs is seen to run."""
         return [Renewal.RUNNING] * len(refs)
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
         """Do nothing: what has ended is not seen to run."""
-        return [""] * len(refs)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Do nothing: a retry asks for itself."""

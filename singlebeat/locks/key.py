@@ -11,7 +11,17 @@ from typing import Any
 
 from kombu.utils import json as kombu_json
 
-__all__ = ("canonical", "check_sendable", "digest", "done_key", "lock_key", "readable")
+__all__ = (
+    "behind_key",
+    "beside",
+    "canonical",
+    "check_sendable",
+    "culprit",
+    "digest",
+    "done_key",
+    "lock_key",
+    "readable",
+)
 
 #: Characters of the arguments that a lock shows to people.
 READABLE_LENGTH = 200
@@ -59,7 +69,7 @@ def digest(
         # There and back first, as the message goes: then keys of dicts are texts, sorted alike at sender and worker.
         text = _encode_sorted(json.loads(_encoded(call, encoder)))
     except Exception as exc:  # an object's own methods raise what they like
-        raise TypeError(f"{task}: {_culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
+        raise TypeError(f"{task}: {culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -67,7 +77,8 @@ def _encoded(value: Any, encoder: type | None) -> str:
     return str(kombu_json.dumps(value, cls=encoder) if encoder else _encode_default(value))
 
 
-def _culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None) -> str:
+def culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None = None) -> str:
+    """Return the name of the first argument that has no JSON, for an error message."""
     for name, value in (*enumerate(args), *kwargs.items()):
         try:
             _encoded(value, encoder)
@@ -81,9 +92,19 @@ def lock_key(prefix: str, digest: str) -> str:
     return f"{prefix}{{{digest}}}"
 
 
+def beside(lock: str, name: str) -> str:
+    """Return a key that belongs to a lock, in the same slot of a cluster."""
+    return f"{lock}:{name}" if _HASH_TAG.match(lock) else f"{{{lock}}}:{name}"
+
+
 def done_key(lock: str) -> str:
     """Return the key beside a lock that remembers which runs ended under it."""
-    return f"{lock}:done" if _HASH_TAG.match(lock) else f"{{{lock}}}:done"
+    return beside(lock, "done")
+
+
+def behind_key(lock: str) -> str:
+    """Return the key beside a lock of the place in which one call waits for the end of the run that holds it."""
+    return beside(lock, "next")
 
 
 def check_sendable(*texts: str) -> None:

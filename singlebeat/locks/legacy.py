@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
-from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
+from .base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict
+from .key import behind_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -58,14 +59,23 @@ class LegacyBackend(BaseBackend):
             raise ConfigError(f"singleton_backend_class: cannot build {custom_class!r}: {exc!r}") from exc
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
-        """Take the locks of calls that are about to be sent, one by one: ACQUIRED, RUNNING or HELD."""
+        """Take the locks of calls that are about to be sent, one by one: ACQUIRED, WAITING, RUNNING or HELD."""
         return [self._acquire(call) for call in calls]
 
     def _acquire(self, call: Call) -> Holder:
+        behind = replace(call.ref, key=behind_key(call.ref.key))
+        if call.if_held is not IfHeld.LEAVE:
+            with _naming(self._name):
+                waits = self._held(behind.key)
+            if waits and waits[0] != call.ref.task_id:
+                return _holder(Verdict.HELD, waits[0])
         task_id, generation = self._take(call.ref, call.expiry)
-        if task_id != call.ref.task_id:
+        if task_id == call.ref.task_id:
+            return _holder(Verdict.RUNNING if generation > call.ref.generation else Verdict.ACQUIRED, task_id)
+        if call.if_held is IfHeld.LEAVE:
             return _holder(Verdict.HELD, task_id)
-        return _holder(Verdict.RUNNING if generation > call.ref.generation else Verdict.ACQUIRED, task_id)
+        waits_id, _ = self._take(behind, call.expiry)
+        return _holder(Verdict.WAITING, task_id) if waits_id == call.ref.task_id else _holder(Verdict.HELD, waits_id)
 
     def _take(self, ref: Ref, expiry: float | None) -> tuple[str, int]:
         """Take a lock if it is free; return who holds it now, and of which generation it is."""
@@ -79,7 +89,15 @@ class LegacyBackend(BaseBackend):
         raise LockBackendError(f"{self._name}.lock({ref.key!r}) refuses a lock, but get() says that it is free")
 
     def begin(
-        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+        self,
+        ref: Ref,
+        *,
+        queued: str = "",
+        lease: float,
+        memory: float,
+        task: str,
+        arguments: str,
+        expiry: float | None = None,
     ) -> Holder:
         """Start a run: STARTED, or STALE or HELD, and then it must not start."""
         with _naming(self._name):
@@ -91,7 +109,12 @@ class LegacyBackend(BaseBackend):
         task_id, generation = held or self._take(ref, expiry)
         if task_id != ref.task_id:
             return _holder(Verdict.HELD, task_id)
-        return _holder(Verdict.STALE if generation > ref.generation else Verdict.STARTED, task_id)
+        if generation > ref.generation:
+            return _holder(Verdict.STALE, task_id)
+        with _naming(self._name):
+            if queued not in {"", ref.key} and self._held(queued) == (ref.task_id, ref.generation):
+                self.custom.unlock(queued)
+        return _holder(Verdict.STARTED, task_id)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits. False if it was lost."""
@@ -124,8 +147,8 @@ class LegacyBackend(BaseBackend):
             return Renewal.LOST
         return Renewal.RUNNING if held[1] == ref.generation else Renewal.OVER
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
-        """Free the locks of requests that are over; only their own. There are no payloads."""
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
+        """Free the locks of requests that are over; only their own."""
         with _naming(self._name):
             for ref in refs:
                 successor = self._promised.pop(replace(ref, generation=0), None)
@@ -135,7 +158,6 @@ class LegacyBackend(BaseBackend):
                     self.custom.unlock(ref.key)
                 else:
                     self._hand_over(ref, *successor)
-        return [""] * len(refs)
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Do nothing: see ``workers_seen``."""

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
-from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
+from .base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict
+from .key import behind_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -71,30 +72,49 @@ class MemoryBackend(BaseBackend):
             return [self._acquire(call, again=again) for call in calls]
 
     def _acquire(self, call: Call, *, again: bool) -> Holder:
-        ref, now = call.ref, self._clock()
+        ref, behind = call.ref, replace(call.ref, key=behind_key(call.ref.key))
         if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
             return self._holder(Verdict.DONE, ref)
-        record = self._live(ref.key)
-        if record and record.task_id != ref.task_id and record.state == "queued" and call.replace == "holder":
-            self._remember(ref.key, record.task_id, REPLACED, max(call.ttl, record.expires - now))
-            record = None
-        if record and record.task_id != ref.task_id:
-            if record.state == "queued" and call.replace == "payload":
-                self._records[ref.key] = replace(record, payload=call.payload)
-            return self._holder(Verdict.HELD, ref)
-        if record and record.state == "running":
-            return self._holder(Verdict.RUNNING, ref)
-        if record is None:
-            until = now + call.expiry if call.expiry else None
-            owner = (ref.task_id, ref.generation, "queued", "")
-            record = _Record(*owner, 0, call.task, call.arguments, now, now, until, call.payload)
-            for ended in (ref.generation, REPLACED):
-                self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
-        self._put(ref.key, record, call.ttl)
-        return self._holder(Verdict.ACQUIRED, ref)
+        holder, waiting = self._live(ref.key), self._live(behind.key)
+        if holder and holder.task_id == ref.task_id:
+            if holder.state == "running":
+                return self._holder(Verdict.RUNNING, ref)
+            self._put(ref.key, holder, call.ttl)
+            return self._holder(Verdict.ACQUIRED, ref)
+        if waiting and waiting.task_id == ref.task_id:
+            self._put(behind.key, waiting, call.ttl)
+            return self._holder(Verdict.WAITING, ref)
+
+        others = [(claim, record) for claim, record in ((ref, holder), (behind, waiting)) if record]
+        if others and call.if_held is IfHeld.LEAVE:
+            return self._holder(Verdict.HELD, others[0][0])
+        not_started = [(claim, record) for claim, record in others if record.state == "queued"]
+        if not_started and call.if_held is IfHeld.JOIN:
+            claim, record = not_started[-1]  # the one that runs last
+            self._records[claim.key] = replace(record, payload=call.payload)
+            return self._holder(Verdict.HELD, claim)
+        for claim, record in not_started:
+            self._remember(ref.key, record.task_id, REPLACED, max(call.ttl, record.expires - self._clock()))
+            del self._records[claim.key]
+        for ended in (ref.generation, REPLACED):
+            self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
+        now, must_wait = self._clock(), len(others) > len(not_started)
+        until = now + call.expiry if call.expiry else None
+        owner = (ref.task_id, ref.generation, "queued", "")
+        record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "")
+        self._put(behind.key if must_wait else ref.key, record, call.ttl)
+        return self._holder(Verdict.WAITING if must_wait else Verdict.ACQUIRED, ref)
 
     def begin(
-        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+        self,
+        ref: Ref,
+        *,
+        queued: str = "",
+        lease: float,
+        memory: float,
+        task: str,
+        arguments: str,
+        expiry: float | None = None,
     ) -> Holder:
         """Start a run, or say why it must not start."""
         with self._mutex:
@@ -111,12 +131,17 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.HELD, ref)
             if record and record.generation == ref.generation and record.state == "running":
                 same = record.nonce == ref.nonce
-                return self._holder(Verdict.STARTED if same else Verdict.COPY, ref)
+                return self._started(ref) if same else self._holder(Verdict.COPY, ref)
             if record and record.generation < ref.generation:
                 self._remember(ref.key, record.task_id, record.generation, memory)
+                record = replace(record, payload="")
             if record is None:
                 until = now + expiry if expiry else None
                 record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, until, "")
+            waiting = self._live(queued) if queued and queued != ref.key else None
+            if waiting and waiting.task_id == ref.task_id:
+                record = replace(record, payload=waiting.payload or record.payload)
+                del self._records[queued]
             self._last_fence = fence = max(int(now * 1_000_000), self._last_fence + 1)
             record = replace(
                 record,
@@ -128,17 +153,25 @@ class MemoryBackend(BaseBackend):
                 promised=None,
             )
             self._put(ref.key, record, lease)
-            return self._holder(Verdict.STARTED, ref)
+            return self._started(ref)
+
+    def _started(self, ref: Ref) -> Holder:
+        return replace(self._holder(Verdict.STARTED, ref), payload=self._records[ref.key].payload)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits."""
         with self._mutex:
             record = self._live(ref.key)
             if record is None or (record.task_id, record.nonce) != (ref.task_id, ref.nonce):
-                return False
+                repeated = (ref.task_id, to.generation, "")
+                return record is not None and (record.task_id, record.generation, record.nonce) == repeated
+            payload = record.payload
             if to.generation > record.generation:
                 self._remember(ref.key, ref.task_id, record.generation, memory)
-            handed = replace(record, generation=to.generation, nonce="", state="queued", since=self._clock())
+                payload = ""
+            handed = replace(
+                record, generation=to.generation, nonce="", state="queued", since=self._clock(), payload=payload
+            )
             self._put(ref.key, handed, ttl)
             return True
 
@@ -168,12 +201,13 @@ class MemoryBackend(BaseBackend):
             self._records[run.key] = replace(record, promised=(to.generation, ttl) if to else None)
             return True
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
         """Free the locks of requests that are over."""
         with self._mutex:
-            return [self._finish(ref, memory, ran=ran) for ref in refs]
+            for ref in refs:
+                self._finish(ref, memory, ran=ran)
 
-    def _finish(self, ref: Ref, memory: float, *, ran: bool) -> str:
+    def _finish(self, ref: Ref, memory: float, *, ran: bool) -> None:
         record = self._live(ref.key)
         ours = record is not None and (record.task_id, record.generation) == (ref.task_id, ref.generation)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
@@ -181,16 +215,15 @@ class MemoryBackend(BaseBackend):
         if memory > 0 and (holds or (ran and (queued or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, memory)
         if record is None or not (holds or queued):
-            return ""
+            return
         if holds and record.promised:
             generation, ttl = record.promised
             handed = replace(
-                record, generation=generation, nonce="", state="queued", since=self._clock(), promised=None
+                record, generation=generation, nonce="", state="queued", since=self._clock(), payload="", promised=None
             )
             self._put(ref.key, handed, ttl)
-            return ""
-        del self._records[ref.key]
-        return record.payload
+        else:
+            del self._records[ref.key]
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""

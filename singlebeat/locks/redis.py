@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,7 +14,7 @@ from ..connections import RedisError, lock_server, masked, private, same_slot, s
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
-from .key import done_key
+from .key import behind_key, done_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -27,6 +28,14 @@ SCAN_COUNT = 500
 # Read before there are threads and forks: whoever reads a file of a package takes a lock of the import system, and a
 # child that is forked meanwhile never gets it.
 _SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "finish", "promise", "renew", "rotate")}
+
+
+def _lock_and_done(lock: str) -> tuple[str, ...]:
+    return lock, done_key(lock)
+
+
+def _all_keys(lock: str) -> tuple[str, ...]:
+    return lock, done_key(lock), behind_key(lock)
 
 
 def _ms(seconds: float | None) -> int:
@@ -50,6 +59,8 @@ class RedisBackend(BaseBackend):
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
         self._connect = private if own_connections else shared
         self._client: tuple[int, Any] = (0, None)  #: process and client
+        #: What the server's clock (s) is ahead of our monotonic one: a guess, until the server has told its time.
+        self._ahead = time.time() - time.monotonic()
 
     @classmethod
     def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
@@ -78,19 +89,39 @@ class RedisBackend(BaseBackend):
         return client
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
-        """Take the locks of calls that are about to be sent."""
+        """Take the locks of calls that are about to be sent.
+
+        A server that comes to it only after the timeout leaves the locks alone: the caller has given up by then.
+        """
+        refs = [call.ref for call in calls]
         rows = [
-            (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.replace)
-            for owner, c in zip(_requests([c.ref for c in calls]), calls, strict=True)
+            (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.if_held)
+            for owner, c in zip(_requests(refs), calls, strict=True)
         ]
-        return [_holder(reply) for reply in self._run_many("acquire", [c.ref for c in calls], int(again), rows=rows)]
+        for _ in range(2):  # a wrong guess of its time is corrected by the reply
+            deadline = time.monotonic() + self._ahead + self.timeout
+            replies = self._run_many("acquire", refs, int(again), _ms(deadline), rows=rows, keys_of=_all_keys)
+            holders = [_holder(reply) for reply in replies]
+            late = [holder.since.timestamp() for holder in holders if holder.verdict is Verdict.LATE and holder.since]
+            if not late:
+                return holders
+            self._ahead = max(late) - time.monotonic()
+        raise LockBackendError(f"the locks' server {masked(self.url)} takes longer than {self.timeout:g} s to answer")
 
     def begin(
-        self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
+        self,
+        ref: Ref,
+        *,
+        queued: str = "",
+        lease: float,
+        memory: float,
+        task: str,
+        arguments: str,
+        expiry: float | None = None,
     ) -> Holder:
         """Start a run, or say why it must not start."""
         args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
-        holder = _holder(self._run("begin", (ref.key, done_key(ref.key)), args))
+        holder = _holder(self._run("begin", (ref.key, done_key(ref.key), queued or ref.key), args))
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))
         return holder
@@ -109,10 +140,9 @@ class RedisBackend(BaseBackend):
         args = (run.task_id, run.nonce, to.generation if to else "", _ms(ttl))
         return bool(self._run("promise", (run.key,), args))
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:
+    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
         """Free the locks of requests that are over."""
-        replies = self._run_many("finish", refs, _ms(memory), int(ran), rows=_requests(refs))
-        return [payload for _, payload in replies]
+        self._run_many("finish", refs, _ms(memory), int(ran), rows=_requests(refs))
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""
@@ -158,7 +188,14 @@ class RedisBackend(BaseBackend):
         with self._reaching():
             return _SCRIPTS[name](self.redis, keys, args)
 
-    def _run_many(self, name: str, refs: Sequence[Ref], *args: int, rows: Sequence[Sequence[str | int]]) -> list[Any]:
+    def _run_many(
+        self,
+        name: str,
+        refs: Sequence[Ref],
+        *args: int,
+        rows: Sequence[Sequence[str | int]],
+        keys_of: Callable[[str], tuple[str, ...]] = _lock_and_done,
+    ) -> list[Any]:
         """Run a script once for many locks, in a cluster once for each slot, with one row of values for each lock."""
         if not refs:
             return []
@@ -166,7 +203,7 @@ class RedisBackend(BaseBackend):
         with self._reaching():
             groups = same_slot(self.redis, [ref.key for ref in refs])
         for group in groups:
-            keys = [key for index in group for key in (refs[index].key, done_key(refs[index].key))]
+            keys = [key for index in group for key in keys_of(refs[index].key)]
             found = json.loads(self._run(name, keys, (*args, packed(rows[index] for index in group))))
             replies.update(zip(group, found, strict=True))
         return [replies[index] for index in range(len(refs))]
@@ -198,8 +235,9 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
 
 
 def _holder(reply: Sequence[Any]) -> Holder:
-    verdict, task_id, state, since, fence, ttl_ms = reply
-    return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), max(0, int(ttl_ms)) / 1000)
+    verdict, task_id, state, since, fence, ttl_ms, *payload = reply
+    ttl = max(0, int(ttl_ms)) / 1000
+    return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), ttl, *payload)
 
 
 def _escaped(prefix: str) -> str:

@@ -13,6 +13,9 @@
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
 --          rotated  done
 --          lost     the lock is not held so; nothing was written
+--
+-- The payload goes with a message that the broker takes back; a retry has its own arguments.
+-- A repetition gives the same reply, and writes nothing.
 
 local lock, done = KEYS[1], KEYS[2]
 local id, nonce, to_gen = ARGV[1], ARGV[2], ARGV[3]
@@ -28,13 +31,15 @@ end
 
 local record = redis.call("HMGET", lock, "id", "gen", "nonce", "until")
 if record[1] ~= id or record[3] ~= nonce then
-  return reply("lost")
+  local is_repetition = record[1] == id and record[2] == to_gen and record[3] == ""
+  return reply(is_repetition and "rotated" or "lost")
 end
 
 local gen, bound = record[2], record[4]
 if tonumber(to_gen) > tonumber(gen) then
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
+  redis.call("HSET", lock, "payload", "")
 end
 redis.call("HSET", lock, "gen", to_gen, "nonce", "", "state", "queued", "since", string.format("%.0f", now))
 if bound then

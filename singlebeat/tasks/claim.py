@@ -4,110 +4,176 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import LockBackendError, UnusableLockError
-from ..locks.base import RUN_HEADER, Call, Holder, Ref, Ticket, Verdict, generation, unusable
-from ..locks.key import readable
-from .policy import Lock, Overlap, encode_arguments, has_continuations
-from .undo import never_mind, undo_later
+from kombu.utils.encoding import safe_repr
 
-__all__ = ("claim", "unclaimed")
+from ..errors import LockBackendError, UnusableLockError
+from ..locks.base import RUN_HEADER, Call, Holder, IfHeld, Ref, Ticket, Verdict, generation, unusable
+from ..locks.key import behind_key, beside, readable
+from ..log import Log
+from .policy import Lock, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
+from .undo import never_mind, refused, undo_later
+
+__all__ = ("Admitted", "claim", "free", "unclaimed")
+
+log = Log(__name__)
+
+#: Policies by which a call takes the places of those that have not started.
+REPLACING = {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A call that is to be sent, and what it has locked for that."""
+
+    ticket: Ticket
+    taken: Ref | None = None  #: its lock, to be freed if it cannot be sent
+    #: How it takes the places of others: only once it is sent, so that no other gives way to a call that never comes.
+    replacing: Call | None = None
+    terminates: bool = False  #: it ends the run that it waits for
+
+    def give_up(self, task: Any) -> None:
+        """Free the lock of a call that could not be sent."""
+        if self.taken is not None:
+            free(task, self.taken)
+
+    def take_places(self, task: Any) -> Holder | None:
+        """Take the places of other calls, now that this one is sent; return the run that it waits for, or None.
+
+        What fails here is logged: the call is on its way, and waits for its turn.
+        """
+        if self.replacing is None:
+            return self.ticket.waits_for
+        about = {"task": task.name, "id": self.ticket.task_id}
+        try:
+            holder: Holder = task.singleton_backend.acquire_many([self.replacing], again=True)[0]
+        except LockBackendError as exc:
+            log.warning(
+                "%(task)s[%(id)s] waits for its turn: it could not replace other calls",
+                event="not_replaced",
+                **about,
+                reason=exc,
+            )
+            return self.ticket.waits_for
+        if holder.verdict is not Verdict.WAITING:
+            return None
+        if self.terminates and holder.task_id != self.ticket.task_id:
+            try:
+                task.app.control.revoke(holder.task_id, terminate=True)
+            except Exception as exc:  # a transport raises what it likes
+                log.warning(
+                    "%(task)s[%(id)s] waits for its turn: the run of task %(holder)s could not be terminated",
+                    event="not_terminated",
+                    **about,
+                    holder=holder.task_id,
+                    reason=safe_repr(exc),
+                )
+        return holder
 
 
 def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
     """Return the ticket of a call that holds no lock while it waits, such as one that was sent by name."""
     if overlap is Overlap.ALLOW_ALL or task.lock in {Lock.UNTIL_EXECUTING, Lock.UNTIL_EXPIRED}:
-        return Ticket(task_id, f"{key}:{task_id}")  # a lock of its own excludes nobody, and refuses copies of the call
+        return Ticket(task_id, beside(key, task_id))  # a lock of its own excludes none, and refuses copies of the call
     skipped = overlap in {Overlap.SKIP, Overlap.RAISE} and task.lock != Lock.UNTIL_AND_WHILE_EXECUTING
     return Ticket(task_id, key, waits=not skipped)
 
 
 def claim(
     task: Any, task_id: str, args: Any, kwargs: Any, *, overlap: Overlap, options: Mapping[str, Any]
-) -> tuple[Ticket | Holder, str]:
-    """Take the lock that a call needs before it is sent.
-
-    Returns:
-        Its ticket and the key that was taken for it, or else who holds the lock and nothing.
+) -> Admitted | Holder:
+    """Take the lock that a call needs before it is sent, or return who holds it if the call is not to be sent.
 
     Raises:
         LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
-        TypeError, EncodeError: the arguments do not fit the task, or one of them cannot be encoded.
+        TypeError: the arguments do not fit the task, or one of them cannot be encoded.
         ValueError: countdown, eta or expires among the options makes no sense.
-        OperationalError: the broker does not take the message that revokes the holder.
 
     A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
-    key, must_be_sent = str(task.generate_lock(task.name, args, kwargs)), has_continuations(options)
-    otherwise, behind = unclaimed(task, task_id, key, overlap), f"{key}:next"
-    if overlap is Overlap.ALLOW_ALL:
-        return otherwise, ""
-
-    by_all_arguments = task.unique_on is None and task.has_pure_keys
-    ends_other = overlap in {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
-    serializer = options.get("serializer") or task.serializer
-    # First: no other gives way to a call that cannot be sent.
-    payload = encode_arguments(args, kwargs, serializer) if ends_other and not by_all_arguments else ""
-
-    def acquire(lock: str, *, payload: str = "", replace: str = "") -> Holder:
-        wait, expiry = task.time_to_start(options), task.effective_lock_expiry
-        if task.lock == Lock.UNTIL_EXPIRED and expiry:
-            wait = expiry
-        shown = readable(args or (), kwargs or {}, options)
-        call = Call(Ref(lock, task_id, generation(options)), task.name, shown, wait, expiry, payload, replace)
-        # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
-        again = RUN_HEADER in (options.get("headers") or {})
-        never_mind(call.ref)
-        try:
-            holder: Holder = task.singleton_backend.acquire_many([call], again=again)[0]
-        except LockBackendError:
-            if not again:
-                undo_later(task.app, call.ref)
-            raise
-        if holder.verdict is Verdict.UNUSABLE:
-            raise UnusableLockError(unusable(lock, holder.task_id))
-        # Of a call that has ended, whoever holds the lock now is none of its business.
-        return dataclasses.replace(holder, task_id=task_id) if holder.verdict is Verdict.DONE else holder
-
+    key = str(task.generate_lock(task.name, args, kwargs))
+    otherwise, behind = unclaimed(task, task_id, key, overlap), behind_key(key)
+    if overlap is Overlap.ALLOW_ALL or task.lock == Lock.WHILE_EXECUTING:
+        return Admitted(otherwise)
+    must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
+    call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
     match task.lock:
-        case Lock.WHILE_EXECUTING:
-            return otherwise, ""
         case Lock.UNTIL_EXECUTING:
-            holder, ticket = acquire(key), Ticket(task_id, otherwise.key, key)
+            ticket = Ticket(task_id, otherwise.key, key)
         case Lock.UNTIL_EXPIRED:
-            holder, ticket = acquire(key), otherwise
+            ticket = otherwise
         case Lock.UNTIL_AND_WHILE_EXECUTING:
-            holder, ticket = acquire(behind), Ticket(task_id, key, behind, waits=True)
+            ticket = Ticket(task_id, key, behind, waits=True)
+            call = dataclasses.replace(call, ref=dataclasses.replace(call.ref, key=behind))
         case _:
-            holder = acquire(key, replace="holder" if ends_other else "")
             ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
             otherwise = Ticket(task_id, key, waits=True)
+            if overlap is Overlap.BUFFER_ONE:
+                # At every call: one that fails now and then is found too late.
+                payload = encode_arguments(task, args, kwargs) if equal_calls_may_differ(task) else ""
+                if_held = IfHeld.LEAVE if must_be_sent else IfHeld.JOIN
+                call = dataclasses.replace(call, payload=payload, if_held=if_held)
+
+    # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
+    holder = _acquire(task, call, again=RUN_HEADER in (options.get("headers") or {}))
     if holder.verdict is Verdict.ACQUIRED:
-        return ticket, behind if task.lock == Lock.UNTIL_AND_WHILE_EXECUTING else key
+        return Admitted(ticket, call.ref)
+    if holder.verdict is Verdict.WAITING:
+        waits_for = holder if holder.task_id != task_id else None
+        place = dataclasses.replace(call.ref, key=behind)
+        return Admitted(Ticket(task_id, key, behind, waits=True, waits_for=waits_for), place)
     if holder.task_id == task_id:  # it was sent before
-        return holder, ""
-    if must_be_sent or overlap is Overlap.BUFFER_ALL:
-        return dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise, ""
-    if not ends_other and (overlap is not Overlap.BUFFER_ONE or (holder.state == "queued" and by_all_arguments)):
-        return holder, ""
-    payload = "" if by_all_arguments else payload or encode_arguments(args, kwargs, serializer)
-    following = acquire(behind, payload=payload, replace="payload")
-    taken = Ref(behind, task_id, generation(options)) if following.verdict is Verdict.ACQUIRED else None
-    if ends_other and following.verdict in {Verdict.ACQUIRED, Verdict.HELD}:
-        _end(task, holder, terminate=overlap is Overlap.TERMINATE_OTHER, taken=taken)
-    if taken is None:
-        return following, ""
-    return Ticket(task_id, key, behind, waits=True, waits_for=holder), behind
+        return holder
+    if overlap in REPLACING:
+        replacing = dataclasses.replace(call, if_held=IfHeld.REPLACE)
+        following = Ticket(task_id, key, behind, waits=True, waits_for=holder)
+        return Admitted(following, replacing=replacing, terminates=overlap is Overlap.TERMINATE_OTHER)
+    if must_be_sent:
+        return Admitted(dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise)
+    return holder
 
 
-def _end(task: Any, holder: Holder, *, terminate: bool, taken: Ref | None) -> None:
-    """End the run that holds a lock; only when the call that wants it has taken its place behind it."""
+def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Call:
+    wait, expiry = task.time_to_start(options), task.effective_lock_expiry
+    if task.lock == Lock.UNTIL_EXPIRED and expiry:
+        wait = expiry
+    return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry)
+
+
+def _acquire(task: Any, call: Call, *, again: bool) -> Holder:
+    """Ask for the lock of a call; free first what an earlier, refused call of this process may have got."""
+    backend, ref = task.singleton_backend, call.ref
+    places = [ref, dataclasses.replace(ref, key=behind_key(ref.key))]
+    for place in places:
+        never_mind(place)
     try:
-        task.app.control.revoke(holder.task_id, terminate=terminate)
-    except BaseException:
-        if taken is not None:
-            with suppress(LockBackendError):  # then it ends by itself
-                task.singleton_backend.finish_many([taken], memory=0)
+        holder: Holder = backend.acquire_many([call], again=again)[0]
+        unsent = [found for place in places if (found := refused(place.key, holder.task_id))]
+        if holder.verdict is Verdict.HELD and unsent:
+            backend.finish_many(unsent, memory=0)
+            holder = backend.acquire_many([call], again=again)[0]
+    except LockBackendError:
+        if not again:
+            for place in places:
+                undo_later(task.app, place)
         raise
+    if holder.verdict is Verdict.UNUSABLE:
+        raise UnusableLockError(unusable(ref.key, holder.task_id))
+    # Who holds the lock now does not concern a call that has ended.
+    return dataclasses.replace(holder, task_id=ref.task_id) if holder.verdict is Verdict.DONE else holder
+
+
+def free(task: Any, ref: Ref, *, memory: float = 0.0) -> None:
+    """Free the lock of a call that was not sent, at once or when the locks' server answers again.
+
+    Args:
+        memory: seconds for which the end of its run, if it is one, is remembered.
+    """
+    try:
+        task.singleton_backend.finish_many([ref], memory=memory)
+    except LockBackendError as exc:  # the error that brought us here matters more
+        undo_later(task.app, ref)
+        about = {"id": ref.task_id, "reason": exc}
+        log.warning("the lock of task %(id)s stays until the locks' server answers", event="lock_kept", **about)

@@ -18,7 +18,7 @@ from ..locks import backend_of
 from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict
 from ..locks.key import readable
 from ..log import Log
-from .policy import decode_arguments, has_continuations
+from .policy import decode_arguments, equal_calls_may_differ, has_continuations
 
 __all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock")
 
@@ -119,30 +119,42 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
         Its fencing number, 0 without its lock; and the arguments of the latest call that it stands for, or None.
     """
     config, backend = Config.of(task.app), backend_of(task.app)
-    fence = 0
-    memory = config.singlebeat_queued_ttl
     try:
         holder = backend.begin(
             ticket.run,
+            queued=ticket.queued,
             lease=config.singlebeat_lock_lease,
-            memory=memory,
+            memory=config.singlebeat_queued_ttl,
             task=task.name,
             arguments=readable(request.args or (), request.kwargs or {}, vars(request)),
             expiry=task.effective_lock_expiry,
         )
-        if not may_start(task, ticket, holder, request):
-            raise Refused(f"held by {holder}")
-        fence = holder.fence
-        payloads = backend.finish_many([replace(ref, nonce="") for ref in ticket.refs[1:]], memory=memory)
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":
             _postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
         said = "%(task)s[%(id)s] runs without its lock"
-        if fence:
-            said = "%(task)s[%(id)s] runs with the arguments that it was sent with: later ones cannot be read"
         log.warning(said, event="unlocked", task=task.name, id=request.id, reason=exc)
-        return fence, None
-    return fence, decode_arguments(payloads[0]) if any(payloads) else None
+        return 0, None
+    if not may_start(task, ticket, holder, request):
+        raise Refused(f"held by {holder}")
+    return holder.fence, _latest_arguments(task, holder, request)
+
+
+def _latest_arguments(task: Any, holder: Holder, request: Any) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return the arguments of the latest call that a run stands for, or None if they are its own."""
+    if not holder.payload or not equal_calls_may_differ(task):
+        return None
+    try:
+        return decode_arguments(holder.payload)
+    except ValueError as exc:
+        log.warning(
+            "%(task)s[%(id)s] runs with the arguments that it was sent with: later ones in its lock cannot be read",
+            event="payload_unreadable",
+            task=task.name,
+            id=request.id,
+            reason=exc,
+        )
+        return None
 
 
 def _finish(task: Any, ticket: Ticket) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from kombu import serialization
+from kombu.utils import json as kombu_json
 
 from ..errors import ConfigError
+from ..locks.key import culprit
 from ..overlap import Overlap
 
 __all__ = (
@@ -21,6 +20,7 @@ __all__ = (
     "check",
     "decode_arguments",
     "encode_arguments",
+    "equal_calls_may_differ",
     "has_continuations",
     "overlap_for",
     "pick",
@@ -176,15 +176,37 @@ def has_continuations(options: Mapping[str, Any]) -> bool:
     return options.get("chain") is not None or any(options.get(name) for name in CONTINUATIONS)
 
 
-def encode_arguments(args: Any, kwargs: Any, serializer: str | None) -> str:
-    """Return the arguments of a call as a text, in the serializer of its messages."""
-    content_type, encoding, data = serialization.dumps([list(args or ()), dict(kwargs or {})], serializer)
-    raw = data if isinstance(data, bytes) else data.encode(encoding)
-    return json.dumps([content_type, encoding, base64.b64encode(raw).decode()])
+def equal_calls_may_differ(task: Any) -> bool:
+    """Return whether calls of a task with different arguments may have the same lock."""
+    return task.unique_on is not None or not task.has_pure_keys
+
+
+def encode_arguments(task: Any, args: Any, kwargs: Any) -> str:
+    """Return the arguments of a call as JSON, for the run of an equal call that stands for it.
+
+    JSON whatever the serializer of the task: what is read from a lock must not choose how it is read.
+
+    Raises:
+        TypeError: an argument has no JSON; the message names it.
+    """
+    args, kwargs = task.as_sent(args, kwargs)
+    try:
+        return str(kombu_json.dumps([args, kwargs]))
+    except Exception as exc:  # an object's own methods raise what they like
+        name = culprit(args, kwargs)
+        raise TypeError(f"{task.name}: overlap=buffer_one keeps arguments as JSON, {name} has none: {exc}") from exc
 
 
 def decode_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Read what ``encode_arguments`` wrote."""
-    content_type, encoding, data = json.loads(text)
-    args, kwargs = serialization.loads(base64.b64decode(data), content_type, encoding, accept=[content_type])
+    """Read what ``encode_arguments`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        args, kwargs = kombu_json.loads(text)
+    except Exception as exc:  # a decoder of a user's type raises what it likes
+        raise ValueError(f"no arguments in JSON: {exc}") from exc
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise ValueError("no list of arguments and dict of keyword arguments")  # noqa: TRY004 - it is data
     return args, kwargs

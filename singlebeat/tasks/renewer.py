@@ -219,7 +219,11 @@ class Renewer:
                 signals.lock_lost.send(sender=request.name, ref=ref)
 
     def _begin(self, request: Request, ref: Ref) -> None:
-        self.backend.begin(ref, lease=self.lease, memory=self.memory, task=request.name, arguments=request.shown)
+        queued = request.ticket.queued if request.ticket else ""
+        arguments = request.shown
+        self.backend.begin(
+            ref, queued=queued, lease=self.lease, memory=self.memory, task=request.name, arguments=arguments
+        )
 
 
 _renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()

@@ -151,6 +151,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             holder = renewer.gate.begin(
                 self.ticket.run,
+                queued=self.ticket.queued,
                 lease=config.singlebeat_lock_lease,
                 memory=config.singlebeat_queued_ttl,
                 task=self.task.name,
@@ -158,8 +159,6 @@ class Request(celery_request.Request):  # type: ignore[misc]
             )
             if not may_start(self.task, self.ticket, holder, self._context):
                 return False
-            queued = [replace(ref, nonce="") for ref in self.ticket.refs[1:]]  # the next call may wait in its place
-            renewer.gate.finish_many(queued, memory=config.singlebeat_queued_ttl)
         except Postponed:
             record_end(self, "postponed")
             return False

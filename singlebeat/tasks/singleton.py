@@ -21,7 +21,7 @@ from ..locks import time_to_start as seconds_to_start
 from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation, unusable
 from ..locks.key import canonical, digest, lock_key
 from ..log import Log
-from .claim import claim
+from .claim import claim, free
 from .eager import run_eagerly
 from .gate import Run, run_under_lock
 from .install import install
@@ -107,9 +107,7 @@ class Singleton(Task):  # type: ignore[misc]
         Raises:
             TypeError: the arguments do not fit the task, or one of them cannot be encoded; the message names it.
         """
-        args, kwargs = list(task_args or ()), dict(task_kwargs or {})
-        if getattr(self, "_dump_pydantic_arguments", None) is not None:  # as Celery sends them
-            args, kwargs = self._dump_pydantic_arguments(args, kwargs)
+        args, kwargs = self.as_sent(task_args, task_kwargs)
         try:
             bound = self.call_signature.bind(*args, **kwargs)
         except TypeError:
@@ -122,6 +120,14 @@ class Singleton(Task):  # type: ignore[misc]
         encoder = config.singleton_json_encoder_class
         encoder = symbol_by_name(encoder) if encoder else None
         return lock_key(config.singleton_key_prefix, digest(task_name, args, kwargs, encoder=encoder))
+
+    def as_sent(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a call as Celery sends them: a pydantic model as a dict."""
+        sent = list(args or ()), dict(kwargs or {})
+        if getattr(self, "_dump_pydantic_arguments", None) is not None:
+            args, kwargs = self._dump_pydantic_arguments(*sent)
+            return list(args), dict(kwargs)
+        return sent
 
     def apply_async(
         self,
@@ -152,10 +158,10 @@ class Singleton(Task):  # type: ignore[misc]
         overlap = overlap_for(self, options.pop("overlap", None))
         task_id = task_id or uuid()
 
-        def publish(waits_for: Holder | None = None, **more: Any) -> AsyncResult:
+        def publish(**more: Any) -> AsyncResult:
             given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
             result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **given)
-            result.is_duplicate, result.waits_for = False, waits_for
+            result.is_duplicate, result.waits_for = False, None
             return result
 
         own = Ticket.of_message(options.get("headers") or {}, task_id)
@@ -168,22 +174,22 @@ class Singleton(Task):  # type: ignore[misc]
             return publish()  # whoever made this header has the lock already: beat takes them in batches
         try:
             given = {**options, "link": link, "link_error": link_error}
-            ticket, taken = claim(self, task_id, args, kwargs, overlap=overlap, options=given)
+            admitted = claim(self, task_id, args, kwargs, overlap=overlap, options=given)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
             about = {"task": self.name, "id": task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
             return publish()
-        if isinstance(ticket, Holder):
-            return self._duplicate(ticket, args, kwargs, overlap)
+        if isinstance(admitted, Holder):
+            return self._duplicate(admitted, args, kwargs, overlap)
         try:
-            headers = {**(options.get("headers") or {}), HEADER: ticket.header()}
-            return publish(waits_for=ticket.waits_for, headers=headers)
+            result = publish(headers={**(options.get("headers") or {}), HEADER: admitted.ticket.header()})
         except BaseException:
-            if taken:
-                self._release(Ref(taken, task_id, generation(options)))
+            admitted.give_up(self)
             raise
+        result.waits_for = admitted.take_places(self)
+        return result
 
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
         """Send a retry or replacement of the run that calls us, after that has promised it its lock."""
@@ -227,13 +233,6 @@ class Singleton(Task):  # type: ignore[misc]
         ttl = self.singleton_config.singlebeat_queued_ttl
         return seconds_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
 
-    def _release(self, ref: Ref) -> None:
-        try:
-            self.singleton_backend.finish_many([ref], memory=self.singleton_config.singlebeat_queued_ttl)
-        except LockBackendError as exc:  # the error that brought us here matters more
-            about = {"id": ref.task_id, "reason": exc}
-            log.warning("the lock of task %(id)s stays until it ends by itself", event="lock_kept", **about)
-
     def on_replace(self, sig: Any) -> None:
         """Hand the lock over to a replacement that is the same call, and free it for any other."""
         run = getattr(self.request, RUN_HEADER, None)
@@ -243,7 +242,7 @@ class Singleton(Task):  # type: ignore[misc]
                 headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}
                 sig.set(headers=headers)
             else:
-                self._release(run.ticket.run)
+                free(self, run.ticket.run, memory=self.singleton_config.singlebeat_queued_ttl)
         super().on_replace(sig)
 
     def get_existing_task_id(self, lock: str) -> str | None:
@@ -278,7 +277,7 @@ class Singleton(Task):  # type: ignore[misc]
         try:
             return send(headers={**(kwargs.get("headers") or {}), HEADER: Ticket(task_id, lock, lock).header()})
         except BaseException:
-            self._release(Ref(lock, task_id))
+            free(self, Ref(lock, task_id))
             raise
 
     def release_lock(

@@ -16,7 +16,7 @@ from .threads import Empty, SimpleQueue, native_sleep, start_native_thread
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("never_mind", "undo_later")
+__all__ = ("never_mind", "refused", "undo_later")
 
 log = Log(__name__)
 
@@ -60,6 +60,9 @@ class _Undoing:
             self._turn.get()
             self._wanted.pop(ref, None)
             self._turn.put(None)
+
+    def find(self, key: str, task_id: str) -> Ref | None:
+        return next((ref for ref in list(self._wanted) if (ref.key, ref.task_id) == (key, task_id)), None)
 
     def _may_start(self) -> bool:
         try:
@@ -117,3 +120,8 @@ def never_mind(ref: Ref) -> None:
     """Leave the lock of a call alone, whatever became of it before: it is made again, under the same id."""
     if _undoing.pid == os.getpid():
         _undoing.forget(ref)
+
+
+def refused(key: str, task_id: str) -> Ref | None:
+    """Return the claim of a call of this process that was refused and may yet hold its lock, or None."""
+    return _undoing.find(key, task_id) if _undoing.pid == os.getpid() else None

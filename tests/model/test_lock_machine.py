@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis import Redis
 
-from singlebeat.locks.base import Call, Ref, Renewal, Verdict
-from singlebeat.locks.key import done_key, lock_key
+from singlebeat.locks.base import Call, IfHeld, Ref, Renewal, Verdict
+from singlebeat.locks.key import behind_key, done_key, lock_key
 from singlebeat.locks.redis import RedisBackend
 
 LOCK = lock_key("LOCK_", "digest")
+BEHIND = behind_key(LOCK)
 #: Nothing ends by itself here: the end of a lease is a rule of the machine.
 TTL = LEASE = MEMORY = 3600.0
 #: Few, so that they meet often.
-SENDERS = 2
+SENDERS = 3
 
 FIELDS = ["id", "gen", "state", "nonce", "payload"]
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 lost = st.booleans()
 steps = st.sampled_from([1, 1, 1_000_000])
 payloads = st.sampled_from(["", "one", "two"])
-wishes = st.sampled_from(["", "payload", "holder"])
+wishes = st.sampled_from(IfHeld)
 #: Of the first message of a task: another one may have been replaced by it.
 firsts = st.sampled_from([0, 0, 1_000_000])
 
@@ -48,29 +49,38 @@ class Model:
 
     def __init__(self) -> None:
         self.record: Record | None = None
+        self.behind: Record | None = None  # the one call that waits for the end of a run
         self.done: set[tuple[str, int]] = set()
         self.replaced: set[str] = set()
 
-    def acquire(self, ref: Ref, *, again: bool, payload: str, replaces: str) -> Verdict:
+    def acquire(self, ref: Ref, *, again: bool, payload: str, if_held: IfHeld) -> Verdict:
         if again and ((ref.task_id, ref.generation) in self.done or ref.task_id in self.replaced):
             return Verdict.DONE
-        if self.record and self.record.id != ref.task_id and self.record.state == "queued":
-            if replaces == "payload":
-                self.record.payload = payload
-            if replaces == "holder":
-                self.replaced.add(self.record.id)
-                self.record = None
-        if self.record is None:
-            self.record = Record(ref.task_id, ref.generation, "queued", "", payload)
-        if self.record.id != ref.task_id:
+        if self.record and self.record.id == ref.task_id:
+            return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
+        if self.behind and self.behind.id == ref.task_id:
+            return Verdict.WAITING
+        unstarted = [record for record in (self.behind, self.record) if record and record.state == "queued"]
+        runs = self.record is not None and self.record.state == "running"
+        if if_held is IfHeld.LEAVE and (unstarted or runs):
             return Verdict.HELD
-        return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
+        if if_held is IfHeld.JOIN and unstarted:
+            unstarted[0].payload = payload
+            return Verdict.HELD
+        self.replaced |= {record.id for record in unstarted}
+        call = Record(ref.task_id, ref.generation, "queued", "", "")
+        if runs:
+            self.behind = call
+            return Verdict.WAITING
+        self.record, self.behind = call, None
+        return Verdict.ACQUIRED
 
     def begin(self, ref: Ref) -> Verdict:
         if (ref.task_id, ref.generation) in self.done:
             return Verdict.DONE
         if ref.task_id in self.replaced:
             return Verdict.REPLACED
+        payload = ""
         if held := self.record:
             if held.id != ref.task_id:
                 return Verdict.HELD
@@ -80,16 +90,22 @@ class Model:
                 return Verdict.STARTED if held.nonce == ref.nonce else Verdict.COPY
             if held.gen < ref.generation:
                 self.done.add((held.id, held.gen))
-        self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, held.payload if held else "")
+            else:
+                payload = held.payload
+        if self.behind and self.behind.id == ref.task_id:
+            payload = self.behind.payload or payload
+            self.behind = None
+        self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, payload)
         return Verdict.STARTED
 
     def rotate(self, ref: Ref, to: Ref) -> bool:
         held = self.record
         if not held or (held.id, held.nonce) != (ref.task_id, ref.nonce):
-            return False
+            return bool(held) and (held.id, held.gen, held.nonce) == (ref.task_id, to.generation, "")
         if to.generation > held.gen:
             self.done.add((held.id, held.gen))
-        self.record = Record(held.id, to.generation, "queued", "", held.payload)
+        payload = held.payload if to.generation == held.gen else ""
+        self.record = Record(held.id, to.generation, "queued", "", payload)
         return True
 
     def renew(self, ref: Ref) -> Renewal:
@@ -99,13 +115,14 @@ class Model:
             return Renewal.LOST
         return Renewal(self.record.state)
 
-    def finish(self, ref: Ref) -> str:
-        if not self._is_of(ref):
-            return ""
-        freed, self.record = self.record, None
-        if freed.state == "running":
-            self.done.add((freed.id, freed.gen))
-        return freed.payload
+    def finish(self, ref: Ref) -> None:
+        if ref.key == BEHIND:
+            if self.behind and self.behind.id == ref.task_id:
+                self.behind = None
+        elif self._is_of(ref):
+            freed, self.record = self.record, None
+            if freed.state == "running":
+                self.done.add((freed.id, freed.gen))
 
     def _is_of(self, ref: Ref) -> bool:
         held = self.record
@@ -130,7 +147,7 @@ class LockMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.redis.delete(LOCK, done_key(LOCK))
+        self.redis.delete(LOCK, BEHIND, done_key(LOCK))
         self.model = Model()
         self.senders = 0
         self.runs = 0
@@ -148,25 +165,34 @@ class LockMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------ senders
 
-    def acquire(self, ref: Ref, lost: bool, *, again: bool, payload: str = "", replaces: str = "") -> Verdict:
-        call = Call(ref, "app.task", "", TTL, payload=payload, replace=replaces)
+    def acquire(
+        self, ref: Ref, lost: bool, *, again: bool, payload: str = "", if_held: IfHeld = IfHeld.LEAVE
+    ) -> Verdict:
+        call = Call(ref, "app.task", "", TTL, payload=payload, if_held=if_held)
         return self.ask(
             lost,
             lambda: self.backend.acquire_many([call], again=again)[0].verdict,
-            lambda: self.model.acquire(ref, again=again, payload=payload, replaces=replaces),
+            lambda: self.model.acquire(ref, again=again, payload=payload, if_held=if_held),
         )
 
     @precondition(lambda self: self.senders < SENDERS)
-    @rule(targets=(tasks, messages), lost=lost, payload=payloads, replaces=wishes, generation=firsts)
-    def call(self, lost, payload, replaces, generation):
+    @rule(targets=(tasks, messages), lost=lost, payload=payloads, if_held=wishes, generation=firsts)
+    def call(self, lost, payload, if_held, generation):
         self.senders += 1
         ref = Ref(LOCK, f"task {self.senders}", generation)
-        before = self.model.record and replace(self.model.record)
-        verdict = self.acquire(ref, lost, again=False, payload=payload, replaces=replaces)
-        free = before is None or (before.state == "queued" and replaces == "holder")
-        assert verdict is (Verdict.ACQUIRED if free else Verdict.HELD)
-        if before is not None and free:
-            self.replaced.add(before.id)
+        unstarted = [record for record in (self.stored(), self.stored(BEHIND)) if record and record.state == "queued"]
+        runs = self.runner is not None
+        verdict = self.acquire(ref, lost, again=False, payload=payload, if_held=if_held)
+        if if_held is IfHeld.REPLACE:
+            self.replaced |= {record.id for record in unstarted}
+            assert verdict is (Verdict.WAITING if runs else Verdict.ACQUIRED)
+        elif unstarted:  # no newer call overtakes the one that waits
+            assert verdict is Verdict.HELD
+        else:
+            behind = Verdict.WAITING if if_held is IfHeld.JOIN else Verdict.HELD
+            assert verdict is (behind if runs else Verdict.ACQUIRED)
+        if unstarted and if_held is IfHeld.JOIN:
+            assert payload in {record.payload for record in (self.stored(), self.stored(BEHIND)) if record}
         return ref  # even if it is held: a call that somebody waits for is sent in any case
 
     @rule(ref=tasks, lost=lost)
@@ -174,9 +200,9 @@ class LockMachine(RuleBasedStateMachine):
         verdict = self.acquire(ref, lost, again=True)
         assert (verdict is Verdict.DONE) == ((ref.task_id, ref.generation) in self.over or ref.task_id in self.replaced)
 
-    @rule(ref=tasks, lost=lost)
-    def give_up_publishing(self, ref, lost):
-        self.finish(ref, False, lost)
+    @rule(ref=tasks, behind=st.booleans(), lost=lost)
+    def give_up_publishing(self, ref, behind, lost):
+        self.finish(replace(ref, key=BEHIND) if behind else ref, False, lost)
 
     # ------------------------------------------------ workers
 
@@ -197,7 +223,9 @@ class LockMachine(RuleBasedStateMachine):
 
         def verb() -> Verdict:
             before = self.stored()
-            holder = self.backend.begin(ref, lease=LEASE, memory=MEMORY, task="app.task", arguments="")
+            options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+            holder = self.backend.begin(ref, queued=BEHIND, **options)
+            assert holder.payload == (self.stored().payload if holder.verdict is Verdict.STARTED else "")
             if holder.verdict is Verdict.STARTED:
                 self.starts(ref, holder.fence, before)
             return holder.verdict
@@ -237,7 +265,10 @@ class LockMachine(RuleBasedStateMachine):
     def finish(self, ref, runner, lost):
         ref = self.pick(ref, runner)
         before = self.stored()
-        self.ask(lost, lambda: self.backend.finish_many([ref], memory=MEMORY)[0], lambda: self.model.finish(ref))
+        self.ask(lost, lambda: self.backend.finish_many([ref], memory=MEMORY), lambda: self.model.finish(ref))
+        if ref.key == BEHIND:
+            assert self.stored() == before
+            return
         if before is not None and (before.id, before.gen) != (ref.task_id, ref.generation):
             assert self.stored() == before
         if self.runner is not None:
@@ -252,7 +283,7 @@ class LockMachine(RuleBasedStateMachine):
         rotated = self.ask(
             lost, lambda: self.backend.rotate(ref, to=to, ttl=TTL, memory=MEMORY), lambda: self.model.rotate(ref, to)
         )
-        assert rotated == (held and not lost)
+        assert rotated or not held
         if held:
             self.runner = None
             if to.generation > ref.generation:
@@ -280,18 +311,24 @@ class LockMachine(RuleBasedStateMachine):
         self.model.record = None
         self.runner = None
 
+    @rule()
+    def the_place_behind_ends(self):
+        self.redis.delete(BEHIND)
+        self.model.behind = None
+
     # ------------------------------------------------ what always holds
 
-    def stored(self) -> Record | None:
-        return record_of(self.redis.hmget(LOCK, FIELDS))
+    def stored(self, key: str = LOCK) -> Record | None:
+        return record_of(self.redis.hmget(key, FIELDS))
 
     @invariant()
     def the_promises_are_kept(self):
         with self.redis.pipeline() as pipe:
-            pipe.hmget(LOCK, FIELDS).zrange(done_key(LOCK), 0, -1).ttl(LOCK).ttl(done_key(LOCK))
-            fields, done, *lifetimes = pipe.execute()
+            pipe.hmget(LOCK, FIELDS).hmget(BEHIND, FIELDS).zrange(done_key(LOCK), 0, -1)
+            fields, waiting, done, *lifetimes = pipe.ttl(LOCK).ttl(BEHIND).ttl(done_key(LOCK)).execute()
         record = record_of(fields)
         assert record == self.model.record
+        assert record_of(waiting) == self.model.behind
         if self.runner is None:
             assert record is None or record.state == "queued"
         else:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from singlebeat.locks.base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
-from singlebeat.locks.key import lock_key
+from singlebeat.locks.base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict
+from singlebeat.locks.key import behind_key, lock_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
 from tests.support import RedisServer, measured, wait_until
@@ -66,7 +66,7 @@ def acquire(draw: st.DrawFn) -> Ask:
                 st.just(QUEUED_TTL),
                 expiries,
                 payloads,
-                st.sampled_from(["", "", "payload", "holder"]),
+                st.sampled_from([IfHeld.LEAVE, *IfHeld]),
             ),
             min_size=1,
             max_size=2,
@@ -78,9 +78,10 @@ def acquire(draw: st.DrawFn) -> Ask:
 
 @st.composite
 def begin(draw: st.DrawFn) -> Ask:
-    ref, expiry = draw(runs), draw(expiries)
+    ref, expiry, waits = draw(runs), draw(expiries), draw(st.booleans())
     options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
-    return Ask("begin", lambda b: b.begin(ref, **options), ref, expiry)
+    queued = behind_key(ref.key) if waits else ref.key
+    return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, expiry)
 
 
 @st.composite
@@ -143,14 +144,14 @@ def displaced(draw: st.DrawFn) -> list[Ask]:
     """A call loses its lock to another before it starts, and starts none the less."""
     lock, generation = draw(locks), draw(st.sampled_from([0, 0, 0, 1]))
 
-    def taken(task_id: str, wish: str) -> Ask:
-        call = Call(Ref(lock, task_id), "app.task", "1, x=2", QUEUED_TTL, None, "", wish)
+    def taken(task_id: str, if_held: IfHeld) -> Ask:
+        call = Call(Ref(lock, task_id), "app.task", "1, x=2", QUEUED_TTL, None, "", if_held)
         return Ask("acquire", lambda b: b.acquire_many([call]), call)
 
     run = Ref(lock, "a", generation, "n1")
     options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
     begun = Ask("begin", lambda b: b.begin(run, **options), run)
-    return [Ask("unlock", lambda b: b.unlock(lock), lock), taken("a", ""), taken("b", "holder"), begun]
+    return [Ask("unlock", lambda b: b.unlock(lock), lock), taken("a", IfHeld.LEAVE), taken("b", IfHeld.REPLACE), begun]
 
 
 #: Those that are here several times lead on; the others mostly find what those have left.
@@ -178,10 +179,10 @@ class Comparable:
             return [self._plain(one) for one in answer]
         if not isinstance(answer, Holder):
             return answer
-        verdict, task_id, state, since, fence, ttl = astuple(answer)
+        verdict, task_id, state, since, fence, ttl, payload = astuple(answer)
         if fence > self.fences[-1]:
             self.fences.append(fence)
-        return verdict, task_id, state, since is not None, self.fences.index(fence), about(ttl)
+        return verdict, task_id, state, since is not None, self.fences.index(fence), about(ttl), payload
 
     def state(self) -> Any:
         held = {
@@ -217,7 +218,7 @@ def test_redis_and_memory_give_the_same_answers_to_any_history(server: RedisServ
             seen.update(kinds(ask.verb, expected))
         assert in_memory.state() == in_redis.state()
 
-    expected = {f"acquire: {verdict}" for verdict in ("acquired", "running", "done", "held")}
+    expected = {f"acquire: {verdict}" for verdict in ("acquired", "waiting", "running", "done", "held")}
     expected |= {f"begin: {verdict}" for verdict in ("started", "stale", "done", "replaced", "held")}
     expected |= {"renew: running", "renew: over", "renew: lost", "promise: True", "lock: True"}
     for _ in range(3):  # one round is nearly always enough
@@ -272,7 +273,7 @@ def test_a_run_that_is_not_renewed_loses_its_lock_to_the_next_call(backend):
     assert backend.renew_many([RUN], lease=LEASE) == [Renewal.LOST]
     assert backend.get(LOCK) is None
     assert take(backend, "b").verdict is Verdict.ACQUIRED
-    assert backend.finish_many([RUN], memory=MEMORY) == [""]
+    backend.finish_many([RUN], memory=MEMORY)
     assert backend.get(LOCK) == "b"
 
 

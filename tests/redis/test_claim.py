@@ -14,20 +14,24 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from kombu.exceptions import EncodeError, OperationalError, SerializerNotInstalled
+from pydantic import BaseModel
 from redis import Redis
 
 from singlebeat import Singleton
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.base import RUN_HEADER, Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.key import behind_key
 from singlebeat.locks.memory import MemoryBackend
+from singlebeat.locks.redis import RedisBackend
+from singlebeat.tasks import undo
 from singlebeat.tasks.gate import Postponed
 from singlebeat.tasks.policy import decode_arguments
 from singlebeat.tasks.undo import undo_later
 from tests.redis.test_legacy_backend import BytesBackend
-from tests.support import ROOT, free_port, wait_until
+from tests.support import ROOT, wait_until
 from tests.system.apps import make_app
 
 MEMORY, LEASE = 3600.0, 60.0
@@ -54,9 +58,13 @@ class Shop:
         self.app, self.redis, self.backend = app, redis, backend_of(app)
 
     def begin(self, lock: str, task_id: str, generation: int = 0) -> Ref:
+        self.begins(lock, task_id, generation)
+        return Ref(lock, task_id, generation, f"run of {task_id}")
+
+    def begins(self, lock: str, task_id: str, generation: int = 0) -> Holder:
         run = Ref(lock, task_id, generation, f"run of {task_id}")
-        self.backend.begin(run, lease=LEASE, memory=MEMORY, task="claimed", arguments="")
-        return run
+        queued = behind_key(lock)
+        return self.backend.begin(run, queued=queued, lease=LEASE, memory=MEMORY, task="claimed", arguments="")
 
     def run(self, lock: str, task_id: str) -> None:
         """Let a call that waits run and end."""
@@ -138,54 +146,132 @@ class ByInitial(Singleton):
 
 
 @pytest.mark.parametrize("runs", [False, True], ids=["waits", "runs"])
-def test_a_key_of_its_own_leaves_the_latest_arguments_to_the_call_that_comes_after(define, shop, runs):
+def test_a_key_of_its_own_leaves_the_latest_arguments_to_the_call_that_waits(define, shop, runs):
     task = define(base=ByInitial, overlap="buffer_one")
     lock = task.generate_lock(task.name, ["early"])
     task.apply_async(["early"], task_id="first")
     if runs:
         shop.begin(lock, "first")
+        task.apply_async(["even later"], task_id="second")
+    waiting, place = ("second", behind_key(lock)) if runs else ("first", lock)
 
-    task.apply_async(["even later"], task_id="second")
     result = task.delay("eventually")
 
-    assert shop.sent == ["first", "second"]
-    assert (result.id, result.is_duplicate) == ("second", True)
-    assert decode_arguments(shop.redis.hget(f"{lock}:next", "payload"))[0] == ["eventually"]
+    assert shop.sent == (["first", "second"] if runs else ["first"])
+    assert (result.id, result.is_duplicate) == (waiting, True)
+    assert decode_arguments(shop.redis.hget(place, "payload"))[0] == ["eventually"]
+
+
+@pytest.mark.parametrize("overlap", ["skip", "buffer_one"])
+def test_no_call_overtakes_the_one_that_waits_between_two_tries(define, shop, overlap):
+    task = define(overlap="buffer_one", unique_on=[])
+    lock = task.generate_lock(task.name, [1])
+    task.apply_async([1], task_id="first")
+    run = shop.begin(lock, "first")
+    task.apply_async([2], task_id="older")
+    shop.backend.finish_many([run], memory=MEMORY)
+
+    result = task.apply_async([3], task_id="latest", overlap=overlap)
+
+    assert (result.id, result.is_duplicate) == ("older", True)
+    assert shop.sent == ["first", "older"]
+
+
+def test_a_model_of_pydantic_is_kept_as_it_is_sent(app, shop):
+
+    class Model(BaseModel):
+        a: int
+
+    def body(model: Model) -> None: ...
+
+    body.__annotations__["model"] = Model  # not as text: the class is local
+    task = app.task(
+        body, name="modelled", base=Singleton, shared=False, pydantic=True, overlap="buffer_one", unique_on=[]
+    )
+    task.apply_async([Model(a=1)], task_id="first")
+
+    task.delay(Model(a=2))
+
+    payload = shop.redis.hget(task.generate_lock(task.name, [Model(a=1)]), "payload")
+    assert decode_arguments(payload) == ([{"a": 2}], {})
 
 
 # ---------------------------------------------------------------- a call that cannot be sent
 
 
+def test_arguments_without_json_cannot_be_kept_for_another_run(define, shop):
+    task = define(overlap="buffer_one", unique_on=["value"], serializer="pickle")
+
+    with pytest.raises(TypeError, match="buffer_one keeps arguments as JSON, argument 1 has none"):
+        task.delay(1, object())
+
+    assert shop.sent == []
+    assert shop.redis.keys("SINGLETONLOCK_*") == []
+
+
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
-def test_a_call_that_cannot_be_encoded_ends_nothing(define, shop, revoked, overlap):
+@pytest.mark.parametrize("runs", [False, True], ids=["waits", "runs"])
+def test_a_call_that_cannot_be_sent_ends_no_other(define, shop, revoked, overlap, runs):
     task = define(overlap=overlap, unique_on=["value"])
     lock = task.generate_lock(task.name, [1])
-    shop.begin(lock, "running")
+    task.apply_async([1], task_id="other")
+    if runs:
+        shop.begin(lock, "other")
+    before = shop.redis.hgetall(lock)
 
     with pytest.raises(EncodeError):
         task.delay(1, object())
 
     assert revoked() == []
+    assert shop.redis.hgetall(lock) == before
     assert shop.redis.keys("SINGLETONLOCK_*") == [lock]
-
-
-def test_a_call_that_cannot_be_encoded_takes_the_place_of_none_that_waits(define, shop):
-    task = define(overlap="cancel_other", unique_on=["value"])
-    lock = task.generate_lock(task.name, [1])
-    task.apply_async([1], task_id="waits")
-
-    with pytest.raises(EncodeError):
-        task.delay(1, object())
-
-    assert shop.holder(lock) == ["waits", "queued"]
+    if not runs:
+        assert shop.begins(lock, "other").verdict is Verdict.STARTED
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
-def test_a_call_that_cannot_take_its_place_in_the_queue_ends_nothing(define, shop, revoked, overlap):
+def test_a_call_takes_its_place_only_when_it_is_sent(define, shop, overlap, monkeypatch):
+    """What waits may start while the broker is slow to take the message: then the new call runs after it."""
+    task = define(overlap=overlap)
+    lock = task.generate_lock(task.name, [1])
+    task.apply_async([1], task_id="first")
+    publish = Task.apply_async
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert shop.begins(lock, "first").verdict is Verdict.STARTED
+        return publish(*args, **options)
+
+    monkeypatch.setattr(Task, "apply_async", slow)
+    result = task.apply_async([1], task_id="second")
+
+    assert (result.waits_for.task_id, result.waits_for.state) == ("first", "running")
+    assert shop.holder(behind_key(lock)) == ["second", "queued"]
+
+
+def test_a_call_that_started_before_it_took_its_place_takes_no_lock_again(define, shop, monkeypatch):
+    task = define(overlap="cancel_other")
+    lock = task.generate_lock(task.name, [1])
+    task.apply_async([1], task_id="first")
+    publish = Task.apply_async
+
+    def quick(*args: Any, **options: Any) -> Any:
+        result = publish(*args, **options)
+        shop.run(lock, "first")
+        shop.run(lock, "second")
+        return result
+
+    monkeypatch.setattr(Task, "apply_async", quick)
+    task.apply_async([1], task_id="second")
+
+    assert shop.redis.keys("SINGLETONLOCK_*") == [f"{lock}:done"]
+
+
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+def test_a_place_behind_that_is_no_lock_is_named_and_nothing_ends(define, shop, revoked, overlap):
     task = define(overlap=overlap, unique_on=["value"])
     lock = task.generate_lock(task.name, [1])
     shop.begin(lock, "running")
-    shop.redis.set(f"{lock}:next", "no lock")
+    shop.redis.set(behind_key(lock), "no lock")
 
     with pytest.raises(LockBackendError, match="is unusable: WRONGTYPE"):
         task.delay(1)
@@ -194,32 +280,66 @@ def test_a_call_that_cannot_take_its_place_in_the_queue_ends_nothing(define, sho
     assert shop.sent == []
 
 
-def test_the_latest_call_ends_the_one_that_runs_and_leaves_its_arguments_to_the_one_that_waits(define, shop, revoked):
-    task = define(overlap="cancel_other", unique_on=["value"])
+@pytest.mark.parametrize(("overlap", "ended"), [("cancel_other", []), ("terminate_other", ["running", "running"])])
+def test_the_latest_call_replaces_the_one_that_waits(define, shop, revoked, overlap, ended):
+    task = define(overlap=overlap, unique_on=["value"])
     lock = task.generate_lock(task.name, [1])
     shop.begin(lock, "running")
-    task.apply_async([1, "early"], task_id="waits")
-    early = shop.redis.hget(f"{lock}:next", "payload")
+    task.apply_async([1, "early"], task_id="early")
 
-    result = task.delay(1, "late")
+    result = task.apply_async([1, "late"], task_id="late")
 
-    assert (result.id, result.is_duplicate) == ("waits", True)
-    assert revoked() == ["running", "running"]
-    assert shop.redis.hget(f"{lock}:next", "payload") != early
+    assert (result.id, result.is_duplicate, result.waits_for.task_id) == ("late", False, "running")
+    assert shop.sent == ["early", "late"]
+    assert revoked() == ended
+    assert shop.holder(behind_key(lock)) == ["late", "queued"]
+    assert shop.begins(lock, "early").verdict is Verdict.REPLACED
 
 
-def test_a_call_that_cannot_say_whom_it_ends_leaves_no_lock(server, redis):
-    no_retries = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
-    away = {"broker_url": f"redis://127.0.0.1:{free_port()}", "broker_transport_options": no_retries}
-    with make_app(server.celery_url, away) as app:
-        task = app.task(hold, name="claimed", base=Singleton, shared=False, overlap="cancel_other")
-        lock = task.generate_lock(task.name, [1])
-        Shop(app, redis).begin(lock, "running")
+@pytest.mark.parametrize("fails", ["the broker", "the locks' server"])
+def test_a_call_that_is_sent_is_not_lost_to_a_failure_after_it(define, shop, fails, monkeypatch, caplog):
+    task = define(overlap="terminate_other")
+    shop.begin(task.generate_lock(task.name, [1]), "running")
+    acquire = RedisBackend.acquire_many
 
-        with pytest.raises(OperationalError):
-            task.delay(1)
+    def once(backend: Any, calls: Any, **options: Any) -> Any:
+        if calls[0].if_held is IfHeld.REPLACE:
+            raise LockBackendError("as asked")
+        return acquire(backend, calls, **options)
 
-        assert redis.keys("SINGLETONLOCK_*") == [lock]
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OperationalError("as asked")
+
+    if fails == "the broker":
+        monkeypatch.setattr(task.app.control, "revoke", refuse)
+    else:
+        monkeypatch.setattr(RedisBackend, "acquire_many", once)
+
+    result = task.apply_async([1], task_id="second")
+
+    assert (result.id, result.is_duplicate) == ("second", False)
+    assert shop.sent == ["second"]
+    assert f"event={'not_terminated' if fails == 'the broker' else 'not_replaced'}" in caplog.text
+
+
+def test_a_call_that_is_not_sent_frees_its_lock_when_its_server_goes_on(server, redis, own_server):
+    conf = {"singleton_backend_url": own_server.url, "singlebeat_socket_timeout": 0.2}
+    with make_app(server.celery_url, conf) as app:
+        task = app.task(hold, name="claimed", base=Singleton, shared=False)
+
+        def hang(*args: Any, **options: Any) -> Any:
+            own_server.pause()
+            raise OperationalError("as asked")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Task, "apply_async", hang)
+            with pytest.raises(OperationalError):
+                task.delay(1)
+        own_server.resume()
+        all_undone()
+
+        with own_server.client() as client:
+            assert client.keys() == []
 
 
 # ---------------------------------------------------------------- a call that was refused
@@ -267,6 +387,30 @@ def test_a_refused_call_that_is_repeated_keeps_its_lock(refuse, own_server, head
 
     with own_server.client() as client:
         assert client.hget(task.generate_lock(task.name, [1]), "id") == "mine"
+
+
+def test_no_call_is_a_duplicate_of_one_that_was_refused(server, own_server, monkeypatch):
+    """The reply to a call is lost, and an equal one comes before its lock is freed."""
+    conf = {"singleton_backend_url": own_server.url}
+    with make_app(server.celery_url, conf) as app:
+        task = app.task(hold, name="claimed", base=Singleton, shared=False)
+        acquire = RedisBackend.acquire_many
+
+        def lose_the_reply(backend: Any, calls: Any, **options: Any) -> Any:
+            acquire(backend, calls, **options)
+            raise LockBackendError("as asked")
+
+        # The thread that frees it has not come to it yet.
+        monkeypatch.setattr(undo, "_undoing", undo._Undoing())
+        monkeypatch.setattr(undo, "start_native_thread", lambda *_: None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RedisBackend, "acquire_many", lose_the_reply)
+            with pytest.raises(LockBackendError):
+                task.apply_async([1], task_id="refused")
+
+        result = task.apply_async([1], task_id="mine")
+
+        assert (result.id, result.is_duplicate) == ("mine", False)
 
 
 UNDONE_BESIDE_GREENLETS = """

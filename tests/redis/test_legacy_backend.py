@@ -94,7 +94,7 @@ def begin(backend: BaseBackend, ref: Ref = RUN, *, expiry: float | None = None) 
 
 
 def finish(backend: BaseBackend, ref: Ref = RUN) -> None:
-    assert backend.finish_many([ref], memory=MEMORY, ran=True) == [""]
+    backend.finish_many([ref], memory=MEMORY, ran=True)
 
 
 def test_a_call_takes_a_free_lock_and_its_equal_learns_who_has_it(backend):

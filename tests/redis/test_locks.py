@@ -15,8 +15,8 @@ from redis import Redis
 from redis.exceptions import ReadOnlyError
 
 from singlebeat.errors import LockBackendError
-from singlebeat.locks.base import Call, Holder, Ref, Renewal, Ticket, Verdict
-from singlebeat.locks.key import done_key, lock_key
+from singlebeat.locks.base import Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.key import behind_key, done_key, lock_key
 from singlebeat.locks.redis import WORKER_KEY, RedisBackend
 from singlebeat.lua import Script, packed
 from tests.support import RedisServer, free_port, wait_until
@@ -56,8 +56,8 @@ def acquire(backend: RedisBackend, ref: Ref = A, *, again: bool = False, **optio
     return backend.acquire_many([call(ref, **options)], again=again)[0]
 
 
-def begin(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE, expiry: float | None = None) -> Holder:
-    return backend.begin(ref, lease=lease, memory=MEMORY, task="app.task", arguments="1, x=2", expiry=expiry)
+def begin(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE, **options) -> Holder:
+    return backend.begin(ref, lease=lease, memory=MEMORY, task="app.task", arguments="1, x=2", **options)
 
 
 def rotate(backend: RedisBackend, ref: Ref, to: Ref, *, ttl: float = QUEUED_TTL) -> bool:
@@ -72,8 +72,7 @@ def finish(redis: Redis, ref: Ref = RUN, *, memory: float = MEMORY) -> str:
     """Call the script itself: the backend drops its verdict."""
     args = (round(memory * 1000), 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
     reply = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key)), args)
-    ((verdict, payload),) = json.loads(reply)
-    assert payload == ""
+    (verdict,) = json.loads(reply)
     return verdict
 
 
@@ -100,11 +99,10 @@ def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis, again, bes
         begin(backend, foreign)
     begin(backend, RUN)
     renewed = backend.renew_many([foreign, RUN], lease=LEASE)
-    finished = backend.finish_many([foreign, RUN], memory=MEMORY, ran=True)
+    backend.finish_many([foreign, RUN], memory=MEMORY, ran=True)
 
     assert [holder.verdict for holder in acquired] == [Verdict.UNUSABLE, Verdict.ACQUIRED]
     assert renewed == [Renewal.LOST, Renewal.RUNNING]
-    assert finished == ["", ""]
     assert not redis.exists(LOCK)
     assert redis.keys(f"*{PREFIX}{{d2}}*") == [key]
     assert redis.get(key) == "somebody else's"
@@ -313,41 +311,123 @@ def test_many_locks_are_acquired_at_once_and_answered_in_order(backend):
     assert [h.task_id for h in holders] == ["task 0", "task 1", "task 2"] * 2
 
 
-def test_a_payload_waits_for_who_frees_the_lock(backend):
-    acquire(backend, payload="[1]")
+# ---------------------------------------------------------------- the place behind a run
 
-    assert backend.finish_many([A], memory=MEMORY) == ["[1]"]
-    assert backend.finish_many([A], memory=MEMORY) == [""]
+BEHIND = behind_key(LOCK)
 
 
-def test_a_payload_stays_through_run_and_retry(backend):
-    acquire(backend, payload="[1]")
+def test_a_call_that_joins_waits_behind_the_run(backend, redis, lives):
+    acquire(backend)
     begin(backend)
+
+    holder = acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
+
+    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.WAITING, "a", "running")
+    assert redis.hmget(BEHIND, "id", "state", "payload") == ["b", "queued", ""]
+    assert lives(QUEUED_TTL, BEHIND)
+
+
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_the_call_that_has_not_started_gets_the_latest_arguments(backend, redis, state):
+    acquire(backend)
+    waiting, run = A, RUN
+    if state == "running":
+        begin(backend)
+        acquire(backend, B, if_held=IfHeld.JOIN)
+        waiting, run = B, replace(B, nonce="n2")
+    holders = [acquire(backend, Ref(LOCK, id_), payload=f"[{id_}]", if_held=IfHeld.JOIN) for id_ in "cd"]
+    if state == "running":
+        finish(redis)
+
+    started = begin(backend, run, queued=BEHIND)
+
+    assert [(holder.verdict, holder.task_id) for holder in holders] == [(Verdict.HELD, waiting.task_id)] * 2
+    assert (started.verdict, started.payload) == (Verdict.STARTED, "[d]")
+    assert not redis.exists(BEHIND)
+
+
+@pytest.mark.parametrize("if_held", IfHeld)
+def test_no_newer_call_overtakes_the_one_that_waits(backend, redis, if_held):
+    acquire(backend)
+    begin(backend)
+    acquire(backend, B, if_held=IfHeld.JOIN)
+    finish(redis)  # and the call that waits has not seen it yet
+
+    holder = acquire(backend, Ref(LOCK, "c"), payload="[3]", if_held=if_held)
+    waiter = begin(backend, replace(B, nonce="n2"), queued=BEHIND)
+
+    if if_held is IfHeld.REPLACE:
+        assert (holder.verdict, holder.task_id) == (Verdict.ACQUIRED, "c")
+        assert waiter.verdict is Verdict.REPLACED
+    else:
+        assert (holder.verdict, holder.task_id, holder.state) == (Verdict.HELD, "b", "queued")
+        assert (waiter.verdict, waiter.payload) == (Verdict.STARTED, "[3]" if if_held is IfHeld.JOIN else "")
+
+
+def test_a_call_that_replaces_takes_the_places_of_all_that_have_not_started(backend, redis):
+    acquire(backend)
+    begin(backend)
+    acquire(backend, B, if_held=IfHeld.JOIN)
+
+    behind_a_run = acquire(backend, Ref(LOCK, "c"), if_held=IfHeld.REPLACE)
     rotate(backend, RUN, later(A))
-    begin(backend, later(A, 1, "n2"))
+    alone = acquire(backend, Ref(LOCK, "d"), if_held=IfHeld.REPLACE)
 
-    assert backend.finish_many([RUN, later(A, 1, "n2")], memory=MEMORY) == ["", "[1]"]
+    assert (behind_a_run.verdict, behind_a_run.task_id) == (Verdict.WAITING, "a")
+    assert alone.verdict is Verdict.ACQUIRED
+    for ref in (B, Ref(LOCK, "c"), later(A)):
+        assert begin(backend, replace(ref, nonce="n9"), queued=BEHIND).verdict is Verdict.REPLACED
+    assert begin(backend, Ref(LOCK, "d", nonce="n9")).verdict is Verdict.STARTED
 
 
-def test_the_payload_of_a_holder_that_waits_may_be_replaced(backend, redis, lives):
-    acquire(backend, payload="[1]")
-    before = redis.hgetall(LOCK)
+def test_the_latest_arguments_stay_with_a_run_that_begins_twice(backend):
+    acquire(backend)
+    acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
 
-    holder = acquire(backend, B, payload="[2]", replace="payload", ttl=QUEUED_TTL * 10)
+    assert [begin(backend).payload, begin(backend).payload] == ["[2]", "[2]"]
 
-    assert (holder.verdict, holder.task_id) == (Verdict.HELD, "a")
-    assert redis.hgetall(LOCK) == {**before, "payload": "[2]"}
-    assert lives(QUEUED_TTL)
-    assert backend.finish_many([A], memory=MEMORY) == ["[2]"]
+
+def test_a_message_that_the_broker_takes_back_keeps_the_latest_arguments(backend):
+    acquire(backend)
+    acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
+    begin(backend)
+    rotate(backend, RUN, A)
+
+    assert begin(backend, replace(A, nonce="n2")).payload == "[2]"
+
+
+@pytest.mark.parametrize("way", ["rotated", "promised", "neither, because the server was away"])
+def test_a_retry_has_arguments_of_its_own(backend, way):
+    acquire(backend)
+    acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
+    begin(backend)
+    if way == "rotated":
+        rotate(backend, RUN, later(A))
+    if way == "promised":
+        backend.promise(RUN, to=later(A), ttl=QUEUED_TTL)
+        backend.finish_many([RUN], memory=MEMORY)
+
+    started = begin(backend, later(A, 1, "n2"))
+
+    assert (started.verdict, started.payload) == (Verdict.STARTED, "")
+
+
+def test_a_place_behind_that_is_no_lock_is_named(backend, redis):
+    redis.set(BEHIND, "no lock")
+
+    assert acquire(backend).verdict is Verdict.UNUSABLE
+    assert redis.keys(f"{PREFIX}*") == [BEHIND]
+    with pytest.raises(LockBackendError, match="WRONGTYPE"):
+        begin(backend, queued=BEHIND)
 
 
 def test_a_holder_that_waits_may_be_replaced(backend, redis, lives):
-    acquire(backend, payload="[1]", expiry=LEASE)
+    acquire(backend, expiry=LEASE)
 
-    holder = acquire(backend, B, payload="[2]", replace="holder")
+    holder = acquire(backend, B, if_held=IfHeld.REPLACE)
 
     assert (holder.verdict, holder.task_id, holder.state) == (Verdict.ACQUIRED, "b", "queued")
-    assert redis.hmget(LOCK, "id", "gen", "state", "payload", "until") == ["b", "0", "queued", "[2]", None]
+    assert redis.hmget(LOCK, "id", "gen", "state", "payload", "until") == ["b", "0", "queued", "", None]
     assert lives(QUEUED_TTL)
     assert begin(backend).verdict is Verdict.REPLACED
     assert finish(redis) == finish(redis, A) == "kept"
@@ -355,7 +435,7 @@ def test_a_holder_that_waits_may_be_replaced(backend, redis, lives):
 
 def test_a_holder_that_was_replaced_is_remembered_for_as_long_as_it_may_wait(backend, redis):
     acquire(backend, ttl=2 * MEMORY)
-    acquire(backend, B, ttl=1.0, replace="holder")
+    acquire(backend, B, ttl=1.0, if_held=IfHeld.REPLACE)
     run = replace(B, nonce="n2")
     begin(backend, run)
     backend.finish_many([run], memory=0.001)
@@ -372,7 +452,7 @@ def test_a_holder_that_was_replaced_is_remembered_for_as_long_as_it_may_wait(bac
 
 def test_a_holder_that_was_replaced_never_starts(backend, redis):
     acquire(backend)
-    acquire(backend, B, replace="holder")
+    acquire(backend, B, if_held=IfHeld.REPLACE)
     begin(backend, replace(B, nonce="n2"))
     backend.finish_many([replace(B, nonce="n2")], memory=MEMORY)
 
@@ -384,26 +464,64 @@ def test_a_holder_that_was_replaced_never_starts(backend, redis):
     assert begin(backend).verdict is Verdict.STARTED
 
 
-@pytest.mark.parametrize("replaced", ["payload", "holder"])
-def test_nothing_is_replaced_in_a_run(backend, redis, lives, replaced):
-    acquire(backend, payload="[1]")
+def test_a_call_that_was_replaced_may_be_made_again(backend, redis):
+    acquire(backend)
+    acquire(backend, B, if_held=IfHeld.REPLACE)
+    begin(backend, replace(B, nonce="n2"))
+
+    assert acquire(backend, if_held=IfHeld.JOIN).verdict is Verdict.WAITING
+    finish(redis, replace(B, nonce="n2"))
+    assert begin(backend, queued=BEHIND).verdict is Verdict.STARTED
+
+
+@pytest.mark.parametrize("if_held", IfHeld)
+def test_a_run_keeps_its_lock_whatever_a_call_wants(backend, redis, lives, if_held):
+    acquire(backend)
     begin(backend)
     before = redis.hgetall(LOCK)
 
-    holder = acquire(backend, B, payload="[2]", replace=replaced)
+    holder = acquire(backend, B, payload="[2]", if_held=if_held)
 
-    assert (holder.verdict, holder.task_id, holder.state) == (Verdict.HELD, "a", "running")
+    verdict = Verdict.HELD if if_held is IfHeld.LEAVE else Verdict.WAITING
+    assert (holder.verdict, holder.task_id, holder.state) == (verdict, "a", "running")
     assert redis.hgetall(LOCK) == before
     assert lives(LEASE)
 
 
-@pytest.mark.parametrize("replaced", ["payload", "holder"])
-def test_a_repeated_publish_replaces_nothing_of_its_own(backend, redis, replaced):
-    acquire(backend, payload="[1]", replace=replaced)
-    before = redis.hgetall(LOCK)
+@pytest.mark.parametrize("if_held", IfHeld)
+@pytest.mark.parametrize("runs", [False, True], ids=["alone", "behind a run"])
+def test_a_repeated_call_changes_nothing(backend, redis, if_held, runs):
+    if runs:
+        acquire(backend, B)
+        begin(backend, replace(B, nonce="n2"))
+    first = acquire(backend, payload="[1]", if_held=if_held)
+    before = [redis.hgetall(key) for key in (LOCK, BEHIND)]
 
-    assert acquire(backend, payload="[2]", replace=replaced).verdict is Verdict.ACQUIRED
-    assert redis.hgetall(LOCK) == before
+    assert acquire(backend, payload="[1]", if_held=if_held).verdict is first.verdict
+    assert [redis.hgetall(key) for key in (LOCK, BEHIND)] == before
+
+
+# ---------------------------------------------------------------- a server that is late
+
+
+def test_a_server_that_was_stopped_takes_no_lock_for_a_caller_that_has_gone(own_server):
+    backend = RedisBackend(own_server.url, timeout=0.3)
+    backend.get(LOCK)
+    own_server.pause()
+    with pytest.raises(LockBackendError):
+        acquire(backend)
+    own_server.resume()
+
+    other = RedisBackend(own_server.url, timeout=5)
+    assert acquire(other, B).verdict is Verdict.ACQUIRED
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_a_clock_that_differs_from_the_servers_refuses_no_call(server, redis, ahead):
+    backend = RedisBackend(server.url)
+    backend._ahead += ahead
+
+    assert acquire(backend).verdict is Verdict.ACQUIRED
 
 
 @pytest.mark.parametrize("verb", ["acquire_many", "renew_many", "finish_many"])

@@ -301,8 +301,8 @@ def test_expires_counts_from_the_dispatch(desk):
         ("buffer_one", "skipped_overlap", 0),  # the first is still queued, and the same call: nothing would be new
         ("buffer_all", "buffered", 3),
         ("allow_all", "dispatched", 0),
-        ("cancel_other", "dispatched", 0),
-        ("terminate_other", "dispatched", 0),
+        ("cancel_other", "dispatched", 2),
+        ("terminate_other", "dispatched", 2),
     ],
 )
 def test_overlap_decides_about_calls_that_wait_in_the_queue(desk, task, overlap, later, waiting):

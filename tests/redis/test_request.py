@@ -23,7 +23,7 @@ from kombu.utils.uuid import uuid
 from singlebeat import Singleton
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
-from singlebeat.locks.key import done_key
+from singlebeat.locks.key import behind_key, done_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.ends import flush_ends
 from singlebeat.tasks.renewer import renewer_of
@@ -365,20 +365,16 @@ def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, d
     assert not task.delay("a", 1, times=4).is_duplicate
 
 
-def test_a_run_that_has_its_lock_keeps_its_fence_when_the_rest_of_its_start_fails(server, app, deliver, redis):
-    with without(server, "flushall") as url:
-        app.conf.update(singleton_backend_url=url, singleton_on_backend_error="run")
-        task = app.task(
-            told, name="app.told", bind=True, base=Singleton, shared=False, lock="until_and_while_executing"
-        )
-        result = task.delay("a", 2)
-        redis.acl_setuser("mute", enabled=True, commands=["-del"])  # so that nothing can be freed
+def test_arguments_in_a_lock_that_cannot_be_read_leave_a_run_its_own(app, deliver, buffered, run, redis, caplog):
+    lock = run.key
+    result = buffered.delay("a", 2)
+    redis.hset(behind_key(lock), "payload", '["application/x-python-serialize", "binary", "gASVAAAA"]')
+    backend_of(app).finish_many([run], memory=60)
 
-        started(deliver(task))
+    started(deliver(buffered))
 
-        value, fence = result.get(timeout=5)
-        lock = task.generate_lock(task.name, ["a", 2])
-        assert (value, str(fence)) == (2, redis.hget(lock, "fence"))
+    assert result.get(timeout=5)[0] == 2
+    assert "event=payload_unreadable" in caplog.text
 
 
 # ---------------------------------------------------------------- calls that are sent by name

@@ -63,6 +63,15 @@ def retry_once(self: Any, name: str) -> str:
         return name
 
 
+def retry_after(self: Any, name: str, value: Any, countdown: float = 0) -> Any:
+    """Run once more after so many seconds, if there are any."""
+    with recorded(name) as client:
+        client.blpop([f"go:{name}"], timeout=60)
+        if countdown and not self.request.retries:
+            raise self.retry(countdown=countdown)
+        return value
+
+
 def fail(name: str) -> None:
     with recorded(name) as client:
         client.blpop([f"go:{name}"], timeout=60)
@@ -107,6 +116,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "on_nothing": {"unique_on": []},
     "report": {"bind": True, "function": report},
     "retry_once": {"bind": True, "function": retry_once, "lock_expiry": 600, "max_retries": 1},
+    "retry_after": {"bind": True, "function": retry_after, "unique_on": ["name"]},
     "fail": {"function": fail},
     "again": {"bind": True, "function": again},
     "become": {"bind": True, "function": become, "base": None},
@@ -169,8 +179,16 @@ class Served:
     def over(self, name: str, ids: list[str]) -> None:
         """Check that exactly these runs of a case have been, and that nothing is left which could start another."""
         self.oracle.wait_ended(len(ids), name, timeout=PATIENCE)
-        wait_until(lambda: not self._waiting(name), timeout=PATIENCE, what=f"the last message of {name}")
+        self.quiet(name)
         assert sorted(run.id for run in self.oracle.runs(name)) == sorted(ids)
+
+    def postponed(self, task_id: str, times: int) -> None:
+        """Return when a message has met its lock so many times, and waits for its next try."""
+        self.worker.wait_for(rf"event=postponed task=\S+ id={task_id}", count=times)
+
+    def quiet(self, name: str) -> None:
+        """Return when no message of a case is left."""
+        wait_until(lambda: not self._waiting(name), timeout=PATIENCE, what=f"the last message of {name}")
 
     def _waiting(self, name: str) -> list[str]:
         """Return what is left in queues and in the worker: its messages carry the case's name in their arguments."""

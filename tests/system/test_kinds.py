@@ -12,6 +12,7 @@ from kombu.utils.uuid import uuid
 from singlebeat import DuplicateTaskError, Singleton
 from singlebeat.errors import ConfigError
 from singlebeat.locks.base import HEADER
+from singlebeat.locks.key import behind_key
 from singlebeat.overlap import Overlap
 from singlebeat.tasks.policy import Lock
 from tests.support import wait_until
@@ -146,7 +147,7 @@ def test_until_and_while_executing_lets_one_run_and_one_wait(at, name):
     at.over(name, [first.id, second.id])
     assert at.oracle.max_concurrent(name) == 1
     lock = at.lock("until_and_while_executing", name)
-    at.free(lock, f"{lock}:next")
+    at.free(lock, behind_key(lock))
 
 
 # ---------------------------------------------------------------- overlap: what becomes of a call that meets its equal
@@ -211,7 +212,39 @@ def test_buffer_one_runs_once_more_with_the_latest_arguments(at, call, name):
     at.over(name, [first.id, second.id])
     assert at.oracle.max_concurrent(name) == 1
     lock = call.lock("buffer_one", name)
-    at.free(lock, f"{lock}:next")
+    at.free(lock, behind_key(lock))
+
+
+@pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other"])
+def test_the_last_run_is_never_that_of_an_older_call(at, name, overlap):
+    task = at.task(overlap)
+    first = task.apply_async((name, 1))
+    at.oracle.wait_started(1, name)
+    older = task.apply_async((name, 2))
+    at.postponed(older.id, 4)  # it sleeps for seconds by now
+    at.oracle.let_go(name, 3)
+    first.get(timeout=PATIENCE)
+
+    latest = task.apply_async((name, 3))  # while the older one sleeps between two tries
+
+    assert latest.get(timeout=PATIENCE) == 3
+    at.quiet(name)
+    assert at.oracle.runs(name)[-1].id == latest.id
+    assert at.oracle.max_concurrent(name) == 1
+    lock = at.lock(overlap, name)
+    at.free(lock, behind_key(lock))
+
+
+def test_a_run_that_another_call_waits_for_goes_on_with_its_retry(at, name):
+    task = at.task("retry_after")
+    first = task.apply_async((name, 1, 0.5))
+    at.oracle.wait_started(1, name)
+    second = task.apply_async((name, 2), overlap="cancel_other")
+    at.oracle.let_go(name, 3)
+
+    assert first.get(timeout=PATIENCE) == 1
+    assert second.get(timeout=PATIENCE) == 2
+    assert at.oracle.max_concurrent(name) == 1
 
 
 def test_buffer_all_lets_each_wait_for_its_turn(at, call, name):
@@ -239,7 +272,7 @@ def test_cancel_other_runs_after_a_run_that_has_begun(at, call, name):
     at.over(name, [first.id, second.id])
     assert at.oracle.max_concurrent(name) == 1
     lock = call.lock("cancel_other", name)
-    at.free(lock, f"{lock}:next")
+    at.free(lock, behind_key(lock))
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
@@ -285,7 +318,7 @@ def test_terminate_other_ends_the_run_and_begins_after_it(at, call, name):
     assert [run.id for run in at.oracle.runs(name)] == [first.id, second.id]
     assert at.oracle.max_concurrent(name) == 1
     lock = call.lock("terminate_other", name)
-    at.free(lock, f"{lock}:next")
+    at.free(lock, behind_key(lock))
 
 
 def test_allow_all_runs_beside_the_other(at, call, name):
