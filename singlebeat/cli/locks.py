@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -17,8 +17,6 @@ from .output import command, fail, printable, progress, show_json, table
 from .workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from celery import Celery
 
 
@@ -30,10 +28,13 @@ def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], Lock]]:
         yield key, record, lock
 
 
-def held(app: Celery) -> Iterator[Lock]:
-    """Yield all locks of an app that are held."""
-    for _, _, lock in _records(app):
-        yield lock
+def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, Lock]:
+    """Return the locks that task ids hold, one for each that holds any; read no more locks than that takes."""
+    found: dict[str, Lock] = {}
+    locks = (lock for _, _, lock in _records(app) if lock.task_id in task_ids)
+    while len(found) < len(task_ids) and (lock := next(locks, None)) is not None:
+        found[lock.task_id] = lock
+    return found
 
 
 @command("locks")

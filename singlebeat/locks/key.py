@@ -11,7 +11,7 @@ from typing import Any
 
 from kombu.utils import json as kombu_json
 
-__all__ = ("canonical", "check_sendable", "digest", "done_key", "lock_key", "readable")
+__all__ = ("canonical", "check_sendable", "digest", "done_key", "is_done_key", "lock_key", "readable")
 
 #: Characters of the arguments that a lock shows to people.
 READABLE_LENGTH = 200
@@ -84,6 +84,11 @@ def lock_key(prefix: str, digest: str) -> str:
 def done_key(lock: str) -> str:
     """Return the key beside a lock that remembers which runs ended under it."""
     return f"{lock}:done" if _HASH_TAG.match(lock) else f"{{{lock}}}:done"
+
+
+def is_done_key(key: str) -> bool:
+    """Return whether a key looks like one of ``done_key``."""
+    return key.endswith(":done") and _HASH_TAG.match(key) is not None
 
 
 def check_sendable(*texts: str) -> None:
