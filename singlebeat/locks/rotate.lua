@@ -12,7 +12,7 @@
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
 --          rotated  done
---          lost     the lock is not held so; nothing was written
+--          lost     the lock is not held so, or it is no lock; nothing was written. A repetition finds it so, too
 
 local lock, done = KEYS[1], KEYS[2]
 local id, nonce, to_gen = ARGV[1], ARGV[2], ARGV[3]
@@ -26,13 +26,17 @@ local function reply(verdict)
   return {verdict, r[1] or "", r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
 end
 
-local record = redis.call("HMGET", lock, "id", "gen", "nonce", "until")
+local record = redis.pcall("HMGET", lock, "id", "gen", "nonce", "until")
+if record.err then
+  return {"lost", "", "", "0", "0", 0}
+end
 if record[1] ~= id or record[3] ~= nonce then
   return reply("lost")
 end
 
 local gen, bound = record[2], record[4]
-if tonumber(to_gen) > tonumber(gen) then
+local remembers = type(redis.pcall("ZCARD", done)) == "number" -- what is no zset remembers nothing, and harms nobody
+if remembers and tonumber(to_gen) > tonumber(gen) then
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
 end

@@ -170,9 +170,11 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         case Verdict.COPY:
             # Not dropped: if the run dies, this message is what is left of it, and waits even for an equal call that
             # was quicker to take the lock.
-            heir = replace(ticket, waits=True)
+            heir = replace(ticket, waits=True, waited=min(ticket.waited + 1, MOST_WAITS))
+            # Not for all of the lease: the run may be over, and its worker about to say so.
+            countdown = min(max(1.0, holder.ttl), FIRST_WAIT * 2**ticket.waited)
             try:
-                _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
+                _postpone(task, request, heir, countdown=countdown, why="it is running already")
             except (Postponed, Unsent):
                 raise
             except Exception as exc:  # its end would be taken for that of the run

@@ -95,10 +95,23 @@ class Renewer:
         self._finished.put((time.monotonic() + after, ticket, ran))
         self._wake.put(None)
 
-    def hand_over(self, request: Request, successor: Ref) -> None:
-        """Give the lock of a request to a message that waits: its retry, or the same one, requeued."""
+    def hand_over(self, request: Request, successor: Ref, *, at_once: bool = False) -> None:
+        """Give the lock of a request to a message that waits: its retry, or the same one, requeued.
+
+        Args:
+            at_once: before this returns, unless the locks' server does not answer.
+        """
         self._requests.pop(id(request), None)
-        if request.ticket is not None:
+        if request.ticket is None:
+            return
+        if at_once and self.answers():
+            try:
+                self.gate.rotate(request.ticket.run, to=successor, ttl=self.memory, memory=self.memory)
+            except LockBackendError:
+                self.failed()
+            else:
+                return
+        if self._handovers.qsize() < MOST_ENDS:
             self._handovers.put((request.ticket.run, successor))
             self._wake.put(None)
 
@@ -172,7 +185,11 @@ class Renewer:
     def _work_off(self) -> None:
         while not self._handovers.empty():
             run, successor = self._handovers.get_nowait()
-            self.backend.rotate(run, to=successor, ttl=self.memory, memory=self.memory)
+            try:
+                self.backend.rotate(run, to=successor, ttl=self.memory, memory=self.memory)
+            except LockBackendError:
+                self._handovers.put((run, successor))
+                raise
         while not self._finished.empty():
             self._later.append(self._finished.get_nowait())
         now = time.monotonic()

@@ -196,10 +196,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
         record_end(self, "postponed")
         renewer_of(self.app).later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
 
-    def _leave_to_next_delivery(self) -> None:
+    def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
         if self.ticket is not None:
             self._over = True
-            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
+            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down."""
@@ -249,10 +249,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def _reject(self, *, requeue: bool) -> None:
         requeued = requeue and not self.acknowledged
+        if requeued:  # first: the broker may deliver the message within a millisecond, and its lock must wait for it
+            self._leave_to_next_delivery(at_once=True)
         super().reject(requeue)
-        if requeued:
-            self._leave_to_next_delivery()
-        else:
+        if not requeued:
             self.over()
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

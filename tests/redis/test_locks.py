@@ -875,6 +875,15 @@ def test_unlock_frees_a_lock_whoever_holds_it(backend, redis):
     assert acquire(backend, B).verdict is Verdict.ACQUIRED
 
 
+@pytest.mark.parametrize("spoiled", [LOCK, DONE])
+def test_a_lock_whose_keys_hold_something_else_is_handed_over_without_an_error(backend, redis, spoiled):
+    begin(backend)
+    redis.set(spoiled, "neither hash nor zset")
+
+    assert rotate(backend, RUN, later(A)) is (spoiled == DONE)
+    assert redis.get(spoiled) == "neither hash nor zset"
+
+
 @pytest.mark.parametrize("prefix", ["SINGLETONLOCK_", "a*", "a?c", "[ab]", "back\\slash", "h[^a]llo-", "{slot}:"])
 def test_clear_frees_the_locks_of_its_prefix_and_no_others(backend, redis, prefix):
     inside = [lock_key(prefix, "1"), lock_key(prefix, "1") + ":next", prefix]
