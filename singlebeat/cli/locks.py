@@ -12,7 +12,7 @@ import click
 from ..beat.explain import Lock
 from ..config import Config
 from ..locks import backend_of
-from ..locks.base import Ref, instant
+from ..locks.base import Ref, instant, read_generation
 from .output import command, fail, printable, progress, show_json, table
 from .workers import Workers
 
@@ -86,7 +86,7 @@ def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
             fail(f"the lock of task {lock.task_id} was renewed lately: its worker lives; --force frees it all the same")
         # This run's alone: meanwhile its lease may have ended, and another run begun. Its end is not remembered: if its
         # worker died, the broker may deliver its message again.
-        run = Ref(lock.key, lock.task_id, int(record.get("gen") or 0), record.get("nonce", ""))
+        run = Ref(lock.key, lock.task_id, read_generation(record.get("gen") or "0"), record.get("nonce", ""))
         backend.finish_many([run], memory=0)
     if holder := backend.get(lock.key):
         fail(f"{lock.key} is not free: task {holder} holds it")

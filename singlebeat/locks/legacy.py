@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
-from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
+from .base import BaseBackend, Call, Holder, Ref, Renewal, Verdict, read_generation
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -67,7 +67,7 @@ class LegacyBackend(BaseBackend):
             return _holder(Verdict.HELD, task_id)
         return _holder(Verdict.RUNNING if generation > call.ref.generation else Verdict.ACQUIRED, task_id)
 
-    def _take(self, ref: Ref, expiry: float | None) -> tuple[str, int]:
+    def _take(self, ref: Ref, expiry: float | None) -> tuple[str, float]:
         """Take a lock if it is free; return who holds it now, and of which generation it is."""
         with _naming(self._name):
             # Twice: it may be freed between the refusal and the look.
@@ -168,14 +168,15 @@ class LegacyBackend(BaseBackend):
     def _name(self) -> str:
         return type(self.custom).__name__
 
-    def _held(self, lock: str) -> tuple[str, int] | None:
+    def _held(self, lock: str) -> tuple[str, float] | None:
         """Return the task id and generation that hold a lock."""
         owner = self.custom.get(lock)
         if not owner:
             return None
         text = owner.decode() if isinstance(owner, bytes) else str(owner)
         task_id, separator, number = text.rpartition(LATER)
-        return (task_id, int(number)) if separator and number.isdecimal() else (text, 0)
+        is_number = separator and number.replace(".", "", 1).isdecimal()
+        return (task_id, read_generation(number)) if is_number else (text, 0)
 
     def _hand_over(self, ref: Ref, to: Ref, ttl: float) -> None:
         # If another call takes the lock in between, the message that it is for waits for its turn.

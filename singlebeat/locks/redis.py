@@ -92,7 +92,7 @@ class RedisBackend(BaseBackend):
         self, ref: Ref, *, lease: float, memory: float, task: str, arguments: str, expiry: float | None = None
     ) -> Holder:
         """Start a run, or say why it must not start."""
-        args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
+        args = (ref.task_id, str(ref.generation), ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
         holder = _holder(self._run("begin", (ref.key, done_key(ref.key)), args))
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))
@@ -100,7 +100,7 @@ class RedisBackend(BaseBackend):
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits."""
-        args = (ref.task_id, ref.nonce, to.generation, _ms(ttl), _ms(memory))
+        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(memory))
         return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -109,7 +109,7 @@ class RedisBackend(BaseBackend):
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Let a run leave its lock to its own retry when it ends."""
-        args = (run.task_id, run.nonce, to.generation if to else "", _ms(ttl))
+        args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl))
         return bool(self._run("promise", (run.key,), args))
 
     def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> list[str]:

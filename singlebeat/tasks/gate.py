@@ -15,7 +15,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of
-from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict
+from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, without_deaths
 from ..locks.key import readable
 from ..log import Log
 from .policy import decode_arguments, has_continuations
@@ -91,7 +91,7 @@ def run_under_lock(
     if request.called_directly or request.is_eager or isinstance(getattr(request, RUN_HEADER, None), Run):
         yield None
         return
-    ticket = Ticket.of_message(vars(request), request.id)
+    ticket = Ticket.of_message(vars(request), request.id, delivered=True)
     if ticket is None:  # sent by somebody who takes no locks, to a worker that does not look after them
         yield args, kwargs
         return
@@ -244,7 +244,7 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
 
 
 def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
-    headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
+    headers = {**without_deaths(request.headers), HEADER: replace(ticket, nonce="").header()}
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
     signature = task.signature_from_request(
         request, countdown=countdown, retries=request.retries, headers=headers, **shown

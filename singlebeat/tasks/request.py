@@ -229,7 +229,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         super().on_retry(exc_info)
         if self.ticket is not None and not self._has_own_gate:
             self._over = True
-            renewer_of(self.app).hand_over(self, self.ticket.successor(self.ticket.generation + 1).run)
+            renewer_of(self.app).hand_over(self, self.ticket.successor().run)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit has passed; the hard one ends the run."""

@@ -18,7 +18,19 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation, unusable
+from ..locks.base import (
+    HEADER,
+    RUN_HEADER,
+    BaseBackend,
+    Call,
+    Holder,
+    Ref,
+    Ticket,
+    Verdict,
+    generation,
+    unusable,
+    without_deaths,
+)
 from ..locks.key import canonical, digest, lock_key
 from ..log import Log
 from .claim import claim
@@ -195,7 +207,7 @@ class Singleton(Task):  # type: ignore[misc]
             about = {"task": self.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
         try:
-            return publish(headers={**options["headers"], HEADER: successor.header()})
+            return publish(headers={**without_deaths(options["headers"]), HEADER: successor.header()})
         except BaseException:
             if promised:
                 backend.promise(run.run, to=None, ttl=0)

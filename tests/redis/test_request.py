@@ -26,6 +26,7 @@ from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket
 from singlebeat.locks.key import done_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.ends import flush_ends
+from singlebeat.tasks.gate import Postponed, _postpone
 from singlebeat.tasks.renewer import renewer_of
 from singlebeat.tasks.request import Request
 from tests.support import without
@@ -73,6 +74,72 @@ class OwnKey(Singleton):
 
     def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
         return f"SINGLETONLOCK_{task_args[0]['id']}"
+
+
+# ---------------------------------------------------------------- messages that come back from a dead letter exchange
+
+
+def deaths(*entries: tuple[str, Any]) -> list[Any]:
+    """Return what RabbitMQ says about the deaths of a message."""
+    return [{"queue": "q", "reason": reason, "count": count} for reason, count in entries]
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_each_rejection_of_a_message_makes_a_generation_below_its_next_retry(app, deliver, retries):
+    task, task_id = task_of(app), uuid()
+    header = {"id": task_id, "key": "SINGLETONLOCK_a"}
+    said = [[], deaths(("expired", 7)), *(deaths(("expired", n), ("rejected", n)) for n in (1, 2, 998, 5000))]
+
+    tickets = [
+        deliver(task, ["a"], id=task_id, retries=retries, **{HEADER: header, "x-death": each}).ticket for each in said
+    ]
+    generations = [ticket.generation for ticket in tickets]
+
+    assert generations[0] == generations[1] == retries
+    assert generations[1:] == sorted(set(generations[1:]))
+    assert all(
+        generation < ticket.successor().generation for ticket, generation in zip(tickets, generations, strict=True)
+    )
+    assert {ticket.successor().generation for ticket in tickets} == {retries + 1}
+
+
+@pytest.mark.parametrize("nonsense", ["x", 7, [7], [{"reason": "rejected", "count": "x"}], [{"reason": "rejected"}]])
+def test_nonsense_about_deaths_stops_nobody(app, deliver, nonsense):
+    task, task_id = task_of(app), uuid()
+    header = {"id": task_id, "key": "SINGLETONLOCK_a", "rejections": "x"}
+
+    assert deliver(task, ["a"], id=task_id, **{HEADER: header, "x-death": nonsense}).ticket.generation == 0
+
+
+def test_a_rejected_message_neither_starts_beside_its_run_nor_as_its_own_copy(app):
+    backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
+    lived = {"lease": 60.0, "memory": 60.0, "task": "t", "arguments": ""}
+    first, back = Ref(lock, "a", 0, "n1"), Ref(lock, "a", 0.001, "n2")
+    copies = [replace(first, nonce="n3"), replace(back, nonce="n4")]
+
+    assert backend.begin(first, **lived).verdict is Verdict.STARTED
+    assert backend.begin(back, **lived).verdict is Verdict.COPY
+    backend.finish_many([first], memory=60, ran=True)
+    assert backend.begin(back, **lived).verdict is Verdict.STARTED
+    assert [backend.begin(copy, **lived).verdict for copy in copies] == [Verdict.DONE, Verdict.COPY]
+    assert backend.renew_many([back], lease=60) == [Renewal.RUNNING]
+    backend.finish_many([back], memory=60, ran=True)
+    assert [backend.begin(copy, **lived).verdict for copy in copies] == [Verdict.DONE, Verdict.DONE]
+
+
+def test_a_rejected_message_that_waits_for_its_turn_stays_what_it_is(app, deliver):
+    task, task_id = task_of(app), uuid()
+    header = {"id": task_id, "key": "SINGLETONLOCK_a"}
+    died = deaths(("rejected", 2))
+
+    request = deliver(task, ["a"], id=task_id, **{HEADER: header, "x-death": died, "x-last-death-queue": "q"})
+    with pytest.raises(Postponed):
+        _postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
+    again = deliver(task)
+
+    assert again.ticket.generation == request.ticket.generation == 0.002
+    assert Ticket.of_message(request.request_dict, task_id, delivered=True) == request.ticket, "so its run reads it"
+    assert not [name for name in again.request_dict if "death" in name]
 
 
 # ---------------------------------------------------------------- messages that nobody of ours has written
