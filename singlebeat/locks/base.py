@@ -157,6 +157,7 @@ class Ticket:
     rejections: int = 0  #: how often workers have rejected it and it has come back, part of its generation
     generation: float = 0
     nonce: str = ""
+    serializer: str = ""  #: of the message, for its run: kombu tells it to the worker's main process only
     waits_for: Holder | None = field(default=None, compare=False)  #: at the call; the message does not tell
 
     @classmethod
@@ -179,6 +180,7 @@ class Ticket:
             rejections=rejections,
             generation=generation(headers, rejections=rejections),
             nonce=str(header.get("nonce") or ""),
+            serializer=str(header.get("serializer") or "") if delivered else "",
         )
         try:
             check_sendable(ticket.task_id, ticket.key, ticket.queued, ticket.nonce)
@@ -189,13 +191,19 @@ class Ticket:
     def header(self) -> dict[str, Any]:
         """Return what the message carries under ``HEADER``."""
         header: dict[str, Any] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
+        header["serializer"] = self.serializer
         header |= {"waits": self.waits, "waited": self.waited, "rejections": self.rejections}
         header = {name: value for name, value in header.items() if value}
         return header if self.queued == self.key else {**header, "queued": self.queued}
 
-    def delivered(self, nonce: str) -> Ticket:
+    def delivered(self, nonce: str, *, serializer: str = "") -> Ticket:
         """Return the ticket of one delivery of the message."""
-        return replace(self, nonce=nonce)
+        return replace(self, nonce=nonce, serializer=serializer)
+
+    @property
+    def undelivered(self) -> Ticket:
+        """The ticket of the message itself."""
+        return replace(self, nonce="", serializer="")
 
     def successor(self, generation: float | None = None) -> Ticket:
         """Return the ticket of the message that a run leaves its lock to: it waits until that run has ended.
@@ -204,7 +212,7 @@ class Ticket:
             generation: of that message; default: the message is the retry of this one.
         """
         generation = math.floor(self.generation) + 1 if generation is None else generation
-        return replace(self, queued=self.key, waits=True, waited=0, rejections=0, generation=generation, nonce="")
+        return replace(self.undelivered, queued=self.key, waits=True, waited=0, rejections=0, generation=generation)
 
     @property
     def run(self) -> Ref:

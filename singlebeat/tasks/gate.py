@@ -244,10 +244,12 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
 
 
 def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
-    headers = {**without_deaths(request.headers), HEADER: replace(ticket, nonce="").header()}
+    headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
+    encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
+    encoding = {name: value for name, value in encoding.items() if value}  # else as the task says
     signature = task.signature_from_request(
-        request, countdown=countdown, retries=request.retries, headers=headers, **shown
+        request, countdown=countdown, retries=request.retries, headers=headers, **shown, **encoding
     )
     # Task's own method: a Singleton's would hand the lock over to it.
     Task.apply_async(task, signature.args, signature.kwargs, **signature.options)

@@ -11,6 +11,7 @@ from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
 from celery.worker import request as celery_request
 from celery.worker.state import task_ready
+from kombu.serialization import registry
 from kombu.utils.encoding import safe_repr
 from kombu.utils.uuid import uuid
 
@@ -114,7 +115,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except Exception as exc:  # anybody's arguments in a user's function: no message may stop the worker
             self._tell_unlocked(safe_repr(exc))
             return None
-        return ticket.delivered(uuid())
+        return ticket.delivered(uuid(), serializer=registry.type_to_name.get(self.content_type, ""))
 
     @property
     def _has_own_gate(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from celery.concurrency.solo import TaskPool
 from celery.exceptions import TaskRevokedError
 from celery.worker.request import create_request_cls
 from kombu.asynchronous.timer import Timer
+from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
@@ -74,6 +76,28 @@ class OwnKey(Singleton):
 
     def generate_lock(self, task_name: str, task_args: Any = None, task_kwargs: Any = None) -> str:
         return f"SINGLETONLOCK_{task_args[0]['id']}"
+
+
+@pytest.fixture
+def own_serializer() -> Iterator[None]:
+    registry.register("own", json.dumps, json.loads, content_type="application/x-own", content_encoding="utf-8")
+    yield
+    registry.unregister("own")
+
+
+@pytest.mark.parametrize("asked", [{}, {"serializer": "own"}, {"compression": "gzip"}], ids=str)
+def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, own_serializer, asked):
+    task = task_of(app)
+    task.apply_async((["a"],), **asked)
+
+    first = deliver(task)
+    with pytest.raises(Postponed):
+        _postpone(task, first._context, first.ticket, countdown=0, why="its lock is held")
+    again = deliver(task)
+
+    assert again.content_type == first.content_type
+    assert again.request_dict.get("compression") == first.request_dict.get("compression")
+    assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
 
 
 # ---------------------------------------------------------------- messages that come back from a dead letter exchange
@@ -183,7 +207,8 @@ def test_a_header_that_says_nonsense_stops_nobody(app, deliver, waited, retries)
 
     assert (request.ticket.task_id, request.ticket.key) == (task_id, "SINGLETONLOCK_a")
     assert 0 <= request.ticket.waited <= 10
-    assert Ticket.of_message(request.request_dict, task_id) == request.ticket, "its run reads what is left of it"
+    left = Ticket.of_message(request.request_dict, task_id, delivered=True)
+    assert left == request.ticket, "its run reads what is left of it"
 
 
 class Numbered(Singleton):

@@ -299,6 +299,22 @@ def test_a_requeued_message_starts_soon_after_an_outage_of_the_locks_server(cele
         assert oracle.max_concurrent("a") == 1
 
 
+@pytest.mark.parametrize("task", ["plain", "single"])
+def test_a_call_that_waits_keeps_its_serializer_and_compression(task, celery, oracle, redis, app):
+    conf = {"accept_content": ["json", "pickle"]}
+    worker = celery("worker", "-c", "1", conf=conf, env={"C_FORCE_ROOT": "yes"}).ready()
+    task, lock, other = app.tasks[f"{APP}.{task}"], "SINGLETONLOCK_{a}", Ref("SINGLETONLOCK_{a}", "b", nonce="n")
+    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    headers = {HEADER: Ticket("a", lock, lock, waits=True).header()}
+
+    nothing = frozenset()  # which JSON does not know
+    task.apply_async(("a", nothing), task_id="a", headers=headers, serializer="pickle", compression="gzip")
+    worker.wait_for(r"\[a\] waits for its turn", count=2)
+    backend_of(app).finish_many([other], memory=60)
+
+    oracle.wait_ended(1)
+
+
 def test_a_broker_that_takes_no_messages_costs_no_call_that_waits_for_its_turn(
     celery, oracle, redis, server, app, single, lock_of
 ):
