@@ -172,7 +172,8 @@ class Singleton(Task):  # type: ignore[misc]
 
         own = Ticket.of_message(options.get("headers") or {}, task_id)
         if self.app.conf.task_always_eager:
-            done = run_eagerly(self, self.generate_lock(self.name, args, kwargs), task_id, publish)
+            key = self.generate_lock(self.name, args, kwargs)
+            done = run_eagerly(self, key, task_id, publish, overlap=overlap)
             return self._duplicate(done, args, kwargs, overlap) if isinstance(done, Holder) else done
         if own is not None and own.nonce:
             return self._hand_over_and_send(own, options, publish)

@@ -509,6 +509,45 @@ def test_a_lock_of_the_callers_choice_waits_as_long_as_its_message(define, redis
     assert seconds - 30 < redis.pttl("a lock") / 1000 <= seconds
 
 
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"overlap": "allow_all"}, 3),
+        ({"lock": "until_executing"}, 3),
+        ({}, 1),
+        ({"lock": "while_executing"}, 1),
+        ({"lock": "until_and_while_executing"}, 1),
+    ],
+    ids=str,
+)
+def test_an_eager_call_inside_of_its_equal_runs_where_the_task_allows_it(server, redis, options, runs):
+    seen = []
+
+    def nested(self: Any) -> None:
+        seen.append(self.request.id)
+        if len(seen) < 3:
+            self.delay()
+
+    with make_app(server.celery_url, {"task_always_eager": True}) as app:
+        app.task(nested, bind=True, base=Singleton, name="app.nested", shared=False, **options).delay()
+
+    assert len(seen) == len(set(seen)) == runs
+
+
+def test_an_eager_call_may_ask_to_run_beside_its_equal(server, redis):
+    seen = []
+
+    def nested(self: Any) -> None:
+        seen.append(self.request.id)
+        if len(seen) < 3:
+            self.apply_async(overlap="allow_all")
+
+    with make_app(server.celery_url, {"task_always_eager": True}) as app:
+        app.task(nested, bind=True, base=Singleton, name="app.nested", shared=False).delay()
+
+    assert len(seen) == 3
+
+
 def test_a_lock_of_the_callers_choice_is_free_after_an_eager_run_and_leaves_nothing_in_redis(server, redis):
     with make_app(server.celery_url, {"task_always_eager": True}) as app:
 
