@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial, wraps
 from typing import Any
 
@@ -17,6 +18,7 @@ from kombu.utils.uuid import uuid
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
+from ..locks import time_to_start
 from ..locks.base import HEADER, Ticket
 from ..locks.key import check_sendable, readable
 from ..log import Log
@@ -230,7 +232,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         super().on_retry(exc_info)
         if self.ticket is not None and not self._has_own_gate:
             self._over = True
-            renewer_of(self.app).hand_over(self, self.ticket.successor().run)
+            exc = exc_info.exception
+            when = getattr(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, "when", None)
+            renewer = renewer_of(self.app)
+            ttl = time_to_start({"eta": when}, queued_ttl=renewer.memory, now=datetime.now(UTC))
+            renewer.hand_over(self, self.ticket.successor().run, ttl=ttl)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit has passed; the hard one ends the run."""

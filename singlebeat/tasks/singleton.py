@@ -162,7 +162,7 @@ class Singleton(Task):  # type: ignore[misc]
             LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
         """
         overlap = overlap_for(self, options.pop("overlap", None))
-        task_id = task_id or uuid()
+        task_id = str(task_id or uuid())
 
         def publish(waits_for: Holder | None = None, **more: Any) -> AsyncResult:
             given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
@@ -211,8 +211,15 @@ class Singleton(Task):  # type: ignore[misc]
             return publish(headers={**without_deaths(options["headers"]), HEADER: successor.header()})
         except BaseException:
             if promised:
-                backend.promise(run.run, to=None, ttl=0)
+                self._take_back(run)
             raise
+
+    def _take_back(self, run: Ticket) -> None:
+        try:
+            self.singleton_backend.promise(run.run, to=None, ttl=0)
+        except LockBackendError as exc:  # the error that brought us here matters more
+            about = {"id": run.task_id, "reason": exc}
+            log.warning("the lock of task %(id)s waits for a retry that was not sent", event="lock_kept", **about)
 
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
         about = {"task": self.name, "holder": holder.task_id, "state": holder.state}
@@ -279,7 +286,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     def lock_and_run(self, lock: str, *args: Any, task_id: str | None = None, **kwargs: Any) -> AsyncResult | None:
         """Send the task under a lock of the caller's choice; None if somebody holds it."""
-        task_id = task_id or uuid()
+        task_id = str(task_id or uuid())
         send = partial(super().apply_async, *args, task_id=task_id, **kwargs)
         if self.app.conf.task_always_eager:
             done = run_eagerly(self, lock, task_id, send)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,13 +16,14 @@ from typing import Any, ClassVar
 
 import pytest
 from celery import Celery
+from celery.exceptions import Reject
 from kombu.exceptions import EncodeError, OperationalError, SerializerNotInstalled
 from redis import Redis
 
 from singlebeat import Singleton
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.gate import Postponed
 from singlebeat.tasks.policy import decode_arguments
@@ -389,6 +391,38 @@ def test_a_message_that_shows_nothing_by_itself_starts_and_its_lock_shows_its_ar
     redis.lpush("celery", json.dumps(raw))
 
     assert message(task)() == "'an account', card='4929'"
+
+
+def test_a_retry_that_cannot_be_sent_says_why_in_an_outage(define, redis, message, monkeypatch, caplog):
+    def body(self: Any) -> None:
+        promise = type(self.singleton_backend).promise
+
+        def fails_to_take_back(backend: Any, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+            if to is None:
+                raise LockBackendError("the locks' server is away")
+            return promise(backend, run, to=to, ttl=ttl)
+
+        monkeypatch.setattr(type(self.singleton_backend), "promise", fails_to_take_back)
+        raise self.retry(kwargs={"unknown to JSON": object()})
+
+    task = define(body, bind=True)
+    task.delay()
+    raw = json.loads(redis.lpop("celery"))
+    raw["headers"][HEADER]["nonce"] = "n"  # as the worker's main process does
+    redis.lpush("celery", json.dumps(raw))
+
+    with pytest.raises(Reject, match="unexpected keyword"):
+        message(task)()
+    assert "waits for a retry that was not sent" in caplog.text
+
+
+def test_a_task_id_may_be_a_uuid(define, redis):
+    task, task_id, other = define(), uuid.uuid4(), uuid.uuid4()
+
+    first, again = task.apply_async([1], task_id=task_id), task.delay(1)
+
+    assert first.id == again.id == str(task_id)
+    assert task.lock_and_run("a lock", [1], task_id=other).id == str(other)
 
 
 def test_a_message_that_waits_for_its_turn_shows_what_its_sender_shows(define, shop, redis, message):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from weakref import ref
 
@@ -16,7 +17,7 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, states
 from celery.concurrency.solo import TaskPool
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import Retry, TaskRevokedError
 from celery.worker.request import create_request_cls
 from kombu.asynchronous.timer import Timer
 from kombu.serialization import registry
@@ -98,6 +99,27 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
     assert again.content_type == first.content_type
     assert again.request_dict.get("compression") == first.request_dict.get("compression")
     assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
+
+
+@pytest.mark.parametrize(
+    ("when", "seconds"),
+    [(None, 3600), (0, 3600), (9000, 12_600), (datetime.now(UTC) + timedelta(seconds=9000), 12_600)],
+    ids=["not said", "now", "countdown", "eta"],
+)
+def test_the_lock_of_a_plain_task_waits_for_its_retry_with_the_countdown(app, deliver, redis, when, seconds):
+    plain, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
+    request = deliver(plain, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    assert request.begin_for_plain_task()
+
+    with suppress(Retry):
+        try:
+            raise Retry("again", None, when)
+        finally:
+            request.on_retry(ExceptionInfo())
+    renewer_of(app).flush()
+
+    assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
+    assert seconds - 300 < redis.pttl(lock) / 1000 <= seconds
 
 
 # ---------------------------------------------------------------- messages that come back from a dead letter exchange
