@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .history import Record
     from .state import State
 
-__all__ = ("Facts", "Lock", "explain")
+__all__ = ("Facts", "Lock", "explain", "record_at")
 
 #: The part of its lease that a lock has left at least while its worker lives: it renews every third.
 RENEWED = 0.6
@@ -42,7 +42,7 @@ class Facts:
     entry: Entry | None  #: None: it cannot be read
     state: State
     records: Sequence[Record]  #: the last one first
-    locks: Mapping[str, Lock]  #: by task id
+    locks: Mapping[str, Lock]  #: by task id, of the tasks that the record names and no worker runs
     running: Mapping[str, str] | None  #: task id -> worker, of all that answer; None: none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer
     now: datetime
@@ -62,7 +62,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
-    record = _record(facts, at)
+    record = record_at(facts.records, at)
     if at is not None and facts.entry is not None and aside is None:
         yield from _unrecorded(facts, record, at)
     if record is not None:
@@ -75,10 +75,11 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
             yield from _outlook(facts, facts.entry)
 
 
-def _record(facts: Facts, at: datetime | None) -> Record | None:
+def record_at(records: Sequence[Record], at: datetime | None) -> Record | None:
+    """Return the record of the occurrence at or before a moment, or None; ``at`` None: the last one."""
     if at is None:
-        return facts.records[0] if facts.records else None
-    return max((r for r in facts.records if r.nominal <= at), key=lambda r: r.nominal, default=None)
+        return records[0] if records else None
+    return max((r for r in records if r.nominal <= at), key=lambda r: r.nominal, default=None)
 
 
 def _unrecorded(facts: Facts, record: Record | None, at: datetime) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -11,12 +12,14 @@ import click
 
 from .. import __version__
 from ..beat.api import Schedule
+from ..beat.keys import Keys
 from ..beat.server import Server
 from ..beat.state import State
 from ..config import Config
 from ..connections import is_redis, masked, schedule_url
 from ..errors import SinglebeatError
 from ..locks import backend_of
+from ..locks.redis import RedisBackend
 from .output import command, marked, printable, progress, show_json
 from .workers import Workers
 
@@ -74,6 +77,24 @@ def _server(app: Celery) -> Iterator[Finding]:
     if abs(server.clock_ahead) > CLOCK_SKEW:
         text = f"its clock is {server.clock_ahead:+.1f} s off this host's: set up NTP on both"
         yield Finding("warning", about, text)
+    yield from _prefixes(app)
+
+
+def _prefixes(app: Celery) -> Iterator[Finding]:
+    """Look for locks and entries under one prefix, in one database."""
+    config = Config.of(app)
+    locks, entries = config.singleton_key_prefix, config.redbeat_key_prefix
+    if not locks.startswith(entries) and not entries.startswith(locks):
+        return
+    with suppress(SinglebeatError):
+        backend = backend_of(app)
+        if isinstance(backend, RedisBackend) and backend.holds(Keys.of(app).schedule):
+            text = (
+                f"{locks!r} and redbeat_key_prefix ({entries!r}) overlap, and locks and entries share a database: a "
+                "tool that deletes keys by prefix, such as clear_locks of celery-singleton, deletes entries too. "
+                "Choose a prefix for locks that does not begin like the other one"
+            )
+            yield Finding("problem", "singleton_key_prefix", text)
 
 
 def _settings(app: Celery) -> Iterator[Finding]:

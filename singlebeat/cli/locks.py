@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -12,13 +12,11 @@ import click
 from ..beat.explain import Lock
 from ..config import Config
 from ..locks import backend_of
-from ..locks.base import Ref, instant
+from ..locks.base import Ref, instant, read_generation
 from .output import command, fail, printable, progress, show_json, table
 from .workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from celery import Celery
 
 
@@ -30,10 +28,13 @@ def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], Lock]]:
         yield key, record, lock
 
 
-def held(app: Celery) -> Iterator[Lock]:
-    """Yield all locks of an app that are held."""
-    for _, _, lock in _records(app):
-        yield lock
+def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, Lock]:
+    """Return the locks that task ids hold, one for each that holds any; read no more locks than that takes."""
+    found: dict[str, Lock] = {}
+    locks = (lock for _, _, lock in _records(app) if lock.task_id in task_ids)
+    while len(found) < len(task_ids) and (lock := next(locks, None)) is not None:
+        found[lock.task_id] = lock
+    return found
 
 
 @command("locks")
@@ -85,7 +86,7 @@ def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
             fail(f"the lock of task {lock.task_id} was renewed lately: its worker lives; --force frees it all the same")
         # This run's alone: meanwhile its lease may have ended, and another run begun. Its end is not remembered: if its
         # worker died, the broker may deliver its message again.
-        run = Ref(lock.key, lock.task_id, int(record.get("gen") or 0), record.get("nonce", ""))
+        run = Ref(lock.key, lock.task_id, read_generation(record.get("gen") or "0"), record.get("nonce", ""))
         backend.finish_many([run], memory=0)
     if holder := backend.get(lock.key):
         fail(f"{lock.key} is not free: task {holder} holds it")

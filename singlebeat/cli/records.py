@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.api import Schedule
-from ..beat.explain import Facts, explain
+from ..beat.explain import Facts, explain, record_at
 from ..beat.state import State
 from ..errors import EntryError, UnknownEntryError
-from .locks import held
+from .locks import held_by
 from .output import command, instant, moment, printable, show_json, table
 from .workers import Workers
 
@@ -59,14 +59,21 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         entry = None
     except EntryError:
         entry = None
-    workers = Workers.ask(app)
+    workers, records = Workers.ask(app), entries.history(name, EXPLAINED if when else 1)
+    running = workers.running if workers else None
+    # The task whose lock the explanation asks for: the one that was in the way, or the one that has not ended.
+    record, task = record_at(records, when), ""
+    if record is not None and record.decision == "skipped_overlap":
+        task = record.holder
+    elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
+        task = record.task_id
     facts = Facts(
         name=name,
         entry=entry,
         state=state,
-        records=entries.history(name, EXPLAINED if when else 1),
-        locks={lock.task_id: lock for lock in held(app)},
-        running=workers.running if workers else None,
+        records=records,
+        locks=held_by(app, {task} - {"", *(running or ())}),
+        running=running,
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
         now=datetime.now(UTC),
     )

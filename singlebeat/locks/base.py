@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,9 @@ __all__ = (
     "Ticket",
     "Verdict",
     "generation",
+    "read_generation",
     "unusable",
+    "without_deaths",
 )
 
 #: The message header that carries a lock's key and the task id that owns it.
@@ -39,6 +42,12 @@ RUN_HEADER = "singlebeat"
 
 #: Retries that fit between two replacements of a task in its generation.
 RETRIES_PER_REPLACEMENT = 1_000_000
+
+#: Rejections of a message that fit between two retries: they are the decimals of its generation, thousandths.
+REJECTIONS_PER_RETRY = 1_000
+
+#: Of the headers in which RabbitMQ counts how often a message was dead-lettered.
+DEATH_HEADERS = ("x-death", "x-first-death-", "x-last-death-")
 
 #: Up to which the waits of a message are counted: far beyond the longest that they make it wait.
 MOST_WAITS = 10
@@ -99,10 +108,36 @@ class Holder:
         return f"task {self.task_id}, {self.state or 'ended'}{since}"
 
 
-def generation(headers: Mapping[str, Any]) -> int:
-    """Return the generation of a message, from its own headers: higher after each retry and each replace."""
+def generation(headers: Mapping[str, Any], *, rejections: int = 0) -> float:
+    """Return the generation of a message, from its own headers: higher after each retry and each replace.
+
+    Args:
+        rejections: how often a worker has rejected the message and a dead letter exchange has sent it back.
+    """
     replacements = _count(headers.get("replaced_task_nesting"))
-    return replacements * RETRIES_PER_REPLACEMENT + _count(headers.get("retries"))
+    whole = replacements * RETRIES_PER_REPLACEMENT + _count(headers.get("retries"))
+    return whole + min(rejections, REJECTIONS_PER_RETRY - 1) / REJECTIONS_PER_RETRY if rejections else whole
+
+
+def read_generation(text: str) -> float:
+    """Return a generation from the text in a lock's record; the text of the generation is the same again."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _rejections(headers: Mapping[str, Any]) -> int:
+    """Return how often RabbitMQ has dead-lettered a message because a worker rejected it.
+
+    Other deaths do not count: a message that expires in a queue, such as one of a delayed delivery, has not been run.
+    """
+    deaths = headers.get("x-death")
+    known = [death for death in deaths if isinstance(death, Mapping)] if isinstance(deaths, list | tuple) else []
+    return sum(max(0, _count(death.get("count"))) for death in known if death.get("reason") == "rejected")
+
+
+def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return headers for a message that is sent anew: RabbitMQ drops one that seems to go in circles."""
+    return {name: value for name, value in (headers or {}).items() if not name.startswith(DEATH_HEADERS)}
 
 
 def _count(value: Any) -> int:
@@ -118,7 +153,7 @@ class Ref:
 
     key: str
     task_id: str
-    generation: int = 0
+    generation: float = 0
     nonce: str = ""  #: names one delivery of the message; empty until a worker has received it
 
 
@@ -131,24 +166,33 @@ class Ticket:
     queued: str = ""  #: key of the lock that it holds while it waits, which may be the same; empty: none
     waits: bool = False  #: when the lock is held at its start, it waits for its turn, where another would be skipped
     waited: int = 0  #: how often it has waited, counted up to ``MOST_WAITS``
-    generation: int = 0
+    rejections: int = 0  #: how often workers have rejected it and it has come back, part of its generation
+    generation: float = 0
     nonce: str = ""
+    serializer: str = ""  #: of the message, for its run: kombu tells it to the worker's main process only
     waits_for: Holder | None = field(default=None, compare=False)  #: at the call; the message does not tell
 
     @classmethod
-    def of_message(cls, headers: Mapping[str, Any], task_id: str | None) -> Ticket | None:
-        """Return the ticket in a message's headers, or None; another task's is not ours, nor what no server takes."""
+    def of_message(cls, headers: Mapping[str, Any], task_id: str | None, *, delivered: bool = False) -> Ticket | None:
+        """Return the ticket in a message's headers, or None; another task's is not ours, nor what no server takes.
+
+        Args:
+            delivered: the worker's main process has put its own ticket there, with all rejections so far.
+        """
         header = headers.get(HEADER)
         if not isinstance(header, Mapping) or not header.get("key") or header.get("id") != task_id:
             return None
+        rejections = max(0, _count(header.get("rejections"))) + (0 if delivered else _rejections(headers))
         ticket = cls(
             task_id=str(task_id),
             key=str(header["key"]),
             queued=str(header.get("queued", header["key"])),
             waits=bool(header.get("waits")),
             waited=max(0, min(_count(header.get("waited")), MOST_WAITS)),
-            generation=generation(headers),
+            rejections=rejections,
+            generation=generation(headers, rejections=rejections),
             nonce=str(header.get("nonce") or ""),
+            serializer=str(header.get("serializer") or "") if delivered else "",
         )
         try:
             check_sendable(ticket.task_id, ticket.key, ticket.queued, ticket.nonce)
@@ -159,17 +203,28 @@ class Ticket:
     def header(self) -> dict[str, Any]:
         """Return what the message carries under ``HEADER``."""
         header: dict[str, Any] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
-        header |= {"waits": self.waits, "waited": self.waited}
+        header["serializer"] = self.serializer
+        header |= {"waits": self.waits, "waited": self.waited, "rejections": self.rejections}
         header = {name: value for name, value in header.items() if value}
         return header if self.queued == self.key else {**header, "queued": self.queued}
 
-    def delivered(self, nonce: str) -> Ticket:
+    def delivered(self, nonce: str, *, serializer: str = "") -> Ticket:
         """Return the ticket of one delivery of the message."""
-        return replace(self, nonce=nonce)
+        return replace(self, nonce=nonce, serializer=serializer)
 
-    def successor(self, generation: int) -> Ticket:
-        """Return the ticket of the message that a run leaves its lock to: it waits until that run has ended."""
-        return replace(self, queued=self.key, waits=True, waited=0, generation=generation, nonce="")
+    @property
+    def undelivered(self) -> Ticket:
+        """The ticket of the message itself."""
+        return replace(self, nonce="", serializer="")
+
+    def successor(self, generation: float | None = None) -> Ticket:
+        """Return the ticket of the message that a run leaves its lock to: it waits until that run has ended.
+
+        Args:
+            generation: of that message; default: the message is the retry of this one.
+        """
+        generation = math.floor(self.generation) + 1 if generation is None else generation
+        return replace(self.undelivered, queued=self.key, waits=True, waited=0, rejections=0, generation=generation)
 
     @property
     def run(self) -> Ref:

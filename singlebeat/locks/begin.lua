@@ -5,7 +5,8 @@
 --                     of calls that lost it before they started, by the time until which they wait
 -- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
 -- ARGV[1]  id         task id of the message
--- ARGV[2]  gen        its generation: higher after each retry or replace
+-- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals, higher after
+--                     each time that a worker has rejected the message and it has come back
 -- ARGV[3]  nonce      names this delivery of the message
 -- ARGV[4]  lease_ms   how long the lock outlives the worker
 -- ARGV[5]  expiry_ms  absolute bound of a lock that is taken only now, 0 for none
@@ -60,8 +61,8 @@ end
 if holder and state == "running" and record[7] == ARGV[2] then
   return reply("held") -- by the run that has promised us its lock, and has not ended yet
 end
-if holder and held_gen == gen and state == "running" then
-  return reply(held_nonce == nonce and "started" or "copy")
+if holder and math.floor(held_gen) == math.floor(gen) and state == "running" then
+  return reply(held_gen == gen and held_nonce == nonce and "started" or "copy")
 end
 
 local bound = record[5]
@@ -80,7 +81,7 @@ if holder and held_gen < gen then
 end
 -- Microseconds of the server's clock: rising from run to run even when no record of the last run is left.
 local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)
-redis.call("HSET", lock, "gen", gen, "state", "running", "nonce", nonce,
+redis.call("HSET", lock, "gen", ARGV[2], "state", "running", "nonce", nonce,
   "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))
 redis.call("HDEL", lock, "next", "next_ttl")
 if waiting[1] == id then

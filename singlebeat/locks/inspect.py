@@ -105,7 +105,7 @@ class InspectBackend(BaseBackend):
             return Holder(Verdict.STARTED, ref.task_id, "running", datetime.fromtimestamp(began, UTC), 0, lease)
         first = earlier[0]
         # A retry may start while the run that has sent it ends: it waits its turn, as behind any other.
-        verdict = Verdict.COPY if first.task_id == ref.task_id and ref.generation == 0 else Verdict.HELD
+        verdict = Verdict.COPY if first.task_id == ref.task_id and ref.generation < 1 else Verdict.HELD
         return Holder(verdict, first.task_id, "running", datetime.fromtimestamp(first.start, UTC), 0, lease)
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:

@@ -19,6 +19,7 @@ __all__ = (
     "culprit",
     "digest",
     "done_key",
+    "is_done_key",
     "lock_key",
     "readable",
 )
@@ -105,6 +106,11 @@ def done_key(lock: str) -> str:
 def behind_key(lock: str) -> str:
     """Return the key beside a lock of the place in which one call waits for the end of the run that holds it."""
     return beside(lock, "next")
+
+
+def is_done_key(key: str) -> bool:
+    """Return whether a key looks like one of ``done_key``."""
+    return key.endswith(":done") and _HASH_TAG.match(key) is not None
 
 
 def check_sendable(*texts: str) -> None:

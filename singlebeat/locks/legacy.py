@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
-from .base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict
+from .base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict, read_generation
 from .key import behind_key
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LegacyBackend(BaseBackend):
         waits_id, _ = self._take(behind, call.expiry)
         return _holder(Verdict.WAITING, task_id) if waits_id == call.ref.task_id else _holder(Verdict.HELD, waits_id)
 
-    def _take(self, ref: Ref, expiry: float | None) -> tuple[str, int]:
+    def _take(self, ref: Ref, expiry: float | None) -> tuple[str, float]:
         """Take a lock if it is free; return who holds it now, and of which generation it is."""
         with _naming(self._name):
             # Twice: it may be freed between the refusal and the look.
@@ -190,14 +190,15 @@ class LegacyBackend(BaseBackend):
     def _name(self) -> str:
         return type(self.custom).__name__
 
-    def _held(self, lock: str) -> tuple[str, int] | None:
+    def _held(self, lock: str) -> tuple[str, float] | None:
         """Return the task id and generation that hold a lock."""
         owner = self.custom.get(lock)
         if not owner:
             return None
         text = owner.decode() if isinstance(owner, bytes) else str(owner)
         task_id, separator, number = text.rpartition(LATER)
-        return (task_id, int(number)) if separator and number.isdecimal() else (text, 0)
+        is_number = separator and number.replace(".", "", 1).isdecimal()
+        return (task_id, read_generation(number)) if is_number else (text, 0)
 
     def _hand_over(self, ref: Ref, to: Ref, ttl: float) -> None:
         # If another call takes the lock in between, the message that it is for waits for its turn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ class _Record:
     """What one lock holds, as the hash in Redis does."""
 
     task_id: str
-    generation: int
+    generation: float
     state: str
     nonce: str
     fence: int
@@ -39,7 +40,7 @@ class _Record:
     expires: float
     until: float | None
     payload: str
-    promised: tuple[int, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
+    promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
 
 
 class MemoryBackend(BaseBackend):
@@ -53,7 +54,7 @@ class MemoryBackend(BaseBackend):
         self._clock = clock
         self._mutex = threading.RLock()
         self._records: dict[str, _Record] = {}
-        self._done: dict[str, dict[tuple[str, int], float]] = {}
+        self._done: dict[str, dict[tuple[str, float], float]] = {}
         self._announced = (0.0, "")
         self._last_fence = 0
 
@@ -129,8 +130,9 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.STALE, ref)
             if record and record.state == "running" and record.promised and record.promised[0] == ref.generation:
                 return self._holder(Verdict.HELD, ref)
-            if record and record.generation == ref.generation and record.state == "running":
-                same = record.nonce == ref.nonce
+            same_retry = record is not None and math.floor(record.generation) == math.floor(ref.generation)
+            if record and same_retry and record.state == "running":
+                same = (record.generation, record.nonce) == (ref.generation, ref.nonce)
                 return self._started(ref) if same else self._holder(Verdict.COPY, ref)
             if record and record.generation < ref.generation:
                 self._remember(ref.key, record.task_id, record.generation, memory)
@@ -268,10 +270,10 @@ class MemoryBackend(BaseBackend):
         expires = self._clock() + ttl
         self._records[key] = replace(record, expires=min(expires, record.until) if record.until else expires)
 
-    def _ended(self, key: str, task_id: str, generation: int) -> bool:
+    def _ended(self, key: str, task_id: str, generation: float) -> bool:
         return self._done.get(key, {}).get((task_id, generation), 0.0) > self._clock()
 
-    def _remember(self, key: str, task_id: str, generation: int, memory: float) -> None:
+    def _remember(self, key: str, task_id: str, generation: float, memory: float) -> None:
         now = self._clock()
         ended = {run: until for run, until in self._done.get(key, {}).items() if until > now}
         self._done[key] = {**ended, (task_id, generation): now + memory}

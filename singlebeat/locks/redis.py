@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import Config
@@ -14,16 +15,18 @@ from ..connections import RedisError, lock_server, masked, private, same_slot, s
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
-from .key import behind_key, done_key
+from .key import behind_key, done_key, is_done_key
 
 if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ("RedisBackend",)
 
-#: Keys that one step of a search through the server looks at.
+#: Keys that one step of a search through the server looks at, and locks that are read in one round trip.
 SCAN_COUNT = 500
 
+#: Fields of a lock's record that people are shown. The first three are in every one, and together in nothing else.
+SHOWN = ("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until")
 
 # Read before there are threads and forks: whoever reads a file of a package takes a lock of the import system, and a
 # child that is forked meanwhile never gets it.
@@ -120,7 +123,7 @@ class RedisBackend(BaseBackend):
         expiry: float | None = None,
     ) -> Holder:
         """Start a run, or say why it must not start."""
-        args = (ref.task_id, ref.generation, ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
+        args = (ref.task_id, str(ref.generation), ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
         holder = _holder(self._run("begin", (ref.key, done_key(ref.key), queued or ref.key), args))
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))
@@ -128,7 +131,7 @@ class RedisBackend(BaseBackend):
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits."""
-        args = (ref.task_id, ref.nonce, to.generation, _ms(ttl), _ms(memory))
+        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(memory))
         return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -137,7 +140,7 @@ class RedisBackend(BaseBackend):
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Let a run leave its lock to its own retry when it ends."""
-        args = (run.task_id, run.nonce, to.generation if to else "", _ms(ttl))
+        args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl))
         return bool(self._run("promise", (run.key,), args))
 
     def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
@@ -165,24 +168,48 @@ class RedisBackend(BaseBackend):
             self.redis.delete(lock)
 
     def clear(self, key_prefix: str) -> None:
-        """Free every lock under a prefix, whoever holds it."""
+        """Free every lock under a prefix, whoever holds it; other keys under the prefix stay."""
         with self._reaching():
-            batch: list[str] = []
-            for key in self.redis.scan_iter(match=f"{_escaped(key_prefix)}*", count=SCAN_COUNT):
-                batch.append(key)
-                if len(batch) == SCAN_COUNT:
-                    self.redis.unlink(*batch)
-                    batch.clear()
-            if batch:
-                self.redis.unlink(*batch)
+            ended = (key for key in self._keys(key_prefix, "ZSET") if is_done_key(key))
+            found = (each for key, _, _ in self._records(key_prefix) for each in (key, done_key(key)))
+            for keys in (found, ended):
+                for page in _pages(keys):
+                    pipe = self.redis.pipeline(transaction=False)
+                    for key in page:
+                        pipe.unlink(key)
+                    pipe.execute()
 
     def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield every lock under a prefix and its record."""
         with self._reaching():
-            for key in self.redis.scan_iter(match=f"{_escaped(key_prefix)}*", count=SCAN_COUNT, _type="HASH"):
-                record = self.redis.hgetall(key)
-                if record:
-                    yield key, {**record, "ttl": str(max(0, self.redis.pttl(key)) / 1000)}
+            for key, record, ttl_ms in self._records(key_prefix):
+                yield key, {**record, "ttl": str(max(0, ttl_ms) / 1000)}
+
+    def holds(self, key: str) -> bool:
+        """Return whether the locks' database has a key, of a lock or of anything else."""
+        with self._reaching():
+            return bool(self.redis.exists(key))
+
+    def _records(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str], int]]:
+        """Yield key, record and milliseconds left of every lock, and of no other hash that has such a key."""
+        for page in _pages(self._keys(key_prefix, "HASH")):
+            pipe = self.redis.pipeline(transaction=False)
+            for key in page:
+                pipe.hmget(key, SHOWN)
+                pipe.pttl(key)
+            replies = pipe.execute()
+            for key, values, ttl_ms in zip(page, replies[::2], replies[1::2], strict=True):
+                if all(values[:3]):
+                    yield (
+                        key,
+                        {name: value for name, value in zip(SHOWN, values, strict=True) if value is not None},
+                        ttl_ms,
+                    )
+
+    def _keys(self, key_prefix: str, kind: str) -> Iterator[str]:
+        return cast(
+            "Iterator[str]", self.redis.scan_iter(match=f"{_escaped(key_prefix)}*", count=SCAN_COUNT, _type=kind)
+        )
 
     def _run(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
         with self._reaching():
@@ -238,6 +265,12 @@ def _holder(reply: Sequence[Any]) -> Holder:
     verdict, task_id, state, since, fence, ttl_ms, *payload = reply
     ttl = max(0, int(ttl_ms)) / 1000
     return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), ttl, *payload)
+
+
+def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:
+    rest = iter(keys)
+    while page := list(islice(rest, SCAN_COUNT)):
+        yield page
 
 
 def _escaped(prefix: str) -> str:

@@ -12,7 +12,7 @@
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
 --          rotated  done
---          lost     the lock is not held so; nothing was written
+--          lost     the lock is not held so, or it is no lock; nothing was written
 --
 -- The payload goes with a message that the broker takes back; a retry has its own arguments.
 -- A repetition gives the same reply, and writes nothing.
@@ -29,7 +29,10 @@ local function reply(verdict)
   return {verdict, r[1] or "", r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
 end
 
-local record = redis.call("HMGET", lock, "id", "gen", "nonce", "until")
+local record = redis.pcall("HMGET", lock, "id", "gen", "nonce", "until")
+if record.err then
+  return {"lost", "", "", "0", "0", 0}
+end
 if record[1] ~= id or record[3] ~= nonce then
   local is_repetition = record[1] == id and record[2] == to_gen and record[3] == ""
   return reply(is_repetition and "rotated" or "lost")
@@ -37,8 +40,10 @@ end
 
 local gen, bound = record[2], record[4]
 if tonumber(to_gen) > tonumber(gen) then
-  redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
-  redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
+  if type(redis.pcall("ZCARD", done)) == "number" then -- what is no zset remembers nothing, and harms nobody
+    redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
+    redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
+  end
   redis.call("HSET", lock, "payload", "")
 end
 redis.call("HSET", lock, "gen", to_gen, "nonce", "", "state", "queued", "since", string.format("%.0f", now))

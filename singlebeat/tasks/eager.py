@@ -8,12 +8,15 @@ from typing import Any
 from ..config import Config
 from ..locks import eager_backend_of
 from ..locks.base import Call, Ref, Verdict
+from .policy import Lock, Overlap
 
 __all__ = ("run_eagerly",)
 
 
-def run_eagerly(task: Any, lock: str, task_id: str, run: Callable[[], Any]) -> Any:
+def run_eagerly(task: Any, lock: str, task_id: str, run: Callable[[], Any], *, overlap: Overlap = Overlap.SKIP) -> Any:
     """Return the result of a run under a lock, or the ``Holder`` of that: a call that surrounds this one."""
+    if overlap is Overlap.ALLOW_ALL or task.lock == Lock.UNTIL_EXECUTING:  # a call that surrounds it has started
+        return run()
     backend, ref = eager_backend_of(task.app), Ref(lock, task_id)
     holder = backend.acquire_many([Call(ref, task.name, "", Config.of(task.app).singlebeat_queued_ttl)])[0]
     if holder.verdict is not Verdict.ACQUIRED:

@@ -19,7 +19,7 @@ from kombu.utils.uuid import uuid
 from .. import signals
 from ..errors import LockBackendError
 from ..locks.base import Holder, Ref, Renewal, Verdict
-from ..locks.key import lock_key, readable
+from ..locks.key import check_sendable, lock_key, readable
 from ..log import Log
 from .keeper import Keeper, keeper_of
 
@@ -79,11 +79,17 @@ class Exclusive:
             LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
             ConfigError: the app has no server for its locks, or its lock backend knows no leases.
             RuntimeError: it was entered before.
+            TypeError, ValueError: the key is no string, or one that has no UTF-8.
         """
         if self._entered:
             raise RuntimeError(f"exclusive({self.key!r}) was entered before: make a new one for every with")
         if not isinstance(self.key, str):
             raise TypeError(f"the key of an exclusive lock must be a text, not {self.key!r}")
+        try:
+            check_sendable(self.key)
+        except UnicodeEncodeError:
+            message = f"the key of an exclusive lock must be a string that UTF-8 can encode, not {self.key!r}"
+            raise ValueError(message) from None
         self._entered = True
         task = current_app.current_worker_task
         app = self._app or (task.app if task else current_app)

@@ -15,7 +15,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of
-from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict
+from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, without_deaths
 from ..locks.key import readable
 from ..log import Log
 from .policy import decode_arguments, equal_calls_may_differ, has_continuations
@@ -91,7 +91,7 @@ def run_under_lock(
     if request.called_directly or request.is_eager or isinstance(getattr(request, RUN_HEADER, None), Run):
         yield None
         return
-    ticket = Ticket.of_message(vars(request), request.id)
+    ticket = Ticket.of_message(vars(request), request.id, delivered=True)
     if ticket is None:  # sent by somebody who takes no locks, to a worker that does not look after them
         yield args, kwargs
         return
@@ -182,9 +182,11 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         case Verdict.COPY:
             # Not dropped: if the run dies, this message is what is left of it, and waits even for an equal call that
             # was quicker to take the lock.
-            heir = replace(ticket, waits=True)
+            heir = replace(ticket, waits=True, waited=min(ticket.waited + 1, MOST_WAITS))
+            # Not for all of the lease: the run may be over, and its worker about to say so.
+            countdown = min(max(1.0, holder.ttl), FIRST_WAIT * 2**ticket.waited)
             try:
-                _postpone(task, request, heir, countdown=max(1.0, holder.ttl), why="it is running already")
+                _postpone(task, request, heir, countdown=countdown, why="it is running already")
             except (Postponed, Unsent):
                 raise
             except Exception as exc:  # its end would be taken for that of the run
@@ -254,10 +256,12 @@ def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why:
 
 
 def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
-    headers = {**(request.headers or {}), HEADER: replace(ticket, nonce="").header()}
+    headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
+    encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
+    encoding = {name: value for name, value in encoding.items() if value}  # else as the task says
     signature = task.signature_from_request(
-        request, countdown=countdown, retries=request.retries, headers=headers, **shown
+        request, countdown=countdown, retries=request.retries, headers=headers, **shown, **encoding
     )
     # Task's own method: a Singleton's would hand the lock over to it.
     Task.apply_async(task, signature.args, signature.kwargs, **signature.options)

@@ -61,7 +61,7 @@ class Renewer:
         self.gate = new_backend(app, own_connections=True)
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
         self._finished: SimpleQueue[tuple[float, Ticket, bool]] = SimpleQueue()
-        self._handovers: SimpleQueue[tuple[Ref, Ref]] = SimpleQueue()
+        self._handovers: SimpleQueue[tuple[Ref, Ref, float]] = SimpleQueue()
         self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
         self._later: list[tuple[float, Ticket, bool]] = []
         self._gate_closed_until = 0.0
@@ -95,11 +95,26 @@ class Renewer:
         self._finished.put((time.monotonic() + after, ticket, ran))
         self._wake.put(None)
 
-    def hand_over(self, request: Request, successor: Ref) -> None:
-        """Give the lock of a request to a message that waits: its retry, or the same one, requeued."""
+    def hand_over(self, request: Request, successor: Ref, *, at_once: bool = False, ttl: float | None = None) -> None:
+        """Give the lock of a request to a message that waits: its retry, or the same one, requeued.
+
+        Args:
+            at_once: before this returns, unless the locks' server does not answer.
+            ttl: seconds that the message may wait for its start; default: as long as one without countdown.
+        """
+        ttl = self.memory if ttl is None else ttl
         self._requests.pop(id(request), None)
-        if request.ticket is not None:
-            self._handovers.put((request.ticket.run, successor))
+        if request.ticket is None:
+            return
+        if at_once and self.answers():
+            try:
+                self.gate.rotate(request.ticket.run, to=successor, ttl=ttl, memory=self.memory)
+            except LockBackendError:
+                self.failed()
+            else:
+                return
+        if self._handovers.qsize() < MOST_ENDS:
+            self._handovers.put((request.ticket.run, successor, ttl))
             self._wake.put(None)
 
     def later(self, seconds: float, do: Callable[[], None]) -> None:
@@ -171,8 +186,12 @@ class Renewer:
 
     def _work_off(self) -> None:
         while not self._handovers.empty():
-            run, successor = self._handovers.get_nowait()
-            self.backend.rotate(run, to=successor, ttl=self.memory, memory=self.memory)
+            run, successor, ttl = self._handovers.get_nowait()
+            try:
+                self.backend.rotate(run, to=successor, ttl=ttl, memory=self.memory)
+            except LockBackendError:
+                self._handovers.put((run, successor, ttl))
+                raise
         while not self._finished.empty():
             self._later.append(self._finished.get_nowait())
         now = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial, wraps
 from typing import Any
 
@@ -11,11 +12,13 @@ from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
 from celery.worker import request as celery_request
 from celery.worker.state import task_ready
+from kombu.serialization import registry
 from kombu.utils.encoding import safe_repr
 from kombu.utils.uuid import uuid
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
+from ..locks import time_to_start
 from ..locks.base import HEADER, Ticket
 from ..locks.key import check_sendable, readable
 from ..log import Log
@@ -114,7 +117,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except Exception as exc:  # anybody's arguments in a user's function: no message may stop the worker
             self._tell_unlocked(safe_repr(exc))
             return None
-        return ticket.delivered(uuid())
+        return ticket.delivered(uuid(), serializer=registry.type_to_name.get(self.content_type, ""))
 
     @property
     def _has_own_gate(self) -> bool:
@@ -195,10 +198,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
         record_end(self, "postponed")
         renewer_of(self.app).later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
 
-    def _leave_to_next_delivery(self) -> None:
+    def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
         if self.ticket is not None:
             self._over = True
-            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""))
+            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down."""
@@ -228,7 +231,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         super().on_retry(exc_info)
         if self.ticket is not None and not self._has_own_gate:
             self._over = True
-            renewer_of(self.app).hand_over(self, self.ticket.successor(self.ticket.generation + 1).run)
+            exc = exc_info.exception
+            when = getattr(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, "when", None)
+            renewer = renewer_of(self.app)
+            ttl = time_to_start({"eta": when}, queued_ttl=renewer.memory, now=datetime.now(UTC))
+            renewer.hand_over(self, self.ticket.successor().run, ttl=ttl)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit has passed; the hard one ends the run."""
@@ -248,10 +255,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def _reject(self, *, requeue: bool) -> None:
         requeued = requeue and not self.acknowledged
+        if requeued:  # first: the broker may deliver the message within a millisecond, and its lock must wait for it
+            self._leave_to_next_delivery(at_once=True)
         super().reject(requeue)
-        if requeued:
-            self._leave_to_next_delivery()
-        else:
+        if not requeued:
             self.over()
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

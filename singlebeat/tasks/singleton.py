@@ -18,7 +18,19 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.base import HEADER, RUN_HEADER, BaseBackend, Call, Holder, Ref, Ticket, Verdict, generation, unusable
+from ..locks.base import (
+    HEADER,
+    RUN_HEADER,
+    BaseBackend,
+    Call,
+    Holder,
+    Ref,
+    Ticket,
+    Verdict,
+    generation,
+    unusable,
+    without_deaths,
+)
 from ..locks.key import canonical, digest, lock_key
 from ..log import Log
 from .claim import claim, free
@@ -156,7 +168,7 @@ class Singleton(Task):  # type: ignore[misc]
             LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
         """
         overlap = overlap_for(self, options.pop("overlap", None))
-        task_id = task_id or uuid()
+        task_id = str(task_id or uuid())
 
         def publish(**more: Any) -> AsyncResult:
             given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
@@ -166,7 +178,8 @@ class Singleton(Task):  # type: ignore[misc]
 
         own = Ticket.of_message(options.get("headers") or {}, task_id)
         if self.app.conf.task_always_eager:
-            done = run_eagerly(self, self.generate_lock(self.name, args, kwargs), task_id, publish)
+            key = self.generate_lock(self.name, args, kwargs)
+            done = run_eagerly(self, key, task_id, publish, overlap=overlap)
             return self._duplicate(done, args, kwargs, overlap) if isinstance(done, Holder) else done
         if own is not None and own.nonce:
             return self._hand_over_and_send(own, options, publish)
@@ -201,11 +214,18 @@ class Singleton(Task):  # type: ignore[misc]
             about = {"task": self.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
         try:
-            return publish(headers={**options["headers"], HEADER: successor.header()})
+            return publish(headers={**without_deaths(options["headers"]), HEADER: successor.header()})
         except BaseException:
             if promised:
-                backend.promise(run.run, to=None, ttl=0)
+                self._take_back(run)
             raise
+
+    def _take_back(self, run: Ticket) -> None:
+        try:
+            self.singleton_backend.promise(run.run, to=None, ttl=0)
+        except LockBackendError as exc:  # the error that brought us here matters more
+            about = {"id": run.task_id, "reason": exc}
+            log.warning("the lock of task %(id)s waits for a retry that was not sent", event="lock_kept", **about)
 
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
         about = {"task": self.name, "holder": holder.task_id, "state": holder.state}
@@ -265,7 +285,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     def lock_and_run(self, lock: str, *args: Any, task_id: str | None = None, **kwargs: Any) -> AsyncResult | None:
         """Send the task under a lock of the caller's choice; None if somebody holds it."""
-        task_id = task_id or uuid()
+        task_id = str(task_id or uuid())
         send = partial(super().apply_async, *args, task_id=task_id, **kwargs)
         if self.app.conf.task_always_eager:
             done = run_eagerly(self, lock, task_id, send)

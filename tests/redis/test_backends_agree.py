@@ -46,7 +46,7 @@ class Ask:
 # Few of each, so that they meet often.
 locks = st.sampled_from([lock_key(PREFIX, "one"), lock_key(PREFIX, "one"), lock_key(PREFIX, "two")])
 ids = st.sampled_from(["a", "a", "b"])
-generations = st.sampled_from([0, 0, 1, 2])
+generations = st.sampled_from([0, 0, 0.001, 1, 2])
 runs = st.builds(Ref, locks, ids, generations, st.sampled_from(["n1", "n1", "n2"]))
 messages = st.builds(Ref, locks, ids, generations)
 anybody = runs | messages

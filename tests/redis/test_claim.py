@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 from celery import Celery, Task
+from celery.exceptions import Reject
 from kombu.exceptions import EncodeError, OperationalError, SerializerNotInstalled
 from pydantic import BaseModel
 from redis import Redis
@@ -22,7 +24,7 @@ from redis import Redis
 from singlebeat import Singleton
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import RUN_HEADER, Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
@@ -535,6 +537,38 @@ def test_a_message_that_shows_nothing_by_itself_starts_and_its_lock_shows_its_ar
     assert message(task)() == "'an account', card='4929'"
 
 
+def test_a_retry_that_cannot_be_sent_says_why_in_an_outage(define, redis, message, monkeypatch, caplog):
+    def body(self: Any) -> None:
+        promise = type(self.singleton_backend).promise
+
+        def fails_to_take_back(backend: Any, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+            if to is None:
+                raise LockBackendError("the locks' server is away")
+            return promise(backend, run, to=to, ttl=ttl)
+
+        monkeypatch.setattr(type(self.singleton_backend), "promise", fails_to_take_back)
+        raise self.retry(kwargs={"unknown to JSON": object()})
+
+    task = define(body, bind=True)
+    task.delay()
+    raw = json.loads(redis.lpop("celery"))
+    raw["headers"][HEADER]["nonce"] = "n"  # as the worker's main process does
+    redis.lpush("celery", json.dumps(raw))
+
+    with pytest.raises(Reject, match="unexpected keyword"):
+        message(task)()
+    assert "waits for a retry that was not sent" in caplog.text
+
+
+def test_a_task_id_may_be_a_uuid(define, redis):
+    task, task_id, other = define(), uuid.uuid4(), uuid.uuid4()
+
+    first, again = task.apply_async([1], task_id=task_id), task.delay(1)
+
+    assert first.id == again.id == str(task_id)
+    assert task.lock_and_run("a lock", [1], task_id=other).id == str(other)
+
+
 def test_a_message_that_waits_for_its_turn_shows_what_its_sender_shows(define, shop, redis, message):
     task = define(lambda account, card: None, lock="while_executing", overlap="buffer_all")
     shop.begin(task.generate_lock(task.name, ["an account"], {"card": SECRET}), "another")
@@ -651,6 +685,45 @@ def test_a_lock_of_the_callers_choice_waits_as_long_as_its_message(define, redis
     define().lock_and_run("a lock", [1], **options)
 
     assert seconds - 30 < redis.pttl("a lock") / 1000 <= seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"overlap": "allow_all"}, 3),
+        ({"lock": "until_executing"}, 3),
+        ({}, 1),
+        ({"lock": "while_executing"}, 1),
+        ({"lock": "until_and_while_executing"}, 1),
+    ],
+    ids=str,
+)
+def test_an_eager_call_inside_of_its_equal_runs_where_the_task_allows_it(server, redis, options, runs):
+    seen = []
+
+    def nested(self: Any) -> None:
+        seen.append(self.request.id)
+        if len(seen) < 3:
+            self.delay()
+
+    with make_app(server.celery_url, {"task_always_eager": True}) as app:
+        app.task(nested, bind=True, base=Singleton, name="app.nested", shared=False, **options).delay()
+
+    assert len(seen) == len(set(seen)) == runs
+
+
+def test_an_eager_call_may_ask_to_run_beside_its_equal(server, redis):
+    seen = []
+
+    def nested(self: Any) -> None:
+        seen.append(self.request.id)
+        if len(seen) < 3:
+            self.apply_async(overlap="allow_all")
+
+    with make_app(server.celery_url, {"task_always_eager": True}) as app:
+        app.task(nested, bind=True, base=Singleton, name="app.nested", shared=False).delay()
+
+    assert len(seen) == 3
 
 
 def test_a_lock_of_the_callers_choice_is_free_after_an_eager_run_and_leaves_nothing_in_redis(server, redis):

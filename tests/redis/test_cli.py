@@ -25,6 +25,8 @@ from singlebeat.cli.workers import Workers
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.memory import MemoryBackend
+from singlebeat.locks.redis import RedisBackend
+from tests.benchmarks import wire
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
 
@@ -59,6 +61,11 @@ def lead(app, server, redis):
     lease = Lease(server.client, Keys.of(app).lease, ttl=30)
     yield lease.acquire
     lease.release()
+
+
+def decided(app, redis, outcome: Outcome, **about) -> None:
+    decision = Decision("e", TASK, Occurrence.of("redbeat:", "e", NOON), outcome, **about)
+    Store(app, redis).record([decision], Term(1, ""))
 
 
 def answer(result: Result):
@@ -249,6 +256,45 @@ def test_unlock_leaves_a_retry_the_lock_that_was_promised_to_it(cli, app):
     assert [row["state"] for row in answer(cli("locks", "--json"))] == ["queued"]
 
 
+def test_unlock_never_touches_an_entry(cli, server, redis):
+    conf = {"redbeat_key_prefix": "shop:", "singleton_key_prefix": "shop:"}
+    with make_app(server.celery_url, conf) as app:
+        Schedule(app).upsert("nightly", "t", schedule(60))
+
+        result = cli("unlock", "shop:nightly", "--force", code=1, app=app)
+
+        assert "no lock is held by shop:nightly" in result.output
+        assert Schedule(app).get("nightly").task == "t"
+        assert answer(cli("locks", "--json", app=app)) == []
+
+
+def test_unlock_and_explain_read_few_locks_of_many(cli, app, put, redis, monkeypatch):
+    put("e")
+    decided(app, redis, Outcome.SKIPPED_OVERLAP, holder="holder")
+    backend = backend_of(app)
+    refs = [Ref(f"SINGLETONLOCK_{{{n}}}", "holder") for n in range(5_000)]
+    backend.acquire_many([Call(ref, "t", "", 60) for ref in refs])
+    monkeypatch.setattr(Workers, "ask", lambda app, **kwargs: None)
+
+    with wire.counted() as unlock:
+        cli("unlock", "holder", "--force")
+    with wire.counted() as explain:
+        explained = cli("explain", "e").output
+
+    assert "Task holder waits in its queue" in explained
+    assert unlock.round_trips < 10
+    assert explain.round_trips < 20
+
+
+def test_explain_reads_no_locks_where_none_is_asked_for(cli, app, put, redis, monkeypatch):
+    put("e")
+    decided(app, redis, Outcome.PAUSED)
+
+    monkeypatch.setattr(RedisBackend, "locks", lambda *args: pytest.fail("it has asked for locks"))
+
+    cli("explain", "e")
+
+
 def test_unlock_says_so_if_the_backend_cannot_free_a_lock(cli, server):
     class Stubborn(MemoryBackend):
         def unlock(self, lock: str) -> None:
@@ -321,6 +367,31 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
         (finding,) = _settings(app)
     assert "clear" in finding.text
     assert "hush" not in finding.text
+
+
+@pytest.mark.parametrize(("locks", "entries"), [("shop:", "shop:beat:"), ("shop:beat:", "shop:"), ("shop:", "shop:")])
+def test_doctor_names_prefixes_of_locks_and_entries_that_overlap(cli, server, locks, entries):
+    conf = {"redbeat_key_prefix": entries, "singleton_key_prefix": locks}
+    with make_app(server.celery_url, conf) as app, make_app(server.celery_url) as usual:
+        for each in (app, usual):
+            Schedule(each).upsert("nightly", "t", schedule(60))
+
+        found = {row["about"]: row for row in answer(cli("doctor", "--json", app=app, code=1))}
+        fine = {row["about"] for row in answer(cli("doctor", "--json", app=usual, code=1))}
+
+    assert found["singleton_key_prefix"]["level"] == "problem"
+    assert "overlap" in found["singleton_key_prefix"]["text"]
+    assert "singleton_key_prefix" not in fine
+
+
+def test_doctor_lets_prefixes_overlap_on_different_servers(cli, server, own_server):
+    conf = {"redbeat_key_prefix": "shop:", "singleton_key_prefix": "shop:", "singleton_backend_url": own_server.url}
+    with make_app(server.celery_url, conf) as app:
+        Schedule(app).upsert("nightly", "t", schedule(60))
+
+        found = {row["about"] for row in answer(cli("doctor", "--json", app=app, code=1))}
+
+    assert "singleton_key_prefix" not in found
 
 
 def test_a_server_that_evicts_or_forgets_is_named(cli):

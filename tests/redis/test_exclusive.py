@@ -569,6 +569,11 @@ def test_a_key_that_names_no_argument_is_refused_at_the_definition(exclusive, ke
         def import_feed(feed_id): ...
 
 
+def test_a_key_without_utf_8_is_refused_and_named(exclusive):
+    with pytest.raises(ValueError, match=r"must be a string that UTF-8 can encode, not '\\ud800'"), exclusive("\ud800"):
+        pass
+
+
 @pytest.mark.parametrize("key", [7, None, b"a", len])
 def test_a_key_that_is_no_text_is_refused(exclusive, key):
     with pytest.raises(TypeError, match="must be a text"), exclusive(key):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from celery.schedules import schedule
 from redis import Redis
 from redis.exceptions import ReadOnlyError
 
+from singlebeat import Schedule
 from singlebeat.errors import LockBackendError
 from singlebeat.locks.base import Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, lock_key
 from singlebeat.locks.redis import WORKER_KEY, RedisBackend
 from singlebeat.lua import Script, packed
+from tests.benchmarks import wire
 from tests.support import RedisServer, free_port, wait_until
 from tests.system.apps import make_app
 
@@ -54,6 +57,10 @@ def call(ref: Ref = A, *, ttl: float = QUEUED_TTL, **options) -> Call:
 
 def acquire(backend: RedisBackend, ref: Ref = A, *, again: bool = False, **options) -> Holder:
     return backend.acquire_many([call(ref, **options)], again=again)[0]
+
+
+def acquire_all(backend: RedisBackend, keys: Sequence[str]) -> None:
+    backend.acquire_many([call(Ref(key, "a")) for key in keys])
 
 
 def begin(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE, **options) -> Holder:
@@ -986,24 +993,60 @@ def test_unlock_frees_a_lock_whoever_holds_it(backend, redis):
     assert acquire(backend, B).verdict is Verdict.ACQUIRED
 
 
+@pytest.mark.parametrize("spoiled", [LOCK, DONE])
+def test_a_lock_whose_keys_hold_something_else_is_handed_over_without_an_error(backend, redis, spoiled):
+    begin(backend)
+    redis.set(spoiled, "neither hash nor zset")
+
+    assert rotate(backend, RUN, later(A)) is (spoiled == DONE)
+    assert redis.get(spoiled) == "neither hash nor zset"
+
+
 @pytest.mark.parametrize("prefix", ["SINGLETONLOCK_", "a*", "a?c", "[ab]", "back\\slash", "h[^a]llo-", "{slot}:"])
 def test_clear_frees_the_locks_of_its_prefix_and_no_others(backend, redis, prefix):
-    inside, others = [f"{prefix}{{1}}", f"{prefix}{{1}}:done", prefix], ["axc{1}", "a", "b", "backslash", "hbllo-1"]
-    others += [f"x{prefix}{{1}}", prefix[:-1], "redbeat::schedule"]
-    redis.mset(dict.fromkeys([*inside, *others], "x"))
+    inside = [lock_key(prefix, "1"), lock_key(prefix, "1") + ":next", prefix]
+    others = ["axc{1}", "a", "b", "backslash", "hbllo-1", f"x{prefix}{{1}}", prefix[:-1] or "-"]
+    acquire_all(backend, [*inside, *others])
+    ended = Ref(lock_key(prefix, "2"), "b", nonce="n")
+    begin(backend, ended)
+    backend.finish_many([ended], memory=MEMORY)
 
     backend.clear(prefix)
 
-    assert not redis.exists(*inside)
     assert set(redis.keys()) == set(others)
 
 
 def test_clear_frees_more_locks_than_one_batch_holds(backend, redis):
-    redis.mset({f"{PREFIX}{{{n}}}": "x" for n in range(1201)})
+    acquire_all(backend, [lock_key(PREFIX, str(n)) for n in range(1201)])
 
     backend.clear(PREFIX)
 
     assert redis.dbsize() == 0
+
+
+@pytest.mark.parametrize(("locks", "entries"), [("shop:", "shop:beat:"), ("shop:", "shop:"), ("shop:beat:", "shop:")])
+def test_clear_and_locks_leave_entries_under_their_prefix_alone(server, backend, redis, locks, entries):
+    with make_app(server.celery_url, {"redbeat_key_prefix": entries, "singleton_key_prefix": locks}) as app:
+        Schedule(app).upsert("beat:nightly", "app.task", schedule(60))
+    redis.hset("shop:user:7", mapping={"id": "7", "name": "Ada"})
+    redis.zadd("shop:orders:done", {"17": 1})
+    before = {key: redis.dump(key) for key in redis.scan_iter()}
+    acquire(backend, Ref(lock_key(locks, "1"), "a"))
+
+    assert [key for key, _ in backend.locks(locks)] == [lock_key(locks, "1")]
+    backend.clear(locks)
+
+    assert {key: redis.dump(key) for key in redis.scan_iter()} == before
+
+
+@pytest.mark.parametrize("verb", [lambda backend: list(backend.locks(PREFIX)), lambda backend: backend.clear(PREFIX)])
+def test_the_locks_of_a_page_take_a_few_round_trips(server, backend, verb):
+    acquire_all(backend, [lock_key(PREFIX, str(n)) for n in range(400)])
+
+    with wire.counted() as counted:
+        verb(backend)
+
+    assert counted.round_trips <= 10
 
 
 def test_clear_leaves_the_workers_alone(backend):
@@ -1031,7 +1074,7 @@ def test_every_lock_of_a_prefix_is_listed_with_its_record(backend, redis):
         lock_key(PREFIX, "d2"): ("b", "queued"),
     }
     assert 0 < float(listed[LOCK].pop("ttl")) <= redis.pttl(LOCK) / 1000 + 1
-    assert listed[LOCK] == redis.hgetall(LOCK)
+    assert listed[LOCK] == {name: value for name, value in redis.hgetall(LOCK).items() if name != "payload"}
 
 
 def test_a_worker_is_seen_as_long_as_it_announces_itself(backend, redis, lives):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from weakref import ref
 
@@ -15,9 +17,10 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, states
 from celery.concurrency.solo import TaskPool
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import Retry, TaskRevokedError
 from celery.worker.request import create_request_cls
 from kombu.asynchronous.timer import Timer
+from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
@@ -26,6 +29,7 @@ from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket
 from singlebeat.locks.key import behind_key, done_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.ends import flush_ends
+from singlebeat.tasks.gate import Postponed, _postpone
 from singlebeat.tasks.renewer import renewer_of
 from singlebeat.tasks.request import Request
 from tests.support import without
@@ -75,6 +79,115 @@ class OwnKey(Singleton):
         return f"SINGLETONLOCK_{task_args[0]['id']}"
 
 
+@pytest.fixture
+def own_serializer() -> Iterator[None]:
+    registry.register("own", json.dumps, json.loads, content_type="application/x-own", content_encoding="utf-8")
+    yield
+    registry.unregister("own")
+
+
+@pytest.mark.parametrize("asked", [{}, {"serializer": "own"}, {"compression": "gzip"}], ids=str)
+def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, own_serializer, asked):
+    task = task_of(app)
+    task.apply_async((["a"],), **asked)
+
+    first = deliver(task)
+    with pytest.raises(Postponed):
+        _postpone(task, first._context, first.ticket, countdown=0, why="its lock is held")
+    again = deliver(task)
+
+    assert again.content_type == first.content_type
+    assert again.request_dict.get("compression") == first.request_dict.get("compression")
+    assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
+
+
+@pytest.mark.parametrize(
+    ("when", "seconds"),
+    [(None, 3600), (0, 3600), (9000, 12_600), (datetime.now(UTC) + timedelta(seconds=9000), 12_600)],
+    ids=["not said", "now", "countdown", "eta"],
+)
+def test_the_lock_of_a_plain_task_waits_for_its_retry_with_the_countdown(app, deliver, redis, when, seconds):
+    plain, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
+    request = deliver(plain, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    assert request.begin_for_plain_task()
+
+    with suppress(Retry):
+        try:
+            raise Retry("again", None, when)
+        finally:
+            request.on_retry(ExceptionInfo())
+    renewer_of(app).flush()
+
+    assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
+    assert seconds - 300 < redis.pttl(lock) / 1000 <= seconds
+
+
+# ---------------------------------------------------------------- messages that come back from a dead letter exchange
+
+
+def deaths(*entries: tuple[str, Any]) -> list[Any]:
+    """Return what RabbitMQ says about the deaths of a message."""
+    return [{"queue": "q", "reason": reason, "count": count} for reason, count in entries]
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_each_rejection_of_a_message_makes_a_generation_below_its_next_retry(app, deliver, retries):
+    task, task_id = task_of(app), uuid()
+    header = {"id": task_id, "key": "SINGLETONLOCK_a"}
+    said = [[], deaths(("expired", 7)), *(deaths(("expired", n), ("rejected", n)) for n in (1, 2, 998, 5000))]
+
+    tickets = [
+        deliver(task, ["a"], id=task_id, retries=retries, **{HEADER: header, "x-death": each}).ticket for each in said
+    ]
+    generations = [ticket.generation for ticket in tickets]
+
+    assert generations[0] == generations[1] == retries
+    assert generations[1:] == sorted(set(generations[1:]))
+    assert all(
+        generation < ticket.successor().generation for ticket, generation in zip(tickets, generations, strict=True)
+    )
+    assert {ticket.successor().generation for ticket in tickets} == {retries + 1}
+
+
+@pytest.mark.parametrize("nonsense", ["x", 7, [7], [{"reason": "rejected", "count": "x"}], [{"reason": "rejected"}]])
+def test_nonsense_about_deaths_stops_nobody(app, deliver, nonsense):
+    task, task_id = task_of(app), uuid()
+    header = {"id": task_id, "key": "SINGLETONLOCK_a", "rejections": "x"}
+
+    assert deliver(task, ["a"], id=task_id, **{HEADER: header, "x-death": nonsense}).ticket.generation == 0
+
+
+def test_a_rejected_message_neither_starts_beside_its_run_nor_as_its_own_copy(app):
+    backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
+    lived = {"lease": 60.0, "memory": 60.0, "task": "t", "arguments": ""}
+    first, back = Ref(lock, "a", 0, "n1"), Ref(lock, "a", 0.001, "n2")
+    copies = [replace(first, nonce="n3"), replace(back, nonce="n4")]
+
+    assert backend.begin(first, **lived).verdict is Verdict.STARTED
+    assert backend.begin(back, **lived).verdict is Verdict.COPY
+    backend.finish_many([first], memory=60, ran=True)
+    assert backend.begin(back, **lived).verdict is Verdict.STARTED
+    assert [backend.begin(copy, **lived).verdict for copy in copies] == [Verdict.DONE, Verdict.COPY]
+    assert backend.renew_many([back], lease=60) == [Renewal.RUNNING]
+    backend.finish_many([back], memory=60, ran=True)
+    assert [backend.begin(copy, **lived).verdict for copy in copies] == [Verdict.DONE, Verdict.DONE]
+
+
+def test_a_rejected_message_that_waits_for_its_turn_stays_what_it_is(app, deliver):
+    task, task_id = task_of(app), uuid()
+    header = {"id": task_id, "key": "SINGLETONLOCK_a"}
+    died = deaths(("rejected", 2))
+
+    request = deliver(task, ["a"], id=task_id, **{HEADER: header, "x-death": died, "x-last-death-queue": "q"})
+    with pytest.raises(Postponed):
+        _postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
+    again = deliver(task)
+
+    assert again.ticket.generation == request.ticket.generation == 0.002
+    assert Ticket.of_message(request.request_dict, task_id, delivered=True) == request.ticket, "so its run reads it"
+    assert not [name for name in again.request_dict if "death" in name]
+
+
 # ---------------------------------------------------------------- messages that nobody of ours has written
 
 
@@ -116,7 +229,8 @@ def test_a_header_that_says_nonsense_stops_nobody(app, deliver, waited, retries)
 
     assert (request.ticket.task_id, request.ticket.key) == (task_id, "SINGLETONLOCK_a")
     assert 0 <= request.ticket.waited <= 10
-    assert Ticket.of_message(request.request_dict, task_id) == request.ticket, "its run reads what is left of it"
+    left = Ticket.of_message(request.request_dict, task_id, delivered=True)
+    assert left == request.ticket, "its run reads what is left of it"
 
 
 class Numbered(Singleton):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from celery import Celery, Task
+from celery.exceptions import Reject
 
 from singlebeat import Singleton
 from tests.support import recorded
@@ -43,6 +44,16 @@ def retrying(self: Task, name: str, times: int, seconds: float = 0) -> str:
             client.blpop([f"go:{name}"], timeout=seconds)
         if self.request.retries + 1 < times:
             raise self.retry(countdown=0.5, max_retries=None)
+        return name
+
+
+def rejecting(name: str, times: int, requeue: bool, seconds: float = 0) -> str:
+    """Reject its message until it has run so many times, each like ``plain``."""
+    with recorded(name) as client:
+        if seconds:
+            client.blpop([f"go:{name}"], timeout=seconds)
+        if client.incr(f"count:{name}") < times:
+            raise Reject(name, requeue=requeue)
         return name
 
 
@@ -79,6 +90,8 @@ def _add_tasks(app: Celery) -> None:
     add(fail, name="tests.system.apps.single_fail", base=Singleton)
     add(retrying, name="tests.system.apps.retrying", bind=True)
     add(retrying, name="tests.system.apps.single_retrying", bind=True, base=Singleton)
+    add(rejecting, name="tests.system.apps.rejecting", acks_late=True)
+    add(rejecting, name="tests.system.apps.single_rejecting", base=Singleton, acks_late=True)
 
 
 def conf_from_environment() -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.schedules import schedule
+from kombu import Exchange, Queue
 
+from singlebeat.locks.base import HEADER, Ticket
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, wait_until
 from tests.system.apps import make_app
 from tests.system.rabbitmq import RabbitMQ, find_rabbitmq
@@ -131,3 +133,30 @@ def test_rabbitmq_is_a_broker_like_any_other(
         "singleton_backend_url": server.url,
     }
     case(Scene(celery, oracle, conf))
+
+
+@pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])
+def test_a_dead_lettered_message_that_comes_back_runs_again(task, rabbit, celery, oracle, server, redis):
+    """The usual delayed retry: reject, wait in a queue without consumers until its TTL ends, and come back."""
+    work, waiting = f"work of {task}", f"waiting of {task}"
+    back = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": waiting}
+    queue = {"exchange": work, "routing_key": work, "queue_arguments": back}
+    conf = {"broker_url": rabbit.url, "result_backend": server.celery_url, "singleton_backend_url": server.url}
+    conf |= {"task_default_queue": work, "task_queues": {work: queue}, "singlebeat_lock_lease": 300}
+    scene = Scene(celery, oracle, conf)
+    worker = scene.start("worker", "-c", "2").ready()
+    with scene.app() as app:
+        there = {"x-message-ttl": 300, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": work}
+        with app.connection_for_write() as connection:
+            Queue(waiting, Exchange(""), waiting, queue_arguments=there, channel=connection).declare()
+        sent, lock = app.tasks[f"{APP}.{task}"], "SINGLETONLOCK_{a}"
+        headers = {HEADER: Ticket("a", lock, lock).header()}
+
+        sent.apply_async(("a", 4, False), task_id="a", headers=headers)
+
+        oracle.wait_ended(4, timeout=60)
+        wait_until(lambda: not redis.exists(lock), timeout=60, what="the end of the lock")
+        # What a broker delivers twice is still a copy.
+        sent.apply_async(("a", 4, False), task_id="a", headers=headers)
+        worker.wait_for(rf"{APP}.{task}\[a\] has run already", timeout=60)
+    assert (oracle.started("a"), oracle.max_concurrent("a")) == (4, 1)

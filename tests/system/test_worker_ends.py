@@ -10,8 +10,10 @@ import time
 import pytest
 from celery.schedules import schedule
 
-from singlebeat.locks.base import HEADER, Ref, Ticket
-from tests.support import APP, measured, wait_until, without
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import HEADER, Call, Ref, Ticket
+from tests.support import APP, RedisServer, measured, wait_until, without
+from tests.system.apps import make_app
 
 #: Seconds of the lease where a test waits for its end.
 LEASE = 3
@@ -260,6 +262,57 @@ def test_a_plain_task_that_beat_sent_may_retry(celery, oracle, redis):
     assert [run.id for run in runs] == [decision["id"]] * 3
     free(redis)
     assert oracle.max_concurrent("a") == 1
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
+@pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])
+def test_a_requeued_message_starts_long_before_the_lease_of_its_run(pool, task, celery, oracle, app, redis):
+    if pool == "gevent":
+        pytest.importorskip("gevent")
+    celery("worker", "-P", pool, "-c", "2", conf={"singlebeat_lock_lease": 300}).ready()
+    task, lock = app.tasks[f"{APP}.{task}"], "SINGLETONLOCK_{a}"
+    backend_of(app).acquire_many([Call(Ref(lock, "a"), task.name, "", 600)])
+
+    task.apply_async(("a", 4, True), task_id="a", headers={HEADER: Ticket("a", lock, lock).header()})
+
+    oracle.wait_ended(4)
+    free(redis)
+    assert oracle.max_concurrent("a") == 1
+
+
+def test_a_requeued_message_starts_soon_after_an_outage_of_the_locks_server(celery, oracle, app):
+    with RedisServer("--appendonly", "yes", "--appendfsync", "always") as locks:
+        conf = {"singleton_backend_url": locks.url, "singlebeat_lock_lease": 300, "singlebeat_socket_timeout": 0.5}
+        worker = celery("worker", "-c", "1", conf={**conf, "singleton_on_backend_error": "raise"}).ready()
+        with make_app(app.conf.broker_url, conf) as sender:
+            call = sender.tasks[f"{APP}.single_rejecting"].delay("a", 2, True, seconds=60)
+        oracle.wait_started(1)
+
+        locks.kill()
+        oracle.let_go("a")
+        worker.wait_for(rf"{call.id}\] waits for its turn .* does not answer")
+        locks.restart()
+
+        oracle.wait_started(2)
+        oracle.let_go("a")
+        oracle.wait_ended(2)
+        assert oracle.max_concurrent("a") == 1
+
+
+@pytest.mark.parametrize("task", ["plain", "single"])
+def test_a_call_that_waits_keeps_its_serializer_and_compression(task, celery, oracle, redis, app):
+    conf = {"accept_content": ["json", "pickle"]}
+    worker = celery("worker", "-c", "1", conf=conf, env={"C_FORCE_ROOT": "yes"}).ready()
+    task, lock, other = app.tasks[f"{APP}.{task}"], "SINGLETONLOCK_{a}", Ref("SINGLETONLOCK_{a}", "b", nonce="n")
+    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    headers = {HEADER: Ticket("a", lock, lock, waits=True).header()}
+
+    nothing = frozenset()  # which JSON does not know
+    task.apply_async(("a", nothing), task_id="a", headers=headers, serializer="pickle", compression="gzip")
+    worker.wait_for(r"\[a\] waits for its turn", count=2)
+    backend_of(app).finish_many([other], memory=60)
+
+    oracle.wait_ended(1)
 
 
 def test_a_broker_that_takes_no_messages_costs_no_call_that_waits_for_its_turn(
