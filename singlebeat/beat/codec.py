@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from celery.app.task import Context
 from celery.schedules import BaseSchedule, schedule
 from celery.utils.saferepr import saferepr
 
 from ..errors import EntryError
 from ..locks import seconds_until
+from ..locks.base import HEADER, RUN_HEADER
 from .given import marked, restored
 from .kinds import Decoder, Encoder, made
 from .recurrence import is_known
@@ -21,10 +23,19 @@ from .recurrence import is_known
 if TYPE_CHECKING:
     from .occurrence import Occurrence
 
-__all__ = ("Meta", "decode_definition", "encode_definition", "loads_object", "salvaged")
+__all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "loads_object", "salvaged")
 
 #: Options that are a date, or seconds from now on.
 DATES = ("eta", "expires")
+
+#: Options that say how a message is to be read: what writes it decides that.
+READING = ("content_type", "content_encoding")
+
+#: Headers that Celery (by the list of its request), kombu or singlebeat sets: an entry's would take their place.
+TAKEN_HEADERS = frozenset(
+    {name for name in vars(Context) if not name.startswith("__")}
+    | {"lang", "task", "argsrepr", "kwargsrepr", "compression", HEADER, RUN_HEADER}
+)
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 
@@ -130,11 +141,24 @@ def _typed(value: Any, kind: type, name: str) -> Any:
     return value
 
 
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    headers = options.get("headers")
-    if headers is not None and not isinstance(headers, dict):
+def check_headers(headers: Any) -> None:
+    """Check the headers that an entry, or a signature in it, has among its options.
+
+    Raises:
+        EntryError: they are none, or one of them would take the place of one that Celery or singlebeat sets.
+    """
+    if not isinstance(headers, dict | None):
         raise EntryError("definition: the option headers is not a JSON object")
+    for name in headers or ():
+        if name in TAKEN_HEADERS:
+            raise EntryError(f"definition: the option headers has {name!r}, which is not an entry's to set")
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    check_headers(options.get("headers"))
     for name, value in options.items():
+        if name in READING:
+            raise EntryError(f"definition: the option {name} is not an entry's to set")
         if isinstance(value, BaseSchedule):  # one without an end, like a rule, kombu would read for ever
             raise EntryError(f"definition: the option {name} is a schedule")
     try:

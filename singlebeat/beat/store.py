@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from .. import signals
@@ -22,6 +21,7 @@ from .entry import Entry, Meta
 from .keys import Keys
 from .lease import identity
 from .occurrence import Decision, Occurrence
+from .permission import check_allowed
 from .policy import Policy
 from .quarantine import Quarantine
 from .recurrence import next_occurrence
@@ -215,8 +215,7 @@ class Store:
             if key in self.keys.own:
                 raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
             entry = Entry.decode(key, definition, self.app)
-            if not any(fnmatchcase(entry.task, pattern) for pattern in self.allowed_tasks):
-                raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
+            check_allowed(entry, self.allowed_tasks)
             try:
                 next_occurrence(entry.schedule, now, zone=self.app.timezone)
             except Exception as exc:  # a rule that can be read may still make no sense

@@ -1826,3 +1826,28 @@ def test_the_lock_has_redbeats_interface(bench):
     scheduler.lock.release()
     assert not scheduler.lock.owned()
     assert bench.redis.exists(LOCK) == 0
+
+
+# ---------------------------------------------------------------- singlebeat_allowed_tasks
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"link": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
+        ({"chain": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
+        ({"headers": {"task": "admin.drop"}}, "the option headers has 'task', which is not an entry's to set"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_smuggles_a_task_past_the_setting_sends_nothing(bench_on, server, redis, options, reason):
+    bench = bench_on(server, singlebeat_allowed_tasks=["tests.*"])
+    definition = {"task": PLAIN, "args": ["smuggler"], "schedule": 60, "options": options}
+    redis.hset("redbeat:smuggler", "definition", json.dumps(definition))
+    redis.zadd(SCHEDULE, {"redbeat:smuggler": 0})
+    bench.put("honest", options={"link": [{"task": PLAIN, "args": ["linked"]}]})
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["honest"]
+    assert reason in json.loads(redis.hget("redbeat::quarantine", "redbeat:smuggler"))["reason"]
