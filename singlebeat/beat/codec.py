@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -95,42 +95,70 @@ def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, An
         EntryError: it cannot be understood; the message says why.
     """
     raw = loads_object(definition, "definition")
-    task, enabled = raw.get("task"), raw.get("enabled")
-    if not isinstance(task, str) or not task:
+    return {name: read(raw.get(name), given) for name, read in _READERS.items()}
+
+
+def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of a definition that can be read, each by itself, and why the others cannot be."""
+    fields, problems = dict[str, Any](), dict[str, str]()
+    try:
+        raw = json.loads(definition)
+        if not isinstance(raw, Mapping):
+            raise TypeError("it is not a JSON object")  # noqa: TRY301
+    except (ValueError, TypeError, RecursionError) as exc:
+        return {}, dict.fromkeys(_READERS, f"definition cannot be read: {type(exc).__name__}: {exc}")
+    for name, read in _READERS.items():
+        try:
+            value = loads_object(json.dumps({name: raw.get(name)}), "definition")[name]
+            fields[name] = read(value, given)
+        except EntryError as exc:
+            problems[name] = str(exc)
+    return fields, problems
+
+
+def _task(value: Any, _: Mapping[str, Any]) -> str:
+    if not isinstance(value, str) or not value:
         raise EntryError("definition has no task, or it is not a text")
-    if enabled not in (None, True, False):  # and so not 1 and 0
-        raise EntryError(f"definition: enabled is neither true nor false: {saferepr(enabled)}")
-    fields = restored(
-        {
-            "schedule": made(raw.get("schedule")),
-            "args": _typed(raw.get("args"), list, "args"),
-            "kwargs": _typed(raw.get("kwargs"), dict, "kwargs"),
-        },
-        given,
-    )
-    when = fields["schedule"]
+    return value
+
+
+def _enabled(value: Any, _: Mapping[str, Any]) -> bool:
+    if value not in (None, True, False):  # and so not 1 and 0
+        raise EntryError(f"definition: enabled is neither true nor false: {saferepr(value)}")
+    return value is None or bool(value)
+
+
+def _schedule(value: Any, given: Mapping[str, Any]) -> BaseSchedule:
+    when = restored({"schedule": made(value), "args": (), "kwargs": {}}, given)["schedule"]
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
     # A user's own may compute its times without any interval.
     if is_known(when) and isinstance(when, schedule) and not (when.run_every and when.run_every.total_seconds() > 0):
         raise EntryError("definition has an interval that is not longer than 0 seconds")
-    options = _checked_options(_typed(raw.get("options"), dict, "options"))
-    return {**fields, "task": task, "options": options, "enabled": enabled is None or bool(enabled)}
+    return when
 
 
-def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[BaseSchedule | None, bool]:
-    """Return what can be read of a definition that is broken: its schedule, and whether it is enabled."""
-    try:
-        raw = json.loads(definition)
-    except (ValueError, RecursionError):
-        return None, True
-    enabled = not isinstance(raw, Mapping) or raw.get("enabled") is not False
-    try:
-        when = made(loads_object(definition, "definition").get("schedule"))
-        when = restored({"schedule": when, "args": (), "kwargs": {}}, given)["schedule"]
-    except EntryError:
-        when = None
-    return when if isinstance(when, BaseSchedule) else None, enabled
+def _args(value: Any, given: Mapping[str, Any]) -> Any:
+    return restored({"schedule": None, "args": _typed(value, list, "args"), "kwargs": {}}, given)["args"]
+
+
+def _kwargs(value: Any, given: Mapping[str, Any]) -> Any:
+    return restored({"schedule": None, "args": (), "kwargs": _typed(value, dict, "kwargs")}, given)["kwargs"]
+
+
+def _options(value: Any, _: Mapping[str, Any]) -> dict[str, Any]:
+    return _checked_options(_typed(value, dict, "options"))
+
+
+#: How each field of a definition is read, from its JSON and what ``beat_schedule`` gives.
+_READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "task": _task,
+    "enabled": _enabled,
+    "schedule": _schedule,
+    "args": _args,
+    "kwargs": _kwargs,
+    "options": _options,
+}
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:

@@ -41,7 +41,7 @@ instants = st.datetimes(datetime(2000, 1, 1), datetime(2200, 1, 1), timezones=st
 pasts = st.datetimes(datetime(2000, 1, 1), datetime(2026, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001
 seconds = st.floats(0.001, 1e6) | st.integers(1, 10**6)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
