@@ -271,7 +271,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
-            pipe.delete(key)
+            pipe.hdel(keys.owners, self.name)  # whichever app has one of this name may install it
+            pipe.delete(key, keys.parked(self.name))
             return any(pipe.execute())
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:

@@ -80,13 +80,20 @@ def _plan(
     now: datetime,
     keep_disabled: bool,
 ) -> Mapping[str, _Wish]:
-    members = [keys.prefix + name for name in entries]
-    found = json.loads(script(__package__, "read")(client, members, ()))
-    scores = client.zmscore(keys.schedule, members)
-    wishes = {}
-    for (name, entry), fields, score in zip(entries.items(), found, scores, strict=True):
+    members = dict[str, str]()
+    for name in entries:
         try:
-            member = keys.named(name)
+            members[name] = keys.named(name)
+        except EntryError as exc:
+            results[name] = exc
+    if not members:
+        return {}
+    found = json.loads(script(__package__, "read")(client, [*members.values()], ()))
+    scores = client.zmscore(keys.schedule, [*members.values()])
+    wishes = {}
+    for (name, member), fields, score in zip(members.items(), found, scores, strict=True):
+        entry = entries[name]
+        try:
             if isinstance(fields, str):
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
             definition, meta, policy, since, _ = fields

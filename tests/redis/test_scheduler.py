@@ -1555,6 +1555,43 @@ def test_a_schedule_that_vanishes_is_installed_again_as_far_as_it_can_be_stored(
     assert delay > 0.5
 
 
+def test_a_deploy_that_is_rolled_back_runs_nothing_again(bench):
+    def leads(**entries: Any) -> None:
+        app = bench.new_app()
+        app.conf.beat_schedule = {
+            name: {"task": PLAIN, "args": [name], "schedule": schedule(HOUR), "run_on_start": True, **given}
+            for name, given in entries.items()
+        }
+        scheduler = bench.scheduler(app=app)
+        scheduler.tick()
+        scheduler.tick()
+        scheduler.close()
+
+    before = {"once": {"max_runs": 1}, "audited": {}}
+    leads(**before)
+    Schedule(bench.app).pause("audited", "until the audit is over")
+    leads()
+    assert bench.redis.zrange(SCHEDULE, 0, -1) == []
+    leads(**before)
+
+    assert sorted(bench.names) == ["audited", "once"]
+    assert Schedule(bench.app).get("audited").policy.note == "until the audit is over"
+
+
+@pytest.mark.parametrize("name", ["bad\ud800", ":parked:e"])
+def test_a_name_that_cannot_be_stored_does_not_keep_beat_from_leading(bench, caplog, name):
+    app = bench.new_app()
+    entry = {"task": PLAIN, "args": ["good"], "schedule": schedule(HOUR), "run_on_start": True}
+    app.conf.beat_schedule = {name: entry, "good": entry}
+
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    scheduler.tick()
+
+    assert bench.names == ["good"]
+    assert "there can be no entry" in caplog.text
+
+
 # ---------------------------------------------------------------- one bad entry
 
 POISON: dict[str, dict[str, Any]] = {
