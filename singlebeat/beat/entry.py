@@ -43,11 +43,15 @@ class _Conf(RedBeatConfig):  # type: ignore[misc]
         self.key_prefix = config.redbeat_key_prefix
         self.schedule_key = f"{self.key_prefix}:schedule"
         self.statics_key = f"{self.key_prefix}:statics"
-        self.redis_url = schedule_url(app)
         self.redis_use_ssl = config.redbeat_redis_use_ssl
         self.redbeat_redis_options = dict(config.redbeat_redis_options)
         self.lock_key = config.lock_key
         self.lock_timeout = config.redbeat_lock_timeout
+
+    @property
+    def redis_url(self) -> str:
+        """The URL of the schedule's server, which nobody needs who has set ``app.redbeat_redis``."""
+        return schedule_url(self.app)
 
 
 def prepare(app: Celery) -> None:

@@ -46,7 +46,13 @@ class _Wish:
 
 
 def save_entries(
-    client: Any, keys: Keys, entries: Mapping[str, Entry], now: datetime, *, keep_disabled: bool = False
+    client: Any,
+    keys: Keys,
+    entries: Mapping[str, Entry],
+    now: datetime,
+    *,
+    keep_disabled: bool = False,
+    dry_run: bool = False,
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return what went wrong with each of them, None for nothing.
 
@@ -54,6 +60,7 @@ def save_entries(
 
     Args:
         keep_disabled: one that somebody has disabled stays so, as one that is paused does in any case.
+        dry_run: store nothing, and return what would go wrong.
     """
     results: dict[str, EntryError | None] = {}
     names = list(entries)
@@ -61,6 +68,9 @@ def save_entries(
         left: Sequence[str] = names[at : at + BATCH]
         for _ in range(ATTEMPTS):
             wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
+            if dry_run:
+                left = ()
+                break
             left = _write(client, keys, wishes)
             for name in wishes.keys() - set(left):
                 definition, _, policy, _ = wishes[name].fields

@@ -14,7 +14,7 @@ from celery.schedules import crontab, schedule
 from ..beat.api import Schedule
 from ..beat.state import State
 from ..errors import EntryError, UnknownEntryError
-from .output import command, instant, marked, moment, printable, show_json, table
+from .output import age, command, instant, marked, moment, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -67,7 +67,7 @@ def _next(entry: Entry) -> datetime | None:
 
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
-    """List all entries by the time of their next run, and those that are set aside."""
+    """List all entries by the time of their next run, and those that are set aside; LAST is how long ago one ran."""
     broken = dict[str, Mapping[str, str]]()  # also those that no beat has looked at yet
     entries = list(
         Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
@@ -77,8 +77,12 @@ def list_(app: Celery, as_json: bool) -> None:
         rows = [{**as_mapping(entry), "state": state_of(entry), "next": _next(entry)} for entry in entries]
         show_json({"entries": rows, "quarantine": aside})
         return
-    rows_ = [(e.name, e.task, readable_schedule(e.schedule), moment(_next(e)), state_of(e)) for e in entries]
-    table(("NAME", "TASK", "SCHEDULE", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
+    now = datetime.now(UTC)
+    rows_ = [
+        (e.name, e.task, readable_schedule(e.schedule), age(e.meta.last_run_at, now), moment(_next(e)), state_of(e))
+        for e in entries
+    ]
+    table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
     for name, record in aside.items():
         click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
 

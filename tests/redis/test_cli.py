@@ -137,7 +137,7 @@ def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis):
     lines = cli("list").output.splitlines()
 
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "NEXT", "STATE"]
+    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"]
     assert any("paused" in line for line in lines)
     assert lines[-1] == "bad: set aside: no task"
     assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
@@ -268,6 +268,10 @@ def test_unlock_says_so_if_the_backend_cannot_free_a_lock(cli, server):
         (["show", "none"], 1, "there is no entry 'none'"),
         (["explain", "none"], 1, "there is no entry 'none'"),
         (["next", "e", "--after", "yesterday"], 2, "is no date and time"),
+        (["next", "e", "--after", "9999-12-31T23:59:59-14:00"], 2, "is no date and time"),
+        (["explain", "e", "--at", "0001-01-01T00:00:00+14:00"], 2, "is no date and time"),
+        (["backfill", "e", "0001-01-01T00:00:00+14:00", "2026-01-01"], 2, "is no date and time"),
+        (["backfill", "e", "2026-01-01", "9999-12-31T23:00:00-14:00"], 2, "is no date and time"),
         (["next", "e", "--timezone", "Mars"], 2, "no time zone 'Mars'"),
         (["next", "e", "-n", "0"], 2, "is not in the range"),
         (["add", "n", TASK], 2, "needs --every or --cron"),
@@ -362,6 +366,26 @@ def test_times_of_history_are_those_of_the_records(cli, put, app, redis):
     (record,) = Schedule(app).history("e")
 
     assert began <= record.at <= datetime.now(UTC) + timedelta(seconds=1)
+
+
+def test_an_answer_that_cannot_be_written_is_one_line(server, redis):
+    command = [sys.executable, "-m", "celery", "-A", "tests.system.apps", "singlebeat", "list"]
+    env = {**os.environ, "SB_TEST_URL": server.celery_url}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False, timeout=60)
+
+    assert (done.returncode, done.stderr.splitlines()) == (2, ["Error: [Errno 28] No space left on device"])
+
+
+def test_the_last_run_is_listed_by_its_age(cli, put):
+    now = datetime.now(UTC)
+    for name, ago in {"s": 5, "min": 120, "h": 7200, "d": 86_400 * 400}.items():
+        put(name, last_run_at=now - timedelta(seconds=ago), every=10**9)
+
+    rows = {line.split()[0]: line for line in cli("list").output.splitlines()}
+
+    assert all(f"  {age} " in rows[name] for name, age in {"min": "2 min", "h": "2 h", "d": "400 d"}.items())
+    assert all(len(row) <= 80 and " 20" in row for row in rows.values() if not row.startswith("NAME"))
 
 
 # ---------------------------------------------------------------- what beat could not use

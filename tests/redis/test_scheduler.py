@@ -1592,6 +1592,17 @@ def test_a_name_that_cannot_be_stored_does_not_keep_beat_from_leading(bench, cap
     assert "there can be no entry" in caplog.text
 
 
+def test_a_client_of_the_users_needs_no_url(server, redis, cli):
+    """``app.redbeat_redis`` beside a broker that is no Redis."""
+    with make_app("amqp://nowhere", {"redbeat_redis_url": None, "result_backend": None}) as app:
+        app.redbeat_redis = server.client()
+        Entry("e", PLAIN, schedule(HOUR), app=app).save()
+
+        assert "redis -> app.redbeat_redis" in Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler().info
+        assert "every 3600 s" in cli("list", app=app).output
+        assert "app.redbeat_redis: it answers" in cli("doctor", app=app, code=None).output
+
+
 # ---------------------------------------------------------------- one bad entry
 
 POISON: dict[str, dict[str, Any]] = {
