@@ -28,8 +28,13 @@ __all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "l
 #: Options that are a date, or seconds from now on.
 DATES = ("eta", "expires")
 
-#: Options that say how a message is to be read: what writes it decides that.
-READING = ("content_type", "content_encoding")
+#: Options that are no data: who sends, and how the message is to be read, is decided by what sends it.
+TAKEN_OPTIONS = frozenset(
+    {
+        *("content_type", "content_encoding", "body", "name", "args", "kwargs"),
+        *("producer", "publisher", "connection", "router", "result_cls", "task_type"),
+    }
+)
 
 #: Headers that Celery (by the list of its request), kombu or singlebeat sets: an entry's would take their place.
 TAKEN_HEADERS = frozenset(
@@ -185,7 +190,7 @@ def check_headers(headers: Any) -> None:
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     check_headers(options.get("headers"))
     for name, value in options.items():
-        if name in READING:
+        if name in TAKEN_OPTIONS:
             raise EntryError(f"definition: the option {name} is not an entry's to set")
         if isinstance(value, BaseSchedule):  # one without an end, like a rule, kombu would read for ever
             raise EntryError(f"definition: the option {name} is a schedule")

@@ -148,7 +148,7 @@ def test_a_header_that_celery_or_singlebeat_sets_is_refused(app, name):
         entry_of(app, options={"headers": {name: "admin.drop"}})
 
 
-@pytest.mark.parametrize("name", ["content_type", "content_encoding"])
-def test_an_entry_does_not_say_how_its_message_is_read(app, name):
+@pytest.mark.parametrize("name", ["content_type", "content_encoding", "result_cls", "producer", "args"])
+def test_an_entry_does_not_say_how_its_message_is_sent_and_read(app, name):
     with pytest.raises(EntryError, match=f"the option {name} is not an entry's to set"):
         entry_of(app, options={name: "application/x-python-serialize"})
