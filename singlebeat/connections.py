@@ -32,6 +32,7 @@ __all__ = (
     "private",
     "same_slot",
     "schedule_client",
+    "schedule_place",
     "schedule_server",
     "schedule_url",
     "shared",
@@ -69,6 +70,11 @@ def schedule_server(app: Celery) -> Endpoint:
 def schedule_url(app: Celery) -> str:
     """Return the URL of the server that keeps the schedule; raises as ``schedule_server``."""
     return schedule_server(app).url
+
+
+def schedule_place(app: Celery) -> str:
+    """Return where the schedule is, for people: a URL without its password, or that the user has set a client."""
+    return "app.redbeat_redis" if getattr(app, "redbeat_redis", None) is not None else masked(schedule_url(app))
 
 
 def schedule_client(app: Celery, *, timeout: float | None = None) -> Any:

@@ -23,6 +23,7 @@ from .history import History, Record
 from .keys import Keys
 from .occurrence import Kind, Occurrence
 from .policy import Policy
+from .salvage import Salvage
 from .save import ATTEMPTS, BATCH, save_entries
 
 if TYPE_CHECKING:
@@ -73,6 +74,15 @@ class Schedule:
             EntryError: it cannot be understood.
         """
         return self._entry(name, self._read([self.keys.named(name)])[0])
+
+    def salvage(self, name: str) -> Salvage:
+        """Return what can be read of an entry, however broken it is.
+
+        Raises:
+            UnknownEntryError: there is none; it is a KeyError, too.
+            EntryError: its key holds something else.
+        """
+        return Salvage.of(name, self._found(name, self._read([self.keys.named(name)])[0]), self.app)
 
     def save(self, entry: Entry) -> Entry:
         """Store an entry, new or read; it keeps its past, and if its times are unchanged its next time.
@@ -256,11 +266,16 @@ class Schedule:
         return rows
 
     def _entry(self, name: str, fields: Any) -> Entry:
+        return Entry.from_fields(self.keys.prefix + name, *self._found(name, fields), app=self.app)
+
+    def _found(self, name: str, fields: Any) -> Sequence[Any]:
+        """Return definition, meta, policy and since of an entry that was read."""
         if isinstance(fields, str):
             raise EntryError(f"entry {name!r} cannot be used: its key holds something else: {fields}")
         if not fields[0]:
             raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
-        return Entry.from_fields(self.keys.prefix + name, *fields[:4], app=self.app)
+        found: Sequence[Any] = fields[:4]
+        return found
 
     def _wish(self, name: str, **wishes: Any) -> None:
         """Change some wishes of an entry, and nothing else in it."""

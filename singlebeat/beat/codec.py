@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from celery.app.task import Context
 from celery.schedules import BaseSchedule, schedule
 from celery.utils.saferepr import saferepr
 
 from ..errors import EntryError
 from ..locks import seconds_until
+from ..locks.base import HEADER, RUN_HEADER
 from .given import marked, restored
 from .kinds import Decoder, Encoder, made
 from .recurrence import is_known
@@ -21,10 +23,24 @@ from .recurrence import is_known
 if TYPE_CHECKING:
     from .occurrence import Occurrence
 
-__all__ = ("Meta", "decode_definition", "encode_definition", "loads_object", "salvaged")
+__all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "loads_object", "salvaged")
 
 #: Options that are a date, or seconds from now on.
 DATES = ("eta", "expires")
+
+#: Options that are no data: who sends, and how the message is to be read, is decided by what sends it.
+TAKEN_OPTIONS = frozenset(
+    {
+        *("content_type", "content_encoding", "body", "name", "args", "kwargs"),
+        *("producer", "publisher", "connection", "router", "result_cls", "task_type"),
+    }
+)
+
+#: Headers that Celery (by the list of its request), kombu or singlebeat sets: an entry's would take their place.
+TAKEN_HEADERS = frozenset(
+    {name for name in vars(Context) if not name.startswith("__")}
+    | {"lang", "task", "argsrepr", "kwargsrepr", "compression", HEADER, RUN_HEADER}
+)
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 
@@ -84,42 +100,70 @@ def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, An
         EntryError: it cannot be understood; the message says why.
     """
     raw = loads_object(definition, "definition")
-    task, enabled = raw.get("task"), raw.get("enabled")
-    if not isinstance(task, str) or not task:
+    return {name: read(raw.get(name), given) for name, read in _READERS.items()}
+
+
+def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of a definition that can be read, each by itself, and why the others cannot be."""
+    fields, problems = dict[str, Any](), dict[str, str]()
+    try:
+        raw = json.loads(definition)
+        if not isinstance(raw, Mapping):
+            raise TypeError("it is not a JSON object")  # noqa: TRY301
+    except (ValueError, TypeError, RecursionError) as exc:
+        return {}, dict.fromkeys(_READERS, f"definition cannot be read: {type(exc).__name__}: {exc}")
+    for name, read in _READERS.items():
+        try:
+            value = loads_object(json.dumps({name: raw.get(name)}), "definition")[name]
+            fields[name] = read(value, given)
+        except EntryError as exc:
+            problems[name] = str(exc)
+    return fields, problems
+
+
+def _task(value: Any, _: Mapping[str, Any]) -> str:
+    if not isinstance(value, str) or not value:
         raise EntryError("definition has no task, or it is not a text")
-    if enabled not in (None, True, False):  # and so not 1 and 0
-        raise EntryError(f"definition: enabled is neither true nor false: {saferepr(enabled)}")
-    fields = restored(
-        {
-            "schedule": made(raw.get("schedule")),
-            "args": _typed(raw.get("args"), list, "args"),
-            "kwargs": _typed(raw.get("kwargs"), dict, "kwargs"),
-        },
-        given,
-    )
-    when = fields["schedule"]
+    return value
+
+
+def _enabled(value: Any, _: Mapping[str, Any]) -> bool:
+    if value not in (None, True, False):  # and so not 1 and 0
+        raise EntryError(f"definition: enabled is neither true nor false: {saferepr(value)}")
+    return value is None or bool(value)
+
+
+def _schedule(value: Any, given: Mapping[str, Any]) -> BaseSchedule:
+    when = restored({"schedule": made(value), "args": (), "kwargs": {}}, given)["schedule"]
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
     # A user's own may compute its times without any interval.
     if is_known(when) and isinstance(when, schedule) and not (when.run_every and when.run_every.total_seconds() > 0):
         raise EntryError("definition has an interval that is not longer than 0 seconds")
-    options = _checked_options(_typed(raw.get("options"), dict, "options"))
-    return {**fields, "task": task, "options": options, "enabled": enabled is None or bool(enabled)}
+    return when
 
 
-def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[BaseSchedule | None, bool]:
-    """Return what can be read of a definition that is broken: its schedule, and whether it is enabled."""
-    try:
-        raw = json.loads(definition)
-    except (ValueError, RecursionError):
-        return None, True
-    enabled = not isinstance(raw, Mapping) or raw.get("enabled") is not False
-    try:
-        when = made(loads_object(definition, "definition").get("schedule"))
-        when = restored({"schedule": when, "args": (), "kwargs": {}}, given)["schedule"]
-    except EntryError:
-        when = None
-    return when if isinstance(when, BaseSchedule) else None, enabled
+def _args(value: Any, given: Mapping[str, Any]) -> Any:
+    return restored({"schedule": None, "args": _typed(value, list, "args"), "kwargs": {}}, given)["args"]
+
+
+def _kwargs(value: Any, given: Mapping[str, Any]) -> Any:
+    return restored({"schedule": None, "args": (), "kwargs": _typed(value, dict, "kwargs")}, given)["kwargs"]
+
+
+def _options(value: Any, _: Mapping[str, Any]) -> dict[str, Any]:
+    return _checked_options(_typed(value, dict, "options"))
+
+
+#: How each field of a definition is read, from its JSON and what ``beat_schedule`` gives.
+_READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "task": _task,
+    "enabled": _enabled,
+    "schedule": _schedule,
+    "args": _args,
+    "kwargs": _kwargs,
+    "options": _options,
+}
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:
@@ -130,11 +174,24 @@ def _typed(value: Any, kind: type, name: str) -> Any:
     return value
 
 
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    headers = options.get("headers")
-    if headers is not None and not isinstance(headers, dict):
+def check_headers(headers: Any) -> None:
+    """Check the headers that an entry, or a signature in it, has among its options.
+
+    Raises:
+        EntryError: they are none, or one of them would take the place of one that Celery or singlebeat sets.
+    """
+    if not isinstance(headers, dict | None):
         raise EntryError("definition: the option headers is not a JSON object")
+    for name in headers or ():
+        if name in TAKEN_HEADERS:
+            raise EntryError(f"definition: the option headers has {name!r}, which is not an entry's to set")
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    check_headers(options.get("headers"))
     for name, value in options.items():
+        if name in TAKEN_OPTIONS:
+            raise EntryError(f"definition: the option {name} is not an entry's to set")
         if isinstance(value, BaseSchedule):  # one without an end, like a rule, kombu would read for ever
             raise EntryError(f"definition: the option {name} is a schedule")
     try:

@@ -18,8 +18,9 @@ from ..errors import EntryError, UnknownEntryError
 from .codec import Meta, decode_definition, encode_definition, loads_object
 from .given import given_for, has_lazy
 from .keys import Keys
+from .permission import check_allowed
 from .policy import Policy
-from .recurrence import is_known
+from .recurrence import is_known, next_occurrence
 from .save import save_entries
 from .timetable import PARKED, Timetable, zone_of
 
@@ -42,11 +43,15 @@ class _Conf(RedBeatConfig):  # type: ignore[misc]
         self.key_prefix = config.redbeat_key_prefix
         self.schedule_key = f"{self.key_prefix}:schedule"
         self.statics_key = f"{self.key_prefix}:statics"
-        self.redis_url = schedule_url(app)
         self.redis_use_ssl = config.redbeat_redis_use_ssl
         self.redbeat_redis_options = dict(config.redbeat_redis_options)
         self.lock_key = config.lock_key
         self.lock_timeout = config.redbeat_lock_timeout
+
+    @property
+    def redis_url(self) -> str:
+        """The URL of the schedule's server, which nobody needs who has set ``app.redbeat_redis``."""
+        return schedule_url(self.app)
 
 
 def prepare(app: Celery) -> None:
@@ -86,8 +91,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         zone = zone_of(self.schedule)
         if zone is not None and self.policy.timezone is None:  # JSON would keep no more of it than its offset
             self.policy = replace(self.policy, timezone=zone)
-        if self.policy.expires is not None and (self.options or {}).get("expires") is not None:
-            raise EntryError(f"entry {self.name!r}: expires is in its options as well as in its policy")
+        if why := self.policy.contradicts(self.options):
+            raise EntryError(f"entry {self.name!r}: {why}")
 
     def __copy__(self) -> Entry:
         # Celery's __reduce__ knows neither ``enabled`` nor RedBeat's order of arguments.
@@ -132,6 +137,21 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             raise
         except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
             raise EntryError(f"its definition cannot be used: {type(exc).__name__}: {exc}") from exc
+
+    @classmethod
+    def usable(cls, key: str, definition: str, app: Celery, now: datetime) -> Entry:
+        """Read the ``definition`` field of an entry that is to run.
+
+        Raises:
+            EntryError: it cannot be understood, its task may not run, or its times cannot be calculated.
+        """
+        entry = cls.decode(key, definition, app)
+        check_allowed(entry, Config.of(app).singlebeat_allowed_tasks)
+        try:
+            next_occurrence(entry.schedule, now, zone=app.timezone)
+        except Exception as exc:  # a rule that can be read may still make no sense
+            raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
+        return entry
 
     def encode(self) -> str:
         """Return the ``definition`` field, with exactly RedBeat's names: it dies on any further one.
@@ -255,7 +275,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
-            pipe.delete(key)
+            pipe.hdel(keys.owners, self.name)  # whichever app has one of this name may install it
+            pipe.delete(key, keys.parked(self.name))
             return any(pipe.execute())
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:

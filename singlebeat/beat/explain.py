@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -180,9 +181,11 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
     if known == frozenset():
         yield "No worker answers."
     elif known is not None and entry.task not in known:
+        near = difflib.get_close_matches(entry.task, known, n=1)
         yield (
             f"No worker that answers knows the task {entry.task}: whoever gets the message drops it. "
-            "Correct the name in the entry, or start a worker that has the task."
+            + (f"Did you mean {near[0]}? " if near else "")
+            + "Correct the name in the entry, or start a worker that has the task."
         )
 
 

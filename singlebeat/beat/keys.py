@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ("Keys", "LeaseKeys")
 
 _OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs", "clock")
+#: What the names of the keys of parked entries begin with.
+_PARKED = ":parked:"
 _LEASE = ("leader", "term", "standbys", "resigned")
 
 
@@ -67,12 +69,28 @@ class Keys:
         """Return the key of the entry with a name.
 
         Raises:
-            EntryError: that is a key of the schedule itself.
+            EntryError: that is a key of the schedule itself, or no text that a client can send.
         """
         key = self.prefix + name
-        if key in self.own:
+        if key in self.own or name.startswith(_PARKED):
             raise EntryError(f"there can be no entry {name!r}, for {key!r} is a key of the schedule itself")
+        try:
+            key.encode(errors="surrogateescape")  # as the client does: a name may be bytes that are no text
+        except UnicodeEncodeError:
+            raise EntryError(f"there can be no entry {name!r}: half of a character pair is no text") from None
         return key
+
+    def is_possible(self, name: str) -> bool:
+        """Return whether an entry can have a name."""
+        try:
+            self.named(name)
+        except EntryError:
+            return False
+        return True
+
+    def parked(self, name: str) -> str:
+        """Return the key of the entry with a name while it is not in ``beat_schedule``."""
+        return self.prefix + _PARKED + name
 
     def entry(self, member: str) -> str:
         """Return the key of an entry from its member in the schedule, which may be its bare name."""

@@ -121,6 +121,12 @@ class Policy:
             raise EntryError(f"policy: end_time {policy.end_time} is before start_time {policy.start_time}")
         return policy
 
+    def contradicts(self, options: Mapping[str, Any] | None) -> str:
+        """Return how it contradicts the options of its entry, an empty text if it does not."""
+        if self.expires is not None and (options or {}).get("expires") is not None:
+            return "expires is in its options as well as in its policy"
+        return ""
+
     @classmethod
     def names(cls) -> frozenset[str]:
         """Return the name of every wish."""

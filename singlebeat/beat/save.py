@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import ConflictError, EntryError
 from ..lua import packed, script
-from .codec import Meta, salvaged
+from .codec import Meta, loads_object, salvaged
 from .given import given_for
 from .kinds import have_same_times
 from .policy import Policy
@@ -46,7 +46,13 @@ class _Wish:
 
 
 def save_entries(
-    client: Any, keys: Keys, entries: Mapping[str, Entry], now: datetime, *, keep_disabled: bool = False
+    client: Any,
+    keys: Keys,
+    entries: Mapping[str, Entry],
+    now: datetime,
+    *,
+    keep_disabled: bool = False,
+    dry_run: bool = False,
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return what went wrong with each of them, None for nothing.
 
@@ -54,6 +60,7 @@ def save_entries(
 
     Args:
         keep_disabled: one that somebody has disabled stays so, as one that is paused does in any case.
+        dry_run: store nothing, and return what would go wrong.
     """
     results: dict[str, EntryError | None] = {}
     names = list(entries)
@@ -61,6 +68,9 @@ def save_entries(
         left: Sequence[str] = names[at : at + BATCH]
         for _ in range(ATTEMPTS):
             wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
+            if dry_run:
+                left = ()
+                break
             left = _write(client, keys, wishes)
             for name in wishes.keys() - set(left):
                 definition, _, policy, _ = wishes[name].fields
@@ -80,13 +90,20 @@ def _plan(
     now: datetime,
     keep_disabled: bool,
 ) -> Mapping[str, _Wish]:
-    members = [keys.prefix + name for name in entries]
-    found = json.loads(script(__package__, "read")(client, members, ()))
-    scores = client.zmscore(keys.schedule, members)
-    wishes = {}
-    for (name, entry), fields, score in zip(entries.items(), found, scores, strict=True):
+    members = dict[str, str]()
+    for name in entries:
         try:
-            member = keys.named(name)
+            members[name] = keys.named(name)
+        except EntryError as exc:
+            results[name] = exc
+    if not members:
+        return {}
+    found = json.loads(script(__package__, "read")(client, [*members.values()], ()))
+    scores = client.zmscore(keys.schedule, [*members.values()])
+    wishes = {}
+    for (name, member), fields, score in zip(members.items(), found, scores, strict=True):
+        entry = entries[name]
+        try:
             if isinstance(fields, str):
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
             definition, meta, policy, since, _ = fields
@@ -98,7 +115,9 @@ def _plan(
             if is_same and score is not None and meta and _read(Meta.decode, meta, since):
                 entry.version = definition, policy or ""
             else:
-                wishes[name] = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
+                wish = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
+                _check(entry, wish, now)
+                wishes[name] = wish
         except EntryError as exc:
             results[name] = exc
         except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
@@ -125,13 +144,14 @@ def _wish(
     if stored is not None:
         when, enabled = stored.schedule, stored.enabled
     else:
-        when, enabled = salvaged(definition or "", given_for(entry.app, entry.name))
+        whatever, _ = salvaged(definition or "", given_for(entry.app, entry.name))
+        when, enabled = whatever.get("schedule"), whatever.get("enabled", True)
     if keep_disabled and entry.enabled and not enabled:
         entry.enabled = False
         encoded = entry.encode()
     # Whoever has not read the entry does not know that it is paused.
-    if wanted is not None and wanted.paused and entry.version is None:
-        entry.policy = replace(entry.policy, paused=True, note=wanted.note)
+    if entry.version is None and (pause := wanted or _pause(policy or "")).paused:
+        entry.policy = replace(entry.policy, paused=True, note=pause.note)
     same_times = (
         when is not None
         and wanted is not None
@@ -162,12 +182,44 @@ def _wish(
     )
 
 
-def _read(decode: Callable[..., _T], *texts: Any) -> _T | None:
+def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
+    """Read what is to be stored as a beat will.
+
+    Raises:
+        EntryError: a beat could not use it.
+    """
+    definition, meta, policy, since = wish.fields
+    try:
+        json.loads(definition, parse_constant=_refuse)
+        read = type(entry).usable(wish.member, definition, entry.app, now)
+        if why := Policy.decode(policy).contradicts(read.options):
+            raise EntryError(why)  # noqa: TRY301
+        if meta and since is not False:
+            Meta.decode(meta, since)
+    except (EntryError, ValueError) as exc:
+        raise EntryError(f"entry {entry.name!r} cannot be stored: {exc}") from exc
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}: a number is too large, or is none")
+
+
+def _read(decode: Callable[..., _T], *values: Any) -> _T | None:
     """Return what a text says, None if that cannot be understood."""
     try:
-        return decode(*texts)
+        return decode(*values)
     except EntryError:
         return None
+
+
+def _pause(policy: str) -> Policy:
+    """Return what a policy that is broken says about a pause."""
+    try:
+        raw = loads_object(policy, "policy")
+    except EntryError:
+        return Policy()
+    wishes = [_read(Policy.of, {name: raw[name]}) or Policy() for name in ("paused", "note") if name in raw]
+    return Policy(paused=any(each.paused for each in wishes), note="".join(each.note for each in wishes))
 
 
 def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:

@@ -15,7 +15,7 @@ from redbeat import RedBeatScheduler
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError, masked, schedule_client, schedule_url
+from ..connections import RedisError, schedule_client, schedule_place
 from ..errors import LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
@@ -134,7 +134,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """What the banner shows."""
         key = Keys.of(self.app).lock
         lock = f"`{key}`, lease {self.lock_timeout:g} s" if key else "none: beats share the work"
-        return f"       . redis -> {masked(schedule_url(self.app))}\n       . lock -> {lock}"
+        return f"       . redis -> {schedule_place(self.app)}\n       . lock -> {lock}"
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Do what is due, if we lead; never raises for what happens outside of this process.

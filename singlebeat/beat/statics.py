@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from datetime import datetime
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..errors import EntryError
 from ..log import Log
+from ..lua import packed, script
+from .codec import Meta
 from .keys import Keys
-from .save import save_entries
+from .save import BATCH, save_entries
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -18,6 +23,12 @@ if TYPE_CHECKING:
 __all__ = ("Statics",)
 
 log = Log("celery.beat")
+
+#: How long an entry that has left ``beat_schedule`` is kept: a deploy may be rolled back.
+KEPT_FOR = timedelta(days=7)
+
+#: Wishes that an operator has set and ``beat_schedule`` leaves alone.
+OPERATORS = ("paused", "note")
 
 
 class Statics:
@@ -29,43 +40,114 @@ class Statics:
 
     def __init__(self, app: Celery, client: Any) -> None:
         self.app, self.client, self.keys = app, client, Keys.of(app)
-        self.owner = str(app.main or "celery")
+        self.owner = " ".join(str(app.main or "celery").split("\n"))
 
     def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
-        """Remember which entries were stored from ``beat_schedule``, and remove those that have left it.
+        """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
 
         One that is in there and could not be stored this time stays as it is.
-        Those of another app under the same prefix stay; those that RedBeat has installed belong to whoever comes.
+        Those that another app has as well stay; those that RedBeat has installed belong to whichever app leads.
         """
-        keys = self.keys
-        owners: Mapping[str, str] = self.client.hgetall(keys.owners)
-        known: Collection[str] = self.client.smembers(keys.statics)
+        owners = self._owners()
+        known: Collection[str] = self.client.smembers(self.keys.statics)
+        gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, [self.owner])]
+        for at in range(0, len(gone), BATCH):
+            self._park(gone[at : at + BATCH], owners)
+        if not stored:
+            return
         with self.client.pipeline() as pipe:
-            for name in set(known) - set(configured):
-                if owners.get(name, self.owner) == self.owner:
-                    log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
-                    pipe.zrem(keys.schedule, keys.prefix + name)
-                    if keys.prefix + name not in keys.own:  # anybody may have added it
-                        pipe.delete(keys.prefix + name)
-                    pipe.zrem(keys.pending, keys.prefix + name)
-                    pipe.hdel(keys.quarantine, keys.prefix + name)
-                    pipe.srem(keys.statics, name)
-                    pipe.hdel(keys.owners, name)
-            if stored:
-                pipe.sadd(keys.statics, *stored)
-                pipe.hset(keys.owners, mapping=dict.fromkeys(stored, self.owner))
+            pipe.sadd(self.keys.statics, *stored)
+            ours = {name: "\n".join(sorted({self.owner, *owners.get(name, ())})) for name in stored}
+            pipe.hset(self.keys.owners, mapping=ours)
             pipe.execute()
 
     def install(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
         """Store entries, and return the names of those that could be stored.
 
         One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
-        its next time.
+        its next time. One that was parked is as it was, and what passed meanwhile is not made up for.
         """
-        results = save_entries(self.client, self.keys, entries, now, keep_disabled=True)
+        results = dict[str, EntryError | None](self._refused(entries))
+        entries = {name: entry for name, entry in entries.items() if name not in results}
+        known: Collection[str] = self.client.smembers(self.keys.statics)
+        absent = [name for name in entries if name not in known and self.keys.is_possible(name)]
+        for at in range(0, len(absent), BATCH):
+            self._unpark(absent[at : at + BATCH], now)
+        results.update(save_entries(self.client, self.keys, entries, now, keep_disabled=True))
         for name, problem in results.items():
             if problem is not None:
                 log.error(
                     "beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", entry=name, reason=problem
                 )
         return [name for name, problem in results.items() if problem is None]
+
+    def _owners(self) -> Mapping[str, Sequence[str]]:
+        """Return the apps that each entry comes from."""
+        return {name: text.split("\n") for name, text in self.client.hgetall(self.keys.owners).items()}
+
+    def _refused(self, entries: Mapping[str, Entry]) -> Mapping[str, EntryError]:
+        """Return which entries another app has, and otherwise than this one wants them."""
+        owners = self._owners()
+        others = {name: {*owners.get(name, ())} - {self.owner} for name in entries}
+        names = [name for name in entries if others[name]]
+        refused = dict[str, EntryError]()
+        for at in range(0, len(names), BATCH):
+            batch = names[at : at + BATCH]
+            for name, fields in zip(batch, self._read([self.keys.prefix + name for name in batch]), strict=True):
+                if not isinstance(fields, str) and fields[0] and not _is_same(entries[name], fields[0], fields[2]):
+                    why = f"app {', '.join(sorted(others[name]))} has another entry of this name"
+                    hint = f"rename one of them, or, if that app is gone, HDEL {self.keys.owners} {name}"
+                    refused[name] = EntryError(f"{why}: {hint}")
+        return refused
+
+    def _park(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
+        keys, rows = self.keys, []
+        touched = [keys.schedule, keys.pending, keys.quarantine, keys.statics, keys.owners]
+        for name in names:
+            found, key = owners.get(name, ()), keys.prefix + name
+            left = "\n".join(owner for owner in found if owner != self.owner)
+            rows.append((name, "\n".join(found), left, key not in keys.own))
+            touched += [key, keys.parked(name)]
+        args = (self.owner, round(KEPT_FOR.total_seconds() * 1000), packed(rows))
+        for name, reply in zip(names, json.loads(script(__package__, "park")(self.client, touched, args)), strict=True):
+            if reply == "parked":
+                log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
+
+    def _unpark(self, names: Sequence[str], now: datetime) -> None:
+        """Put entries back that were parked."""
+        kept = self._read([self.keys.parked(name) for name in names])
+        read = zip(names, kept, strict=True)
+        found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
+        if not found:
+            return
+        touched = [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
+        rows = packed([_since(meta, since, now) for _, meta, since in found])
+        replies = json.loads(script(__package__, "unpark")(self.client, touched, (self.owner, rows)))
+        for (name, *_), is_back in zip(found, replies, strict=True):
+            if is_back:
+                log.info("beat: Static schedule entry '%(entry)s' is back.", event="entry_back", entry=name)
+
+    def _read(self, keys: Sequence[str]) -> Sequence[Any]:
+        rows: Sequence[Any] = json.loads(script(__package__, "read")(self.client, keys, ()))
+        return rows
+
+
+def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
+    """Return whether an entry is stored as its app wants it, but for what an operator may have changed."""
+    try:
+        wanted, stored = json.loads(entry.encode()), json.loads(definition)
+        wishes, stored_wishes = json.loads(entry.policy.encode() or "{}"), json.loads(policy or "{}")
+        return bool(
+            {**wanted, "enabled": None} == {**stored, "enabled": None}
+            and {**wishes, **dict.fromkeys(OPERATORS)} == {**stored_wishes, **dict.fromkeys(OPERATORS)}
+        )
+    except (EntryError, ValueError, TypeError):
+        return False
+
+
+def _since(meta: str | None, since: str | None, now: datetime) -> str:
+    """Return the field ``since`` of an entry that counts from now on, empty if its past cannot be read."""
+    try:
+        return replace(Meta.decode(meta, since), since=now).encode_since() if meta else ""
+    except EntryError:
+        return ""

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from .. import signals
@@ -24,7 +23,6 @@ from .lease import identity
 from .occurrence import Decision, Occurrence
 from .policy import Policy
 from .quarantine import Quarantine
-from .recurrence import next_occurrence
 from .timetable import PARKED
 
 if TYPE_CHECKING:
@@ -106,7 +104,6 @@ class Store:
     def __init__(self, app: Celery, client: Any) -> None:
         self.app, self.client = app, client
         self.keys = Keys.of(app)
-        self.allowed_tasks = Config.of(app).singlebeat_allowed_tasks
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], tuple[str, Entry]] = {}
         self.quarantine = Quarantine(app, client, self.keys)
@@ -188,8 +185,8 @@ class Store:
                 taken = Occurrence.decode(pending) if pending else None
                 score, past = scores.get(member, PARKED), Meta.decode(meta, since)
                 wishes = Policy.decode(policy)
-                if wishes.expires is not None and entry.options.get("expires") is not None:
-                    raise EntryError("expires is in its options as well as in its policy")  # noqa: TRY301
+                if why := wishes.contradicts(entry.options):
+                    raise EntryError(why)  # noqa: TRY301
                 stored = Stored(member, score, sha, entry, past, wishes, taken)
                 if why := self.quarantine.why(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
@@ -214,13 +211,7 @@ class Store:
             key = self.keys.entry(member)
             if key in self.keys.own:
                 raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
-            entry = Entry.decode(key, definition, self.app)
-            if not any(fnmatchcase(entry.task, pattern) for pattern in self.allowed_tasks):
-                raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
-            try:
-                next_occurrence(entry.schedule, now, zone=self.app.timezone)
-            except Exception as exc:  # a rule that can be read may still make no sense
-                raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
+            entry = Entry.usable(key, definition, self.app, now)
             raw = definition.encode(errors="surrogateescape")
             found = hashlib.sha1(raw, usedforsecurity=False).hexdigest(), entry
             self._decoded[member, definition] = found

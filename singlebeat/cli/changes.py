@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,14 @@ import click
 from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
-from ..beat.policy import Policy
 from ..errors import EntryError, UnknownEntryError
 from ..overlap import Overlap
 from .output import Seconds, command, fail, instant, moment, printable, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ..beat.salvage import Salvage
 
 NAME = click.argument("name")
 DEFINITION: Sequence[Callable[[Any], Any]] = (
@@ -30,6 +30,17 @@ DEFINITION: Sequence[Callable[[Any], Any]] = (
     click.option("--enable/--disable", "enabled", default=None),
     click.option("--set", "wishes", multiple=True, metavar="NAME=VALUE", help="A wish of the policy; empty: none."),
 )
+
+#: What replaces a part of an entry.
+OPTIONS = {
+    "task": "--task",
+    "schedule": "--every or --cron",
+    "args": "--args",
+    "kwargs": "--kwargs",
+    "options": "--options",
+    "enabled": "--enable or --disable",
+    "policy": "--set",
+}
 
 
 def _json(text: str | None, kind: type, option: str) -> Any:
@@ -83,6 +94,8 @@ def _store(
     entries = Schedule(app)
     when, wishes = _schedule(given["every"], given["cron"]), _wishes(given["wishes"])
     fields = {
+        "task": task,
+        "schedule": when,
         "args": _json(given["args_"], list, "--args"),
         "kwargs": _json(given["kwargs_"], dict, "--kwargs"),
         "options": _json(given["options_"], dict, "--options"),
@@ -90,16 +103,12 @@ def _store(
     }
     fields = {key: value for key, value in fields.items() if value is not None}
     try:
-        wanted = Policy.of(wishes)
-        if new and task is not None:
-            entries.upsert(name, task, when, **fields, **wishes)
+        if new:
+            entries.upsert(name, **fields, **wishes)
         else:
-            entry = entries.get(name)
-            wanted_fields = {**fields, "schedule": when or entry.schedule, "task": task or entry.task}
-            for key, value in wanted_fields.items():
-                setattr(entry, key, value)
-            entry.policy = replace(entry.policy, **{key: getattr(wanted, key) for key in wishes})
-            entries.save(entry)
+            found = entries.salvage(name)
+            _check_left(found, fields, wishes)
+            entries.save(found.changed(fields, wishes))
     except ValueError as exc:  # what JSON cannot hold
         raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
     upcoming = next(iter(entries.next_runs(name, 1)), None)
@@ -109,17 +118,37 @@ def _store(
     click.echo(f"{printable(name)}: next {moment(upcoming)}")
 
 
-@command("add", NAME, click.argument("task"), *DEFINITION)
-def add_(app: Celery, as_json: bool, name: str, task: str, **given: Any) -> None:
+def _check_left(found: Salvage, fields: Mapping[str, Any], wishes: Mapping[str, Any]) -> None:
+    """Check that what cannot be read of an entry is replaced.
+
+    Raises:
+        EntryError: something is not; the message names the options for it.
+    """
+    replaced = {*fields, *(["policy"] if wishes else [])}
+    left = {name: why for name, why in found.problems.items() if name in OPTIONS and name not in replaced}
+    if left:
+        why, options = "; ".join(dict.fromkeys(left.values())), ", ".join(OPTIONS[name] for name in left)
+        raise EntryError(f"entry {found.name!r} cannot be used: {why}. Replace what is wrong, by {options}")
+
+
+@command(
+    "add",
+    NAME,
+    click.argument("task"),
+    *DEFINITION,
+    click.option("--replace", is_flag=True, help="Also if there is one of this name, which keeps its past and pause."),
+)
+def add_(app: Celery, as_json: bool, name: str, task: str, replace: bool, **given: Any) -> None:
     """Store a new entry; one of this name must not be there."""
     if given["every"] is None and given["cron"] is None:
         raise click.UsageError("it needs --every or --cron")
     try:
-        Schedule(app).get(name)
+        if not replace:
+            Schedule(app).salvage(name)
+            fail(f"there is an entry {name!r}: use edit, --replace it, or delete it first")
     except UnknownEntryError:
-        _store(app, name, task, given, as_json, new=True)
-    else:
-        fail(f"there is an entry {name!r}: use edit, or delete it first")
+        pass
+    _store(app, name, task, given, as_json, new=True)
 
 
 @command("edit", NAME, *DEFINITION, click.option("--task", help="Name of the task."))

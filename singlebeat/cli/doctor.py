@@ -16,7 +16,7 @@ from ..beat.keys import Keys
 from ..beat.server import Server
 from ..beat.state import State
 from ..config import Config
-from ..connections import is_redis, masked, schedule_url
+from ..connections import is_redis, masked, schedule_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
@@ -61,7 +61,7 @@ def doctor_(app: Celery, as_json: bool) -> None:
 
 
 def _server(app: Celery) -> Iterator[Finding]:
-    server, about = Server.of(app), f"schedule's server {masked(schedule_url(app))}"
+    server, about = Server.of(app), f"schedule's server {schedule_place(app)}"
     yield Finding("fine", about, f"it answers, version {server.version}; celery {version('celery')}, redis-py "
                   f"{version('redis')}, celery-redbeat {version('celery-redbeat')}")  # fmt: skip
     numbers = tuple(int(part) for part in server.version.split(".")[:2] if part.isdigit())

@@ -13,12 +13,18 @@ from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
 from ..beat.state import State
-from .output import command, instant, marked, moment, printable, show_json, table
+from ..errors import EntryError, UnknownEntryError
+from .output import age, command, instant, marked, moment, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entry import Entry
+    from ..beat.salvage import Salvage
+
+
+#: Of a definition, in the order in which people see them.
+FIELDS = ("task", "schedule", "args", "kwargs", "options", "enabled")
 
 
 def readable_schedule(when: Any) -> str:
@@ -61,7 +67,7 @@ def _next(entry: Entry) -> datetime | None:
 
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
-    """List all entries by the time of their next run, and those that are set aside."""
+    """List all entries by the time of their next run, and those that are set aside; LAST is how long ago one ran."""
     broken = dict[str, Mapping[str, str]]()  # also those that no beat has looked at yet
     entries = list(
         Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
@@ -71,33 +77,72 @@ def list_(app: Celery, as_json: bool) -> None:
         rows = [{**as_mapping(entry), "state": state_of(entry), "next": _next(entry)} for entry in entries]
         show_json({"entries": rows, "quarantine": aside})
         return
-    rows_ = [(e.name, e.task, readable_schedule(e.schedule), moment(_next(e)), state_of(e)) for e in entries]
-    table(("NAME", "TASK", "SCHEDULE", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
+    now = datetime.now(UTC)
+    rows_ = [
+        (e.name, e.task, readable_schedule(e.schedule), age(e.meta.last_run_at, now), moment(_next(e)), state_of(e))
+        for e in entries
+    ]
+    table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
     for name, record in aside.items():
         click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
 
 
 @command("show", click.argument("name"))
 def show_(app: Celery, as_json: bool, name: str) -> None:
-    """Show one entry with its policy and its past."""
-    entry = Schedule(app).get(name)
-    if as_json:
-        show_json({**as_mapping(entry), "state": state_of(entry), "next": _next(entry)})
+    """Show one entry with its policy and its past; one that cannot be read, as far as it can."""
+    entries, aside = Schedule(app), State.of(app).quarantine.get(name, {}).get("reason", "")
+    try:
+        entry = entries.get(name)
+    except UnknownEntryError:
+        raise
+    except EntryError as exc:
+        _show_broken(entries.salvage(name), aside or str(exc), as_json)
         return
-    rows = {
-        "task": entry.task,
-        "schedule": readable_schedule(entry.schedule),
-        "args": entry.args,
-        "kwargs": entry.kwargs,
-        "options": entry.options,
-        "state": state_of(entry),
-        "last": moment(entry.meta.last_run_at),
-        "runs": entry.meta.total_run_count,
-        "next": moment(_next(entry)),
-        **json.loads(entry.policy.encode() or "{}"),
-    }
+    state = "set aside" if aside else state_of(entry)
+    if as_json:
+        why = {"reason": aside} if aside else {}
+        show_json({**as_mapping(entry), "state": state, **why, "next": _next(entry)})
+        return
+    _show_rows(
+        {
+            "task": entry.task,
+            "schedule": readable_schedule(entry.schedule),
+            "args": entry.args,
+            "kwargs": entry.kwargs,
+            "options": entry.options,
+            "state": state,
+            "last": moment(entry.meta.last_run_at),
+            "runs": entry.meta.total_run_count,
+            "next": moment(_next(entry)),
+            **json.loads(entry.policy.encode() or "{}"),
+        }
+    )
+    _show_reason(aside)
+
+
+def _show_broken(found: Salvage, reason: str, as_json: bool) -> None:
+    """Show what can be read of an entry, and the rest as it is."""
+    broken = {"definition" if name in FIELDS else name for name in found.problems}
+    texts = {name: text for name, text in found.texts.items() if text and name in broken}
+    if as_json:
+        show_json({"name": found.name, "state": "set aside", "reason": reason, "problems": found.problems, **texts})
+        return
+    fields = {name: found.fields[name] for name in FIELDS if name in found.fields}
+    if "schedule" in fields:
+        fields["schedule"] = readable_schedule(fields["schedule"])
+    _show_rows({**fields, "state": "set aside", **({} if "policy" in broken else found.wishes), **texts})
+    for problem in dict.fromkeys((*found.problems.values(), reason)):
+        _show_reason(problem)
+
+
+def _show_rows(rows: Mapping[str, object]) -> None:
     for label, value in rows.items():
         click.echo(f"{label:<20}{printable(value)}")
+
+
+def _show_reason(reason: str) -> None:
+    if reason:
+        click.echo(marked(f"{'problem':<20}{reason}", "problem"))
 
 
 @command(

@@ -10,7 +10,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ __all__ = (
     "REFUSED",
     "UNANSWERED",
     "Seconds",
+    "age",
     "command",
     "fail",
     "instant",
@@ -77,6 +78,11 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
                 fail(str(exc), UNANSWERED)
             except SinglebeatError as exc:
                 fail(str(exc))
+            except BrokenPipeError:  # click ends without a word
+                raise
+            except OSError as exc:
+                _drop_output()
+                fail(str(exc), UNANSWERED)
 
         wrapped: Any = run
         for param in reversed((*params, click.option("--json", "as_json", is_flag=True, help="Answer in JSON."))):
@@ -84,6 +90,12 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
         return click.command(name)(wrapped)
 
     return make
+
+
+def _drop_output() -> None:
+    """Let the interpreter end without another attempt to write what is left."""
+    with suppress(OSError, ValueError):  # it is no file in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(text: str, code: int = REFUSED) -> NoReturn:
@@ -112,15 +124,26 @@ def moment(when: datetime | None) -> str:
     return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ") if when else "never"
 
 
+def age(when: datetime | None, now: datetime) -> str:
+    """Return how long ago an instant was, for people, in at most six characters."""
+    if when is None:
+        return "never"
+    seconds = max(0, int((now - when).total_seconds()))
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
 def instant(text: str | None) -> datetime | None:
     """Read an instant from the command line; one without offset is in UTC."""
     if text is None:
         return None
     try:
         when = datetime.fromisoformat(text)
-    except ValueError:
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):  # the latter outside of the years 1 to 9999 of UTC
         raise click.BadParameter(f"{text!r} is no date and time like 2026-12-01T09:00") from None
-    return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 
 def marked(text: str, level: str) -> str:

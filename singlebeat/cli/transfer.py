@@ -36,26 +36,27 @@ def export_(app: Celery, as_json: bool) -> None:
     raise SystemExit(1 if problems else 0)
 
 
-@command("import", click.argument("file", type=click.File("r")), click.option("--dry-run", is_flag=True))
-def import_(app: Celery, as_json: bool, file: IO[str], dry_run: bool) -> None:
+@command("import", click.argument("file", type=click.File("rb")), click.option("--dry-run", is_flag=True))
+def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
     An entry of the same name is replaced and keeps its past, a new one gets that of the file. What cannot be stored is
     named, and the rest is stored. RedBeat's entries need no import: singlebeat works on them where they are.
     """
+    source = getattr(file, "name", "standard input")
     try:
-        rows = json.load(file)
+        rows = json.load(file)  # bytes: it knows UTF-8 and UTF-16, with and without a mark at the beginning
     except (ValueError, RecursionError) as exc:
-        fail(f"{file.name} is no JSON: {exc}")
+        fail(f"{source} is no JSON: {exc}")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        fail(f"{file.name} is no JSON array of objects: neither of export nor of dumpdata")
+        fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata")
     named = list(rows_of(rows, app.timezone) if is_dump(rows) else _ours(rows))
-    stored, problems = list[str](), dict[str, str]()
+    stored, problems, seen = list[str](), dict[str, str](), set[str]()
     with progress("entries", len(named), quiet=as_json) as step:
         for at in range(0, len(named), BATCH):
             batch = named[at : at + BATCH]
-            read = _read(app, batch, problems)
-            failed = {} if dry_run else _store(app, read)
+            read = _read(app, batch, problems, seen)
+            failed = _store(app, read, dry_run)
             problems.update(failed)
             stored.extend(name for name in read if name not in failed)
             step(len(batch))
@@ -81,10 +82,18 @@ def _ours(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Callable[[], Ma
         yield name if isinstance(name, str) else f"entry number {number}", row.copy
 
 
-def _read(app: Celery, named: _Named, problems: dict[str, str]) -> dict[str, Entry]:
-    """Return the entries by name that can be understood, and note why the others cannot."""
+def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str]) -> dict[str, Entry]:
+    """Return the entries by name that can be understood, and note why the others cannot.
+
+    Args:
+        seen: names that were in the file before; it grows.
+    """
     key, entries = Schedule(app).keys.prefix, dict[str, Entry]()
     for name, row_of in named:
+        if name in seen:
+            problems.setdefault(name, "it is in the file more than once: only the first one counts")
+            continue
+        seen.add(name)
         try:
             row = row_of()
             if not isinstance(row.get("name"), str) or not row.get("definition"):
@@ -100,7 +109,8 @@ def _read(app: Celery, named: _Named, problems: dict[str, str]) -> dict[str, Ent
     return entries
 
 
-def _store(app: Celery, entries: Mapping[str, Entry]) -> Mapping[str, str]:
+def _store(app: Celery, entries: Mapping[str, Entry], dry_run: bool) -> Mapping[str, str]:
     """Store entries, and return why some could not be, by name."""
-    results = save_entries(schedule_client(app), Schedule(app).keys, entries, datetime.now(UTC))
+    client, now = schedule_client(app), datetime.now(UTC)
+    results = save_entries(client, Schedule(app).keys, entries, now, dry_run=dry_run)
     return {name: str(problem) for name, problem in results.items() if problem is not None}

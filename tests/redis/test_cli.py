@@ -144,7 +144,7 @@ def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis):
     lines = cli("list").output.splitlines()
 
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "NEXT", "STATE"]
+    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"]
     assert any("paused" in line for line in lines)
     assert lines[-1] == "bad: set aside: no task"
     assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
@@ -314,6 +314,10 @@ def test_unlock_says_so_if_the_backend_cannot_free_a_lock(cli, server):
         (["show", "none"], 1, "there is no entry 'none'"),
         (["explain", "none"], 1, "there is no entry 'none'"),
         (["next", "e", "--after", "yesterday"], 2, "is no date and time"),
+        (["next", "e", "--after", "9999-12-31T23:59:59-14:00"], 2, "is no date and time"),
+        (["explain", "e", "--at", "0001-01-01T00:00:00+14:00"], 2, "is no date and time"),
+        (["backfill", "e", "0001-01-01T00:00:00+14:00", "2026-01-01"], 2, "is no date and time"),
+        (["backfill", "e", "2026-01-01", "9999-12-31T23:00:00-14:00"], 2, "is no date and time"),
         (["next", "e", "--timezone", "Mars"], 2, "no time zone 'Mars'"),
         (["next", "e", "-n", "0"], 2, "is not in the range"),
         (["add", "n", TASK], 2, "needs --every or --cron"),
@@ -433,3 +437,138 @@ def test_times_of_history_are_those_of_the_records(cli, put, app, redis):
     (record,) = Schedule(app).history("e")
 
     assert began <= record.at <= datetime.now(UTC) + timedelta(seconds=1)
+
+
+def test_an_answer_that_cannot_be_written_is_one_line(server, redis):
+    command = [sys.executable, "-m", "celery", "-A", "tests.system.apps", "singlebeat", "list"]
+    env = {**os.environ, "SB_TEST_URL": server.celery_url}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False, timeout=60)
+
+    assert (done.returncode, done.stderr.splitlines()) == (2, ["Error: [Errno 28] No space left on device"])
+
+
+def test_the_last_run_is_listed_by_its_age(cli, put):
+    now = datetime.now(UTC)
+    for name, ago in {"s": 5, "min": 120, "h": 7200, "d": 86_400 * 400}.items():
+        put(name, last_run_at=now - timedelta(seconds=ago), every=10**9)
+
+    rows = {line.split()[0]: line for line in cli("list").output.splitlines()}
+
+    assert all(f"  {age} " in rows[name] for name, age in {"min": "2 min", "h": "2 h", "d": "400 d"}.items())
+    assert all(len(row) <= 80 and " 20" in row for row in rows.values() if not row.startswith("NAME"))
+
+
+# ---------------------------------------------------------------- what beat could not use
+
+
+UNUSABLE = [
+    (["--options", '{"countdown": "x"}'], "the options countdown, eta and expires make no sense"),
+    (["--options", '{"headers": []}'], "headers is not a JSON object"),
+    (["--args", "[1e400]"], "JSON has no Infinity"),
+    (["--kwargs", '{"x": NaN}'], "JSON has no NaN"),
+    (["--options", '{"priority": -Infinity}'], "JSON has no -Infinity"),
+    (["--options", '{"expires": 5}', "--set", "expires=5"], "expires is in its options as well as in its policy"),
+    (["--set", "start_time=2030-01-02T00:00Z", "--set", "end_time=2030-01-01T00:00Z"], "is before start_time"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"), UNUSABLE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_what_beat_could_not_use_is_not_stored(cli, put, redis, given, why):
+    put()
+    before = redis.hgetall("redbeat:e")
+
+    assert why in cli("add", "new", TASK, "--every", "60", *given, code=1).output
+    assert why in cli("edit", "e", *given, code=1).output
+
+    assert not redis.exists("redbeat:new")
+    assert redis.hgetall("redbeat:e") == before
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "why"),
+    [
+        (["--set", "start_time=2030-01-02T00:00Z"], ["--set", "end_time=2030-01-01T00:00Z"], "is before start_time"),
+        (["--options", '{"expires": 5}'], ["--set", "expires=5"], "as well as in its policy"),
+        (["--set", "expires=5"], ["--options", '{"expires": 5}'], "as well as in its policy"),
+    ],
+    ids=["start and end", "expires in the policy", "expires in the options"],
+)
+def test_an_edit_that_contradicts_what_is_there_is_not_stored(cli, put, redis, first, then, why):
+    put()
+    cli("edit", "e", *first)
+    before = redis.hgetall("redbeat:e")
+
+    assert why in cli("edit", "e", *then, code=1).output
+    assert redis.hgetall("redbeat:e") == before
+
+
+#: What is broken in an entry, what mends it, and what is shown of it as it is.
+BROKEN = {
+    "a schedule": ({"schedule": {"__type__": "crontab", "minute": "99"}}, None, ["--every", "60"], "99"),
+    "options": ({"options": {"countdown": "x"}}, None, ["--options", "{}"], "countdown"),
+    "arguments": ({"args": {}}, None, ["--args", '["x"]'], "args"),
+    "no task": ({"task": None}, None, ["--task", TASK], "no task"),
+    "a wish": ({}, '{"jitter": "much", "note": "n"}', ["--set", "jitter="], "much"),
+    "an unknown wish": ({}, '{"jiter": 5, "note": "n"}', ["--set", "jiter="], "jiter"),
+    "start and end": (
+        {},
+        '{"start_time": "2030-01-02T00:00Z", "end_time": "2030-01-01T00:00Z", "note": "n"}',
+        ["--set", "end_time="],
+        "2030-01-01",
+    ),
+    "expires twice": ({"options": {"expires": 5}}, '{"expires": 5, "note": "n"}', ["--set", "expires="], "as well as"),
+    "a policy that is none": ({}, "[", ["--set", "note=n"], "policy cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("definition", "policy", "mending", "shown"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_entry_is_shown_and_mended(cli, put, app, redis, definition, policy, mending, shown):
+    put(options={"queue": "q"}, policy=None, note="n", total_run_count=7)
+    whole = json.loads(redis.hget("redbeat:e", "definition"))
+    redis.hset("redbeat:e", "definition", json.dumps({**whole, **definition}))
+    redis.hset("redbeat:e", mapping={"policy": policy} if policy else {"policy": '{"note": "n"}'})
+    far = datetime(2200, 1, 1, tzinfo=UTC)
+    Store(app, redis).due(far, all_pending=False)  # as a beat sees it
+
+    text = cli("show", "e").output
+    assert shown in text
+    assert "set aside" in text
+    assert answer(cli("show", "e", "--json"))["state"] == "set aside"
+    assert mending[0] in cli("edit", "e", "--disable", code=1).output or policy
+    cli("edit", "e", *mending)
+
+    entry = Schedule(app).get("e")
+    assert (entry.task, entry.args, entry.policy.note, entry.total_run_count) == (TASK, ["x"], "n", 7)
+    assert (entry.options.get("queue") == "q") == ("options" not in definition)
+    Store(app, redis).due(far, all_pending=False)
+    assert Store(app, redis).due(far, all_pending=False).entries
+
+
+def test_a_definition_that_is_no_json_is_shown_and_replaced(cli, put, app, redis):
+    put(paused=True, note="until Monday", total_run_count=7)
+    redis.hset("redbeat:e", "definition", "{")
+
+    assert "definition          {" in cli("show", "e").output
+    assert "--task, --enable or --disable, --args" in cli("edit", "e", "--every", "5", code=1).output
+    assert "--replace" in cli("add", "e", TASK, "--every", "60", code=1).output
+    cli("add", "e", TASK, "--every", "60", "--replace")
+
+    entry = Schedule(app).get("e")
+    assert (entry.schedule, entry.total_run_count, entry.policy.note) == (schedule(60), 7, "until Monday")
+    assert entry.policy.paused
+    redis.hset("redbeat:e", "definition", "{")
+    cli("delete", "e")
+    assert not redis.exists("redbeat:e")
+
+
+def test_a_replaced_entry_whose_policy_is_broken_stays_paused(cli, put, app, redis):
+    put()
+    redis.hset("redbeat:e", "policy", '{"paused": true, "note": "until Monday", "jitter": "much"}')
+
+    cli("add", "e", TASK, "--every", "60", "--replace")
+
+    policy = Schedule(app).get("e").policy
+    assert (policy.paused, policy.note) == (True, "until Monday")

@@ -1555,6 +1555,54 @@ def test_a_schedule_that_vanishes_is_installed_again_as_far_as_it_can_be_stored(
     assert delay > 0.5
 
 
+def test_a_deploy_that_is_rolled_back_runs_nothing_again(bench):
+    def leads(**entries: Any) -> None:
+        app = bench.new_app()
+        app.conf.beat_schedule = {
+            name: {"task": PLAIN, "args": [name], "schedule": schedule(HOUR), "run_on_start": True, **given}
+            for name, given in entries.items()
+        }
+        scheduler = bench.scheduler(app=app)
+        scheduler.tick()
+        scheduler.tick()
+        scheduler.close()
+
+    before = {"once": {"max_runs": 1}, "audited": {}}
+    leads(**before)
+    Schedule(bench.app).pause("audited", "until the audit is over")
+    leads()
+    assert bench.redis.zrange(SCHEDULE, 0, -1) == []
+    leads(**before)
+
+    assert sorted(bench.names) == ["audited", "once"]
+    assert Schedule(bench.app).get("audited").policy.note == "until the audit is over"
+
+
+@pytest.mark.parametrize("name", ["bad\ud800", ":parked:e"])
+def test_a_name_that_cannot_be_stored_does_not_keep_beat_from_leading(bench, caplog, name):
+    app = bench.new_app()
+    entry = {"task": PLAIN, "args": ["good"], "schedule": schedule(HOUR), "run_on_start": True}
+    app.conf.beat_schedule = {name: entry, "good": entry}
+
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    scheduler.tick()
+
+    assert bench.names == ["good"]
+    assert "there can be no entry" in caplog.text
+
+
+def test_a_client_of_the_users_needs_no_url(server, redis, cli):
+    """``app.redbeat_redis`` beside a broker that is no Redis."""
+    with make_app("amqp://nowhere", {"redbeat_redis_url": None, "result_backend": None}) as app:
+        app.redbeat_redis = server.client()
+        Entry("e", PLAIN, schedule(HOUR), app=app).save()
+
+        assert "redis -> app.redbeat_redis" in Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler().info
+        assert "every 3600 s" in cli("list", app=app).output
+        assert "app.redbeat_redis: it answers" in cli("doctor", app=app, code=None).output
+
+
 # ---------------------------------------------------------------- one bad entry
 
 POISON: dict[str, dict[str, Any]] = {
@@ -1826,3 +1874,28 @@ def test_the_lock_has_redbeats_interface(bench):
     scheduler.lock.release()
     assert not scheduler.lock.owned()
     assert bench.redis.exists(LOCK) == 0
+
+
+# ---------------------------------------------------------------- singlebeat_allowed_tasks
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"link": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
+        ({"chain": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
+        ({"headers": {"task": "admin.drop"}}, "the option headers has 'task', which is not an entry's to set"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_smuggles_a_task_past_the_setting_sends_nothing(bench_on, server, redis, options, reason):
+    bench = bench_on(server, singlebeat_allowed_tasks=["tests.*"])
+    definition = {"task": PLAIN, "args": ["smuggler"], "schedule": 60, "options": options}
+    redis.hset("redbeat:smuggler", "definition", json.dumps(definition))
+    redis.zadd(SCHEDULE, {"redbeat:smuggler": 0})
+    bench.put("honest", options={"link": [{"task": PLAIN, "args": ["linked"]}]})
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["honest"]
+    assert reason in json.loads(redis.hget("redbeat::quarantine", "redbeat:smuggler"))["reason"]

@@ -995,7 +995,7 @@ def test_static_entries_that_were_removed_go_and_others_stay(install, put, redis
 
     install(b=schedule(60))
 
-    assert set(redis.keys()) == {"redbeat:foreign", "redbeat:b", SCHEDULE, STATICS, OWNERS}
+    assert set(redis.keys()) == {"redbeat:foreign", "redbeat:b", "redbeat::parked:a", SCHEDULE, STATICS, OWNERS}
     assert redis.smembers(STATICS) == {"b"}
     assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:foreign", "redbeat:b"}
 
@@ -1029,7 +1029,7 @@ def test_the_last_static_entry_goes_too(install, redis):
 
     install()
 
-    assert redis.keys() == []
+    assert redis.keys() == ["redbeat::parked:a"]
 
 
 def test_a_removed_static_entry_leaves_nothing_behind(store, install, put, redis):
@@ -1042,7 +1042,130 @@ def test_a_removed_static_entry_leaves_nothing_behind(store, install, put, redis
 
     install()
 
-    assert redis.keys() == []
+    assert set(redis.keys()) == {"redbeat::parked:pending", "redbeat::parked:broken"}
+    assert not redis.hexists("redbeat::parked:pending", "pending")
+
+
+def test_a_static_entry_that_comes_back_is_as_it_was(install, redis, app):
+    """As after a deploy that was rolled back."""
+    then = datetime.now(UTC) - timedelta(days=1)
+    install(then, e=schedule(3600), off=schedule(3600), other=schedule(60))
+    Schedule(app).pause("e", "until the audit is over")
+    off = Schedule(app).get("off")
+    off.enabled = False
+    off.save()
+    redis.hset("redbeat:e", mapping={"meta": Meta(then, 7).encode(), "history": "a line"})
+    install(then, other=schedule(60))
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:other"]
+    assert [entry.name for entry in Schedule(app).list()] == ["other"]
+    assert redis.ttl("redbeat::parked:e") > 86_400
+    now = datetime.now(UTC)
+
+    install(now, e=schedule(3600), off=schedule(3600), other=schedule(60))
+
+    entry = Schedule(app).get("e")
+    assert (entry.policy.paused, entry.policy.note) == (True, "until the audit is over")
+    assert (entry.meta, redis.hget("redbeat:e", "history")) == (Meta(then, 7, since=now), "a line")
+    assert redis.zscore(SCHEDULE, "redbeat:e") == (now + timedelta(hours=1)).timestamp()
+    assert Schedule(app).get("off").enabled is False
+    assert (redis.ttl("redbeat:e"), redis.hexists("redbeat:e", "owner")) == (-1, False)
+    assert not redis.keys("redbeat::parked:*")
+
+
+def test_a_static_entry_that_comes_back_changed_keeps_its_past(install, redis, app):
+    install(e=schedule(3600))
+    redis.hset("redbeat:e", "meta", Meta(NOW, 7).encode())
+    install()
+
+    install(e=crontab(minute=0))
+
+    entry = Schedule(app).get("e")
+    assert (entry.schedule, entry.total_run_count) == (crontab(minute=0), 7)
+
+
+@pytest.mark.parametrize("broken", [{"definition": "{"}, {"policy": "["}, {"meta": "["}], ids=str)
+def test_a_broken_static_entry_comes_back_too(install, redis, app, broken):
+    install(e=schedule(3600))
+    redis.hset("redbeat:e", mapping=broken)
+    install()
+
+    install(e=schedule(3600))
+
+    assert Schedule(app).get("e").schedule == schedule(3600)
+
+
+def test_an_entry_that_was_added_meanwhile_stays_as_it_is(install, redis, app):
+    install(e=schedule(3600))
+    install()
+    Schedule(app).upsert("e", TASK, 60, note="new")
+
+    install(e=schedule(3600))
+
+    assert Schedule(app).get("e").schedule == schedule(3600)
+    assert redis.exists("redbeat::parked:e")
+
+
+def test_a_deleted_entry_leaves_nothing_to_come_back(install, redis, app):
+    install(e=schedule(3600))
+    Schedule(app).pause("e")
+    install()
+
+    assert Schedule(app).delete("e")
+    install(e=schedule(3600))
+
+    assert not Schedule(app).get("e").policy.paused
+
+
+@pytest.fixture
+def install_as(redis, server) -> Iterator[Callable[..., None]]:
+    """Installs entries as the leader of another app under the same prefix."""
+    apps = []
+
+    def install(name: str, **entries: object) -> None:
+        app = Celery(name, broker=server.celery_url, set_as_current=False)
+        apps.append(app)
+        app.conf.redbeat_redis_url = server.url
+        given = {each: Entry(each, task, schedule(60), app=app) for each, task in entries.items()}
+        statics = Statics(app, redis)
+        statics.keep(given, statics.install(given, datetime.now(UTC)))
+
+    yield install
+    for app in apps:
+        app.close()
+
+
+def test_an_entry_of_two_apps_goes_when_the_last_one_drops_it(install_as, redis):
+    for app in ("shop", "crm", "shop"):
+        install_as(app, both="cleanup")
+
+    install_as("shop")
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:both"]
+    assert redis.smembers(STATICS) == {"both"}
+    install_as("crm")
+    assert redis.zrange(SCHEDULE, 0, -1) == []
+
+
+def test_a_name_that_another_app_has_for_something_else_is_refused(install_as, redis, caplog):
+    install_as("shop", both="shop.bill")
+
+    install_as("crm", both="crm.mail", mine="crm.mail")
+
+    assert json.loads(redis.hget("redbeat:both", "definition"))["task"] == "shop.bill"
+    assert "app shop has another entry of this name: rename one of them" in caplog.text
+    assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:both", "redbeat:mine"}
+    install_as("shop", both="shop.bill", more="shop.bill")  # and changes it at will, as long as it is its own
+    install_as("shop", both="shop.other")
+    assert json.loads(redis.hget("redbeat:both", "definition"))["task"] == "shop.other"
+
+
+def test_an_entry_of_another_app_does_not_come_back_under_its_name(install_as, redis, app):
+    install_as("shop", both="shop.bill")
+    Schedule(app).pause("both")
+    install_as("shop")
+
+    install_as("crm", both="crm.mail")
+
+    assert not Schedule(app).get("both").policy.paused
 
 
 def test_more_static_entries_than_one_batch_are_installed(install, redis):

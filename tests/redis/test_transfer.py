@@ -41,7 +41,7 @@ instants = st.datetimes(datetime(2000, 1, 1), datetime(2200, 1, 1), timezones=st
 pasts = st.datetimes(datetime(2000, 1, 1), datetime(2026, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001
 seconds = st.floats(0.001, 1e6) | st.integers(1, 10**6)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
@@ -205,6 +205,39 @@ def test_every_row_that_cannot_be_stored_is_named_and_the_others_are_stored(cli,
     answer = json.loads(cli("import", "-", "--json", stdin=json.dumps(rows), code=1).stdout)
     assert set(answer["stored"]) == {"first", "last", "deep"}
     assert len(answer["problems"]) == 7
+
+
+def test_a_name_that_is_in_a_file_twice_is_named(cli, app):
+    row = {"name": "twice", "definition": {"task": TASK, "schedule": 60}}
+    rows = [row, {**row, "definition": {"task": "other", "schedule": 5}}, {**row, "name": "once"}]
+
+    result = cli("import", "-", stdin=json.dumps(rows), code=1)
+
+    assert "stored: 2 of 3" in result.stdout
+    assert "twice: it is in the file more than once: only the first one counts" in result.stderr
+    assert Schedule(app).get("twice").task == TASK
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_a_file_may_be_written_by_any_redirection(cli, app, tmp_path, encoding):
+    file = tmp_path / "entries.json"
+    file.write_text(json.dumps([{"name": "é", "definition": {"task": TASK, "schedule": 60}}]), encoding=encoding)
+
+    cli("import", str(file))
+
+    assert Schedule(app).get("é").task == TASK
+
+
+def test_what_beat_could_not_use_is_not_imported(cli, app, redis):
+    """Nor said to be, in a dry run; a name that no client can send does not stop the rest."""
+    good = {"task": TASK, "schedule": 60}
+    definitions = {"bad\ud800": good, "inf": {**good, "args": [float("inf")]}, ":parked:x": good, "good": good}
+    rows = json.dumps([{"name": name, "definition": definition} for name, definition in definitions.items()])
+
+    for options in (["--dry-run"], []):
+        answer = json.loads(cli("import", "-", "--json", *options, stdin=rows, code=1).stdout)
+        assert (answer["stored"], set(answer["problems"])) == (["good"], {"bad\ud800", "inf", ":parked:x"})
+        assert redis.exists("redbeat:good") == (not options)
 
 
 def test_an_export_names_what_it_has_to_leave_out(cli, app, redis):

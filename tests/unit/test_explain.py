@@ -82,3 +82,13 @@ def test_workers_that_could_not_be_asked_are_not_spoken_of():
 def test_the_outlook():
     assert "It runs next for 2026-12-01 13:00:00Z, in 1800 s." in said()
     assert "It is due now, for 2026-12-01 13:00:00Z." in said(now=NOON + HOUR)
+
+
+def test_an_unknown_task_is_explained_with_the_nearest_name():
+    entry = Entry("e", "shop.bil", schedule(3600), app=app, last_run_at=NOON)
+    known = frozenset({"shop.bill", "celery.ping"})
+
+    assert "knows the task shop.bil: whoever gets the message drops it. Did you mean shop.bill? " in said(
+        record(NOON), entry=entry, known_tasks=known
+    )
+    assert "Did you mean" not in said(record(NOON), entry=entry, known_tasks=frozenset({"other"}))

@@ -22,7 +22,7 @@ from jsonschema import Draft202012Validator
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, clocked
-from singlebeat.beat.codec import decode_definition
+from singlebeat.beat.codec import TAKEN_HEADERS, TAKEN_OPTIONS, decode_definition
 from singlebeat.beat.policy import Policy
 from singlebeat.errors import EntryError
 from singlebeat.overlap import Overlap
@@ -316,6 +316,8 @@ def test_what_the_schema_takes_is_understood(definition):
         {**LEAST, "kwargs": []},
         {**LEAST, "options": []},
         {**LEAST, "options": {"headers": []}},
+        *({**LEAST, "options": {"headers": {name: "x"}}} for name in ("task", "stamps", "compression", "singlebeat")),
+        *({**LEAST, "options": {name: "x"}} for name in ("content_type", "result_cls", "args")),
     ],
     ids=str,
 )
@@ -337,6 +339,14 @@ def examples() -> list[tuple[str, Any]]:
         elif line.strip().startswith('{"__type__"'):
             found.append(("definition", {"task": "t", "schedule": json.loads(line.partition(" //")[0])}))
     return found
+
+
+def test_the_schema_knows_the_headers_that_celery_sets(app):
+    options = DEFINITION.schema["properties"]["options"]
+    named = set(options["properties"]["headers"]["propertyNames"]["not"]["enum"])
+
+    assert set(app.amqp.as_task_v2("id", "t").headers) <= named <= TAKEN_HEADERS
+    assert set(options["propertyNames"]["not"]["enum"]) == TAKEN_OPTIONS
 
 
 EXAMPLES = examples()

@@ -1,0 +1,154 @@
+"""``singlebeat_allowed_tasks``: the tasks that an entry names, wherever it names them."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+
+from singlebeat import Entry
+from singlebeat.beat.permission import check_allowed
+from singlebeat.errors import EntryError
+from tests.system.apps import make_app
+
+PATTERNS = ("shop.*", "celery.map", "celery.group")
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def app() -> Celery:
+    return make_app("redis://nowhere")
+
+
+def ok(app: Celery, **options: Any) -> Any:
+    return app.signature("shop.ok", args=(1,), **options)
+
+
+def bad(app: Celery, **options: Any) -> Any:
+    return app.signature("admin.drop", args=(1,), **options)
+
+
+def entry_of(app: Celery, task: str = "shop.ok", **fields: Any) -> Entry:
+    """Return an entry that was stored as JSON and read again, as beat sees it."""
+    definition = {"task": task, "schedule": 60, **json.loads(json.dumps(fields))}
+    return Entry.decode("redbeat:e", json.dumps(definition), app)
+
+
+#: A signature of a task, in everything that Celery makes of signatures.
+CANVAS = {
+    "itself": lambda s, app: s,
+    "in a list": lambda s, app: [ok(app), s],
+    "chain": lambda s, app: chain(ok(app), s),
+    "group": lambda s, app: group([ok(app), s]),
+    "chord, header": lambda s, app: chord([ok(app), s], ok(app)),
+    "chord, body": lambda s, app: chord([ok(app), ok(app)], s),
+    "chain of a group": lambda s, app: chain(ok(app), group([ok(app), s])),
+    "map": lambda s, app: {**app.signature("celery.map"), "kwargs": {"task": s, "it": [1]}, "subtask_type": "xmap"},
+    "as an option": lambda s, app: ok(app, options={"link": [s]}),
+    "as the option of a group": lambda s, app: group([ok(app)], link_error=s),
+}
+
+
+@pytest.mark.parametrize("option", ["link", "link_error", "chain", "chord"])
+@pytest.mark.parametrize("made", CANVAS.values(), ids=CANVAS)
+def test_a_signature_in_the_options_is_found(app, option, made):
+    check_allowed(entry_of(app, options={option: made(ok(app), app)}), PATTERNS)
+
+    with pytest.raises(EntryError, match=r"makes task admin\.drop run, which is not among singlebeat_allowed_tasks"):
+        check_allowed(entry_of(app, options={option: made(bad(app), app)}), PATTERNS)
+
+
+@pytest.mark.parametrize(
+    ("task", "kwargs"),
+    [
+        ("celery.map", {"task": "{}", "it": [1]}),
+        ("celery.group", {"tasks": ["{}"], "result": [], "group_id": "g", "partial_args": []}),
+    ],
+)
+def test_a_signature_in_the_arguments_of_a_task_of_celery_is_found(app, task, kwargs):
+    def filled(value: Any, sig: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: filled(each, sig) for name, each in value.items()}
+        if isinstance(value, list):
+            return [filled(each, sig) for each in value]
+        return sig if value == "{}" else value
+
+    for good, wrong in ((ok(app), bad(app)), ("shop.ok", "admin.drop")):
+        check_allowed(entry_of(app, task, kwargs=filled(kwargs, good)), PATTERNS)
+        with pytest.raises(EntryError, match=r"admin\.drop"):
+            check_allowed(entry_of(app, task, kwargs=filled(kwargs, wrong)), PATTERNS)
+        with pytest.raises(EntryError, match="by name"):  # where a position decides what it is
+            check_allowed(entry_of(app, task, args=list(filled(kwargs, good).values())), PATTERNS)
+
+
+@pytest.mark.parametrize("name", ["celery.chord_unlock", "celery.starmap", "celery.chunks", "celery.chord"])
+def test_other_tasks_of_celery_that_run_tasks_name_them(app, name):
+    with pytest.raises(EntryError, match="by name"):
+        check_allowed(entry_of(app, name), ("celery.*",))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"link": 5},
+        {"link": [None]},
+        {"link": {"args": []}},
+        {"link": {"task": 5}},
+        {"link": {"task": "shop.ok", "options": []}},
+        {"link": {"task": "shop.ok", "options": {"group_id": "g"}}},
+        {"link": {"task": "shop.ok", "options": {"headers": {"task": "admin.drop"}}}},
+        {"link": {"task": "shop.ok", "subtask_type": "group"}},
+        {"link": {"task": "shop.ok", "subtask_type": "chain", "kwargs": {"tasks": [{"task": "admin.drop"}]}}},
+        {"link": {"task": "celery.group", "subtask_type": "mine", "kwargs": {"tasks": []}}},
+        {"link": {"task": "shop.ok", "subtask_type": {"__type__": "bytes", "__value__": "chain"}}},
+        {"link": {"__type__": "bytes", "__value__": "admin.drop"}},
+        {"link": [{"__type__": "interval", "every": 5}]},
+        {"group_id": "another's"},
+        {"replaced_task_nesting": 1},
+        {"stamped_headers": ["task"], "task": "admin.drop"},
+        {"route_name": "admin.drop"},
+        {"reply_to": "celery"},
+        {"correlation_id": "x"},
+    ],
+    ids=str,
+)
+def test_options_that_are_not_understood_are_refused(app, options):
+    entry = entry_of(app, options=options)
+
+    with pytest.raises(EntryError):
+        check_allowed(entry, PATTERNS)
+    check_allowed(entry, ("*",))
+
+
+def test_options_of_a_message_are_understood(app):
+    options = {
+        "queue": "q", "countdown": 5, "priority": 3, "expires": 60, "serializer": "json", "headers": {"mine": 1},
+        "time_limit": 5, "shadow": "s", "ignore_result": True, "link": None, "retry": False, "expire_seconds": 5,
+    }  # fmt: skip
+
+    check_allowed(entry_of(app, options=options), PATTERNS)
+
+
+def test_signatures_that_are_nested_too_deeply_are_refused(app):
+    entry, sig = entry_of(app), {"task": "shop.ok"}
+    for _ in range(5000):
+        sig = {"task": "shop.ok", "options": {"link": sig}}
+    entry.options = {"link": sig}
+
+    with pytest.raises(EntryError, match="nested too deeply"):
+        check_allowed(entry, PATTERNS)
+
+
+@pytest.mark.parametrize("name", ["task", "id", "lang", "compression", "retries", "singlebeat_lock", "callbacks"])
+def test_a_header_that_celery_or_singlebeat_sets_is_refused(app, name):
+    with pytest.raises(EntryError, match=f"the option headers has '{name}', which is not an entry's to set"):
+        entry_of(app, options={"headers": {name: "admin.drop"}})
+
+
+@pytest.mark.parametrize("name", ["content_type", "content_encoding", "result_cls", "producer", "args"])
+def test_an_entry_does_not_say_how_its_message_is_sent_and_read(app, name):
+    with pytest.raises(EntryError, match=f"the option {name} is not an entry's to set"):
+        entry_of(app, options={name: "application/x-python-serialize"})
