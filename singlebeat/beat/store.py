@@ -26,6 +26,7 @@ from .policy import Policy
 from .quarantine import Quarantine
 from .recurrence import next_occurrence
 from .timetable import PARKED
+from .zone import app_zone
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -218,7 +219,7 @@ class Store:
             if not any(fnmatchcase(entry.task, pattern) for pattern in self.allowed_tasks):
                 raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
             try:
-                next_occurrence(entry.schedule, now, zone=self.app.timezone)
+                next_occurrence(entry.schedule, now, zone=app_zone(self.app))
             except Exception as exc:  # a rule that can be read may still make no sense
                 raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
             raw = definition.encode(errors="surrogateescape")
