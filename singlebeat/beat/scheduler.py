@@ -20,7 +20,7 @@ from ..errors import LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
 from .clock import Clock
-from .decide import claim_for, missed, too_late
+from .decide import claim_for, missed
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import Entry as BeatEntry
 from .entry import prepare
@@ -231,8 +231,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None]
-        late = [taken for taken in pending if too_late(taken[0], taken[1], now)]
-        gone = [(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late]
+        zone = app_zone(self.app)
+        verdicts = [missed(stored, occurrence, now, zone=zone) for stored, occurrence, _ in pending]
+        late = [taken for taken, verdict in zip(pending, verdicts, strict=True) if verdict is not None]
+        gone = [
+            (stored, verdict, past.without(occurrence))
+            for (stored, occurrence, past), verdict in zip(pending, verdicts, strict=True)
+            if verdict is not None
+        ]
         self.store.confirm(gone, term)
         self.dispatcher.free(late)
         mended = {stored.entry.key: past for stored, _, past in gone if past is not None}

@@ -110,13 +110,14 @@ class Timetable:
     def due(self, nominal: datetime) -> datetime:
         """Return when the occurrence of a nominal time is to run: a hash of both spreads entries, and stays the same.
 
-        It lies before the next nominal time even if the jitter is longer (APScheduler's may pass it).
+        It lies before the next nominal time even if the jitter is longer (APScheduler's may pass it), and not behind
+        the end.
         """
         if self.policy.jitter is None:
             return nominal
-        span, upcoming = timedelta(seconds=self.policy.jitter), self.next(nominal)
-        if upcoming is not None:
-            span = min(span, upcoming - nominal)
+        span, limit = timedelta(seconds=self.policy.jitter), self.next(nominal) or self.policy.end_time
+        if limit is not None:
+            span = max(timedelta(), min(span, limit - nominal))
         seed = f"{self.name}\n{round(nominal.timestamp() * 1000)}".encode(errors="surrogateescape")
         part = int.from_bytes(hashlib.sha256(seed).digest()[:4])  # of 2**32
         return nominal + (span // TICK * part >> 32) * TICK  # rounded down: the next nominal time is never reached
