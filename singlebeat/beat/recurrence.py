@@ -28,7 +28,7 @@ from .zone import in_utc
 if TYPE_CHECKING:
     from datetime import tzinfo
 
-__all__ = ("is_known", "latest_occurrence", "next_occurrence", "starts_at")
+__all__ = ("is_known", "latest_occurrence", "next_occurrence", "reads_clock", "starts_at")
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
@@ -96,6 +96,13 @@ def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, 
 def is_known(schedule: BaseSchedule) -> bool:
     """Tell whether a schedule is one of the kinds that are computed, and that JSON can hold."""
     return any(_is_plain(schedule, kind) for kind in (interval, crontab, rrule, solar, clocked))
+
+
+def reads_clock(schedule: BaseSchedule) -> bool:
+    """Return whether the times of a schedule depend on the zone in which it is read; in doubt they do."""
+    if _is_plain(schedule, interval):
+        return bool(schedule.relative)
+    return not _is_plain(schedule, solar) and not _is_plain(schedule, clocked)
 
 
 def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datetime | None:

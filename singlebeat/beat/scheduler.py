@@ -28,6 +28,7 @@ from .journal import tell
 from .keys import Keys
 from .lease import Lease, Term, identity
 from .metrics import Metrics
+from .places import Places
 from .statics import Statics
 from .store import Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
@@ -110,6 +111,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return Clock(schedule_client(self.app), Keys.of(self.app), progress=self._watched)
 
     @cached_property
+    def places(self) -> Places:
+        """The places of the entries."""
+        return Places(self.app, schedule_client(self.app), progress=self._watched)
+
+    @cached_property
     def statics(self) -> Statics:
         """The entries of ``beat_schedule``."""
         return Statics(self.app, schedule_client(self.app))
@@ -186,7 +192,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         recovered = 0 < self._recheck_at <= time.monotonic()
         if recovered:
             self._recheck_at = 0.0
-        due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at), start=self._passed)
+        wants_all = recovered or (is_new and not self._recheck_at)
+        due = self.store.due(now, all_pending=wants_all, start=self._passed)
+        if due.zone != str(app_zone(self.app)):
+            self.places.renew(due.zone, now, term)
+            due = self.store.due(now, all_pending=wants_all, start=self._passed)
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
         if due.statics_gone and self._has_statics:
             log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")

@@ -75,6 +75,7 @@ class Due:
     next_score: float | None  #: when the next entry is due
     more: bool  #: there are more entries due than one batch holds
     statics_gone: bool
+    zone: str | None = None  #: of the app, in which the places of the schedule were computed; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,8 @@ class Store:
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
             pipe.hkeys(keys.quarantine)
             pipe.exists(keys.statics)
-            members, upcoming, waiting, quarantined, statics = pipe.execute()
+            pipe.get(keys.zone)
+            members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
         scores, pending = dict(members), dict(waiting)
         rechecked = self.quarantine.to_recheck(quarantined)
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
@@ -166,6 +168,7 @@ class Store:
             next_score=upcoming[0][1] if upcoming else None,
             more=len(members) == BATCH,
             statics_gone=not statics,
+            zone=zone,
         )
 
     def _read(
@@ -232,7 +235,9 @@ class Store:
         if not claims:
             return []
         keys = self.keys
-        touched = [keys.lock or keys.lease.leader, keys.schedule, keys.pending]
+        # Where leadership is switched off, beats of one zone share the work: what was decided in another is refused.
+        lock, token = (keys.lock, term.token) if keys.lock else (keys.zone, str(app_zone(self.app)))
+        touched = [lock, keys.schedule, keys.pending]
         wishes = []
         for claim in claims:
             stored = claim.stored
@@ -240,7 +245,7 @@ class Store:
             wish = (stored.member, stored.score, stored.sha, repr(claim.next_score))
             past = (claim.meta.encode(), claim.meta.encode_since()) if claim.meta else ("", "")
             wishes.append((*wish, *past, claim.occurrence.encode() if claim.occurrence else ""))
-        args = (term.token, repr(retry_at.timestamp()), packed(wishes))
+        args = (token, repr(retry_at.timestamp()), packed(wishes))
         return [Claimed(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))]
 
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
