@@ -294,6 +294,51 @@ class RedisServer(Server):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+class SlowProxy:
+    """A server that is far away: what a client sends reaches it after ``delay`` seconds; counts the round trips.
+
+    Args:
+        path: of the server's Unix socket.
+    """
+
+    def __init__(self, path: Path, *, delay: float) -> None:
+        self._path, self._delay, self.round_trips = path, delay, 0
+        self._directory = tempfile.mkdtemp(prefix="slow")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._directory}/s")
+        self._listener.listen(64)
+        self.url = f"unix://{self._directory}/s"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # of its end
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(str(self._path))
+                asked = threading.Event()  # the server has not answered yet
+                for source, target, is_request in ((client, server, True), (server, client, False)):
+                    threading.Thread(target=self._pump, args=(source, target, asked, is_request), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, asked: threading.Event, is_request: bool) -> None:
+        with suppress(OSError), target:
+            while data := source.recv(1 << 16):
+                if is_request and not asked.is_set():
+                    asked.set()
+                    self.round_trips += 1
+                    time.sleep(self._delay)
+                elif not is_request:
+                    asked.clear()
+                target.sendall(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._listener.close()
+        shutil.rmtree(self._directory)
+
+
 @contextmanager
 def without(server: RedisServer, command: str) -> Iterator[str]:
     """Yield the URL of a user of this server, "mute", who may do everything but one command."""

@@ -103,7 +103,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     @cached_property
     def store(self) -> Store:
         """The entries in Redis."""
-        return Store(self.app, schedule_client(self.app))
+        return Store(self.app, schedule_client(self.app), progress=self._watched)
 
     @cached_property
     def clock(self) -> Clock:
@@ -257,6 +257,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             for stored in due.entries
         ]
         claims = list(self._decide(entries, now))
+        self.store.quarantine.settle()
         replies = self.store.claim(claims, term, retry_at=retry_at)
         # They keep their places at the head of what is due: the next tick goes on behind them, until it meets the end.
         self._passed = self._passed + replies.count(Claimed.PENDING) if due.more else 0
@@ -272,6 +273,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
         zone = app_zone(self.app)
         for stored in entries:
+            self._watched()
             again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
             try:
                 yield again(now)

@@ -35,13 +35,14 @@ from singlebeat.beat.timetable import Timetable
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import done_key
-from tests.support import ROOT, PytzLike, RedisServer, wait_until
+from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 QUEUE = "celery"
 SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::pending"
 HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
+QUARANTINE = "redbeat::quarantine"
 HOUR = timedelta(hours=1)
 
 
@@ -1793,6 +1794,104 @@ def test_an_entry_whose_next_time_cannot_be_known_is_not_complained_about_in_eve
         scheduler.tick()
 
     assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
+
+
+@pytest.fixture
+def far_bench(server, redis, bench_on) -> Iterator[tuple[Bench, SlowProxy]]:
+    """A bench whose schedule is kept far away."""
+    with SlowProxy(server.path, delay=0.02) as proxy:
+        bench = bench_on(server, redbeat_redis_url=proxy.url, singlebeat_allowed_tasks=[SINGLE])
+        bench.scheduler().tick()
+        yield bench, proxy
+
+
+def put_many(bench: Bench, task: str, number: int) -> None:
+    """Store entries that are due, as another program would."""
+    definition = json.dumps({"task": task, "args": ["bad"], "schedule": {"__type__": "interval", "every": 3600}})
+    past = Meta(datetime.now(UTC) - 2 * HOUR, 1).encode()
+    with bench.redis.pipeline() as pipe:
+        for at in range(number):
+            pipe.hset(f"redbeat:e{at}", mapping={"definition": definition, "meta": past})
+            pipe.zadd(SCHEDULE, {f"redbeat:e{at}": at})
+        pipe.execute()
+
+
+#: Round trips of a tick, however many entries it sets aside: due, their fields, their records and the records' change,
+#: claim, confirm twice, and what a client asks when it connects.
+IN_A_TICK = 12
+
+
+@pytest.mark.parametrize("number", [2, 490])
+def test_many_entries_are_quarantined_in_few_round_trips(far_bench, number):
+    bench, proxy = far_bench
+    put_many(bench, PLAIN, number)
+    bench.put("good", task=SINGLE)
+    steps, before = [], proxy.round_trips
+    (scheduler,) = bench.schedulers
+    scheduler.store._progress = scheduler.store.quarantine._progress = lambda: steps.append(None)
+
+    scheduler.tick()
+
+    assert proxy.round_trips - before <= IN_A_TICK
+    assert bench.redis.hlen(QUARANTINE) == number
+    assert bench.names == ["good"]
+    assert len(steps) > 2 * number
+    assert sum(record["decision"] == "quarantined" for record in bench.history) == number
+
+
+def test_entries_without_known_times_are_quarantined_in_few_round_trips(far_bench, monkeypatch):
+    bench, proxy = far_bench
+    put_many(bench, SINGLE, 300)
+    (scheduler,) = bench.schedulers
+    monkeypatch.setattr("singlebeat.beat.scheduler.claim_for", lambda *_, **__: 1 / 0)
+    before = proxy.round_trips
+
+    scheduler.tick()
+    assert (bench.redis.hlen(QUARANTINE), bench.sent) == (300, [])
+    assert proxy.round_trips - before <= IN_A_TICK
+
+
+def test_mended_and_deleted_entries_cost_few_round_trips(far_bench):
+    bench, proxy = far_bench
+    put_many(bench, PLAIN, 50)
+    (scheduler,) = bench.schedulers
+    scheduler.tick()
+    put_many(bench, SINGLE, 25)
+    bench.redis.zadd(SCHEDULE, dict.fromkeys((f"redbeat:e{at}" for at in range(25)), PARKED))
+    for at in range(25, 40):
+        bench.redis.delete(f"redbeat:e{at}")
+        bench.redis.zrem(SCHEDULE, f"redbeat:e{at}")
+    before = proxy.round_trips
+
+    scheduler.tick()
+
+    assert proxy.round_trips - before <= IN_A_TICK
+    assert bench.redis.hlen(QUARANTINE) == 10
+    scheduler.tick()
+    assert len(bench.sent) == 1  # all are one call, whose lock is held
+
+
+def test_a_tick_reads_a_part_of_a_large_quarantine(bench, redis):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    put_many(bench, PLAIN, 1)
+    redis.hset(
+        QUARANTINE, mapping={f"redbeat:gone{at}": '{"reason": "of another one that was deleted"}' for at in range(2000)}
+    )
+    checked = scheduler.store.quarantine.put_if_scheduled
+    seen: list[str] = []
+
+    def check(member: str, reason: str) -> None:
+        seen.append(member)
+        checked(member, reason)
+
+    scheduler.store.quarantine.put_if_scheduled = check
+    scheduler.tick()
+    assert 0 < len(seen) < 400
+
+    for _ in range(60):
+        scheduler.tick()
+    assert redis.hlen(QUARANTINE) == 0
 
 
 # ---------------------------------------------------------------- Redis is away
