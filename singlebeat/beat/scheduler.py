@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from redbeat import RedBeatScheduler
@@ -30,7 +31,7 @@ from .lease import Lease, Term, identity
 from .metrics import Metrics
 from .places import Places
 from .statics import Statics
-from .store import Claim, Claimed, Due, Store, Stored
+from .store import BATCH, Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
 from .zone import app_zone
 
@@ -156,7 +157,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             raise SystemExit(1)
         if self._closed:
             raise SystemExit  # of the signal's handler, which some library has swallowed
-        self._watched()
+        if self._watchdog is not None:
+            self._watchdog.progress()
         if self._metrics is None and not self._ticked:
             self._metrics = Metrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
@@ -177,7 +179,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return delay
 
     def _watched(self) -> None:
-        if self._watchdog is not None:
+        # Only in a tick: a program that stores entries through a scheduler is no beat, and nothing would end its watch.
+        if self._watchdog is not None and self._ticking:
             self._watchdog.progress()
 
     def _tick(self, now: datetime) -> float:
@@ -290,14 +293,20 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
-        entries = {}
+        entries, now = {}, datetime.now(UTC)
         for name, given in dict_.items():
+            self._watched()
             try:
                 entries[str(name)] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
                 about = {"entry": name, "given": given}
                 log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)
-        return self.statics.install(entries, datetime.now(UTC))
+        stored, left = list[str](), iter(entries.items())
+        while batch := dict(islice(left, BATCH)):  # there may be 100,000, which takes longer than the watchdog waits
+            self._watched()
+            stored += self.statics.install(batch, now)
+        self._watched()
+        return stored
 
     def add(self, **kwargs: Any) -> BeatEntry:
         """Store one entry."""

@@ -1615,6 +1615,30 @@ def test_the_leader_installs_beat_schedule(server, redis, bench_on):
     assert bench.sent == []
 
 
+def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):
+    entries = {f"e{at}": {"task": PLAIN, "schedule": 3600} for at in range(1001)}
+    scheduler = bench_on(server, beat_schedule=entries).scheduler()
+    events: list[str] = []
+    install = scheduler.statics.install
+    monkeypatch.setattr(scheduler, "_watched", lambda: events.append("progress"))
+    monkeypatch.setattr(scheduler.statics, "install", lambda *args: events.append("batch") or install(*args))
+
+    scheduler.setup_schedule()
+
+    batches = [at for at, event in enumerate(events) if event == "batch"]
+    assert len(batches) == 3
+    assert all(events[at - 1] == "progress" for at in batches)
+    assert redis.zcard(SCHEDULE) == 1001
+
+
+def test_storing_entries_outside_of_a_tick_starts_no_watchdog(server, redis, bench_on):
+    scheduler = bench_on(server, singlebeat_watchdog_timeout=60).scheduler()
+
+    scheduler.update_from_dict({"e": {"task": PLAIN, "schedule": 3600}})
+
+    assert scheduler._watchdog._thread is None
+
+
 def test_one_wrong_entry_of_beat_schedule_harms_nobody_else(server, redis, bench_on, caplog):
     wrong = {"no schedule": {"task": PLAIN}, "unknown": {"task": PLAIN, "schedule": 60, "typo": 1}}
     wrong["unstorable"] = {"task": PLAIN, "schedule": 60, "args": [object()]}
