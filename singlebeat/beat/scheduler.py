@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -62,6 +64,20 @@ SLOW_TICK = 10.0
 
 #: Shortest sleep: a tick that returns 0 keeps Celery from its own work.
 SHORTEST_SLEEP = 0.001
+
+#: Signals that end a process at once where nothing handles them: leadership would last until its lease ends.
+ENDING = ("SIGHUP", "SIGQUIT")
+
+
+def _end_as_with_term() -> None:
+    """Let other signals end this beat as SIGTERM does, where their handlers are the system's."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return
+    for name in ENDING:
+        number = getattr(signal, name, None)  # None on Windows
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, handler)
 
 
 class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
@@ -159,6 +175,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             raise SystemExit  # of the signal's handler, which some library has swallowed
         if self._watchdog is not None:
             self._watchdog.progress()
+        if not self._ticked:
+            _end_as_with_term()
         if self._metrics is None and not self._ticked:
             self._metrics = Metrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
