@@ -1513,6 +1513,29 @@ def test_a_changed_timezone_moves_every_wall_clock(server, redis, bench_on, zone
     assert f"Wall clocks are read in {name}, no longer in {zones[0]}" in caplog.text
 
 
+def test_a_changed_timezone_moves_more_entries_than_one_batch_holds(server, redis, bench_on):
+    now = datetime.now(UTC)
+    soon = (now + HOUR).replace(minute=30, second=0, microsecond=0)
+    bench = bench_on(server)
+    entry = bench.put(every=crontab(hour=soon.hour, minute=30), ago=timedelta())
+    fields, late = redis.hgetall(entry.key), (soon + 10 * HOUR).timestamp()
+    with redis.pipeline() as pipe:
+        for at in range(1200):
+            pipe.hset(f"redbeat:e{at}", mapping=fields)
+            pipe.zadd(SCHEDULE, {f"redbeat:e{at}": late})
+        pipe.execute()
+    redis.set("redbeat::zone", HONOLULU)
+    steps: list[None] = []
+    scheduler = in_zone(bench, "UTC")
+    scheduler.places._progress = lambda: steps.append(None)
+
+    scheduler.tick()
+
+    assert set(places(redis).values()) == {soon.timestamp()}
+    assert redis.get("redbeat::zone") == "UTC"
+    assert len(steps) > 1200
+
+
 def test_an_unchanged_timezone_costs_no_look_at_the_entries(bench, monkeypatch):
     bench.scheduler().tick()
     bench.schedulers[0].close()
