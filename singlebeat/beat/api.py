@@ -25,6 +25,7 @@ from .occurrence import Kind, Occurrence
 from .policy import Policy
 from .salvage import Salvage
 from .save import ATTEMPTS, BATCH, save_entries
+from .zone import given_instant
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -158,8 +159,9 @@ class Schedule:
             after: only what is later; by default all, of which the first is past if it is overdue.
 
         Raises:
-            UnknownEntryError, EntryError: as ``get``.
+            UnknownEntryError, EntryError: as ``get``; or ``after`` has no time zone, or lies outside of the calendar.
         """
+        after = None if after is None else given_instant("after", after)
         entry, now = self.get(name), datetime.now(UTC)
         # Without a number of runs to count, all that lies before it can be left out at once.
         from_when = now if after is None or entry.policy.max_runs is not None else max(now, after)

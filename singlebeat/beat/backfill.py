@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from ..errors import ConflictError, EntryError
 from ..overlap import Overlap
 from .occurrence import Kind, Occurrence
 from .timetable import Timetable
+from .zone import given_instant
 
 __all__ = ("Span",)
 
@@ -28,12 +29,9 @@ class Span:
         """Return a span that has not begun.
 
         Raises:
-            EntryError: one of the two has no time zone, or the end is before the start.
+            EntryError: one of the two has no time zone or lies outside of the calendar, or the end is before the start.
         """
-        for name, moment in (("start", start), ("end", end)):
-            if moment.utcoffset() is None:
-                raise EntryError(f"backfill: {name} needs a time zone, {moment!r} has none")
-        start, end = start.astimezone(UTC), end.astimezone(UTC)
+        start, end = given_instant("backfill: start", start), given_instant("backfill: end", end)
         if end < start:
             raise EntryError(f"backfill: its end {end} is before its start {start}")
         return cls(start, end, start)

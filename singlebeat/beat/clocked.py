@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from celery.schedules import BaseSchedule, schedstate
+
+from .zone import in_utc
 
 __all__ = ("clocked",)
 
@@ -30,9 +32,7 @@ class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery
         super().__init__(nowfun=nowfun, app=app)
         try:
             moment = datetime.fromisoformat(instant) if isinstance(instant, str) else instant
-            if moment.utcoffset() is None:
-                raise ValueError  # noqa: TRY301
-            self.instant = moment.astimezone(UTC)
+            self.instant = in_utc(moment)
         except (ValueError, AttributeError, OverflowError):
             raise ValueError(
                 f"clocked needs a date and time with offset, like 2026-12-01T09:00:00+01:00, not {instant!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, tzinfo
 
@@ -12,9 +13,9 @@ from .occurrence import Decision, Kind, Occurrence, Outcome
 from .store import Claim, Stored
 from .timetable import Timetable
 
-__all__ = ("claim_for", "missed", "too_late")
+__all__ = ("claim_for", "missed")
 
-#: How late an occurrence is a catch-up.
+#: How late an occurrence is a catch-up, which no longer runs after its entry's end.
 CATCH_UP_AFTER = timedelta(minutes=1)
 
 
@@ -59,19 +60,27 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
         )
         passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
         return Claim(stored, next_score, passed, decision=decision)
-    if too_late(stored, occurrence, now):
-        return Claim(stored, next_score, Meta(nominal, count), decision=missed(stored, occurrence, now))
+    if (too_late := missed(stored, occurrence, now, zone=zone)) is not None:
+        return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
 
 
-def missed(stored: Stored, occurrence: Occurrence, now: datetime) -> Decision:
-    """Return the decision about an occurrence that is too late."""
-    late, grace = now.timestamp() - occurrence.nominal, stored.policy.misfire_grace_time
-    reason = f"{late:.1f} s late, misfire_grace_time is {grace:g} s"
+def missed(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
+    """Return the decision about an occurrence that may run no longer, None if it may.
+
+    It is late from when it was due: its jitter is no part of that.
+    """
+    grace, end = stored.policy.misfire_grace_time, stored.policy.end_time
+    if not occurrence.is_scheduled or (grace is None and end is None):
+        return None
+    due = nominal = datetime.fromtimestamp(occurrence.nominal, UTC)
+    with suppress(Exception):  # a user's own schedule may do anything, and its last occurrence may still be sent
+        due = Timetable(stored.entry.name, stored.entry.schedule, stored.policy, zone).due(nominal)
+    late = now - due
+    if grace is not None and late.total_seconds() > grace:
+        reason = f"{late.total_seconds():.1f} s late, misfire_grace_time is {grace:g} s"
+    elif end is not None and now > end and late > CATCH_UP_AFTER:
+        reason = f"{late.total_seconds():.1f} s late, its end_time was {end:%Y-%m-%d %H:%M:%SZ}"
+    else:
+        return None
     return Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED, reason)
-
-
-def too_late(stored: Stored, occurrence: Occurrence, now: datetime) -> bool:
-    """Tell whether an occurrence is later than its entry's misfire grace time."""
-    grace, jitter = stored.policy.misfire_grace_time, stored.policy.jitter or 0.0
-    return grace is not None and occurrence.is_scheduled and now.timestamp() - occurrence.nominal > grace + jitter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .entry import Entry, Meta
     from .lease import Term
     from .store import Store, Stored
+
+    _Claimed = tuple[Stored, Occurrence, Meta]
 
 __all__ = ("RETRY_AFTER", "Dispatcher")
 
@@ -93,7 +95,8 @@ class Dispatcher:
         looked_after = bool(plain) and self._workers_look_after_locks()
         if not looked_after:  # what was taken while a worker was seen
             self._free_locks([each for each in plain if each[0].pending is not None])
-        messages, wrong = prepare(self.app, claimed, looked_after=looked_after)
+        messages, wrong = prepare(self.app, self._step_by_step(claimed), looked_after=looked_after)
+        self._release(*(lock for message, _ in wrong for lock in message.locks(self.app)))
         decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
         unsent = list[str]()
         messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
@@ -122,10 +125,16 @@ class Dispatcher:
                         unsent.append(member)
                         self._failed("the broker", exc, member)
                     else:
+                        self._release(*message.locks(self.app))
                         decided.append(self._give_up(message, exc))
         finally:
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
+
+    def _step_by_step(self, claimed: Iterable[_Claimed]) -> Iterator[_Claimed]:
+        for each in claimed:  # whose task may have a key function of its own, of any length
+            self._progress()
+            yield each
 
     def _publish(self, message: Message) -> tuple[Outcome, str]:
         """Send the task of an entry; return what came of it, and what holds its lock if it takes one only now."""
@@ -162,7 +171,6 @@ class Dispatcher:
     def _give_up(self, message: Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
         self._backoff.forget(message.stored.member)
-        self._release(*message.locks(self.app))
         entry, why = message.entry, safe_repr(exc.__context__ or exc)
         decision = Decision(entry.name, entry.task, message.occurrence, Outcome.PUBLISH_FAILED, why)
         tell(decision, detail="".join(traceback.format_exception(exc)))
@@ -180,7 +188,7 @@ class Dispatcher:
         self._free_locks(claimed)
 
     def _free_locks(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
-        messages, _ = prepare(self.app, claimed, looked_after=True)
+        messages, _ = prepare(self.app, self._step_by_step(claimed), looked_after=True)
         self._release(*(lock for message in messages for lock in message.locks(self.app)))
 
     def _workers_look_after_locks(self) -> bool:

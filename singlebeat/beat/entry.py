@@ -23,6 +23,7 @@ from .policy import Policy
 from .recurrence import is_known, next_occurrence
 from .save import save_entries
 from .timetable import PARKED, Timetable, zone_of
+from .zone import app_zone
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -88,9 +89,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
         kwargs["last_run_at"] = kwargs.get("last_run_at") or datetime.now(UTC)
         super().__init__(*args, app=app, **kwargs)
-        zone = zone_of(self.schedule)
-        if zone is not None and self.policy.timezone is None:  # JSON would keep no more of it than its offset
-            self.policy = replace(self.policy, timezone=zone)
+        if self.policy.timezone is None:  # JSON would keep no more of the schedule's own zone than its offset
+            self.policy = replace(self.policy, timezone=zone_of(self.schedule, app_zone(app)))
         if why := self.policy.contradicts(self.options):
             raise EntryError(f"entry {self.name!r}: {why}")
 
@@ -121,7 +121,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     @property
     def timetable(self) -> Timetable:
         """The entry's times."""
-        return Timetable(self.name, self.schedule, self.policy, self.app.timezone)
+        return Timetable(self.name, self.schedule, self.policy, app_zone(self.app))
 
     @classmethod
     def decode(cls, key: str, definition: str, app: Celery) -> Entry:
@@ -148,7 +148,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         entry = cls.decode(key, definition, app)
         check_allowed(entry, Config.of(app).singlebeat_allowed_tasks)
         try:
-            next_occurrence(entry.schedule, now, zone=app.timezone)
+            next_occurrence(entry.schedule, now, zone=app_zone(app))
         except Exception as exc:  # a rule that can be read may still make no sense
             raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
         return entry

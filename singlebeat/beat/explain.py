@@ -119,9 +119,10 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             yield from _holder(facts, record.holder)
         case "missed":
             yield f"The run for {when} was missed: {record.reason}."
-            yield (
-                "No beat was there to send it in time, and the entry does not want to run later than that. "
-                "Without misfire_grace_time, one run would have made up for all that were missed."
+            yield "No beat was there to send it in time, and the entry does not want to run later than that." + (
+                " Without misfire_grace_time, one run would have made up for all that were missed."
+                if "misfire_grace_time" in record.reason
+                else ""
             )
         case "paused":
             yield f"The run for {when} was left out: the entry is paused" + (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ class Message:
 
 
 def prepare(
-    app: Celery, claimed: Sequence[tuple[Stored, Occurrence, Meta]], *, looked_after: bool
+    app: Celery, claimed: Iterable[tuple[Stored, Occurrence, Meta]], *, looked_after: bool
 ) -> tuple[list[Message], list[tuple[Message, Exception]]]:
     """Return what can be sent, and what cannot with the reason."""
     messages, wrong = [], []

@@ -102,7 +102,7 @@ class Metrics:
             return self._verdict("" if idle < HEALTHY_FOR else f"no tick for {idle:.0f} s")
         if path == "/readyz":
             try:
-                state = State.of(self.app)
+                state = State.of(self.app, names=False)
             except RedisError as exc:
                 return self._verdict(f"Redis does not answer: {exc}")
             return self._verdict("" if state.locked or state.leader else "no beat leads")
@@ -119,7 +119,7 @@ class Metrics:
         leads = self.lease.term() is not None
         yield GaugeMetricFamily("singlebeat_leader", "Whether this beat leads.", value=leads)
         try:
-            state = State.of(self.app)
+            state = State.of(self.app, names=False)
         except RedisError:
             yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=0)
             return
@@ -132,7 +132,7 @@ class Metrics:
             ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
             ("lag_seconds", "How late the most overdue entry is.", state.lag),
             ("pending_occurrences", "Occurrences that are claimed and not confirmed.", state.pending),
-            ("quarantined_entries", "Entries that cannot be used and wait to be mended.", len(state.quarantine)),
+            ("quarantined_entries", "Entries that cannot be used and wait to be mended.", state.quarantined),
         ):
             yield GaugeMetricFamily(f"singlebeat_{name}", text, value=value)
 

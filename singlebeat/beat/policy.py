@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
+from datetime import datetime, tzinfo
 from functools import lru_cache
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -14,6 +14,7 @@ from zoneinfo import ZoneInfo
 from ..errors import EntryError
 from ..overlap import Overlap
 from .codec import loads_object
+from .zone import in_utc, named_zone
 
 __all__ = ("Policy",)
 
@@ -26,9 +27,12 @@ def _seconds(value: Any) -> float:
 
 def _zone(value: Any) -> ZoneInfo:
     try:
-        return value if isinstance(value, ZoneInfo) else ZoneInfo(value)
+        zone = named_zone(value) if isinstance(value, tzinfo) else ZoneInfo(value)
     except Exception:  # whatever else it is: ZoneInfo raises five different errors
-        raise ValueError("must be the IANA name of a time zone, like Europe/Berlin") from None
+        zone = None
+    if zone is None:
+        raise ValueError("must be the IANA name of a time zone, like Europe/Berlin")
+    return zone
 
 
 def _overlap(value: Any) -> Overlap:
@@ -41,9 +45,7 @@ def _overlap(value: Any) -> Overlap:
 def _instant(value: Any) -> datetime:
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
-        if moment.utcoffset() is None:
-            raise ValueError  # noqa: TRY301
-        moment = moment.astimezone(UTC)
+        moment = in_utc(moment)
     except (ValueError, AttributeError, OverflowError):
         raise ValueError("must be a date and time with offset, like 2026-12-01T09:00:00+01:00") from None
     assert isinstance(moment, datetime)  # noqa: S101 - for the type checker

@@ -23,11 +23,12 @@ from redbeat.schedules import rrule
 
 from . import rule, sun
 from .clocked import clocked
+from .zone import in_utc
 
 if TYPE_CHECKING:
     from datetime import tzinfo
 
-__all__ = ("is_known", "latest_occurrence", "next_occurrence", "starts_at")
+__all__ = ("is_known", "latest_occurrence", "next_occurrence", "reads_clock", "starts_at")
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
@@ -50,7 +51,7 @@ def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) ->
         ValueError: the schedule can have no next time by its making (an interval of zero), or `after` is naive.
     """
     try:
-        return _next(schedule, _in_utc(after), zone)
+        return _next(schedule, in_utc(after), zone)
     except OverflowError:  # due after the year 9999
         return None
 
@@ -65,7 +66,7 @@ def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | N
     if _is_plain(schedule, solar):
         return sun.next_event(schedule, after)
     if _is_plain(schedule, clocked):
-        return _in_utc(schedule.instant) if schedule.instant > after else None
+        return in_utc(schedule.instant) if schedule.instant > after else None
     return _next_by_asking(schedule, after, zone)
 
 
@@ -75,7 +76,7 @@ def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, 
 
     An interval counts from `after`. Any other schedule is searched by halves: a year of minutes takes some forty steps.
     """
-    after, until = _in_utc(after), _in_utc(until)
+    after, until = in_utc(after), in_utc(until)
     if _is_plain(schedule, interval) and not schedule.relative:
         steps = (until - after) // _period(schedule)
         return after + steps * _period(schedule) if steps > 0 else None
@@ -97,21 +98,19 @@ def is_known(schedule: BaseSchedule) -> bool:
     return any(_is_plain(schedule, kind) for kind in (interval, crontab, rrule, solar, clocked))
 
 
+def reads_clock(schedule: BaseSchedule) -> bool:
+    """Return whether the times of a schedule depend on the zone in which it is read; in doubt they do."""
+    if _is_plain(schedule, interval):
+        return bool(schedule.relative)
+    return not _is_plain(schedule, solar) and not _is_plain(schedule, clocked)
+
+
 def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datetime | None:
     """Return the first nominal time not before `start`; an interval begins with it."""
-    start = _in_utc(start)
+    start = in_utc(start)
     if _is_plain(schedule, interval) and not schedule.relative:
         return start
     return next_occurrence(schedule, start - timedelta(microseconds=1), zone=zone)
-
-
-def _in_utc(moment: datetime) -> datetime:
-    if moment.tzinfo is UTC:
-        return moment
-    if moment.utcoffset() is None:
-        msg = f"a time needs a time zone here, {moment!r} has none"
-        raise ValueError(msg)
-    return moment.astimezone(UTC)
 
 
 def _is_plain(schedule: BaseSchedule, kind: type[BaseSchedule]) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from redbeat import RedBeatScheduler
@@ -20,7 +23,7 @@ from ..errors import LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
 from .clock import Clock
-from .decide import claim_for, missed, too_late
+from .decide import claim_for, missed
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import Entry as BeatEntry
 from .entry import prepare
@@ -28,9 +31,11 @@ from .journal import tell
 from .keys import Keys
 from .lease import Lease, Term, identity
 from .metrics import Metrics
+from .places import Places
 from .statics import Statics
-from .store import Claim, Claimed, Due, Store, Stored
+from .store import BATCH, Claim, Claimed, Due, Store, Stored
 from .watchdog import Watchdog, is_orphan
+from .zone import app_zone
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -60,6 +65,20 @@ SLOW_TICK = 10.0
 #: Shortest sleep: a tick that returns 0 keeps Celery from its own work.
 SHORTEST_SLEEP = 0.001
 
+#: Signals that end a process at once where nothing handles them: leadership would last until its lease ends.
+ENDING = ("SIGHUP", "SIGQUIT")
+
+
+def _end_as_with_term() -> None:
+    """Let other signals end this beat as SIGTERM does, where their handlers are the system's."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return
+    for name in ENDING:
+        number = getattr(signal, name, None)  # None on Windows
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, handler)
+
 
 class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     """Celery beat's scheduler on RedBeat's data: one leads, others stand by, no occurrence is sent twice.
@@ -76,6 +95,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: Any) -> None:
         config = Config.of(app)
         prepare(app)
+        app_zone(app)  # a wrong one shows at the start
         # Celery makes one instance just for the banner, and a beat may stand by for ever: entries are installed by
         # whoever leads, and nothing is connected here.
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
@@ -100,12 +120,17 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     @cached_property
     def store(self) -> Store:
         """The entries in Redis."""
-        return Store(self.app, schedule_client(self.app))
+        return Store(self.app, schedule_client(self.app), progress=self._watched)
 
     @cached_property
     def clock(self) -> Clock:
         """What the clocks of the beats that lead have shown."""
         return Clock(schedule_client(self.app), Keys.of(self.app), progress=self._watched)
+
+    @cached_property
+    def places(self) -> Places:
+        """The places of the entries."""
+        return Places(self.app, schedule_client(self.app), progress=self._watched)
 
     @cached_property
     def statics(self) -> Statics:
@@ -148,7 +173,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             raise SystemExit(1)
         if self._closed:
             raise SystemExit  # of the signal's handler, which some library has swallowed
-        self._watched()
+        if self._watchdog is not None:
+            self._watchdog.progress()
+        if not self._ticked:
+            _end_as_with_term()
         if self._metrics is None and not self._ticked:
             self._metrics = Metrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
@@ -169,7 +197,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return delay
 
     def _watched(self) -> None:
-        if self._watchdog is not None:
+        # Only in a tick: a program that stores entries through a scheduler is no beat, and nothing would end its watch.
+        if self._watchdog is not None and self._ticking:
             self._watchdog.progress()
 
     def _tick(self, now: datetime) -> float:
@@ -184,7 +213,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         recovered = 0 < self._recheck_at <= time.monotonic()
         if recovered:
             self._recheck_at = 0.0
-        due = self.store.due(now, all_pending=recovered or (is_new and not self._recheck_at), start=self._passed)
+        wants_all = recovered or (is_new and not self._recheck_at)
+        due = self.store.due(now, all_pending=wants_all, start=self._passed)
+        if due.zone != str(app_zone(self.app)):
+            self.places.renew(due.zone, now, term)
+            due = self.store.due(now, all_pending=wants_all, start=self._passed)
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
         if due.statics_gone and self._has_statics:
             log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")
@@ -229,8 +262,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None]
-        late = [taken for taken in pending if too_late(taken[0], taken[1], now)]
-        gone = [(stored, missed(stored, o, now), past.without(o)) for stored, o, past in late]
+        zone = app_zone(self.app)
+        verdicts = [missed(stored, occurrence, now, zone=zone) for stored, occurrence, _ in pending]
+        late = [taken for taken, verdict in zip(pending, verdicts, strict=True) if verdict is not None]
+        gone = [
+            (stored, verdict, past.without(occurrence))
+            for (stored, occurrence, past), verdict in zip(pending, verdicts, strict=True)
+            if verdict is not None
+        ]
         self.store.confirm(gone, term)
         self.dispatcher.free(late)
         mended = {stored.entry.key: past for stored, _, past in gone if past is not None}
@@ -239,6 +278,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             for stored in due.entries
         ]
         claims = list(self._decide(entries, now))
+        self.store.quarantine.settle()
         replies = self.store.claim(claims, term, retry_at=retry_at)
         # They keep their places at the head of what is due: the next tick goes on behind them, until it meets the end.
         self._passed = self._passed + replies.count(Claimed.PENDING) if due.more else 0
@@ -252,11 +292,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return [claim.next_score for claim in done if claim.next_score >= 0]
 
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
+        zone = app_zone(self.app)
         for stored in entries:
+            self._watched()
+            again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
             try:
-                yield claim_for(stored, now, zone=self.app.timezone, prefix=self.store.keys.prefix)
+                yield again(now)
             except Exception as exc:  # a user's own schedule class may do anything: it harms nobody else
-                again = partial(claim_for, stored, zone=self.app.timezone, prefix=self.store.keys.prefix)
                 self.store.quarantine.refuse(stored.member, stored.found, exc, again, now)
 
     def setup_schedule(self) -> None:
@@ -269,14 +311,20 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
-        entries = {}
+        entries, now = {}, datetime.now(UTC)
         for name, given in dict_.items():
+            self._watched()
             try:
                 entries[str(name)] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
                 about = {"entry": name, "given": given}
                 log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)
-        return self.statics.install(entries, datetime.now(UTC))
+        stored, left = list[str](), iter(entries.items())
+        while batch := dict(islice(left, BATCH)):  # there may be 100,000, which takes longer than the watchdog waits
+            self._watched()
+            stored += self.statics.install(batch, now)
+        self._watched()
+        return stored
 
     def add(self, **kwargs: Any) -> BeatEntry:
         """Store one entry."""

@@ -35,11 +35,15 @@ class State:
     overdue: int  #: of these, those that wait for longer than a beat that works lets them
     lag: float  #: how late the most overdue one is
     pending: int  #: occurrences that are claimed and not confirmed
-    quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since
+    quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since; empty where only their number was wanted
+    quarantined: int = 0
 
     @classmethod
-    def of(cls, app: Celery) -> State:
+    def of(cls, app: Celery, *, names: bool = True) -> State:
         """Read the state of an app's schedule, in one round trip.
+
+        Args:
+            names: read why each entry is in quarantine, of which there may be thousands.
 
         Raises:
             RedisError: the schedule's server does not answer.
@@ -56,8 +60,10 @@ class State:
             # A score of 0 means "now, whenever that is", and says nothing about how late it is.
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
-            pipe.hgetall(keys.quarantine)
-            leader, standbys, ttl, entries, due, overdue, first, pending, quarantine = pipe.execute()
+            pipe.hlen(keys.quarantine)
+            if names:
+                pipe.hgetall(keys.quarantine)
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
         return cls(
             leader=leader,
             standbys=sorted((_named(text) for text in standbys), key=lambda standby: standby["since"]),
@@ -68,7 +74,10 @@ class State:
             overdue=overdue,
             lag=now - first[0][1] if first else 0.0,
             pending=pending,
-            quarantine={member.removeprefix(keys.prefix): _record(text) for member, text in quarantine.items()},
+            quarantine={
+                member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
+            },
+            quarantined=quarantined,
         )
 
 

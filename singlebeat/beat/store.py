@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
@@ -22,8 +22,9 @@ from .keys import Keys
 from .lease import identity
 from .occurrence import Decision, Occurrence
 from .policy import Policy
-from .quarantine import Quarantine
+from .quarantine import RECHECKED_PER_TICK, Quarantine
 from .timetable import PARKED
+from .zone import app_zone
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -72,6 +73,7 @@ class Due:
     next_score: float | None  #: when the next entry is due
     more: bool  #: there are more entries due than one batch holds
     statics_gone: bool
+    zone: str | None = None  #: of the app, in which the places of the schedule were computed; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +101,15 @@ class Store:
 
     Args:
         client: the client for the schedule.
+        progress: hears of each step.
     """
 
-    def __init__(self, app: Celery, client: Any) -> None:
-        self.app, self.client = app, client
+    def __init__(self, app: Celery, client: Any, *, progress: Callable[[], object] = lambda: None) -> None:
+        self.app, self.client, self._progress = app, client, progress
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], tuple[str, Entry]] = {}
-        self.quarantine = Quarantine(app, client, self.keys)
+        self.quarantine = Quarantine(app, client, self.keys, progress=progress)
 
     def check_eviction(self) -> None:
         """Say so if the server may throw entries away when its memory is full.
@@ -144,11 +147,13 @@ class Store:
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
             bound = "+inf" if all_pending else seconds
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
-            pipe.hkeys(keys.quarantine)
+            # Not all names: there may be thousands, for ever.
+            pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
             pipe.exists(keys.statics)
-            members, upcoming, waiting, quarantined, statics = pipe.execute()
+            pipe.get(keys.zone)
+            members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
         scores, pending = dict(members), dict(waiting)
-        rechecked = self.quarantine.to_recheck(quarantined)
+        self.quarantine.cursor, rechecked = quarantined
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
         stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
         # By entry: a bare name and its key are two members of one.
@@ -162,6 +167,7 @@ class Store:
             next_score=upcoming[0][1] if upcoming else None,
             more=len(members) == BATCH,
             statics_gone=not statics,
+            zone=zone,
         )
 
     def _read(
@@ -173,6 +179,7 @@ class Store:
             script(__package__, "read")(self.client, [self.keys.entry(member) for member in members], ())
         )
         for member, reply in zip(members, replies, strict=True):
+            self._progress()
             try:
                 if isinstance(reply, str):
                     raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
@@ -191,17 +198,15 @@ class Store:
                 if why := self.quarantine.why(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
             except EntryError as exc:
-                if member in quarantined and member not in scores and not self._is_scheduled(member):
-                    self.quarantine.forget(member)
+                if member in quarantined and member not in scores:
+                    self.quarantine.put_if_scheduled(member, str(exc))
                 else:
                     self.quarantine.put(member, str(exc), due=member in scores)
             else:
                 if member in quarantined:
                     self.quarantine.lift(member, has_pending=taken is not None)
                 yield stored
-
-    def _is_scheduled(self, member: str) -> bool:
-        return self.client.zscore(self.keys.schedule, member) is not None
+        self.quarantine.settle()
 
     def _decode(self, member: str, definition: str, now: datetime) -> tuple[str, Entry]:
         found = self._decoded.get((member, definition))
@@ -222,7 +227,9 @@ class Store:
         if not claims:
             return []
         keys = self.keys
-        touched = [keys.lock or keys.lease.leader, keys.schedule, keys.pending]
+        # Where leadership is switched off, beats of one zone share the work: what was decided in another is refused.
+        lock, token = (keys.lock, term.token) if keys.lock else (keys.zone, str(app_zone(self.app)))
+        touched = [lock, keys.schedule, keys.pending]
         wishes = []
         for claim in claims:
             stored = claim.stored
@@ -230,7 +237,7 @@ class Store:
             wish = (stored.member, stored.score, stored.sha, repr(claim.next_score))
             past = (claim.meta.encode(), claim.meta.encode_since()) if claim.meta else ("", "")
             wishes.append((*wish, *past, claim.occurrence.encode() if claim.occurrence else ""))
-        args = (term.token, repr(retry_at.timestamp()), packed(wishes))
+        args = (token, repr(retry_at.timestamp()), packed(wishes))
         return [Claimed(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))]
 
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:

@@ -6,14 +6,18 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
-from typing import Any
-from zoneinfo import ZoneInfo
+from typing import TYPE_CHECKING, Any
 
 from redbeat.schedules import rrule
 
+from ..errors import EntryError
 from .clocked import clocked
 from .policy import Policy
 from .recurrence import latest_occurrence, next_occurrence, starts_at
+from .zone import known_zone, named_zone
+
+if TYPE_CHECKING:
+    from zoneinfo import ZoneInfo
 
 __all__ = ("PARKED", "Timetable", "zone_of")
 
@@ -27,13 +31,24 @@ TICK = timedelta(microseconds=1)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def zone_of(schedule: Any) -> ZoneInfo | None:
-    """Return the zone that a schedule brings along, in an rrule's ``dtstart`` or by its clock, if it has a name."""
+def zone_of(schedule: Any, app_zone: tzinfo = UTC) -> ZoneInfo | None:
+    """Return the zone that a schedule brings along, in an rrule's ``dtstart`` or by its clock, if it has a name.
+
+    Raises:
+        EntryError: it has none, it shifts its clocks, and it is not the app's: nothing that is stored could say it.
+    """
     now = getattr(schedule, "nowfun", None)
     moment = getattr(schedule, "dtstart", None) or (now() if now else None)
     own = moment.tzinfo if isinstance(moment, datetime) else None
-    name = "UTC" if own is UTC else getattr(own, "key", None) or getattr(own, "zone", None)  # the latter in pytz
-    return ZoneInfo(name) if name else None
+    if own is None or (named := named_zone(own)) is not None:
+        return None if own is None else named
+    found = known_zone(own)
+    if found is None or (found.utcoffset(None) is None and found != app_zone):
+        raise EntryError(
+            f"the zone of its schedule, {own!r}, has neither an IANA name nor a fixed offset: give the entry a "
+            "timezone, like Europe/Berlin"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +110,14 @@ class Timetable:
     def due(self, nominal: datetime) -> datetime:
         """Return when the occurrence of a nominal time is to run: a hash of both spreads entries, and stays the same.
 
-        It lies before the next nominal time even if the jitter is longer (APScheduler's may pass it).
+        It lies before the next nominal time even if the jitter is longer (APScheduler's may pass it), and not behind
+        the end.
         """
         if self.policy.jitter is None:
             return nominal
-        span, upcoming = timedelta(seconds=self.policy.jitter), self.next(nominal)
-        if upcoming is not None:
-            span = min(span, upcoming - nominal)
+        span, limit = timedelta(seconds=self.policy.jitter), self.next(nominal) or self.policy.end_time
+        if limit is not None:
+            span = max(timedelta(), min(span, limit - nominal))
         seed = f"{self.name}\n{round(nominal.timestamp() * 1000)}".encode(errors="surrogateescape")
         part = int.from_bytes(hashlib.sha256(seed).digest()[:4])  # of 2**32
         return nominal + (span // TICK * part >> 32) * TICK  # rounded down: the next nominal time is never reached

@@ -13,6 +13,7 @@ from ..beat.api import Schedule
 from ..beat.entry import Entry
 from ..beat.save import BATCH, save_entries
 from ..beat.state import State
+from ..beat.zone import app_zone
 from ..connections import schedule_client
 from ..errors import EntryError
 from .dumpdata import is_dump, rows_of
@@ -50,7 +51,7 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
         fail(f"{source} is no JSON: {exc}")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata")
-    named = list(rows_of(rows, app.timezone) if is_dump(rows) else _ours(rows))
+    named = list(rows_of(rows, app_zone(app)) if is_dump(rows) else _ours(rows))
     stored, problems, seen = list[str](), dict[str, str](), set[str]()
     with progress("entries", len(named), quiet=as_json) as step:
         for at in range(0, len(named), BATCH):

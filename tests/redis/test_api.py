@@ -501,6 +501,20 @@ def test_an_entry_that_has_never_run_is_due_now(api, redis):
     assert second == first + timedelta(seconds=60)
 
 
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        (datetime(2030, 1, 1), "after needs a time zone"),  # noqa: DTZ001 - that is wrong with it
+        (datetime.fromisoformat("9999-12-31T23:59:59-14:00"), "after lies outside of the years 1 to 9999"),
+    ],
+)
+def test_a_moment_that_is_none_is_not_blamed_on_the_entry(api, after, why):
+    api.upsert("e", PLAIN, 60)
+
+    with pytest.raises(EntryError, match=f"^{why}"):
+        api.next_runs("e", 1, after=after)
+
+
 def test_the_next_runs_end_with_the_entry(api):
     last = datetime.now(UTC)
     Entry("n", PLAIN, schedule(60), app=api.app, last_run_at=last, total_run_count=3, max_runs=5).save()

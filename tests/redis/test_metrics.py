@@ -21,6 +21,7 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Lease, Term
 from singlebeat.beat.metrics import Metrics
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.state import State
 from singlebeat.beat.store import Store
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
 from singlebeat.tasks.metrics import Metrics as WorkerMetrics
@@ -234,6 +235,13 @@ def test_a_server_that_is_away_is_a_metric_and_not_ready():
         metrics.last_tick -= 100
         assert metrics.answer("/healthz")[0] == 503
         assert metrics.answer("/else")[0] == 404
+
+
+def test_a_scrape_counts_a_quarantine_and_reads_no_record_of_it(app, redis):
+    redis.hset("redbeat::quarantine", mapping={f"redbeat:e{at}": "{}" for at in range(3)})
+
+    assert (State.of(app, names=False).quarantined, State.of(app, names=False).quarantine) == (3, {})
+    assert (State.of(app).quarantined, len(State.of(app).quarantine)) == (3, 3)
 
 
 def test_beat_serves_its_metrics_on_this_host(celery, app, redis):

@@ -18,6 +18,8 @@ from redis import Redis
 
 from singlebeat import Entry, Schedule, Singleton
 from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.policy import Policy
 from singlebeat.beat.scheduler import Scheduler
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ref
@@ -118,7 +120,7 @@ def test_an_interval_begins_at_its_start_time(desk):
 
 
 def test_end_time_ends_the_entry_which_is_kept(desk):
-    desk.put(end_time=datetime.now(UTC))
+    desk.put(end_time=datetime.now(UTC) + HOUR / 4)
     desk.tick(2)
 
     assert desk.decisions == ["dispatched"]
@@ -132,6 +134,41 @@ def test_what_is_later_than_its_end_time_does_not_run(desk):
     desk.tick()
 
     assert (desk.messages, desk.decisions, desk.score) == ([], [], PARKED)
+
+
+def test_no_catch_up_runs_after_the_end_time(desk):
+    desk.put(end_time=datetime.now(UTC) - HOUR / 4)  # after its time, which is half an hour ago
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+
+    assert (desk.messages, desk.decisions, desk.score) == ([], ["missed"], PARKED)
+    ((_, record),) = desk.redis.xrange(HISTORY)
+    assert "its end_time was" in record["reason"]
+    assert desk.meta.total_run_count == 7
+
+
+def test_a_run_for_the_end_time_itself_is_not_late_for_that(desk):
+    desk.put(ago=HOUR + SECOND, end_time=datetime.now(UTC) - SECOND / 2)
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    desk.tick()
+
+    assert desk.decisions == ["dispatched"]
+
+
+def test_a_retry_after_the_end_time_is_missed_and_a_trigger_runs(desk):
+    desk.put()
+    (stored,) = desk.scheduler.store.due(datetime.now(UTC), all_pending=False).entries
+    pending = Occurrence.of("redbeat:", "e", stored.meta.last_run_at + HOUR)
+    desk.redis.hset("redbeat:e", "pending", pending.encode())
+    desk.redis.hset("redbeat:e", "policy", Policy(end_time=datetime.now(UTC) - HOUR / 4).encode())
+    desk.redis.zadd(SCHEDULE, {"redbeat:e": PARKED})
+    desk.redis.zadd(PENDING, {"redbeat:e": 0})
+    desk.tick()
+    assert (desk.messages, desk.decisions) == ([], ["missed"])
+
+    desk.schedule.trigger("e")
+    desk.tick()
+    assert desk.decisions == ["missed", "dispatched"]
 
 
 def test_max_runs_counts_what_was_sent(desk):
@@ -235,12 +272,19 @@ def test_misfire_grace_time_decides_what_is_too_late(desk, grace, decision):
     assert desk.meta.total_run_count == (8 if decision == "dispatched" else 7)
 
 
-def test_what_jitter_has_put_off_is_not_late_for_that(desk):
-    desk.put(misfire_grace_time=1790, jitter=600)
+@pytest.mark.parametrize(("grace", "decision"), [(-1, "missed"), (1, "dispatched")])
+def test_what_jitter_has_put_off_is_late_from_when_it_was_due(desk, grace, decision):
+    # Times that do not change: what is put off, and by how much, is a hash of them.
+    entry = desk.put(jitter=1800, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
+    due = entry.timetable.due(entry.last_run_at + HOUR)
+    now = entry.last_run_at + 2 * HOUR - SECOND
+    late = (now - due).total_seconds()
+    assert 600 < late < 3590
+    desk.redis.hset("redbeat:e", "policy", Policy(jitter=1800.0, misfire_grace_time=late + grace).encode())
     desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
+    desk.scheduler._tick(now)
 
-    assert desk.decisions == ["dispatched"]
+    assert desk.decisions == [decision]
 
 
 def test_paused_lets_its_times_pass_and_says_why(desk):

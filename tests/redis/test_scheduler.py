@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import threading
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery, Task
 from celery.beat import Service
 from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
+from redbeat.schedules import rrule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.lease import Term
 from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.places import Places
 from singlebeat.beat.plain import PlainTask
+from singlebeat.beat.policy import Policy
 from singlebeat.beat.scheduler import POLL_INTERVAL, SHORTEST_SLEEP
+from singlebeat.beat.timetable import Timetable
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
-from tests.support import ROOT, RedisServer, wait_until
+from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 QUEUE = "celery"
 SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::pending"
 HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
+QUARANTINE = "redbeat::quarantine"
 HOUR = timedelta(hours=1)
 
 
@@ -1450,6 +1458,171 @@ def test_with_the_lock_switched_off_two_beats_share_the_work(server, redis, benc
     assert redis.exists(LOCK, LEADER) == 0
 
 
+# ---------------------------------------------------------------- another zone
+
+
+HONOLULU, BRISBANE = "Pacific/Honolulu", "Australia/Brisbane"
+
+
+def in_zone(bench: Bench, zone: Any) -> Scheduler:
+    """Return the scheduler of a beat that was deployed with a ``timezone``."""
+    return bench.scheduler(app=make_app(bench.server.celery_url, {**bench.conf, "timezone": zone}))
+
+
+def places(redis: Redis) -> dict[str, float]:
+    return {name.removeprefix("redbeat:"): score for name, score in redis.zrange(SCHEDULE, 0, -1, withscores=True)}
+
+
+@pytest.mark.parametrize(
+    "zones", [(HONOLULU, "UTC"), ("UTC", BRISBANE), ("UTC", PytzLike())], ids=["UTC", "Brisbane", "pytz"]
+)
+def test_a_changed_timezone_moves_every_wall_clock(server, redis, bench_on, zones, caplog):
+    """Each new zone is east of the old one: what is due there in an hour would be due hours later."""
+    name = getattr(zones[1], "zone", zones[1])
+    now = datetime.now(UTC)
+    soon = (now.astimezone(ZoneInfo(name)) + HOUR).replace(minute=30, second=0, microsecond=0)
+    daily = crontab(hour=soon.hour, minute=30)
+    rule = rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC), byhour=soon.hour, byminute=30, bysecond=0)
+    rule.dtstart = rule.dtstart.astimezone(timezone(timedelta()))  # of an offset alone, so read in the app's zone
+    bench = bench_on(server, beat_schedule={"static": {"task": PLAIN, "schedule": daily}})
+    old, new = (in_zone(bench, zone) for zone in zones)
+    for entry, when, wishes in (
+        ("stored", daily, {}),
+        ("rule", rule, {}),
+        ("disabled", daily, {"enabled": False}),
+        ("ends before it is due in the old zone", daily, {"end_time": soon}),
+        ("own zone", daily, {"timezone": "Asia/Tokyo"}),
+        ("finished", daily, {"max_runs": 1, "total_run_count": 1}),
+        ("interval", schedule(4 * HOUR), {}),
+        ("once", clocked(now + 4 * HOUR), {}),
+    ):
+        Entry(entry, PLAIN, when, app=old.app, last_run_at=now, **wishes).save()
+    bench.put("unusable")
+    redis.hset("redbeat:unusable", "definition", "{")
+    redis.zadd(SCHEDULE, {"redbeat:finished": PARKED})
+    old.tick()
+    before = places(redis)
+    old.close()
+
+    new.tick()
+
+    moved = {"static", "stored", "disabled", "ends before it is due in the old zone"}
+    moved |= {"rule"} if zones[0] == HONOLULU else set()  # elsewhere its start is not of the app's offset
+    assert places(redis) == {**before, **dict.fromkeys(moved, soon.timestamp())}
+    assert redis.get("redbeat::zone") == name
+    assert f"Wall clocks are read in {name}, no longer in {zones[0]}" in caplog.text
+
+
+def test_a_changed_timezone_moves_more_entries_than_one_batch_holds(server, redis, bench_on):
+    now = datetime.now(UTC)
+    soon = (now + HOUR).replace(minute=30, second=0, microsecond=0)
+    bench = bench_on(server)
+    entry = bench.put(every=crontab(hour=soon.hour, minute=30), ago=timedelta())
+    fields, late = redis.hgetall(entry.key), (soon + 10 * HOUR).timestamp()
+    with redis.pipeline() as pipe:
+        for at in range(1200):
+            pipe.hset(f"redbeat:e{at}", mapping=fields)
+            pipe.zadd(SCHEDULE, {f"redbeat:e{at}": late})
+        pipe.execute()
+    redis.set("redbeat::zone", HONOLULU)
+    steps: list[None] = []
+    scheduler = in_zone(bench, "UTC")
+    scheduler.places._progress = lambda: steps.append(None)
+
+    scheduler.tick()
+
+    assert set(places(redis).values()) == {soon.timestamp()}
+    assert redis.get("redbeat::zone") == "UTC"
+    assert len(steps) > 1200
+
+
+def test_an_unchanged_timezone_costs_no_look_at_the_entries(bench, monkeypatch):
+    bench.scheduler().tick()
+    bench.schedulers[0].close()
+    monkeypatch.setattr(Places, "renew", lambda *_: pytest.fail("it looked"))
+
+    for _ in range(2):
+        bench.scheduler().tick()
+        bench.schedulers[-1].close()
+
+
+def test_a_place_in_the_zone_of_an_outgoing_beat_is_put_right(server, redis, bench_on):
+    bench = bench_on(server, redbeat_lock_key=None)
+    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    soon = (datetime.now(UTC) + HOUR).replace(minute=30, second=0, microsecond=0)
+    bench.put(every=crontab(hour=soon.hour, minute=30), ago=timedelta())
+    new.tick()
+    assert redis.zscore(SCHEDULE, "redbeat:e") == soon.timestamp()
+
+    old.tick()
+    redis.zadd(SCHEDULE, {"redbeat:e": (soon + 10 * HOUR).timestamp()})  # the old one has moved it on
+    new.tick()
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == soon.timestamp()
+
+
+def test_a_claim_that_was_decided_in_another_zone_is_refused(server, redis, bench_on):
+    """Without leadership, nothing else keeps a beat of the old deploy from moving an entry on to its own time."""
+    bench = bench_on(server, redbeat_lock_key=None)
+    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old.tick()
+    bench.put(every=crontab())
+    claim = old.store.claim
+
+    def claim_late(*args: Any, **kwargs: Any) -> Any:
+        new.places.renew(HONOLULU, datetime.now(UTC), Term(0, ""))
+        return claim(*args, **kwargs)
+
+    old.store.claim = claim_late
+    old.tick()
+    assert bench.sent == []
+
+    new.tick()
+    assert bench.names == ["e"]
+
+
+def test_a_beat_that_leads_no_longer_changes_no_places(server, redis, bench_on):
+    bench = bench_on(server)
+    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old.tick()
+    bench.put(every=crontab(hour=3), ago=timedelta())
+    stale = old.lease.term()
+    redis.delete(LOCK)
+    new.tick()
+    before = contents = redis.dump(SCHEDULE), redis.get("redbeat::zone")
+
+    old.places.renew("UTC", datetime.now(UTC), stale)
+
+    assert contents == before == (redis.dump(SCHEDULE), "UTC")
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("locked", [True, False], ids=["with leadership", "without"])
+def test_beats_of_two_zones_double_nothing_and_lose_nothing(server, redis, bench_on, seed, locked):
+    """A rolling deploy whose leadership flaps: in each hour one of the two ticks, for ten days."""
+    bench = bench_on(server, **({} if locked else {"redbeat_lock_key": None}))
+    beats = [in_zone(bench, zone) for zone in (HONOLULU, "UTC")]
+    now = datetime.now(UTC).replace(minute=30, second=0, microsecond=0) + HOUR
+    bench.put(every=crontab(hour=3, minute=0))
+    chance = random.Random(seed)
+    redis.hset("redbeat:e", "meta", Meta(now, 7).encode())
+
+    for _ in range(240):
+        now += HOUR
+        beat = beats[chance.random() < chance.choice([0.1, 0.5, 0.9])]
+        if locked and redis.get(LOCK) != beat.lease._last_token:
+            redis.delete(LOCK)
+            beat.lease._term = None
+        beat._tick(now)
+        table = Timetable("e", crontab(hour=3, minute=0), Policy(), ZoneInfo(str(beat.app.timezone)))
+        assert table.latest(bench.meta().last_run_at, now) is None, "late, or lost"
+
+    sent = [task_id for task_id, _ in bench.sent]
+    assert len(set(sent)) == len(sent)
+    assert bench.meta().total_run_count == 7 + len(sent)
+    assert 10 <= len(sent) <= 20  # at three o'clock in either zone, at most
+
+
 # ---------------------------------------------------------------- the entries of beat_schedule
 
 
@@ -1463,6 +1636,30 @@ def test_the_leader_installs_beat_schedule(server, redis, bench_on):
     assert (stored.task, stored.args, stored.options, stored.schedule) == (PLAIN, ["x"], {"queue": "q"}, schedule(3600))
     assert redis.smembers(STATICS) == {"mine"}
     assert bench.sent == []
+
+
+def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):
+    entries = {f"e{at}": {"task": PLAIN, "schedule": 3600} for at in range(1001)}
+    scheduler = bench_on(server, beat_schedule=entries).scheduler()
+    events: list[str] = []
+    install = scheduler.statics.install
+    monkeypatch.setattr(scheduler, "_watched", lambda: events.append("progress"))
+    monkeypatch.setattr(scheduler.statics, "install", lambda *args: events.append("batch") or install(*args))
+
+    scheduler.setup_schedule()
+
+    batches = [at for at, event in enumerate(events) if event == "batch"]
+    assert len(batches) == 3
+    assert all(events[at - 1] == "progress" for at in batches)
+    assert redis.zcard(SCHEDULE) == 1001
+
+
+def test_storing_entries_outside_of_a_tick_starts_no_watchdog(server, redis, bench_on):
+    scheduler = bench_on(server, singlebeat_watchdog_timeout=60).scheduler()
+
+    scheduler.update_from_dict({"e": {"task": PLAIN, "schedule": 3600}})
+
+    assert scheduler._watchdog._thread is None
 
 
 def test_one_wrong_entry_of_beat_schedule_harms_nobody_else(server, redis, bench_on, caplog):
@@ -1692,6 +1889,104 @@ def test_an_entry_whose_next_time_cannot_be_known_is_not_complained_about_in_eve
         scheduler.tick()
 
     assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
+
+
+@pytest.fixture
+def far_bench(server, redis, bench_on) -> Iterator[tuple[Bench, SlowProxy]]:
+    """A bench whose schedule is kept far away."""
+    with SlowProxy(server.path, delay=0.02) as proxy:
+        bench = bench_on(server, redbeat_redis_url=proxy.url, singlebeat_allowed_tasks=[SINGLE])
+        bench.scheduler().tick()
+        yield bench, proxy
+
+
+def put_many(bench: Bench, task: str, number: int) -> None:
+    """Store entries that are due, as another program would."""
+    definition = json.dumps({"task": task, "args": ["bad"], "schedule": {"__type__": "interval", "every": 3600}})
+    past = Meta(datetime.now(UTC) - 2 * HOUR, 1).encode()
+    with bench.redis.pipeline() as pipe:
+        for at in range(number):
+            pipe.hset(f"redbeat:e{at}", mapping={"definition": definition, "meta": past})
+            pipe.zadd(SCHEDULE, {f"redbeat:e{at}": at})
+        pipe.execute()
+
+
+#: Round trips of a tick, however many entries it sets aside: due, their fields, their records and the records' change,
+#: claim, confirm twice, and what a client asks when it connects.
+IN_A_TICK = 12
+
+
+@pytest.mark.parametrize("number", [2, 490])
+def test_many_entries_are_quarantined_in_few_round_trips(far_bench, number):
+    bench, proxy = far_bench
+    put_many(bench, PLAIN, number)
+    bench.put("good", task=SINGLE)
+    steps, before = [], proxy.round_trips
+    (scheduler,) = bench.schedulers
+    scheduler.store._progress = scheduler.store.quarantine._progress = lambda: steps.append(None)
+
+    scheduler.tick()
+
+    assert proxy.round_trips - before <= IN_A_TICK
+    assert bench.redis.hlen(QUARANTINE) == number
+    assert bench.names == ["good"]
+    assert len(steps) > 2 * number
+    assert sum(record["decision"] == "quarantined" for record in bench.history) == number
+
+
+def test_entries_without_known_times_are_quarantined_in_few_round_trips(far_bench, monkeypatch):
+    bench, proxy = far_bench
+    put_many(bench, SINGLE, 300)
+    (scheduler,) = bench.schedulers
+    monkeypatch.setattr("singlebeat.beat.scheduler.claim_for", lambda *_, **__: 1 / 0)
+    before = proxy.round_trips
+
+    scheduler.tick()
+    assert (bench.redis.hlen(QUARANTINE), bench.sent) == (300, [])
+    assert proxy.round_trips - before <= IN_A_TICK
+
+
+def test_mended_and_deleted_entries_cost_few_round_trips(far_bench):
+    bench, proxy = far_bench
+    put_many(bench, PLAIN, 50)
+    (scheduler,) = bench.schedulers
+    scheduler.tick()
+    put_many(bench, SINGLE, 25)
+    bench.redis.zadd(SCHEDULE, dict.fromkeys((f"redbeat:e{at}" for at in range(25)), PARKED))
+    for at in range(25, 40):
+        bench.redis.delete(f"redbeat:e{at}")
+        bench.redis.zrem(SCHEDULE, f"redbeat:e{at}")
+    before = proxy.round_trips
+
+    scheduler.tick()
+
+    assert proxy.round_trips - before <= IN_A_TICK
+    assert bench.redis.hlen(QUARANTINE) == 10
+    scheduler.tick()
+    assert len(bench.sent) == 1  # all are one call, whose lock is held
+
+
+def test_a_tick_reads_a_part_of_a_large_quarantine(bench, redis):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    put_many(bench, PLAIN, 1)
+    redis.hset(
+        QUARANTINE, mapping={f"redbeat:gone{at}": '{"reason": "of another one that was deleted"}' for at in range(2000)}
+    )
+    checked = scheduler.store.quarantine.put_if_scheduled
+    seen: list[str] = []
+
+    def check(member: str, reason: str) -> None:
+        seen.append(member)
+        checked(member, reason)
+
+    scheduler.store.quarantine.put_if_scheduled = check
+    scheduler.tick()
+    assert 0 < len(seen) < 400
+
+    for _ in range(60):
+        scheduler.tick()
+    assert redis.hlen(QUARANTINE) == 0
 
 
 # ---------------------------------------------------------------- Redis is away

@@ -23,6 +23,7 @@ from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.codec import Meta
 from singlebeat.beat.policy import Policy
 from singlebeat.overlap import Overlap
+from tests.support import PytzLike
 from tests.system.apps import make_app
 
 DUMP = Path(__file__).with_name("django_celery_beat-2.9.0.json")
@@ -358,13 +359,14 @@ def test_every_task_of_a_dump_that_cannot_be_brought_over_is_named(cli, app):
     assert "args is not a JSON array" in problems["no list"]
 
 
-def test_dates_of_a_dump_without_offset_are_on_the_clock_of_the_app(cli, server, redis):
+@pytest.mark.parametrize("zone", ["Europe/Berlin", PytzLike()], ids=["a name", "pytz"])
+def test_dates_of_a_dump_without_offset_are_on_the_clock_of_the_app(cli, server, redis, zone):
     """So Django writes them with USE_TZ = False."""
     dump = [
         row("clockedschedule", 1, clocked_time="2031-07-01T08:00:00"),
         row("periodictask", 1, name="e", task="t", clocked=1, one_off=True),
     ]
-    with make_app(server.celery_url, {"timezone": "Europe/Berlin"}) as app:
+    with make_app(server.celery_url, {"timezone": zone}) as app:
         cli("import", "-", stdin=json.dumps(dump), app=app)
 
         assert Schedule(app).get("e").schedule == clocked("2031-07-01T06:00:00Z")

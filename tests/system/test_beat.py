@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -195,6 +196,18 @@ def test_the_other_beat_takes_over(end, lease, bound, two_beats, redis):
     standby.wait_for("Sending due task a ", count=4)
     ids = [record["id"] for _, record in redis.xrange("redbeat::history")]
     assert len(set(ids)) == len(ids) >= 4, "an occurrence was decided twice"
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
+def test_a_hangup_or_a_quit_releases_leadership(name, celery, redis):
+    beat = celery("beat", conf={"beat_schedule": {"a": EVERY_SECOND}})
+    beat.wait_for("Sending due task a ")
+
+    beat.send(getattr(signal, name))
+
+    assert beat.wait() == 0
+    assert beat.matches("beat: Released lock")
+    assert redis.exists("redbeat::lock") == 0
 
 
 def test_a_beat_that_is_stopped_amid_a_message_ends_and_loses_no_occurrence(celery, redis, own_server):

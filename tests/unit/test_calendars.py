@@ -22,7 +22,7 @@ from redbeat.schedules import rrule
 
 from singlebeat.beat.clocked import clocked
 from singlebeat.beat.codec import decode_definition, encode_definition
-from singlebeat.beat.recurrence import latest_occurrence, next_occurrence, starts_at
+from singlebeat.beat.recurrence import latest_occurrence, next_occurrence, reads_clock, starts_at
 from singlebeat.beat.timetable import zone_of
 from singlebeat.errors import EntryError
 
@@ -469,3 +469,20 @@ def test_a_leap_day_comes_every_four_years_but_in_2100() -> None:
     for plan in (crontab(0, 0, "*", 29, 2), leap):
         found = list(islice(occurrences(plan, datetime(2096, 1, 1, tzinfo=UTC)), 3))
         assert [moment.year for moment in found] == [2096, 2104, 2108]
+
+
+@pytest.mark.parametrize(
+    ("plan", "reads"),
+    [
+        (crontab(), True),
+        (rrule("DAILY", dtstart=START), True),
+        (schedule(60, relative=True), True),
+        (Office(60), True),
+        (schedule(60), False),
+        (solar("sunset", 1, 2), False),
+        (clocked(NOON), False),
+    ],
+    ids=["crontab", "rrule", "relative", "own", "interval", "solar", "clocked"],
+)
+def test_it_is_known_which_schedules_read_a_wall_clock(plan: BaseSchedule, reads: bool) -> None:
+    assert reads_clock(plan) is reads

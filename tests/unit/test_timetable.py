@@ -159,6 +159,15 @@ def test_jitter_differs_from_time_to_time():
     assert len({entry.due(NOW + n * HOUR) - NOW - n * HOUR for n in range(100)}) > 90
 
 
+@pytest.mark.parametrize("left", [timedelta(), TICK, MINUTE])
+def test_jitter_puts_no_run_behind_the_end(left):
+    end = NOW + left
+
+    hourly = (table(3600, name=f"e{n}", jitter=1800, end_time=end) for n in range(50))
+
+    assert all(NOW <= each.due(NOW) <= end for each in hourly)
+
+
 def test_without_jitter_an_entry_is_due_at_its_time():
     assert table(60).due(NOW) == NOW
 
