@@ -12,8 +12,9 @@ import click
 from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
+from ..beat.entry import NOTHING, Entry
 from ..beat.policy import Policy
-from ..errors import EntryError, UnknownEntryError
+from ..errors import ConflictError, EntryError
 from ..overlap import Overlap
 from .output import Seconds, command, fail, instant, moment, printable, progress, show_json
 
@@ -91,8 +92,10 @@ def _store(
     fields = {key: value for key, value in fields.items() if value is not None}
     try:
         wanted = Policy.of(wishes)
-        if new and task is not None:
-            entries.upsert(name, task, when, **fields, **wishes)
+        if new:
+            entry = Entry(name, task, when, app=app, policy=wanted, **fields)
+            entry.version = NOTHING
+            entries.save(entry)
         else:
             entry = entries.get(name)
             wanted_fields = {**fields, "schedule": when or entry.schedule, "task": task or entry.task}
@@ -100,6 +103,10 @@ def _store(
                 setattr(entry, key, value)
             entry.policy = replace(entry.policy, **{key: getattr(wanted, key) for key in wishes})
             entries.save(entry)
+    except ConflictError:
+        if not new:
+            raise
+        fail(f"there is an entry {name!r}: use edit, or delete it first")
     except ValueError as exc:  # what JSON cannot hold
         raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
     upcoming = next(iter(entries.next_runs(name, 1)), None)
@@ -114,12 +121,7 @@ def add_(app: Celery, as_json: bool, name: str, task: str, **given: Any) -> None
     """Store a new entry; one of this name must not be there."""
     if given["every"] is None and given["cron"] is None:
         raise click.UsageError("it needs --every or --cron")
-    try:
-        Schedule(app).get(name)
-    except UnknownEntryError:
-        _store(app, name, task, given, as_json, new=True)
-    else:
-        fail(f"there is an entry {name!r}: use edit, or delete it first")
+    _store(app, name, task, given, as_json, new=True)
 
 
 @command("edit", NAME, *DEFINITION, click.option("--task", help="Name of the task."))
@@ -184,9 +186,10 @@ def backfill_(
     if not dry_run:
         click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the one before is sent", err=True)
         with progress("runs handed over", len(planned), quiet=as_json) as step:
-            entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
+            planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
+    rows = [(datetime.fromtimestamp(each.nominal, UTC), None if dry_run else each.id) for each in planned]
     if as_json:
-        show_json([{"nominal": datetime.fromtimestamp(each.nominal, UTC), "id": each.id} for each in planned])
+        show_json([{"nominal": nominal, "id": task_id} for nominal, task_id in rows])
         return
-    for each in planned:
-        click.echo(f"{moment(datetime.fromtimestamp(each.nominal, UTC))}  {each.id}")
+    for nominal, task_id in rows:
+        click.echo(f"{moment(nominal)}  {task_id}" if task_id else moment(nominal))
