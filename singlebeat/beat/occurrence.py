@@ -26,6 +26,7 @@ class Outcome(StrEnum):
     DISPATCHED = "dispatched"  #: its message was sent
     BUFFERED = "buffered"  #: its message was sent, and waits for the end of an equal call
     SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
+    RUN_BEFORE = "run_before"  #: a run with its id has begun or ended before: it is not sent once more
     PAUSED = "paused"  #: its entry is paused or disabled
     MISSED = "missed"  #: it was later than its misfire grace time allows
     PUBLISH_FAILED = "publish_failed"  #: its message can never be sent
