@@ -88,7 +88,8 @@ class Dispatcher:
         """
         if not claimed:
             return
-        deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
+        taken_until = time.monotonic() + RETRY_AFTER
+        deadline = taken_until - RETRY_AFTER * (1 - TAKERS_SHARE)
         plain = [each for each in claimed if not hasattr(type(self.app.tasks.get(each[0].entry.task)), "generate_lock")]
         looked_after = bool(plain) and self._workers_look_after_locks()
         if not looked_after:  # what was taken while a worker was seen
@@ -126,7 +127,8 @@ class Dispatcher:
         finally:
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
-            if self._may_send(term):  # else another beat may hold the same locks for the same ids
+            # Else another beat may hold the same locks for the same ids.
+            if self._may_send(term) and time.monotonic() < taken_until:
                 over = {decision.occurrence.id for _, decision, _ in decided}
                 waiting = [message for message in messages if message.occurrence.id not in over]
                 locks = [lock for message in waiting for lock in message.locks(self.app)]

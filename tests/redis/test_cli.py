@@ -182,19 +182,20 @@ def test_a_backfill_names_the_ids_of_its_runs(cli, put, redis):
     assert json.loads(redis.hget("redbeat:e", "pending"))["id"] == row["id"]
 
 
-def test_an_entry_that_was_added_meanwhile_is_not_replaced(cli, app, monkeypatch):
+@pytest.mark.parametrize("theirs", [TASK, "another"], ids=["alike", "another"])
+def test_an_entry_that_was_added_meanwhile_is_not_replaced(cli, app, monkeypatch, theirs):
     """The other one is there by the time when ours is written, though it was not when ours was read."""
     write = save._write
 
     def write_late(*args: Any) -> Any:
         monkeypatch.undo()
-        Schedule(app).upsert("e", "theirs", 60)
+        Entry("e", theirs, schedule(60), app=app).save()
         return write(*args)
 
     monkeypatch.setattr(save, "_write", write_late)
 
     assert "there is an entry 'e': use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
-    assert Schedule(app).get("e").task == "theirs"
+    assert Schedule(app).get("e").task == theirs
 
 
 def test_an_entry_cannot_be_added_over_one_that_cannot_be_read(cli, redis):

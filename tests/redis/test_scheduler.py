@@ -1119,6 +1119,10 @@ def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
     assert not bench.app.tasks[SINGLE].delay("e").is_duplicate
 
 
+def all_undone() -> bool:
+    return all(thread.name != "singlebeat-undo" for thread in threading.enumerate())
+
+
 def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(server, redis, own_server, bench_on):
     """That server takes the locks when it goes on, and the entry may be gone by then."""
     bench = bench_on(server, singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.2)
@@ -1134,7 +1138,7 @@ def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(serve
 
     own_server.resume()
 
-    wait_until(lambda: undo._undoing._refused.empty() and not undo._undoing._wanted, what="the end of the undoing")
+    wait_until(all_undone, timeout=30)
     assert own_server.client().exists(key) == 0
 
 
@@ -1157,12 +1161,14 @@ def test_a_lock_whose_release_failed_with_the_publish_is_freed_later(server, red
     wait_until(lambda: not own_server.client().exists(key), what="the end of the lock")
 
 
-def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_server, bench_on):
+def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_server, bench_on, monkeypatch):
     """The undoing of its first try must not free what the second one has taken."""
     bench = bench_on(server, singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.2)
     bench.put(task=SINGLE)
     scheduler = bench.scheduler()
     key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
+    undone, sent = undo._Undoing._undone, threading.Event()
+    monkeypatch.setattr(undo._Undoing, "_undone", lambda *args: sent.wait(30) and undone(*args))
     own_server.pause()
     scheduler.tick()
     own_server.resume()
@@ -1173,7 +1179,8 @@ def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_ser
         return bench.names == ["e"]
 
     wait_until(is_sent, what="the message")
-    wait_until(undo._undoing._refused.empty, what="the end of the undoing")
+    sent.set()
+    wait_until(all_undone, timeout=30)
     assert own_server.client().hget(key, "id") == bench.sent[0][0]
 
 

@@ -414,6 +414,21 @@ def test_entries_behind_those_that_a_tick_has_passed_are_found(store, put):
     assert [stored.entry.name for stored in store.due(NOW, all_pending=False, start=2).entries] == ["c"]
 
 
+TEXTS = [b"\xc3\xa9 \xe2\x88\x91 \xf0\x9f\x98\x80", b'\\" \\\\ / \\/', b"\x7f", b"\\ud800 \\u0000", b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=repr)
+def test_an_entry_is_claimed_whatever_bytes_other_programs_have_written(store, put, redis, app, text):
+    key = put(policy='{"note": "?"}', meta='{"last_run_at": null, "any": "?"}')
+    definition = Entry("e", TASK, schedule(60), ["?"], app=app).encode()
+    for field, value in {**redis.hgetall(key), "definition": definition}.items():
+        redis.hset(key, field, value.encode().replace(b"?", text))
+
+    claims = [claim_of(stored) for stored in due(store).entries]
+
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+
+
 def test_a_refused_claim_does_not_hinder_the_others(store, put, redis):
     for name in ("a", "b", "c"):
         put(name)
