@@ -54,14 +54,11 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
   if is_ours then
     return "claimed"  -- by this very call: its reply was lost
   end
-  if at ~= score then
-    return "moved"
-  end
-  if occurrence ~= "" and f[5] ~= "" then
+  if at == score and occurrence ~= "" and f[5] ~= "" then
     redis.call("ZADD", pending, "NX", retry_at, member)  -- else it would never be tried again, nor the next one claimed
     return "pending"
   end
-  if redis.sha1hex(table.concat(f, "\0")) ~= sha then
+  if at ~= score or redis.sha1hex(table.concat(f, "\0")) ~= sha then
     return "moved"
   end
 
