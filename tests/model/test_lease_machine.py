@@ -83,6 +83,21 @@ class Beat:
     hands: Hands | None = None
 
 
+class Repeating:
+    """A client that has lost the reply of a script when it is told so, and has run it once more."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis, self.repeats = redis, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.redis, name)
+
+    def evalsha(self, *args: Any) -> Any:
+        if self.repeats:
+            self.redis.evalsha(*args)
+        return self.redis.evalsha(*args)
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Two beats with the real lease, store and scripts on a real server.
 
@@ -119,7 +134,7 @@ class LeaseMachine(RuleBasedStateMachine):
         lease = self.lease_class(
             lambda: self, self.keys.lease, ttl=TTL, clock=lambda speed=speed: 1000 + self.now * speed
         )
-        return Beat(lease, Store(self.app, self.redis))
+        return Beat(lease, Store(self.app, Repeating(self.redis)))
 
     # ------------------------------------------------ the wire between leases and server
 
@@ -189,9 +204,10 @@ class LeaseMachine(RuleBasedStateMachine):
         self.ask(self.beats[at].lease.renew, before, after, lost)
 
     @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def claim(self, data):
+    @rule(data=st.data(), repeated=st.booleans())
+    def claim(self, data, repeated):
         store, hands = data.draw(st.sampled_from(self.hands))
+        store.client.repeats = repeated
         self.ledger_is_new = True
         claims = [self.claim_for(stored, hands.now) for stored in hands.due.entries]
         fenced = self.is_fenced(hands.term)
@@ -210,9 +226,10 @@ class LeaseMachine(RuleBasedStateMachine):
         return Claim(stored, upcoming.timestamp(), Meta(nominal, 1), occurrence)
 
     @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def retake(self, data):
+    @rule(data=st.data(), repeated=st.booleans())
+    def retake(self, data, repeated):
         store, hands = data.draw(st.sampled_from(self.hands))
+        store.client.repeats = repeated
         self.ledger_is_new = True
         fenced = self.is_fenced(hands.term)
         taken = store.retake(hands.due.recovered, hands.term, retry_at=self.retry_at())
@@ -221,9 +238,10 @@ class LeaseMachine(RuleBasedStateMachine):
         hands.taken.extend((stored, stored.pending) for stored in taken)
 
     @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def confirm(self, data):
+    @rule(data=st.data(), repeated=st.booleans())
+    def confirm(self, data, repeated):
         store, hands = data.draw(st.sampled_from(self.hands))
+        store.client.repeats = repeated
         self.ledger_is_new = True
         decisions = [
             (stored, Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.DISPATCHED), None)
@@ -311,6 +329,7 @@ MUTANTS = {
         "retake",
         "at ~= score",
     ),
+    "a repetition of a claim": (store_module, "claim", "is_ours"),
     "a second decision": (
         store_module,
         "confirm",
