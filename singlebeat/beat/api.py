@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import dropwhile, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from ..connections import schedule_client
@@ -18,7 +18,7 @@ from ..log import Log
 from ..lua import packed, script
 from ..overlap import Overlap
 from .backfill import Span
-from .entry import Entry
+from .entry import PARKED, Entry, Meta
 from .history import History, Record
 from .keys import Keys
 from .occurrence import Kind, Occurrence
@@ -141,7 +141,7 @@ class Schedule:
             ConflictError: somebody else keeps changing it.
             EntryError: its policy cannot be understood.
         """
-        self._wish(name, paused=True, **({"note": note} if note else {}))
+        self._wish(name, {"paused": True, **({"note": note} if note else {})})
 
     def resume(self, name: str) -> None:
         """End a pause and remove its note; the times that have passed are not made up for.
@@ -149,7 +149,7 @@ class Schedule:
         Raises:
             UnknownEntryError, ConflictError, EntryError: as ``pause``.
         """
-        self._wish(name, paused=False, note="")
+        self._wish(name, {"paused": False, "note": ""}, goes_on=True)
 
     def next_runs(self, name: str, count: int, *, after: datetime | None = None) -> Sequence[datetime]:
         """Return the next nominal times of an entry, in UTC, whether it is paused or not.
@@ -205,12 +205,13 @@ class Schedule:
         """Let an entry run once for each of its nominal times in ``(start, end]``, in their order; return these.
 
         An interval counts from ``start``. Each run is handed to beat when that has sent the one before. A call that was
-        interrupted goes on when it is repeated with the same start and end. Runs are not counted, next times stay.
+        interrupted goes on when it is repeated with the same start and end; after one that was not, all run once more.
+        Runs are not counted, next times stay.
 
         Args:
             overlap: what becomes of one that meets an equal call, a word of ``Overlap``.
             limit: more runs than that are refused before the first is sent.
-            dry_run: only return them.
+            dry_run: only return them; the ids of those that no call has begun with are not the ones they will have.
             timeout: seconds to wait for each one to be sent.
             progress: hears of each run that was handed over.
 
@@ -221,7 +222,7 @@ class Schedule:
         word = Policy.of({"overlap": overlap}).overlap
         entry, key = self.get(name), self.keys.named(name)
         found: str = self._client.hget(key, "backfill") or ""
-        span = Span.of(start, end).resumed(found, name, key)
+        span = Span.of(start, end, run=uuid4().hex).resumed(found, name, key)
         counted = max(COUNTED, limit)
         with _asking(name):
             left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
@@ -233,13 +234,12 @@ class Schedule:
         if dry_run:
             return left
         for occurrence in left:
-            is_last = occurrence is left[-1]
-            at = "" if is_last else replace(span, at=datetime.fromtimestamp(occurrence.nominal, UTC)).encode()
+            at = replace(span, at=datetime.fromtimestamp(occurrence.nominal, UTC)).encode()
             self._propose(name, occurrence, timeout, found=found, at=at)
             found = at
             progress()
-        if not left and found:
-            self._client.hdel(key, "backfill")
+        if found:  # a step of its own: a call that is interrupted before it is no new backfill when it is repeated
+            self._propose(name, None, timeout, found=found)
         return left
 
     def list(self, *, left_out: Callable[[str, EntryError], object] = _log_left_out) -> Iterator[Entry]:
@@ -279,23 +279,52 @@ class Schedule:
         found: Sequence[Any] = fields[:4]
         return found
 
-    def _wish(self, name: str, **wishes: Any) -> None:
-        """Change some wishes of an entry, and nothing else in it."""
+    def _wish(self, name: str, wishes: Mapping[str, Any], *, goes_on: bool = False) -> None:
+        """Change some wishes of an entry, and nothing else in it.
+
+        Args:
+            goes_on: if it is paused, its next run counts from now.
+        """
         key = self.keys.named(name)
         for _ in range(ATTEMPTS):
             fields = self._read([key])[0]
             if isinstance(fields, str) or not fields[0]:
                 raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
             definition, _, policy, _ = found = fields[:4]
-            wanted = (definition, False, replace(Policy.decode(policy or ""), **wishes).encode(), False)
-            row = packed([(key, found, wanted, "")])
+            stored = Policy.decode(policy or "")
+            meta, since, score = self._going_on(name, found) if goes_on and stored.paused else (False, False, "")
+            wanted = (definition, meta, replace(stored, **wishes).encode(), since)
+            row = packed([(key, found, wanted, score)])
             if json.loads(script(__package__, "save")(self._client, [self.keys.schedule, key], (row,)))[0]:
                 return
         raise ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
 
-    def _propose(self, name: str, occurrence: Occurrence, timeout: float, *, found: str = "", at: str = "") -> None:
+    def _going_on(self, name: str, fields: Sequence[Any]) -> tuple[str | Literal[False], str | Literal[False], str]:
+        """Return ``meta``, ``since`` and the score of an entry that goes on now, as ``save.lua`` takes them.
+
+        Its times pass while a beat leads; here those pass that came while none did.
+        """
+        now, score = datetime.now(UTC), self._client.zscore(self.keys.schedule, self.keys.named(name))
+        try:
+            entry = self._entry(name, fields)
+            before, past = entry.meta, entry.timetable.passed(entry.meta, now)
+            due_at = entry.timetable.due_at(past.counts_from, now)
+        except Exception:  # it cannot be used; a user's own schedule may do anything
+            try:
+                before, due_at = Meta.decode(fields[1] or None, fields[3] or None), None
+            except EntryError:
+                return False, False, ""
+            past, score = replace(before, since=now), None
+        if past == before:
+            return False, False, ""
+        at = "" if score is None or score < 0 else repr(PARKED if due_at is None else due_at.timestamp())
+        return False if fields[1] else past.encode(), past.encode_since(), at
+
+    def _propose(
+        self, name: str, occurrence: Occurrence | None, timeout: float, *, found: str = "", at: str = ""
+    ) -> None:
         key, deadline = self.keys.named(name), time.monotonic() + timeout
-        args = (key, occurrence.encode(), found, at)
+        args = (key, *((occurrence.id, occurrence.encode()) if occurrence else ("", "")), found, at)
         while (verdict := script(__package__, "propose")(self._client, [key, self.keys.pending], args)) == "pending":
             if time.monotonic() >= deadline:
                 raise ConflictError(
@@ -305,5 +334,5 @@ class Schedule:
             time.sleep(POLL_INTERVAL)
         if verdict == "missing":
             raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
-        if verdict == "moved":
+        if verdict == "moved" and occurrence is not None:
             raise ConflictError(f"entry {name!r}: another call goes on with its backfill")

@@ -23,10 +23,14 @@ class Span:
     start: datetime
     end: datetime
     at: datetime
+    run: str = ""  #: tells it from other backfills of the same times; empty in what an older singlebeat has begun
 
     @classmethod
-    def of(cls, start: datetime, end: datetime) -> Span:
+    def of(cls, start: datetime, end: datetime, *, run: str) -> Span:
         """Return a span that has not begun.
+
+        Args:
+            run: a name that no other backfill has.
 
         Raises:
             EntryError: one of the two has no time zone or lies outside of the calendar, or the end is before the start.
@@ -34,11 +38,12 @@ class Span:
         start, end = given_instant("backfill: start", start), given_instant("backfill: end", end)
         if end < start:
             raise EntryError(f"backfill: its end {end} is before its start {start}")
-        return cls(start, end, start)
+        return cls(start, end, start, run)
 
     def encode(self) -> str:
         """Return the ``backfill`` field of an entry."""
-        return json.dumps({name: getattr(self, name).isoformat() for name in ("start", "end", "at")})
+        times = {name: getattr(self, name).isoformat() for name in ("start", "end", "at")}
+        return json.dumps({**times, "run": self.run})
 
     def resumed(self, text: str | None, name: str, key: str) -> Span:
         """Return the same span from where an earlier call has left it, by what that has written.
@@ -50,7 +55,9 @@ class Span:
         if not text:
             return self
         try:
-            found = Span(**{name: datetime.fromisoformat(value) for name, value in json.loads(text).items()})
+            raw = json.loads(text)
+            run = str(raw.pop("run", ""))
+            found = Span(**{name: datetime.fromisoformat(value) for name, value in raw.items()}, run=run)
         except (ValueError, TypeError, AttributeError) as exc:
             raise EntryError(f"entry {name!r}: its field backfill cannot be read, HDEL {key} backfill: {exc}") from exc
         if (found.start, found.end) != (self.start, self.end):
@@ -64,6 +71,6 @@ class Span:
         """Yield what is left, each with the time before it as its previous one."""
         previous, nominal = self.at, table.next(self.at)
         while nominal is not None and nominal <= self.end:
-            kind = Kind.BACKFILL
-            yield Occurrence.of(prefix, table.name, nominal, previous=previous, kind=kind, overlap=overlap)
+            kind, run = Kind.BACKFILL, self.run
+            yield Occurrence.of(prefix, table.name, nominal, previous=previous, kind=kind, overlap=overlap, run=run)
             previous, nominal = nominal, table.next(nominal)

@@ -1,5 +1,7 @@
 --- campaign: become the leader, or learn that another leads and stand by.
 --
+-- A repetition of the call, after its reply was lost, says the same; it does not prolong a term.
+--
 -- KEYS[1]  lock      string: the leader's token (the protocol of redis-py's lock, so RedBeat's beats are kept out, too)
 -- KEYS[2]  leader    hash: who leads, for people; lives as long as the lock
 -- KEYS[3]  term      int: counts the terms of leadership
@@ -29,6 +31,9 @@ local function stand_by()
 end
 
 local holder = redis.call("GET", lock)
+if holder == token then
+  return tonumber(redis.call("GET", term))
+end
 if holder and holder ~= last then
   return stand_by()
 end

@@ -1,15 +1,18 @@
---- claim: take one occurrence of each of some entries, so that nobody else can, and move the entries to their next ones.
+--- claim: take one occurrence of each of some entries, so that no other beat can, and move the entries to their next ones.
+--
+-- A repetition of the call, after its reply was lost, says "claimed" again and writes nothing. Only of an entry that
+-- moves on with a new past while leadership is switched off it says "moved": another beat may have done the same.
 --
 -- KEYS[1]     lock        string: the leader's token
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[3]     pending     zset: members with an occurrence that is claimed and not confirmed, by the time to try it (s)
--- KEYS[4...]  entries     hashes: definition, meta, since, pending
+-- KEYS[4...]  entries     hashes: definition, meta, policy, since, pending
 -- ARGV[1]     token       of our term; empty: leadership is switched off
--- ARGV[2]     retry_at    when to try the occurrences again if they are not confirmed (s)
+-- ARGV[2]     retry_at    when to try the occurrences again if they are not confirmed (s); no other call has the same
 -- ARGV[3]     claims      JSON, one array for each entry:
 --             member      of the entry in schedule and pending
 --             score       that we have read and decided on
---             sha         SHA-1 of the definition that we have read
+--             sha         SHA-1 of the fields that we have decided on: all five, joined by NUL, empty if not there
 --             next        score of the next occurrence, as a text; negative: there is none
 --             meta        for the entry; empty: leave it, which needs an empty occurrence, too
 --             since       for the entry, with its meta; empty: none
@@ -18,7 +21,7 @@
 -- returns  for each entry
 --          claimed  done
 --          fenced   another leads
---          moved    somebody has claimed, edited or deleted the entry meanwhile
+--          moved    the entry has been claimed, confirmed, edited, paused or deleted since it was read
 --          pending  the last occurrence is not confirmed yet; it is in pending again, if it was lost from there
 --          (nothing else was written for it but in the first case)
 
@@ -27,20 +30,36 @@ local fenced = token ~= "" and redis.call("GET", lock) ~= token
 
 local next_scores, taken = {}, {}  -- score and member, in turns, for one ZADD of all entries
 
+local function score_of(zset, member)
+  return tonumber(redis.call("ZSCORE", zset, member) or "nan")
+end
+
 local function claim(entry, member, score, sha, next_score, meta, since, occurrence)
   if fenced then
     return "fenced"
   end
-  if tonumber(redis.call("ZSCORE", schedule, member) or "nan") ~= score then
+  local f = redis.pcall("HMGET", entry, "definition", "meta", "policy", "since", "pending")
+  if not f[1] then
     return "moved"
   end
-  local stored = redis.pcall("HMGET", entry, "definition", "pending", "since")
-  if not stored[1] or redis.sha1hex(stored[1]) ~= sha then
-    return "moved"
+  for i = 1, 5 do
+    f[i] = f[i] or ""
   end
-  if occurrence ~= "" and stored[2] then
-    redis.call("ZADD", pending, "NX", retry_at, member)  -- else nobody would ever try it again, nor claim the next one
+
+  local at = score_of(schedule, member)
+  local is_ours = f[5] == occurrence and score_of(pending, member) == tonumber(retry_at)
+  if occurrence == "" then
+    is_ours = at == tonumber(next_score) and (meta == "" or (token ~= "" and f[2] == meta and f[4] == since))
+  end
+  if is_ours then
+    return "claimed"  -- by this very call: its reply was lost
+  end
+  if at == score and occurrence ~= "" and f[5] ~= "" then
+    redis.call("ZADD", pending, "NX", retry_at, member)  -- else it would never be tried again, nor the next one claimed
     return "pending"
+  end
+  if at ~= score or redis.sha1hex(table.concat(f, "\0")) ~= sha then
+    return "moved"
   end
 
   if occurrence ~= "" then
@@ -51,7 +70,7 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
   end
   if meta ~= "" and since ~= "" then
     redis.call("HSET", entry, "since", since)
-  elseif meta ~= "" and stored[3] then
+  elseif meta ~= "" and f[4] ~= "" then
     redis.call("HDEL", entry, "since")
   end
   next_scores[#next_scores + 1], next_scores[#next_scores + 2] = next_score, member

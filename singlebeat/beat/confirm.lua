@@ -1,5 +1,8 @@
 --- confirm: record decisions; claimed occurrences among them are pending no longer.
 --
+-- A repetition of the call, after its reply was lost, says "recorded" again and writes nothing: the last record in the
+-- history of the entry is the same. Where no history is kept, it says "confirmed".
+--
 -- KEYS[1]     pending     zset: members with an occurrence that is claimed and not confirmed
 -- KEYS[2]     history     stream: one record per decision
 -- KEYS[3...]  entries     hashes: definition, meta, pending; history: their last records, a JSON array per line
@@ -13,7 +16,7 @@
 --
 -- returns  JSON, for each
 --          recorded   done
---          confirmed  it was before, by whoever had taken up the occurrence
+--          confirmed  it was before, by another beat that had taken up the occurrence
 --          gone       its entry was deleted
 --          (nothing was written for it but in the first case)
 
@@ -24,6 +27,13 @@ local done = {}  -- members that are pending no longer
 local function confirm(entry, member, occurrence, meta, r)
   local stored = redis.pcall("HMGET", entry, "pending", "history")
   local is_hash = not stored.err
+  local line = cjson.encode({r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10]}) .. "\n"
+  if is_hash and stored[2] and not (occurrence ~= "" and stored[1] == occurrence) then
+    local last = string.match(stored[2], "^%[\"[%d-]+\",(.-\n)")
+    if last and "[" .. last == line then
+      return "recorded"  -- by this very call: its reply was lost
+    end
+  end
   if (occurrence == "" or not stored[1]) and redis.call("EXISTS", entry) == 0 then
     return "gone"
   end
@@ -38,9 +48,8 @@ local function confirm(entry, member, occurrence, meta, r)
   if limit ~= "0" then
     local id = redis.call("XADD", history, "MAXLEN", "~", limit, "*", "entry", r[1], "task", r[2], "nominal", r[3],
       "kind", r[4], "decision", r[5], "reason", r[6], "id", r[7], "term", r[8], "holder", r[9], "leader", r[10])
-    local line = cjson.encode({id, r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10]})
     changes[#changes + 1] = "history"
-    changes[#changes + 1] = string.sub(line .. "\n" .. (stored[2] or ""), 1, bytes)
+    changes[#changes + 1] = string.sub('["' .. id .. '",' .. string.sub(line, 2) .. (stored[2] or ""), 1, bytes)
   end
   if #changes > 0 and is_hash then
     redis.call("HSET", entry, unpack(changes))

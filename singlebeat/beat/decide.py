@@ -13,7 +13,7 @@ from .occurrence import Decision, Kind, Occurrence, Outcome
 from .store import Claim, Stored
 from .timetable import Timetable
 
-__all__ = ("claim_for", "missed")
+__all__ = ("claim_for", "dropped", "missed")
 
 #: How late an occurrence is a catch-up, which no longer runs after its entry's end.
 CATCH_UP_AFTER = timedelta(minutes=1)
@@ -55,14 +55,24 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run_at, kind=kind)
     count = past.total_run_count
     if not entry.enabled or policy.paused:  # its time goes on, so that it does not run for the past when it goes on
-        decision = Decision(
-            entry.name, entry.task, occurrence, Outcome.PAUSED, policy.note or ("" if entry.enabled else "disabled")
-        )
         passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
-        return Claim(stored, next_score, passed, decision=decision)
+        return Claim(stored, next_score, passed, decision=_paused(stored, occurrence))
     if (too_late := missed(stored, occurrence, now, zone=zone)) is not None:
         return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
+
+
+def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
+    """Return the decision about an occurrence that was claimed and is not to be sent any more, None if it still is."""
+    if occurrence.is_scheduled and (not stored.entry.enabled or stored.policy.paused):
+        return _paused(stored, occurrence)
+    return missed(stored, occurrence, now, zone=zone)
+
+
+def _paused(stored: Stored, occurrence: Occurrence) -> Decision:
+    entry = stored.entry
+    why = stored.policy.note or ("" if entry.enabled else "disabled")
+    return Decision(entry.name, entry.task, occurrence, Outcome.PAUSED, why)
 
 
 def missed(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import readable
 from ..log import Log
 from ..tasks.claim import claim
+from ..tasks.undo import never_mind, undo_later
 from .backoff import Backoff
 from .journal import tell
 from .message import Message, prepare
@@ -86,11 +86,12 @@ class Dispatcher:
         Each comes with its entry and the past of that, in which it is counted.
 
         What is not confirmed, for whatever reason, stays pending: it is tried again under the same task id, by us or
-        by the next leader.
+        by the next leader. Meanwhile it holds no lock: its entry may be edited, paused or deleted before it is sent.
         """
         if not claimed:
             return
-        deadline = time.monotonic() + RETRY_AFTER * TAKERS_SHARE
+        taken_until = time.monotonic() + RETRY_AFTER
+        deadline = taken_until - RETRY_AFTER * (1 - TAKERS_SHARE)
         plain = [each for each in claimed if not hasattr(type(self.app.tasks.get(each[0].entry.task)), "generate_lock")]
         looked_after = bool(plain) and self._workers_look_after_locks()
         if not looked_after:  # what was taken while a worker was seen
@@ -98,7 +99,7 @@ class Dispatcher:
         messages, wrong = prepare(self.app, self._step_by_step(claimed), looked_after=looked_after)
         self._release(*(lock for message, _ in wrong for lock in message.locks(self.app)))
         decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
-        unsent = list[str]()
+        unsent, holders = list[str](), None
         messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
         try:
             try:
@@ -130,6 +131,12 @@ class Dispatcher:
         finally:
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
+            # Else another beat may hold the same locks for the same ids.
+            if self._may_send(term) and time.monotonic() < taken_until:
+                over = {decision.occurrence.id for _, decision, _ in decided}
+                waiting = [message for message in messages if message.occurrence.id not in over]
+                locks = [lock for message in waiting for lock in message.locks(self.app)]
+                self._undo_later(locks) if holders is None else self._release(*locks)
 
     def _step_by_step(self, claimed: Iterable[_Claimed]) -> Iterator[_Claimed]:
         for each in claimed:  # whose task may have a key function of its own, of any length
@@ -144,8 +151,8 @@ class Dispatcher:
             task, overlap = message.claims
             claimed = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
             if isinstance(claimed, Holder):
-                sent_before = claimed.task_id == occurrence.id
-                return (Outcome.DISPATCHED, "") if sent_before else (Outcome.SKIPPED_OVERLAP, str(claimed))
+                is_own = claimed.task_id == occurrence.id
+                return _sent_before(message) if is_own else (Outcome.SKIPPED_OVERLAP, str(claimed))
             admitted = claimed
             entry.options["headers"][HEADER] = admitted.ticket.header()
         try:
@@ -156,7 +163,9 @@ class Dispatcher:
             if admitted is not None:
                 admitted.give_up(task)
             raise
-        if getattr(result, "is_duplicate", False) and result.id != entry.options["task_id"]:
+        if getattr(result, "is_duplicate", False):
+            if result.id == entry.options["task_id"]:
+                return _sent_before(message)
             return Outcome.SKIPPED_OVERLAP, str(getattr(result, "holder", None) or f"task {result.id}")
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
         waits_for = admitted.take_places(task) if admitted is not None else getattr(result, "waits_for", None)
@@ -179,8 +188,16 @@ class Dispatcher:
     def _release(self, *locks: Ref) -> None:
         if not locks:
             return
-        with suppress(LockBackendError, ConfigError):  # then they end by themselves
+        try:
             backend_of(self.app).finish_many(locks, memory=Config.of(self.app).singlebeat_queued_ttl)
+        except LockBackendError:
+            self._undo_later(locks)
+        except ConfigError:  # then there are no locks
+            pass
+
+    def _undo_later(self, locks: Sequence[Ref]) -> None:
+        for lock in locks:
+            undo_later(self.app, lock)
 
     def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
         """Free the locks that occurrences may hold which are not to be sent after all."""
@@ -215,6 +232,8 @@ class Dispatcher:
             for message in messages
             if message.ticket is not None
         ]
+        for call in calls:
+            never_mind(call.ref)
         holders = backend_of(self.app).acquire_many(calls, again=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
@@ -229,14 +248,23 @@ class Dispatcher:
             why = unusable(message.ticket.key, holder.task_id)
             log.error("beat: %(entry)s is sent without its lock", event="unlocked", entry=entry.name, reason=why)
             holder = None
-        outcome, other = Outcome.DISPATCHED, ""  # whoever has claimed it may have sent it already
         if holder is None or holder.verdict is Verdict.ACQUIRED:
             outcome, other = self._publish(message)
         elif holder.verdict is Verdict.HELD:
             outcome, other = Outcome.SKIPPED_OVERLAP, str(holder)
+        else:
+            outcome, other = _sent_before(message)
         # A text, for it may come from a lock or from the result of a task that took it by itself.
         by = other.removeprefix("task ").partition(",")[0]
         reason = other and f"{'waits for' if outcome is Outcome.BUFFERED else 'held by'} {other}"
+        if outcome is Outcome.RUN_BEFORE:
+            reason = f"task {occurrence.id} has begun or ended before"
         decision = Decision(entry.name, entry.task, occurrence, outcome, reason, by)
         tell(decision)
-        return stored, decision, message.past.without(occurrence) if outcome is Outcome.SKIPPED_OVERLAP else None
+        is_sent = outcome in {Outcome.DISPATCHED, Outcome.BUFFERED}
+        return stored, decision, None if is_sent else message.past.without(occurrence)
+
+
+def _sent_before(message: Message) -> tuple[Outcome, str]:
+    """Return the outcome of an occurrence whose id has run: an earlier try has sent it, or else an earlier claim."""
+    return Outcome.DISPATCHED if message.stored.pending is not None else Outcome.RUN_BEFORE, ""

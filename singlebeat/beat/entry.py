@@ -28,8 +28,10 @@ from .zone import app_zone
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("PARKED", "Entry", "Meta", "prepare")
+__all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
 
+#: The ``version`` of an entry that must not be there yet.
+NOTHING = ("", "")
 
 #: Of the hash of an entry: what ``Entry.from_fields`` reads.
 FIELDS = ("definition", "meta", "policy", "since")
@@ -269,15 +271,19 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         Raises:
             EntryError: its key is one of the schedule itself.
         """
-        keys, self.version = Keys.of(self.app), None
+        keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
-        with schedule_client(self.app).pipeline() as pipe:
+        # Asked first: the client repeats what follows if its reply is lost, and then nothing is there any more.
+        was_there = bool(client.exists(key)) or any(
+            score is not None for score in client.zmscore(keys.schedule, [self.key, self.name])
+        )
+        with client.pipeline() as pipe:
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
             pipe.hdel(keys.owners, self.name)  # whichever app has one of this name may install it
             pipe.delete(key, keys.parked(self.name))
-            return any(pipe.execute())
+            return any(pipe.execute()) or was_there
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
         """Count the entry's time from another moment, by default from now."""

@@ -117,6 +117,8 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
         case "skipped_overlap":
             yield f"The run for {when} was skipped: the one before it was not over ({record.reason})."
             yield from _holder(facts, record.holder)
+        case "run_before":
+            yield f"The run for {when} was not sent once more: {record.reason}."
         case "missed":
             yield f"The run for {when} was missed: {record.reason}."
             yield "No beat was there to send it in time, and the entry does not want to run later than that." + (

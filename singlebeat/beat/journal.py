@@ -21,6 +21,7 @@ _LINES = {
     Outcome.DISPATCHED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s)"),
     Outcome.BUFFERED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn"),
     Outcome.SKIPPED_OVERLAP: (logging.INFO, "Scheduler: Skipping task %(entry)s (%(task)s)"),
+    Outcome.RUN_BEFORE: (logging.WARNING, "Scheduler: Not sending task %(entry)s (%(task)s) once more"),
     Outcome.PAUSED: (logging.DEBUG, "Scheduler: Leaving out task %(entry)s (%(task)s)"),
     Outcome.MISSED: (logging.WARNING, "Scheduler: Missed task %(entry)s (%(task)s)"),
     Outcome.PUBLISH_FAILED: (logging.ERROR, "Scheduler: Message Error: %(entry)s (%(task)s) cannot be sent"),

@@ -26,6 +26,7 @@ class Outcome(StrEnum):
     DISPATCHED = "dispatched"  #: its message was sent
     BUFFERED = "buffered"  #: its message was sent, and waits for the end of an equal call
     SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
+    RUN_BEFORE = "run_before"  #: a run with its id has begun or ended before: it is not sent once more
     PAUSED = "paused"  #: its entry is paused or disabled
     MISSED = "missed"  #: it was later than its misfire grace time allows
     PUBLISH_FAILED = "publish_failed"  #: its message can never be sent
@@ -62,12 +63,17 @@ class Occurrence:
         previous: datetime | None = None,
         kind: Kind = Kind.SCHEDULED,
         overlap: Overlap | None = None,
+        run: str = "",
     ) -> Occurrence:
-        """Return the occurrence of an entry at a time: the same one, whoever asks and however often."""
+        """Return the occurrence of an entry at a time: always the same one.
+
+        Args:
+            run: the backfill that it belongs to: another one of the same times makes other runs.
+        """
         seconds = nominal.timestamp()
         seed = f"{prefix}\n{_printable(name)}\n{round(seconds * 1000)}"  # a name may be bytes that are no text
         if kind in {Kind.MANUAL, Kind.BACKFILL}:  # another run than the scheduled one of that time
-            seed += f"\n{kind}"
+            seed += f"\n{kind}{run}"
         before = None if previous is None else previous.timestamp()
         return cls(str(uuid5(NAMESPACE_OID, seed)), seconds, before, kind, overlap)
 

@@ -1,33 +1,43 @@
 --- propose: give an entry an occurrence that its schedule does not ask for; the leader sends it in its next tick.
 --
--- KEYS[1]  entry       hash: definition, pending, backfill
+-- A repetition of the call, after its reply was lost, says "proposed" again and writes nothing, also if the occurrence
+-- was sent meanwhile.
+--
+-- KEYS[1]  entry       hash: definition, pending, backfill, asked: id of the last occurrence that was proposed
 -- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed, by the time to try it (s)
 -- ARGV[1]  member      of the entry in pending
--- ARGV[2]  occurrence  JSON of it
--- ARGV[3]  found       how far a backfill has come, as it was read; empty: there was none
--- ARGV[4]  at          how far it comes with this occurrence; empty: it ends; the same as found: it is none of our business
+-- ARGV[2]  id          of the occurrence; empty: there is none, only the backfill is to end
+-- ARGV[3]  occurrence  JSON of it
+-- ARGV[4]  found       how far a backfill has come, as it was read; empty: there was none
+-- ARGV[5]  at          how far it comes with this occurrence; empty: it ends; the same as found: it is left alone
 --
--- returns  proposed  done, now or by an earlier call that was not heard
---          pending   the last occurrence is not confirmed yet
+-- returns  proposed  done
+--          pending   the last occurrence is not confirmed yet; it is in pending again, if it was lost from there
 --          moved     another call goes on with the backfill
 --          missing   there is no such entry
---          (nothing was written but in the first case)
+--          (nothing else was written but in the first case)
 
-local entry, pending, member, occurrence, found, at = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local entry, pending, member, id, occurrence, found, at = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
-local stored = redis.pcall("HMGET", entry, "definition", "pending", "backfill")
+local stored = redis.pcall("HMGET", entry, "definition", "pending", "backfill", "asked")
 if not stored[1] then
   return "missing"
 end
-if stored[2] then
-  return stored[2] == occurrence and "proposed" or "pending"
+if stored[4] == id or (id == "" and not stored[3]) then
+  return "proposed"  -- by this very call: its reply was lost
+end
+if id ~= "" and stored[2] then
+  redis.call("ZADD", pending, "NX", 0, member)
+  return "pending"
 end
 if at ~= found and (stored[3] or "") ~= found then
   return "moved"
 end
 
-redis.call("HSET", entry, "pending", occurrence)
-redis.call("ZADD", pending, 0, member)
+if id ~= "" then
+  redis.call("HSET", entry, "pending", occurrence, "asked", id)
+  redis.call("ZADD", pending, 0, member)
+end
 if at == "" and found ~= "" then
   redis.call("HDEL", entry, "backfill")
 elseif at ~= found then

@@ -1,4 +1,4 @@
---- read: the fields of some entries.
+--- read: the fields of some entries; writes nothing.
 --
 -- KEYS[1...]  entries  hashes: definition, meta, policy, since, pending
 --

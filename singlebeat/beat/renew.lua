@@ -1,5 +1,7 @@
 --- renew: prolong a term of leadership; a term that has ended is never taken up again.
 --
+-- A repetition of the call, after its reply was lost, prolongs the term again.
+--
 -- KEYS[1]  lock    string: the leader's token
 -- KEYS[2]  leader  hash: who leads, for people
 -- ARGV[1]  token   of the term

@@ -1,5 +1,8 @@
 --- resign: end a term of leadership, so that another beat may lead at once; a later term is not touched.
 --
+-- A repetition of the call, after its reply was lost, says the same as long as no other beat leads; of a beat that ends
+-- its own term, it says 0.
+--
 -- KEYS[1]  lock      string: the leader's token
 -- KEYS[2]  leader    hash: who leads, for people
 -- KEYS[3]  standbys  zset: the beats that stand by, by the time until which they count as there (ms)
@@ -9,14 +12,15 @@
 -- ARGV[3]  wait_ms   how long the beat whose term this ends lets those go first that stand by; 0: it never comes back
 --
 -- returns  1 ended
---          0 it had ended before: only the beat that asks stands by no more
+--          0 another leads, or the term of the beat that asks had ended: only, that beat stands by no more
 
 local lock, leader, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local token, standby, wait = ARGV[1], ARGV[2], ARGV[3]
 
 redis.call("ZREM", standbys, standby)
-if redis.call("GET", lock) ~= token then
-  return 0
+local holder = redis.call("GET", lock)
+if holder ~= token then
+  return not holder and wait ~= "0" and 1 or 0
 end
 if wait ~= "0" and redis.call("EXISTS", standbys) == 1 then
   local name = redis.call("HMGET", leader, "host", "pid")

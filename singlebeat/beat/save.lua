@@ -1,4 +1,8 @@
---- save: store entries, each unless somebody has changed what we store since we have read it.
+--- save: store entries, each unless another writer has changed what we store since we have read it.
+--
+-- A repetition of the call, after its reply was lost, says "stored" again; a beat that has claimed the entry meanwhile
+-- does not change that, unless the entry is new. Where definition and policy were to stay as they were, it may say "not
+-- stored": read the entry again.
 --
 -- KEYS[1]     schedule  zset: members by the time of their next occurrence (s)
 -- KEYS[2...]  entries   hashes: definition, meta, policy, since
@@ -19,6 +23,13 @@ local function save(entry, member, found, fields, score)
   local stored = redis.pcall("HMGET", entry, unpack(names))
   if stored.err then
     return false
+  end
+  local function are(definition, policy)
+    return (stored[1] or "") == definition and (stored[3] or "") == policy
+  end
+  local is_new = not found[1]
+  if are(fields[1], fields[3]) and not are(found[1] or "", found[3] or "") and (not is_new or stored[2] == fields[2]) then
+    return true  -- by this very call: its reply was lost; of two new entries that are alike, their pasts differ
   end
   for i in ipairs(names) do
     if fields[i] and stored[i] ~= found[i] then

@@ -160,13 +160,17 @@ def _wish(
         # It may be finished, and go on now.
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
+    was_off = not enabled or (wanted is not None and wanted.paused)
+    goes_on = was_off and entry.enabled and not entry.policy.paused
     if past is None:
         at_once = entry.policy.run_on_start and not entry.has_past
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
     elif definition and not same_times:
         past = replace(past, since=now)
+    elif definition and goes_on:
+        past = entry.timetable.passed(past, now)
     is_broken = (definition and stored is None) or (meta and whole is None)
-    moved = not same_times or score is None or is_broken  # what is broken may be parked
+    moved = not same_times or goes_on or score is None or is_broken  # what is broken may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
     writes_past = moved or not meta
     return _Wish(

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from itertools import islice
@@ -23,7 +22,7 @@ from ..errors import LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
 from .clock import Clock
-from .decide import claim_for, missed
+from .decide import claim_for, dropped
 from .dispatch import RETRY_AFTER, Dispatcher
 from .entry import Entry as BeatEntry
 from .entry import prepare
@@ -263,18 +262,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
         pending = [(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None]
         zone = app_zone(self.app)
-        verdicts = [missed(stored, occurrence, now, zone=zone) for stored, occurrence, _ in pending]
-        late = [taken for taken, verdict in zip(pending, verdicts, strict=True) if verdict is not None]
-        gone = [
-            (stored, verdict, past.without(occurrence))
-            for (stored, occurrence, past), verdict in zip(pending, verdicts, strict=True)
-            if verdict is not None
-        ]
-        self.store.confirm(gone, term)
-        self.dispatcher.free(late)
-        mended = {stored.entry.key: past for stored, _, past in gone if past is not None}
+        decided = [(taken, dropped(taken[0], taken[1], now, zone=zone)) for taken in pending]
+        gone = [(taken, decision) for taken, decision in decided if decision is not None]
+        self.store.confirm([(stored, decision, past.without(o)) for (stored, o, past), decision in gone], term)
+        self.dispatcher.free([taken for taken, _ in gone])
+        pasts = {stored.entry.key: less for (stored, o, past), _ in gone if (less := past.without(o)) is not None}
         entries = [
-            replace(stored, meta=mended[stored.entry.key], pending=None) if stored.entry.key in mended else stored
+            stored.without_pending(pasts[stored.entry.key]) if stored.entry.key in pasts else stored
             for stored in due.entries
         ]
         claims = list(self._decide(entries, now))
@@ -285,10 +279,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]
         decisions = [claim.decision for claim in done if claim.decision is not None]
         self.store.record([*self.store.quarantine.decided(), *decisions], term)
-        for decision in (*(decision for _, decision, _ in gone), *decisions):
+        for decision in (*(decision for _, decision in gone), *decisions):
             tell(decision)
         fresh = [(c.stored, c.occurrence, c.meta or c.stored.meta) for c in done if c.occurrence]
-        self.dispatcher.dispatch([taken for taken in pending if taken not in late] + fresh, term, now)
+        self.dispatcher.dispatch([taken for taken, decision in decided if decision is None] + fresh, term, now)
         return [claim.next_score for claim in done if claim.next_score >= 0]
 
     def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:

@@ -56,8 +56,8 @@ class State:
             pipe.pttl(keys.lock or keys.lease.leader)
             pipe.zcard(keys.schedule)
             pipe.zcount(keys.schedule, 0, now)
-            pipe.zcount(keys.schedule, 0, now - OVERDUE_AFTER)
             # A score of 0 means "now, whenever that is", and says nothing about how late it is.
+            pipe.zcount(keys.schedule, "(0", now - OVERDUE_AFTER)
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
             pipe.hlen(keys.quarantine)

@@ -51,7 +51,7 @@ class Stored:
 
     member: str
     score: float
-    sha: str  #: of its definition
+    fields: Sequence[str]  #: definition, meta, policy, since and pending as they were read; empty if not there
     entry: Entry
     meta: Meta
     policy: Policy
@@ -59,9 +59,20 @@ class Stored:
     pending_score: float = 0.0  #: when that is to be tried again
 
     @property
-    def found(self) -> tuple[str, Meta, Policy]:
-        """What its times depend on."""
-        return self.sha, self.meta, self.policy
+    def found(self) -> Sequence[str]:
+        """Definition, meta, policy and since: what its times depend on."""
+        return self.fields[:4]
+
+    @property
+    def sha(self) -> str:
+        """SHA-1 of all that a decision about it is made from: a claim is refused if any of that has changed."""
+        raw = "\0".join(self.fields).encode(errors="surrogateescape")
+        return hashlib.sha1(raw, usedforsecurity=False).hexdigest()
+
+    def without_pending(self, meta: Meta) -> Stored:
+        """Return it as it is stored once its pending occurrence is confirmed, with another past."""
+        definition, _, policy, since, _ = self.fields
+        return replace(self, fields=(definition, meta.encode(), policy, since, ""), meta=meta, pending=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class Store:
         self.app, self.client, self._progress = app, client, progress
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
-        self._decoded: dict[tuple[str, str], tuple[str, Entry]] = {}
+        self._decoded: dict[tuple[str, str], Entry] = {}
         self.quarantine = Quarantine(app, client, self.keys, progress=progress)
 
     def check_eviction(self) -> None:
@@ -188,13 +199,14 @@ class Store:
                     continue  # deleted while its last occurrence waited
                 if not definition:
                     raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
-                sha, entry = self._decode(member, definition, now)
+                entry = self._decode(member, definition, now)
                 taken = Occurrence.decode(pending) if pending else None
                 score, past = scores.get(member, PARKED), Meta.decode(meta, since)
                 wishes = Policy.decode(policy)
                 if why := wishes.contradicts(entry.options):
                     raise EntryError(why)  # noqa: TRY301
-                stored = Stored(member, score, sha, entry, past, wishes, taken)
+                fields = [field or "" for field in reply]
+                stored = Stored(member, score, fields, entry, past, wishes, taken)
                 if why := self.quarantine.why(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
             except EntryError as exc:
@@ -208,19 +220,16 @@ class Store:
                 yield stored
         self.quarantine.settle()
 
-    def _decode(self, member: str, definition: str, now: datetime) -> tuple[str, Entry]:
-        found = self._decoded.get((member, definition))
-        if found is None:
+    def _decode(self, member: str, definition: str, now: datetime) -> Entry:
+        entry = self._decoded.get((member, definition))
+        if entry is None:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
             key = self.keys.entry(member)
             if key in self.keys.own:
                 raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
-            entry = Entry.usable(key, definition, self.app, now)
-            raw = definition.encode(errors="surrogateescape")
-            found = hashlib.sha1(raw, usedforsecurity=False).hexdigest(), entry
-            self._decoded[member, definition] = found
-        return found
+            entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
+        return entry
 
     def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[Claimed]:
         """Move entries on, each in one step that nobody else can have taken; one round trip."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from redbeat.schedules import rrule
 
 from ..errors import EntryError
 from .clocked import clocked
+from .codec import Meta
 from .policy import Policy
 from .recurrence import latest_occurrence, next_occurrence, starts_at
 from .zone import known_zone, named_zone
@@ -136,6 +137,12 @@ class Timetable:
         if nominal is not None and self.due(nominal) > now:  # the one before it is due in any case
             nominal = self.latest(after, nominal - TICK)
         return nominal
+
+    def passed(self, past: Meta, now: datetime) -> Meta:
+        """Return the past of an entry that goes on now, after a time in which none of its runs was wanted."""
+        since = self.since(past.counts_from)
+        nominal = now if since is None else self.overdue(since, now)
+        return past if nominal is None else replace(past, since=nominal)
 
     def runs(self, since: datetime | None, now: datetime, *, count: int = 0) -> Iterator[datetime]:
         """Yield the nominal times of the runs to come; the first one is past if it is overdue.

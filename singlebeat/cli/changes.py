@@ -11,7 +11,9 @@ import click
 from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
-from ..errors import EntryError, UnknownEntryError
+from ..beat.entry import NOTHING, Entry
+from ..beat.policy import Policy
+from ..errors import ConflictError, EntryError
 from ..overlap import Overlap
 from .output import Seconds, command, fail, instant, moment, printable, progress, show_json
 
@@ -89,7 +91,14 @@ def _wishes(given: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _store(
-    app: Celery, name: str, task: str | None, given: Mapping[str, Any], as_json: bool, *, new: bool = False
+    app: Celery,
+    name: str,
+    task: str | None,
+    given: Mapping[str, Any],
+    as_json: bool,
+    *,
+    new: bool = False,
+    replace: bool = False,
 ) -> None:
     entries = Schedule(app)
     when, wishes = _schedule(given["every"], given["cron"]), _wishes(given["wishes"])
@@ -103,12 +112,20 @@ def _store(
     }
     fields = {key: value for key, value in fields.items() if value is not None}
     try:
-        if new:
+        if new and replace:
             entries.upsert(name, **fields, **wishes)
+        elif new:
+            entry = Entry(name, app=app, policy=Policy.of(wishes), **fields)
+            entry.version = NOTHING
+            entries.save(entry)
         else:
             found = entries.salvage(name)
             _check_left(found, fields, wishes)
             entries.save(found.changed(fields, wishes))
+    except ConflictError:
+        if not new or replace:
+            raise
+        fail(f"there is an entry {name!r}: use edit, --replace it, or delete it first")
     except ValueError as exc:  # what JSON cannot hold
         raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
     upcoming = next(iter(entries.next_runs(name, 1)), None)
@@ -142,13 +159,7 @@ def add_(app: Celery, as_json: bool, name: str, task: str, replace: bool, **give
     """Store a new entry; one of this name must not be there."""
     if given["every"] is None and given["cron"] is None:
         raise click.UsageError("it needs --every or --cron")
-    try:
-        if not replace:
-            Schedule(app).salvage(name)
-            fail(f"there is an entry {name!r}: use edit, --replace it, or delete it first")
-    except UnknownEntryError:
-        pass
-    _store(app, name, task, given, as_json, new=True)
+    _store(app, name, task, given, as_json, new=True, replace=replace)
 
 
 @command("edit", NAME, *DEFINITION, click.option("--task", help="Name of the task."))
@@ -213,9 +224,10 @@ def backfill_(
     if not dry_run:
         click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the one before is sent", err=True)
         with progress("runs handed over", len(planned), quiet=as_json) as step:
-            entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
+            planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
+    rows = [(datetime.fromtimestamp(each.nominal, UTC), None if dry_run else each.id) for each in planned]
     if as_json:
-        show_json([{"nominal": datetime.fromtimestamp(each.nominal, UTC), "id": each.id} for each in planned])
+        show_json([{"nominal": nominal, "id": task_id} for nominal, task_id in rows])
         return
-    for each in planned:
-        click.echo(f"{moment(datetime.fromtimestamp(each.nominal, UTC))}  {each.id}")
+    for nominal, task_id in rows:
+        click.echo(f"{moment(nominal)}  {task_id}" if task_id else moment(nominal))

@@ -22,6 +22,8 @@ from singlebeat.beat.entry import Meta
 from singlebeat.beat.occurrence import Kind, Occurrence
 from singlebeat.beat.policy import Policy
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ref
 from singlebeat.overlap import Overlap
 from tests.support import RedisServer, wait_until
 from tests.system.apps import make_app
@@ -668,7 +670,7 @@ def test_a_dry_run_writes_nothing_and_tells_the_same(api, redis, hourly, ticking
     planned = api.backfill("e", START, END, dry_run=True)
 
     assert redis.hgetall("redbeat:e") == before
-    assert planned == api.backfill("e", START, END)
+    assert times(planned) == times(api.backfill("e", START, END))
     assert all(occurrence.overlap is Overlap.BUFFER_ALL for occurrence in planned)
 
 
@@ -737,6 +739,88 @@ def test_an_interrupted_backfill_goes_on_where_it_was(api, redis, hourly, beat):
 
     assert [datetime.fromisoformat(header["nominal"]) for header in headers(redis)] == HOURS
     assert not redis.hexists("redbeat:e", "backfill")
+
+
+@pytest.mark.parametrize("task", [PLAIN, "tests.system.apps.single"])
+def test_a_second_backfill_of_the_same_times_runs_them_once_more(api, redis, hourly, ticking, task):
+    """As after a fix of what made the first one fail."""
+    hourly()
+    backend = backend_of(api.app)
+    backend.announce("w@h", ttl=60)
+    api.upsert("e", task, crontab(minute=0), args=["a"])
+    done = []
+    for number in (5, 10):
+        done += api.backfill("e", START, END, overlap="buffer_all")
+        wait_until(lambda number=number: len(decisions(redis)) == number, what="the decisions")
+        for key, record in backend.locks("SINGLETONLOCK_"):  # as their workers end them
+            runs = [Ref(key, occurrence.id, nonce="n") for occurrence in done]
+            backend.begin(Ref(key, record["id"], nonce="n"), lease=60, memory=60, task=task, arguments="")
+            backend.finish_many(runs, memory=60, ran=True)
+
+    assert ids(redis) == [occurrence.id for occurrence in done]
+    assert len(set(ids(redis))) == 10
+    assert times(done) == HOURS * 2
+
+
+def test_an_interrupted_backfill_goes_on_under_the_same_ids(api, redis, hourly, beat):
+    hourly()
+    with pytest.raises(ConflictError, match="was not sent within 0 s"):
+        api.backfill("e", START, END, timeout=0)
+    planned = api.backfill("e", START, END, dry_run=True)
+    assert planned == api.backfill("e", START, END, dry_run=True)
+    for _ in HOURS[1:-1]:
+        beat.tick()
+        with pytest.raises(ConflictError, match="was not sent within 0 s"):
+            api.backfill("e", START, END, timeout=0)
+    beat.tick()
+    api.backfill("e", START, END, timeout=0)
+    beat.tick()
+
+    assert ids(redis)[1:] == [occurrence.id for occurrence in planned]
+
+
+def test_a_backfill_that_is_interrupted_at_its_very_end_runs_nothing_twice(api, redis, hourly, beat, monkeypatch):
+    hourly()
+    api.backfill("e", START, HOURS[0])
+    beat.tick()
+    propose = api._propose
+
+    def interrupted(name: str, occurrence: Occurrence | None, *args: Any, **kwargs: Any) -> None:
+        if occurrence is None:
+            raise KeyboardInterrupt
+        propose(name, occurrence, *args, **kwargs)
+
+    monkeypatch.setattr(api, "_propose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.backfill("e", HOURS[0], HOURS[1])
+    monkeypatch.undo()
+    beat.tick()
+
+    assert api.backfill("e", HOURS[0], HOURS[1]) == []
+    assert len(ids(redis)) == 2
+    assert not redis.hexists("redbeat:e", "backfill")
+
+
+def test_a_backfill_that_an_older_singlebeat_has_begun_goes_on(api, redis, hourly, ticking):
+    hourly()
+    redis.hset("redbeat:e", "backfill", json.dumps({"start": str(START), "end": str(END), "at": str(HOURS[2])}))
+
+    done = api.backfill("e", START, END)
+
+    assert times(done) == HOURS[3:]
+    expected = Occurrence.of("redbeat:", "e", HOURS[3], kind=Kind.BACKFILL)
+    assert done[0].id == expected.id
+
+
+def test_a_trigger_finds_an_occurrence_again_that_is_lost_from_those_that_wait(api, redis, beat):
+    api.upsert("e", PLAIN, 3600, args=["a"])
+    lost = api.trigger("e")
+    redis.delete(PENDING)
+    with pytest.raises(ConflictError):
+        api.trigger("e", timeout=0)
+    beat.tick()
+
+    assert ids(redis) == [lost]
 
 
 def test_two_equal_backfills_at_once_run_nothing_twice(api, redis, hourly, ticking):

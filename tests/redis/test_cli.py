@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from singlebeat import Entry, Schedule
+from singlebeat.beat import save
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Lease, Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
@@ -174,6 +175,50 @@ def test_trigger_and_backfill_are_proposed(cli, put, redis):
     lines = cli("backfill", "e", "2026-01-01", "2026-01-01T03:00", "--dry-run").output.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"2026-01-01 0{hour}:00:00Z" for hour in (1, 2, 3)]
     assert "more than the limit" in cli("backfill", "e", "2026-01-01", "2026-02-01", "--limit", "5", code=1).output
+
+
+def test_a_backfill_names_the_ids_of_its_runs(cli, put, redis):
+    put(every=3600)
+    span = ("2026-01-01", "2026-01-01T01:00")
+    planned = answer(cli("backfill", "e", *span, "--dry-run", "--json"))
+    assert planned == [{"nominal": "2026-01-01T01:00:00+00:00", "id": None}]
+
+    (row,) = answer(cli("backfill", "e", *span, "--json"))
+
+    assert row["nominal"] == planned[0]["nominal"]
+    assert json.loads(redis.hget("redbeat:e", "pending"))["id"] == row["id"]
+
+
+@pytest.mark.parametrize("theirs", [TASK, "another"], ids=["alike", "another"])
+def test_an_entry_that_was_added_meanwhile_is_not_replaced(cli, app, monkeypatch, theirs):
+    """The other one is there by the time when ours is written, though it was not when ours was read."""
+    write = save._write
+
+    def write_late(*args: Any) -> Any:
+        monkeypatch.undo()
+        Entry("e", theirs, schedule(60), app=app).save()
+        return write(*args)
+
+    monkeypatch.setattr(save, "_write", write_late)
+
+    assert "there is an entry 'e': use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
+    assert Schedule(app).get("e").task == theirs
+
+
+def test_an_entry_cannot_be_added_over_one_that_cannot_be_read(cli, redis):
+    redis.hset("redbeat:e", "definition", "{")
+
+    assert "there is an entry 'e': use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
+    assert redis.hgetall("redbeat:e") == {"definition": "{"}
+
+
+@pytest.mark.parametrize("score", [0, 1])
+def test_a_place_of_zero_says_nothing_about_how_late_an_entry_is(cli, redis, score):
+    redis.zadd("redbeat::schedule", {"redbeat:e": score})
+
+    state = answer(cli("status", "--json"))
+
+    assert (state["due"], state["overdue"], state["lag"] > 0) == (1, score, bool(score))
 
 
 def test_history_shows_decisions(cli, put, app, redis):

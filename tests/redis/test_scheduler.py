@@ -26,7 +26,7 @@ from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.lease import Term
-from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.places import Places
 from singlebeat.beat.plain import PlainTask
 from singlebeat.beat.policy import Policy
@@ -35,6 +35,7 @@ from singlebeat.beat.timetable import Timetable
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
+from singlebeat.tasks import undo
 from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until
 from tests.system.apps import make_app
 
@@ -618,7 +619,7 @@ def test_options_travel_with_the_message_and_are_not_changed(bench, task):
     assert message["headers"].get("celery_beat_task", True) is True  # Celery 5.5 and 5.6 do not tell
     assert ("singlebeat_lock" in message["headers"]) is (task == SINGLE)
     assert bench.redis.hget("redbeat:e", "definition") == definition
-    assert [entry.options for _, entry in scheduler.store._decoded.values()] == [options]
+    assert [entry.options for entry in scheduler.store._decoded.values()] == [options]
 
 
 def test_a_task_that_beat_does_not_know_is_sent_by_its_name(bench):
@@ -1069,26 +1070,125 @@ def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed
     assert bench.meta().total_run_count == before
 
 
+@pytest.mark.parametrize("overlap", [None, "buffer_one", "cancel_other"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_a_missed_occurrence_leaves_no_lock_behind(server, redis, own_server, bench_on, task):
+def test_an_occurrence_that_waits_for_the_broker_holds_no_lock(server, redis, own_server, bench_on, task, overlap):
+    """So its entry may be edited or deleted, by whatever program, and no lock is left of an id that was never sent."""
     bench = bench_on(server, broker_url=own_server.celery_url)
     backend_of(bench.app).announce("w@h", ttl=60)
-    entry = bench.put(task=task, ago=HOUR + timedelta(seconds=1))
+    bench.put("first", task=task, args=["a"], overlap=overlap)
+    bench.put("second", task=task, args=["b"], overlap=overlap)
     scheduler = bench.scheduler()
     own_server.kill()
-    scheduler.tick()
-    (lock,) = redis.keys("SINGLETONLOCK_*")
-    missed = bench.pending()
-    assert redis.hget(lock, "id") == missed.id
+    for _ in range(2):
+        scheduler.tick()
+        assert redis.zcard(PENDING) == 2
+        assert redis.keys("SINGLETONLOCK_*") == []
+        bench.retry_now()
 
     own_server.restart()
-    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
-    redis.delete("singlebeat:worker")  # the workers may be gone by then
-    bench.retry_now()
     scheduler.tick()
 
-    assert [record["decision"] for record in bench.history] == ["missed"]
-    assert redis.exists(lock) == 0
+    assert own_server.client().llen(QUEUE) == 2
+    assert len(redis.keys("SINGLETONLOCK_*")) == 2
+
+
+GOES = {
+    "deleted": lambda bench: Schedule(bench.app).delete("e"),
+    "deleted by hand": lambda bench: bench.redis.delete("redbeat:e"),
+    "edited": lambda bench: Schedule(bench.app).upsert("e", SINGLE, HOUR, args=["another"]),
+    "removed from beat_schedule": lambda bench: None,
+}
+
+
+@pytest.mark.parametrize("how", GOES)
+def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
+    server, redis, own_server, bench_on, how
+):
+    static = {"e": {"task": SINGLE, "schedule": 3600, "args": ["e"]}} if "beat_schedule" in how else {}
+    bench = bench_on(server, broker_url=own_server.celery_url, beat_schedule=static)
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    bench.put(task=SINGLE)
+    redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
+    redis.zadd(SCHEDULE, {"redbeat:e": 1})
+    own_server.kill()
+    scheduler.tick()
+    assert bench.pending() is not None
+
+    GOES[how](bench)
+    scheduler.app.conf.beat_schedule.clear()
+    own_server.restart()
+    bench.retry_now()
+    scheduler.setup_schedule()
+    scheduler.tick()
+
+    assert not bench.app.tasks[SINGLE].delay("e").is_duplicate
+
+
+def all_undone() -> bool:
+    return all(thread.name != "singlebeat-undo" for thread in threading.enumerate())
+
+
+def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(server, redis, own_server, bench_on):
+    """That server takes the locks when it goes on, and the entry may be gone by then."""
+    bench = bench_on(server, singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.2)
+    bench.put(task=SINGLE)
+    scheduler = bench.scheduler()
+    key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
+    backend = backend_of(scheduler.app)
+    backend.acquire_many([Call(Ref(key, "warm"), SINGLE, "", 1)])
+    backend.unlock(key)
+    own_server.pause()
+    scheduler.tick()
+    Schedule(bench.app).delete("e")
+
+    own_server.resume()
+
+    wait_until(all_undone, timeout=30)
+    assert own_server.client().exists(key) == 0
+
+
+def test_a_lock_whose_release_failed_with_the_publish_is_freed_later(server, redis, own_server, bench_on):
+    bench = bench_on(
+        server,
+        singleton_backend_url=own_server.url,
+        singlebeat_socket_timeout=0.2,
+        broker_url="redis+socket:///nowhere/s",
+    )
+    bench.put(task=SINGLE)
+    scheduler = bench.scheduler()
+
+    with connected(before_task_publish, lambda **_: own_server.pause()):
+        scheduler.tick()
+    own_server.resume()
+
+    assert bench.pending() is not None
+    key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
+    wait_until(lambda: not own_server.client().exists(key), what="the end of the lock")
+
+
+def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_server, bench_on, monkeypatch):
+    """The undoing of its first try must not free what the second one has taken."""
+    bench = bench_on(server, singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.2)
+    bench.put(task=SINGLE)
+    scheduler = bench.scheduler()
+    key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
+    undone, sent = undo._Undoing._undone, threading.Event()
+    monkeypatch.setattr(undo._Undoing, "_undone", lambda *args: sent.wait(30) and undone(*args))
+    own_server.pause()
+    scheduler.tick()
+    own_server.resume()
+
+    def is_sent() -> bool:
+        bench.retry_now()
+        scheduler.tick()
+        return bench.names == ["e"]
+
+    wait_until(is_sent, what="the message")
+    sent.set()
+    wait_until(all_undone, timeout=30)
+    assert own_server.client().hget(key, "id") == bench.sent[0][0]
 
 
 def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(server, redis, own_server, bench_on):
@@ -1166,6 +1266,33 @@ def test_a_run_that_is_missed_when_the_next_one_is_due_is_not_counted_and_uses_u
     assert len(bench.history) == 2
 
 
+def test_without_leadership_an_entry_runs_no_more_often_than_it_wants(server, redis, bench_on, monkeypatch):
+    """One beat reads while the last run may still turn out to be none; the other confirms it before the claim."""
+    bench = bench_on(server, redbeat_lock_key=None)
+    first, second = bench.scheduler(), bench.scheduler()
+    second.tick()
+    entry, now = bench.put(max_runs=8), datetime.now(UTC)
+    die_in_publish(first)
+    redis.zadd(PENDING, {entry.key: (now + 2 * HOUR).timestamp()})
+    claim = second.store.claim
+
+    def claim_late(*args: Any, **kwargs: Any) -> Any:
+        (stored,) = first.store.due(now, all_pending=True).recovered
+        decision = Decision("e", PLAIN, stored.pending, Outcome.DISPATCHED)
+        first.store.confirm([(stored, decision, None)], first.lease.term())
+        monkeypatch.undo()
+        return claim(*args, **kwargs)
+
+    monkeypatch.setattr(second.store, "claim", claim_late)
+    for _ in range(2):
+        second._tick(now + HOUR)
+
+    assert bench.sent == []
+    assert len(bench.history) == 1
+    assert bench.meta().total_run_count == 8
+    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+
+
 def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     entry = bench.put(ago=HOUR + timedelta(seconds=1), max_runs=8)
@@ -1192,12 +1319,12 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     scheduler = bench.scheduler()
     own_server.kill()
     scheduler.tick()
-    (lock,) = redis.keys("SINGLETONLOCK_*")
+    lock = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
     if state == "running":  # its message was sent, and nobody knows
         run = Ref(lock, bench.pending().id, nonce="n")
         backend_of(bench.app).begin(run, lease=60, memory=60, task=SINGLE, arguments="")
     else:
-        redis.hset(lock, "id", "another")
+        backend_of(bench.app).acquire_many([Call(Ref(lock, "another"), SINGLE, "", 3600)])
     before, backoff = redis.hgetall(lock), scheduler.dispatcher._backoff
     assert backoff.failures_of(entry.key)
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
@@ -1208,6 +1335,173 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     assert [record["decision"] for record in bench.history] == ["missed"]
     assert redis.hgetall(lock) == before
     assert not backoff.failures_of(entry.key), "its next time would come last"
+
+
+@pytest.mark.parametrize("how", ["paused", "disabled"])
+def test_an_occurrence_that_waits_for_the_broker_is_not_sent_once_its_entry_is_paused(
+    server, redis, own_server, bench_on, how
+):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(task=SINGLE, max_runs=9)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    assert bench.pending() is not None
+    if how == "paused":
+        Schedule(bench.app).pause("e", "the audit")
+    else:
+        Schedule(bench.app).upsert("e", SINGLE, HOUR, args=["e"], enabled=False)
+
+    own_server.restart()
+    for _ in range(2):
+        bench.retry_now()
+        scheduler.tick()
+
+    assert own_server.client().llen(QUEUE) == 0
+    reason = {"paused": "the audit", "disabled": "disabled"}[how]
+    assert [(record["decision"], record["reason"]) for record in bench.history] == [("paused", reason)]
+    assert bench.pending() is None
+    assert bench.meta().total_run_count == entry.total_run_count
+    assert redis.keys("SINGLETONLOCK_*") == []
+
+
+def test_a_triggered_run_of_a_paused_entry_waits_for_the_broker_and_is_sent(server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    bench.put(ago=timedelta(), paused=True)
+    task_id = Schedule(bench.app).trigger("e")
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+
+    own_server.restart()
+    bench.retry_now()
+    scheduler.tick()
+
+    (message,) = own_server.client().lrange(QUEUE, 0, -1)
+    assert json.loads(message)["headers"]["id"] == task_id
+
+
+def test_a_pause_between_read_and_claim_is_heard(bench, monkeypatch):
+    bench.put()
+    scheduler = bench.scheduler()
+    claim = scheduler.store.claim
+
+    def claim_late(*args: Any, **kwargs: Any) -> Any:
+        Schedule(bench.app).pause("e")
+        monkeypatch.undo()
+        return claim(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler.store, "claim", claim_late)
+    for _ in range(2):
+        scheduler.tick()
+
+    assert bench.sent == []
+    assert [record["decision"] for record in bench.history] == ["paused"]
+
+
+RESUMES: dict[str, Callable[[Schedule], object]] = {
+    "resume": lambda api: api.resume("e"),
+    "upsert": lambda api: api.upsert("e", PLAIN, HOUR, args=["e"]),
+    "save": lambda api: _enabled(api.get("e")).save(),
+}
+
+
+def _enabled(entry: Entry) -> Entry:
+    entry.enabled, entry.policy = True, Policy()
+    return entry
+
+
+@pytest.mark.parametrize("resume", RESUMES)
+def test_an_entry_that_goes_on_makes_up_for_nothing_though_no_beat_ran(bench, resume):
+    entry = bench.put(ago=2.5 * HOUR, **({"enabled": False} if resume == "upsert" else {"paused": True}))
+    before = bench.redis.zscore(SCHEDULE, entry.key)
+
+    RESUMES[resume](Schedule(bench.app))
+
+    upcoming = entry.last_run_at + 3 * HOUR  # on its grid, as if a beat had let its times pass
+    assert before < bench.redis.zscore(SCHEDULE, entry.key) == upcoming.timestamp()
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    assert (bench.sent, bench.history) == ([], [])
+    scheduler._tick(upcoming)
+    assert bench.names == ["e"]
+    assert [record["kind"] for record in bench.history] == ["scheduled"]
+    assert bench.meta() == Meta(upcoming, 8)
+
+
+def test_an_entry_that_has_never_run_and_goes_on_waits_for_its_next_time(bench):
+    entry = bench.put(paused=True)
+    bench.redis.hset(entry.key, "meta", Meta(None, 0).encode())
+    bench.redis.zadd(SCHEDULE, {entry.key: 5})
+
+    Schedule(bench.app).resume("e")
+    bench.scheduler().tick()
+
+    assert bench.sent == []
+    assert bench.redis.zscore(SCHEDULE, entry.key) > (datetime.now(UTC) + HOUR / 2).timestamp()
+
+
+@pytest.mark.parametrize("broken", [{"definition": "{"}, {"definition": "{", "meta": "{"}], ids=["definition", "both"])
+def test_a_broken_entry_can_be_resumed_and_makes_up_for_nothing_once_it_is_fixed(bench, broken):
+    entry = bench.put(paused=True)
+    good = bench.redis.hgetall(entry.key)
+    bench.redis.hset(entry.key, mapping=broken)
+    scheduler = bench.scheduler()
+    scheduler.tick()
+
+    Schedule(bench.app).resume("e")
+
+    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+    bench.redis.hset(entry.key, "definition", good["definition"])
+    for _ in range(3):
+        scheduler.tick()
+    assert bench.sent == []
+
+
+def test_a_finished_entry_that_is_resumed_stays_finished(bench):
+    entry = bench.put(max_runs=7, paused=True)
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+
+    Schedule(bench.app).resume("e")
+    scheduler.tick()
+
+    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+
+
+def test_an_entry_that_is_not_paused_loses_no_time_by_resume(bench):
+    bench.put()
+
+    Schedule(bench.app).resume("e")
+    bench.scheduler().tick()
+
+    assert bench.names == ["e"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "set back"])
+@pytest.mark.parametrize("overlap", [None, "buffer_one"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_was_not_sent_is_not_recorded_as_dispatched(bench, task, overlap, again):
+    """An entry whose past is set back, by a restored backup or by hand, comes to the ids of runs that have ended."""
+    backend = backend_of(bench.app)
+    backend.announce("w@h", ttl=60)
+    entry = bench.put(task=task, overlap=overlap, max_runs=9)
+    occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
+    key = PlainTask(bench.app, task, {}).generate_lock(task, ["e"], {})
+    key = bench.app.tasks[task].generate_lock(task, ["e"]) if task == SINGLE else key
+    run = Ref(key, occurrence.id, nonce="n")
+    if again:
+        backend.begin(run, lease=60, memory=60, task=task, arguments="")
+        backend.finish_many([run], memory=60, ran=True)
+
+    bench.scheduler().tick()
+
+    assert len(bench.sent) == (not again)
+    (record,) = bench.history
+    assert record["decision"] == ("run_before" if again else "dispatched")
+    assert record["reason"] == (f"task {occurrence.id} has begun or ended before" if again else "")
+    assert bench.meta().total_run_count == 7 + (not again)
 
 
 def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on, caplog):
@@ -1241,15 +1535,14 @@ def test_what_is_missed_where_no_locks_can_be_hinders_nobody(server, redis, benc
 
 def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
-    backend_of(bench.app).announce("w@h", ttl=60)
-    bench.put()
+    entry = bench.put()
     scheduler = bench.scheduler()
     own_server.kill()
     scheduler.tick()
-    assert len(redis.keys("SINGLETONLOCK_*")) == 1
+    key = PlainTask(bench.app, PLAIN, {}).generate_lock(PLAIN, ["e"], {})  # as a leader leaves it that dies
+    backend_of(bench.app).acquire_many([Call(Ref(key, bench.pending().id), entry.task, "", 3600)], again=True)
 
-    own_server.restart()
-    redis.delete("singlebeat:worker")  # nobody is left to free it
+    own_server.restart()  # and no worker is left to free it
     bench.retry_now()
     scheduler.tick()
 

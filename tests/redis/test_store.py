@@ -36,6 +36,7 @@ TASK = "tests.system.apps.plain"
 NOW = datetime(2030, 1, 1, 12, 0, tzinfo=UTC)
 LATER = NOW + timedelta(hours=1)
 RETRY_AT = NOW + timedelta(seconds=5)
+ANOTHER_TICK = timedelta(microseconds=1)
 OFF = Term(0, "")  # leadership is switched off
 TERM = Term(3, "token of the third term")
 SCHEDULE, PENDING = "redbeat::schedule", "redbeat::pending"
@@ -343,6 +344,22 @@ REFUSALS = {
         OFF,
         lambda redis, app: redis.hset("redbeat:e", "definition", Entry("e", TASK, schedule(5), app=app).encode()),
     ),
+    "it was paused": (Claimed.MOVED, OFF, lambda redis, app: Schedule(app).pause("e")),
+    "its policy was changed": (
+        Claimed.MOVED,
+        OFF,
+        lambda redis, app: redis.hset("redbeat:e", "policy", '{"max_runs": 2}'),
+    ),
+    "another program has counted a run": (
+        Claimed.MOVED,
+        OFF,
+        lambda redis, app: redis.hset("redbeat:e", "meta", Meta(NOW, 3).encode()),
+    ),
+    "it counts from another moment": (
+        Claimed.MOVED,
+        OFF,
+        lambda redis, app: redis.hset("redbeat:e", "since", Meta(NOW, 2, NOW).encode_since()),
+    ),
     "its hash was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.delete("redbeat:e")),
     "its definition was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.hdel("redbeat:e", "definition")),
     "it was unscheduled": (Claimed.MOVED, OFF, lambda redis, app: redis.zrem(SCHEDULE, "redbeat:e")),
@@ -369,6 +386,17 @@ def test_a_refused_claim_writes_nothing(store, put, app, redis, meanwhile):
     assert contents(redis) == before
 
 
+def test_a_claim_is_refused_if_what_was_pending_is_confirmed_by_now(store, put, redis):
+    """Whether that run counts was not known when the next one was decided on."""
+    key = put(pending=Occurrence.of("redbeat:", "e", NOW - timedelta(minutes=1)).encode())
+    claims = [claim_of(stored) for stored in due(store).entries]
+    redis.hdel(key, "pending")
+    before = contents(redis)
+
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.MOVED]
+    assert contents(redis) == before
+
+
 def test_an_occurrence_that_is_lost_from_those_that_wait_is_found_again_when_the_next_is_refused(store, put, redis):
     key = put(pending=Occurrence.of("redbeat:", "e", NOW - timedelta(minutes=1)).encode())
     claims = [claim_of(stored) for stored in due(store).entries]
@@ -384,6 +412,21 @@ def test_entries_behind_those_that_a_tick_has_passed_are_found(store, put):
         put(name, score=NOW.timestamp() - seconds)
 
     assert [stored.entry.name for stored in store.due(NOW, all_pending=False, start=2).entries] == ["c"]
+
+
+TEXTS = [b"\xc3\xa9 \xe2\x88\x91 \xf0\x9f\x98\x80", b'\\" \\\\ / \\/', b"\x7f", b"\\ud800 \\u0000", b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=repr)
+def test_an_entry_is_claimed_whatever_bytes_other_programs_have_written(store, put, redis, app, text):
+    key = put(policy='{"note": "?"}', meta='{"last_run_at": null, "any": "?"}')
+    definition = Entry("e", TASK, schedule(60), ["?"], app=app).encode()
+    for field, value in {**redis.hgetall(key), "definition": definition}.items():
+        redis.hset(key, field, value.encode().replace(b"?", text))
+
+    claims = [claim_of(stored) for stored in due(store).entries]
+
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
 
 
 def test_a_refused_claim_does_not_hinder_the_others(store, put, redis):
@@ -402,7 +445,7 @@ def test_a_second_claim_of_the_same_occurrence_is_refused(store, put):
     claims = [claim_of(stored) for stored in due(store).entries]
     store.claim(claims, OFF, retry_at=RETRY_AT)
 
-    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.MOVED]
+    assert store.claim(claims, OFF, retry_at=RETRY_AT + ANOTHER_TICK) == [Claimed.MOVED]
 
 
 def test_of_two_claims_at_once_exactly_one_wins(app, put, server, redis):
@@ -413,15 +456,15 @@ def test_of_two_claims_at_once_exactly_one_wins(app, put, server, redis):
     read = [due(store).entries for store in stores]
     start, verdicts = threading.Barrier(2), []
 
-    def take(store: Store, entries: list[Stored]) -> None:
+    def take(store: Store, entries: list[Stored], retry_at: datetime) -> None:
         start.wait(10)
         for at in range(0, number, 10):
             claims = [claim_of(stored) for stored in entries[at : at + 10]]
-            verdicts.append(list(zip(claims, store.claim(claims, OFF, retry_at=RETRY_AT), strict=True)))
+            verdicts.append(list(zip(claims, store.claim(claims, OFF, retry_at=retry_at), strict=True)))
 
     # One goes forward and one backward: they meet, wherever that is.
-    threads = [threading.Thread(target=take, args=[stores[0], read[0]])]
-    threads.append(threading.Thread(target=take, args=[stores[1], read[1][::-1]]))
+    threads = [threading.Thread(target=take, args=[stores[0], read[0], RETRY_AT])]
+    threads.append(threading.Thread(target=take, args=[stores[1], read[1][::-1], RETRY_AT + ANOTHER_TICK]))
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -541,9 +584,10 @@ def told(app):
     signals.occurrence_decided.disconnect(tell, sender=app)
 
 
-def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told):
+def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told, monkeypatch):
     claim = claimed(store)
     store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    monkeypatch.setattr("singlebeat.beat.store.identity", lambda: "another")
     Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], OFF)
 
     assert told == ["e"]
@@ -623,7 +667,7 @@ def test_of_two_who_take_up_an_occurrence_one_gets_it(store, claimed, app):
     (also_seen,) = due(Store(app, store.client), now=RETRY_AT).recovered
 
     assert store.retake([seen], OFF, retry_at=LATER) == [seen]
-    assert store.retake([also_seen], OFF, retry_at=LATER) == []
+    assert store.retake([also_seen], OFF, retry_at=LATER + ANOTHER_TICK) == []
     assert due(store, now=RETRY_AT).recovered == []
     assert due(store, now=LATER).recovered != []
 
@@ -1180,7 +1224,7 @@ def test_more_static_entries_than_one_batch_are_installed(install, redis):
 def test_without_redis_every_verb_says_so(own_server, app):
     store, statics = Store(app, own_server.client()), Statics(app, own_server.client())
     own_server.kill()
-    stored = Stored("redbeat:e", 0, "", Entry("e", TASK, schedule(60), app=app), Meta(), Policy(), None)
+    stored = Stored("redbeat:e", 0, [], Entry("e", TASK, schedule(60), app=app), Meta(), Policy(), None)
     claim = claim_of(stored)
 
     for verb in (

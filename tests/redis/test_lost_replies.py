@@ -1,0 +1,301 @@
+"""A script whose reply is lost has run: the client sends it once more, and what it says then must be the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from importlib import resources
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.beat import Service
+from celery.schedules import schedule
+from redis import Redis
+
+from singlebeat import Entry, Schedule, Scheduler, signals
+from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.state import resign
+from singlebeat.lua import packed, script
+from tests.proxy import LossyProxy
+from tests.support import RedisServer
+from tests.system.apps import make_app
+
+PLAIN = "tests.system.apps.plain"
+SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::history"
+LOCK, LEADER, TERM = "redbeat::lock", "redbeat::leader", "redbeat::term"
+STANDBYS, RESIGNED = "redbeat::standbys", "redbeat::resigned"
+HOUR = timedelta(hours=1)
+BEAT = "singlebeat.beat"
+
+# ---------------------------------------------------------------- each script, twice
+
+
+def contents(redis: Redis) -> dict[str, object]:
+    readers = {"hash": redis.hgetall, "zset": lambda key: redis.zrange(key, 0, -1, withscores=True)}
+    readers |= {"string": redis.get, "set": redis.smembers, "stream": redis.xrange}
+    return {key: readers[redis.type(key)](key) for key in redis.scan_iter() if key != STANDBYS}
+
+
+def sha_of(redis: Redis, key: str = "redbeat:e") -> str:
+    fields = redis.hmget(key, "definition", "meta", "policy", "since", "pending")
+    return redis.eval("return redis.sha1hex(ARGV[1])", 0, "\0".join(field or "" for field in fields))
+
+
+def claim(redis: Redis, *, token: str = "t", meta: str = "new", occurrence: str = "") -> tuple[list[str], list[Any]]:
+    redis.hset("redbeat:e", mapping={"definition": "d", "meta": "m", "since": "s"})
+    redis.zadd(SCHEDULE, {"redbeat:e": 5})
+    redis.set(LOCK, token)
+    row = ("redbeat:e", 5, sha_of(redis), "7.25", meta, "", occurrence)
+    return [LOCK, SCHEDULE, PENDING, "redbeat:e"], [token, "30.123456", packed([row])]
+
+
+def retake(redis: Redis) -> tuple[list[str], list[Any]]:
+    redis.set(LOCK, "t")
+    redis.zadd(PENDING, {"redbeat:e": 5})
+    return [LOCK, PENDING], ["t", "30.123456", packed([("redbeat:e", 5)])]
+
+
+def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], list[Any]]:
+    redis.hset("redbeat:e", mapping={"definition": "d", "history": '["1-0","then"]\n'})
+    if pending:
+        redis.hset("redbeat:e", "pending", pending)
+        redis.zadd(PENDING, {"redbeat:e": 5})
+    record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", 'a "note"', "id", "3", "", "host:1"]
+    return [PENDING, HISTORY, "redbeat:e"], [limit, 600, packed([("redbeat:e", pending, "", record)])]
+
+
+def save(redis: Redis, found: list[Any], fields: list[Any]) -> tuple[list[str], list[Any]]:
+    names = ("definition", "meta", "policy", "since")
+    if stored := {name: value for name, value in zip(names, found, strict=True) if value}:
+        redis.hset("redbeat:e", mapping=stored)
+    return [SCHEDULE, "redbeat:e"], [packed([("redbeat:e", found, fields, "7")])]
+
+
+def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "") -> tuple[list[str], list[Any]]:
+    redis.hset("redbeat:e", mapping={"definition": "d", **({"backfill": found} if found else {})})
+    return ["redbeat:e", PENDING], ["redbeat:e", task_id, f'{{"id": "{task_id}"}}', found, at]
+
+
+def campaign(redis: Redis, *, leader: str = "") -> tuple[list[str], list[Any]]:
+    if leader:
+        redis.set(LOCK, leader)
+    return [LOCK, LEADER, TERM, STANDBYS, RESIGNED], ["t", 9000, "host", 1, "2030-01-01", "", '{"host": "host"}', 9000]
+
+
+def resigned(redis: Redis) -> tuple[list[str], list[Any]]:
+    redis.set(LOCK, "t")
+    redis.hset(LEADER, mapping={"host": "host", "pid": 1})
+    redis.zadd(STANDBYS, {"another": 9e15})
+    return [LOCK, LEADER, STANDBYS, RESIGNED], ["t", "", 9000]
+
+
+def renewed(redis: Redis) -> tuple[list[str], list[Any]]:
+    redis.set(LOCK, "t")
+    return [LOCK, LEADER], ["t", 9000]
+
+
+CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
+    "campaign": campaign,
+    "campaign, another leads": lambda redis: campaign(redis, leader="another"),
+    "claim": lambda redis: claim(redis, occurrence="o"),
+    "claim, no leadership": lambda redis: claim(redis, token="", occurrence="o"),
+    "claim, moved on": claim,
+    "claim, moved on without a new past": lambda redis: claim(redis, meta="", token=""),
+    "confirm": lambda redis: confirm(redis, pending="o"),
+    "confirm, not claimed": lambda redis: confirm(redis, pending=""),
+    "propose": propose,
+    "propose, first of a backfill": lambda redis: propose(redis, at="a"),
+    "propose, next of a backfill": lambda redis: propose(redis, found="a", at="b"),
+    "propose, end of a backfill": lambda redis: propose(redis, task_id="", found="a"),
+    "read": lambda redis: (propose(redis)[0], []),
+    "renew": renewed,
+    "resign": resigned,
+    "retake": retake,
+    "save, new": lambda redis: save(redis, [False] * 4, ["d", "m", "", ""]),
+    "save, edited": lambda redis: save(redis, ["d", "m", "p", False], ["new", "m", "p", "s"]),
+    "save, paused": lambda redis: save(redis, ["d", "m", False, False], ["d", False, "p", False]),
+    "save, resumed": lambda redis: save(redis, ["d", "m", "p", False], ["d", False, "", "s"]),
+}
+
+
+def test_every_script_is_among_them():
+    files = resources.files(BEAT).iterdir()
+    assert {call.split(",")[0] for call in CALLS} == {
+        file.name.removesuffix(".lua") for file in files if file.name.endswith(".lua")
+    }
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
+    keys, args = CALLS[call](redis)
+    run = script(BEAT, call.split(",")[0])
+    before = contents(redis)
+    first = run(redis, keys, args)
+    after = contents(redis)
+
+    assert run(redis, keys, args) == first
+    assert contents(redis) == after
+    assert (after == before) is (call in {"read", "renew", "campaign, another leads"})
+
+
+def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):
+    keys, args = propose(redis)
+    run = script(BEAT, "propose")
+    run(redis, keys, args)
+    redis.hdel("redbeat:e", "pending")
+    redis.delete(PENDING)
+
+    assert run(redis, keys, args) == "proposed"
+    assert redis.hget("redbeat:e", "pending") is None
+
+
+def test_an_edit_is_stored_though_a_beat_has_claimed_the_entry_meanwhile(redis):
+    keys, args = CALLS["save, edited"](redis)
+    run = script(BEAT, "save")
+    run(redis, keys, args)
+    redis.hset("redbeat:e", "meta", "claimed")
+    redis.hdel("redbeat:e", "since")
+
+    assert json.loads(run(redis, keys, args)) == [True]
+    assert redis.hget("redbeat:e", "meta") == "claimed"
+
+
+# ---------------------------------------------------------------- a connection that ends before the reply
+
+
+@pytest.fixture
+def proxy(server: RedisServer, redis: Redis) -> Iterator[LossyProxy]:
+    with LossyProxy(server) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def app(server: RedisServer, proxy: LossyProxy) -> Iterator[Celery]:
+    """An app whose schedule lies behind the proxy; its broker and locks do not."""
+    conf = {"singlebeat_watchdog_timeout": None, "redbeat_redis_url": proxy.url, "singleton_backend_url": server.url}
+    with make_app(server.celery_url, conf) as app:
+        yield app
+
+
+@pytest.fixture
+def beat(app: Celery) -> Iterator[Scheduler]:
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+def told(app: Celery) -> Iterator[list[str]]:
+    told: list[str] = []
+
+    def tell(decision: Any, **_: object) -> None:
+        told.append(decision.outcome.value)
+
+    signals.occurrence_decided.connect(tell, sender=app)
+    yield told
+    signals.occurrence_decided.disconnect(tell, sender=app)
+
+
+def put(app: Celery, name: str = "e", **wishes: Any) -> Entry:
+    last = datetime.now(UTC) - 1.5 * HOUR
+    return Entry(name, PLAIN, schedule(HOUR), [name], app=app, last_run_at=last, total_run_count=7, **wishes).save()
+
+
+def decided(redis: Redis) -> list[str]:
+    return [record["decision"] for _, record in redis.xrange(HISTORY)]
+
+
+@pytest.mark.parametrize("name", ["claim", "confirm"])
+def test_a_tick_does_its_work_though_a_reply_is_lost(app, beat, redis, proxy, told, caplog, name):
+    for entry, wishes in {"e": {}, "paused": {"paused": True}, "late": {"misfire_grace_time": 1}}.items():
+        put(app, entry, **wishes)
+    proxy.lose_reply_of(script(BEAT, name))
+
+    beat.tick()
+
+    assert proxy.lost == 1
+    assert redis.llen("celery") == 1
+    assert sorted(decided(redis)) == sorted(told) == ["dispatched", "missed", "paused"]
+    assert redis.exists(PENDING) == 0
+    assert "Trouble" not in caplog.text
+    lines = [redis.hget(f"redbeat:{entry}", "history").splitlines() for entry in ("e", "paused", "late")]
+    assert [len(each) for each in lines] == [1, 1, 1]
+
+
+def test_a_beat_leads_from_its_next_tick_on_though_the_reply_is_lost(app, beat, redis, proxy):
+    put(app)
+    proxy.lose_reply_of(script(BEAT, "campaign"))
+
+    for _ in range(2):
+        beat.tick()
+
+    assert proxy.lost == 1
+    assert redis.llen("celery") == 1
+
+
+def test_an_occurrence_is_taken_up_though_the_reply_is_lost(app, beat, redis, proxy):
+    put(app)
+    beat.tick()
+    occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))
+    redis.hset("redbeat:e", "pending", occurrence.encode())
+    redis.zadd(PENDING, {"redbeat:e": 0})
+    proxy.lose_reply_of(script(BEAT, "retake"))
+
+    beat.tick()
+
+    assert proxy.lost == 1
+    assert redis.llen("celery") == 2
+    assert redis.exists(PENDING) == 0
+
+
+def test_an_entry_is_saved_though_the_reply_is_lost(app, redis, proxy):
+    put(app)
+    entry = Schedule(app).get("e")
+    entry.args = ["changed"]
+    proxy.lose_reply_of(script(BEAT, "save"))
+
+    Schedule(app).save(entry)
+
+    assert proxy.lost == 1
+    assert Schedule(app).get("e").args == ["changed"]
+
+
+def test_an_entry_is_resumed_though_the_reply_is_lost(app, proxy):
+    put(app, paused=True)
+    proxy.lose_reply_of(script(BEAT, "save"))
+
+    Schedule(app).resume("e")
+
+    assert proxy.lost == 1
+    assert not Schedule(app).get("e").policy.paused
+
+
+def test_an_entry_is_triggered_once_though_the_reply_is_lost(app, beat, redis, proxy):
+    put(app, enabled=False)
+    proxy.lose_reply_of(script(BEAT, "propose"))
+
+    task_id = Schedule(app).trigger("e")
+    beat.tick()
+
+    assert proxy.lost == 1
+    assert [json.loads(text)["headers"]["id"] for text in redis.lrange("celery", 0, -1)] == [task_id]
+
+
+def test_a_deleted_entry_was_there_though_the_reply_is_lost(app, proxy):
+    put(app)
+    proxy.lose_next_reply(b"MULTI")
+
+    assert Schedule(app).delete("e") is True
+    assert proxy.lost == 1
+
+
+def test_a_term_was_ended_though_the_reply_is_lost(app, beat, redis, proxy):
+    beat.tick()
+    redis.zadd(STANDBYS, {'{"host": "another", "pid": "1", "since": ""}': (time.time() + 60) * 1000})
+    proxy.lose_reply_of(script(BEAT, "resign"))
+
+    assert resign(app) is True
+    assert proxy.lost == 1
