@@ -3,11 +3,11 @@
 -- A repetition of the call, after its reply was lost, says "claimed" again and writes nothing. Only of an entry that
 -- moves on with a new past while leadership is switched off it says "moved": another beat may have done the same.
 --
--- KEYS[1]     lock        string: the leader's token
+-- KEYS[1]     lock        string: the leader's token; where leadership is switched off: the zone of the schedule
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[3]     pending     zset: members with an occurrence that is claimed and not confirmed, by the time to try it (s)
 -- KEYS[4...]  entries     hashes: definition, meta, policy, since, pending
--- ARGV[1]     token       of our term; empty: leadership is switched off
+-- ARGV[1]     token       what lock must hold, else another leads, or decides in another zone; empty: anything
 -- ARGV[2]     retry_at    when to try the occurrences again if they are not confirmed (s); no other call has the same
 -- ARGV[3]     claims      JSON, one array for each entry:
 --             member      of the entry in schedule and pending
@@ -17,6 +17,7 @@
 --             meta        for the entry; empty: leave it, which needs an empty occurrence, too
 --             since       for the entry, with its meta; empty: none
 --             occurrence  JSON of the claimed occurrence; empty: only move on
+-- ARGV[4]     leads       1: we lead; 0: leadership is switched off, and other beats may claim at the same time
 --
 -- returns  for each entry
 --          claimed  done
@@ -26,6 +27,7 @@
 --          (nothing else was written for it but in the first case)
 
 local lock, schedule, pending, token, retry_at = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
+local leads = ARGV[4] == "1"
 local fenced = token ~= "" and redis.call("GET", lock) ~= token
 
 local next_scores, taken = {}, {}  -- score and member, in turns, for one ZADD of all entries
@@ -49,7 +51,7 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
   local at = score_of(schedule, member)
   local is_ours = f[5] == occurrence and score_of(pending, member) == tonumber(retry_at)
   if occurrence == "" then
-    is_ours = at == tonumber(next_score) and (meta == "" or (token ~= "" and f[2] == meta and f[4] == since))
+    is_ours = at == tonumber(next_score) and (meta == "" or (leads and f[2] == meta and f[4] == since))
   end
   if is_ours then
     return "claimed"  -- by this very call: its reply was lost

@@ -246,7 +246,7 @@ class Store:
             wish = (stored.member, stored.score, stored.sha, repr(claim.next_score))
             past = (claim.meta.encode(), claim.meta.encode_since()) if claim.meta else ("", "")
             wishes.append((*wish, *past, claim.occurrence.encode() if claim.occurrence else ""))
-        args = (token, repr(retry_at.timestamp()), packed(wishes))
+        args = (token, repr(retry_at.timestamp()), packed(wishes), int(bool(keys.lock)))
         return [Claimed(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))]
 
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:

@@ -131,7 +131,7 @@ def test_a_time_without_a_zone_is_refused_wherever_it_comes_in():
     naive = NOON.replace(tzinfo=None)
 
     with pytest.raises(EntryError, match="start needs a time zone"):
-        Span.of(naive, NOON)
+        Span.of(naive, NOON, run="r")
     with pytest.raises(EntryError, match="end_time must be a date and time with offset"):
         Policy.of({"end_time": naive})
     with pytest.raises(ValueError, match="needs a time zone"):
@@ -140,7 +140,7 @@ def test_a_time_without_a_zone_is_refused_wherever_it_comes_in():
 
 def test_a_time_outside_of_the_calendar_is_refused():
     with pytest.raises(EntryError, match="end lies outside of the years 1 to 9999"):
-        Span.of(NOON, datetime(9999, 12, 31, 23, 59, tzinfo=timezone(-14 * HOUR)))
+        Span.of(NOON, datetime(9999, 12, 31, 23, 59, tzinfo=timezone(-14 * HOUR)), run="r")
 
 
 def test_the_apps_zone_is_read_in_one_place():
