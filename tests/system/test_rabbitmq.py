@@ -165,6 +165,46 @@ CASES: dict[str, Callable[[Scene], None]] = {
 }
 
 
+def test_beat_outlives_an_alarm_of_rabbitmq(
+    rabbit: RabbitMQ, celery: CeleryLauncher, oracle: Oracle, server: RedisServer
+) -> None:
+    """The confirmation of a message does not come then; a beat that starts meanwhile meets the same.
+
+    The first beat has no bound for reading, as with TLS.
+    """
+    conf = {
+        **conf_of(rabbit, server),
+        **on_quorum_queue("alarm"),
+        "beat_schedule": {"tick": {"task": SINGLE, "schedule": schedule(0.5), "args": ["tick"]}},
+        "singlebeat_socket_timeout": 1,
+        "singlebeat_watchdog_timeout": 20,
+    }
+    scene = Scene(celery, oracle, conf)
+    scene.start("worker", "-c", "2").ready()
+    before = scene.start("beat", broker_transport_options={"confirm_publish": True, "read_timeout": 600})
+    oracle.wait_ended(2, "tick", timeout=60)
+    with rabbit.alarm():
+        before.wait_for("event=unreachable", timeout=60)
+        before.terminate()
+        assert before.wait() == 0
+        meanwhile = scene.start("beat")
+        meanwhile.wait_for("event=unreachable", timeout=60)
+    oracle.wait_ended(oracle.ended("tick") + 3, "tick", timeout=60)
+    assert meanwhile.returncode is None
+    ids = [run.id for run in oracle.runs("tick")]
+    assert len(set(ids)) == len(ids)
+
+
+def conf_of(rabbit: RabbitMQ, server: RedisServer) -> dict[str, Any]:
+    """Return the settings for a broker that is RabbitMQ, with everything else in Redis."""
+    return {
+        "broker_url": rabbit.url,
+        "result_backend": server.celery_url,
+        "redbeat_redis_url": server.url,
+        "singleton_backend_url": server.url,
+    }
+
+
 def on_classic_queue(name: str) -> dict[str, Any]:
     """Return the settings for a queue as Celery makes it by itself."""
     return {"task_default_queue": name}
@@ -195,11 +235,5 @@ def test_rabbitmq_is_a_broker_like_any_other(
     oracle: Oracle,
     server: RedisServer,
 ) -> None:
-    conf = {
-        "broker_url": rabbit.url,
-        **on_queue(f"{on_queue.__name__}_{list(CASES.values()).index(case)}"),
-        "result_backend": server.celery_url,
-        "redbeat_redis_url": server.url,
-        "singleton_backend_url": server.url,
-    }
-    case(Scene(celery, oracle, conf))
+    queue = on_queue(f"{on_queue.__name__}_{list(CASES.values()).index(case)}")
+    case(Scene(celery, oracle, {**conf_of(rabbit, server), **queue}))
