@@ -72,12 +72,12 @@ def run_patched(library: str, script: str, *args: str) -> str:
 
 @contextmanager
 def over_socket(stack: ExitStack) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield stack.enter_context(RedisServer()).url, {}
+    yield stack.enter_context(RedisServer(socket=True)).url, {}
 
 
 @contextmanager
 def over_tcp(stack: ExitStack) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield stack.enter_context(RedisServer(tcp=True)).tcp_url.replace("127.0.0.1", "localhost"), {}
+    yield stack.enter_context(RedisServer()).url, {}
 
 
 @contextmanager
@@ -158,12 +158,9 @@ def test_the_loop_writes_what_a_native_thread_logs(library: str) -> None:
 def test_workers_of_greenlets_start_while_their_locks_are_looked_after(library, celery):
     """Several, because the renewer and the consumer connect and import at the same time."""
     pytest.importorskip(library)
-    with RedisServer(tcp=True) as server:
-        url = server.tcp_url.replace("127.0.0.1", "localhost")
-        conf = {"broker_url": url, "result_backend": url, "singleton_backend_url": url}
-        workers = [celery("worker", "-P", library, "-c", "2", conf=conf) for _ in range(4)]
-        for worker in workers:
-            worker.ready()
-        for worker in workers:
-            worker.terminate()
-        assert [worker.wait() for worker in workers] == [0] * len(workers)
+    workers = [celery("worker", "-P", library, "-c", "2") for _ in range(4)]
+    for worker in workers:
+        worker.ready()
+    for worker in workers:
+        worker.terminate()
+    assert [worker.wait() for worker in workers] == [0] * len(workers)
