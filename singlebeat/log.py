@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from datetime import UTC, datetime
 from functools import cache, lru_cache
 from typing import Any
 
 from celery.utils.log import get_logger
+
+from .native_threads import do_in_loop, is_native
 
 __all__ = ("Log", "instant", "printable", "without_passwords")
 
@@ -45,22 +48,22 @@ class Log:
 
     def debug(self, text: str, *, event: str, **pairs: Any) -> None:
         """Log what only a search for an error needs."""
-        if self._logger.isEnabledFor(logging.DEBUG):
+        if self.wants(logging.DEBUG):
             self._write(logging.DEBUG, text, {"event": event, **pairs})
 
     def info(self, text: str, *, event: str, **pairs: Any) -> None:
         """Log what happened, as it should."""
-        if self._logger.isEnabledFor(logging.INFO):
+        if self.wants(logging.INFO):
             self._write(logging.INFO, text, {"event": event, **pairs})
 
     def warning(self, text: str, *, event: str, **pairs: Any) -> None:
         """Log what somebody may have to look after."""
-        if self._logger.isEnabledFor(logging.WARNING):
+        if self.wants(logging.WARNING):
             self._write(logging.WARNING, text, {"event": event, **pairs})
 
     def error(self, text: str, *, event: str, **pairs: Any) -> None:
         """Log what somebody has to mend."""
-        if self._logger.isEnabledFor(logging.ERROR):
+        if self.wants(logging.ERROR):
             self._write(logging.ERROR, text, {"event": event, **pairs})
 
     def exception(self, text: str, *, event: str, **pairs: Any) -> None:
@@ -78,9 +81,13 @@ class Log:
 
     def wants(self, level: int) -> bool:
         """Tell whether a line of a level is written."""
-        return bool(self._logger.isEnabledFor(level))
+        return is_native() or bool(self._logger.isEnabledFor(level))
 
-    def _write(self, level: int, text: str, pairs: dict[str, Any], *, exc_info: bool = False) -> None:
+    def _write(self, level: int, text: str, pairs: dict[str, Any], *, exc_info: Any = None) -> None:
+        if is_native():  # loggers and handlers have locks, which a greenlet may hold
+            error = exc_info and sys.exc_info()
+            do_in_loop(lambda: self._write(level, text, pairs, exc_info=error))
+            return
         detail = without_passwords(pairs.pop("detail", ""))
         facts = {name: _fact(value) for name, value in pairs.items() if value is not None and value != ""}
         tail = "".join(f" {name}={_encoded(fact)}" for name, fact in facts.items())

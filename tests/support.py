@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -158,15 +159,15 @@ class Server(ABC):
 
 
 class RedisServer(Server):
-    """A private Redis server on a unix socket that a test may kill, pause and restart.
+    """A private Redis server on a port of 127.0.0.1 and a unix socket, which a test may kill, pause and restart.
 
     Args:
         args: further options of the server, such as ``"--appendonly", "yes"``; without them its data ends with it.
-        tcp: listen on a free port of 127.0.0.1 as well.
+        socket: let its URLs name the socket; else they name the port, of ``localhost``, as most users have it.
         password: asked of every client, and part of every URL here.
     """
 
-    def __init__(self, *args: str, tcp: bool = False, password: str | None = None) -> None:
+    def __init__(self, *args: str, socket: bool = False, password: str | None = None) -> None:
         directory = Path(tempfile.mkdtemp(prefix="sb"))
         if len(os.fsencode(directory)) > 90:  # the path of a unix socket may have about 100 bytes
             directory.rmdir()
@@ -176,26 +177,31 @@ class RedisServer(Server):
         self.password = password
         self.port: int | None = None
         self._args = args
-        self._tcp = tcp
+        self._socket = socket
         self._process: subprocess.Popen[Any] | None = None
         self._clients: list[Redis] = []
 
     @property
     def url(self) -> str:
-        """The unix socket in the form of redis-py and RedBeat."""
-        return f"unix://{self._login}{self.path}"
+        """The server in the form of redis-py and RedBeat."""
+        return self.socket_url if self._socket else self.tcp_url
 
     @property
     def celery_url(self) -> str:
-        """The unix socket in the form of Celery's ``broker_url`` and ``result_backend``."""
-        return f"redis+socket://{self._login}{self.path}"
+        """The server in the form of Celery's ``broker_url`` and ``result_backend``."""
+        return self.url.replace("unix://", "redis+socket://")
+
+    @property
+    def socket_url(self) -> str:
+        """The unix socket."""
+        return f"unix://{self._login}{self.path}"
 
     @property
     def tcp_url(self) -> str:
-        """The TCP port in the form that everybody takes."""
+        """The port, by the name of its host."""
         if self.port is None:
-            raise RuntimeError("this server has no port: RedisServer(tcp=True)")
-        return f"redis://{self._login}127.0.0.1:{self.port}/0"
+            raise RuntimeError("the server was not started")
+        return f"redis://{self._login}localhost:{self.port}"
 
     @property
     def _login(self) -> str:
@@ -223,7 +229,7 @@ class RedisServer(Server):
 
     def start(self) -> Self:
         """Start the server and return when it answers."""
-        first = self._tcp and self.port is None
+        first = self.port is None
         for attempts_left in reversed(range(5)):
             if first:
                 self.port = free_port()
@@ -241,7 +247,7 @@ class RedisServer(Server):
         command = [
             server_binary(),
             "--port",
-            str(self.port or 0),
+            str(self.port),
             "--bind",
             "127.0.0.1",
             "--unixsocket",
@@ -363,10 +369,11 @@ def until_answered(ask: Callable[..., Any]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port of 127.0.0.1 that nobody uses at the moment, nor gets for a connection while a server restarts."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
+            return probe.getsockname()[1]
 
 
 class CeleryProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from .entry import Entry
 
 __all__ = ("BrokerAccess",)
+
+
+#: What bounds every wait for the broker, by driver. py-amqp has no such bound for TLS: there only the wait for the
+#: confirmation of a message is bounded, which does not come while RabbitMQ is short of memory or disk.
+LIMITS = {
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "py-amqp": ("read_timeout", "write_timeout"),
+}
 
 
 class BrokerAccess(Scheduler):  # type: ignore[misc]
@@ -33,11 +42,9 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
     @cached_property
     def connection(self) -> Any:
         """The broker connection; one that hangs must not hold up a tick for long."""
-        connection = self.app.connection_for_write()
-        if any(name in str(connection.transport_cls) for name in ("redis", "sentinel")):
-            timeout = Config.of(self.app).singlebeat_socket_timeout
-            for name in ("socket_timeout", "socket_connect_timeout"):
-                connection.transport_options.setdefault(name, timeout)
+        connection, timeout = self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout
+        for name in LIMITS.get(connection.transport.driver_name, ()):
+            connection.transport_options.setdefault(name, timeout)
         return connection
 
     def _ensure_connected(self) -> Any:
@@ -49,4 +56,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         self.__dict__.pop("producer", None)
         connection = self.__dict__.pop("connection", None)
         if connection is not None:
+            # py-amqp would wait for the broker's goodbye, which does not come from one that is away.
+            with suppress(AttributeError):
+                connection._connection.collect()
             connection.release()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..config import Config
 from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
 from ..locks.key import behind_key, check_sendable
 from ..log import Log
@@ -95,6 +96,7 @@ def prepare(
         entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
         entry.options["task_id"] = occurrence.id
         entry.options.setdefault("retry", False)  # we try again ourselves, and keep nobody waiting meanwhile
+        entry.options.setdefault("confirm_timeout", Config.of(app).singlebeat_socket_timeout)
         if stored.policy.expires is not None:
             entry.options["expires"] = stored.policy.expires
         headers = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,12 @@ __all__ = ("InspectBackend",)
 
 #: How often a run asks that is not the first: the one before it may be about to end, or to be skipped itself.
 ROUNDS = 2
+
+
+def _pids() -> set[int]:
+    """Return what a pool may call the process of the current task; gevent's and eventlet's mean its greenlet."""
+    greenlet = sys.modules.get("greenlet")
+    return {os.getpid(), *([id(greenlet.getcurrent())] if greenlet is not None else [])}
 
 
 class _Run(NamedTuple):
@@ -48,8 +55,8 @@ class InspectBackend(BaseBackend):
     give up. What can go wrong, and then runs are doubled, never lost:
 
     - two start at once, and their hosts' clocks differ, or a worker takes note of a start, by more than ``settle``;
-    - a worker does not answer within ``timeout``. One with the solo pool never does while it runs a task: use prefork
-      or threads (tested); gevent and eventlet answer as long as no task blocks their loop;
+    - a worker does not answer within ``timeout``. One with the solo pool never does while it runs a task, nor do gevent
+      and eventlet while a task blocks their loop;
     - a message that the broker delivers again waits while its first delivery runs, and runs when that has ended;
     - a worker is cut off from the broker: it goes on, and nobody sees it.
 
@@ -94,7 +101,7 @@ class InspectBackend(BaseBackend):
         for _ in range(ROUNDS):
             time.sleep(self.settle)
             equal = [run for run in self._runs(task) if ref.key == run.key or ref.task_id == run.task_id]
-            ours = [run for run in equal if (run.task_id, run.pid) == (ref.task_id, os.getpid())]
+            ours = [run for run in equal if run.task_id == ref.task_id and run.pid in _pids()]
             # In a worker that was not started by its command a task knows only the last part of its node's name. Two
             # deliveries of our message may run in the threads of this process: we are the last so far.
             own = max((run for run in ours if run.node.endswith(node) and run.start <= began), default=None)

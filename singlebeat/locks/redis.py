@@ -14,6 +14,7 @@ from ..config import Config
 from ..connections import RedisError, lock_server, masked, private, same_slot, shared
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
+from ..native_threads import is_native
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
 from .key import behind_key, done_key, is_done_key
 
@@ -61,7 +62,7 @@ class RedisBackend(BaseBackend):
     def __init__(self, url: str, *, timeout: float = 5.0, own_connections: bool = False, **kwargs: Any) -> None:
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
         self._connect = private if own_connections else shared
-        self._client: tuple[int, Any] = (0, None)  #: process and client
+        self._client: tuple[tuple[int, bool], Any] = ((0, False), None)  #: who may use it, and the client
         #: What the server's clock (s) is ahead of our monotonic one: a guess, until the server has told its time.
         self._ahead = time.time() - time.monotonic()
 
@@ -84,11 +85,12 @@ class RedisBackend(BaseBackend):
 
     @property
     def redis(self) -> Any:
-        """The client; a forked child must not use its parent's."""
-        pid, client = self._client
-        if pid != os.getpid():
+        """The client; a forked child must not use its parent's, nor a native thread the one of greenlets."""
+        user = os.getpid(), is_native()
+        known, client = self._client
+        if known != user:
             client = self._connect(self.url, timeout=self.timeout, options=self.kwargs, setting=self.setting)
-            self._client = os.getpid(), client
+            self._client = user, client
         return client
 
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from .. import signals
 from ..config import Config
 from ..locks.base import HEADER, RUN_HEADER
 from ..log import Log, without_passwords
-from .threads import Empty, SimpleQueue, start_native_thread
+from ..native_threads import Empty, SimpleQueue, await_native, start_native_thread
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -106,9 +105,9 @@ def record_end_of_message(
 def flush_ends(app: Celery) -> None:
     """Wait until the ends so far are recorded, for a few seconds at most."""
     if (app, os.getpid()) in _writers:
-        done = threading.Event()
+        done: SimpleQueue[None] = SimpleQueue()
         _writers[app, os.getpid()].put(done)
-        done.wait(TIMEOUT)
+        await_native(done, timeout=TIMEOUT)
 
 
 class _Writer:
@@ -123,12 +122,12 @@ class _Writer:
         self._connect, self._script, self._packed = schedule_client, Script(__package__, "ended"), packed
         config = Config.of(app)
         self.app, self.prefix, self.limit = app, config.redbeat_key_prefix, config.singlebeat_history_limit
-        self._news: SimpleQueue[tuple[str, ...] | threading.Event] = SimpleQueue()
+        self._news: SimpleQueue[tuple[str, ...] | SimpleQueue[None]] = SimpleQueue()
         self._client: Any = None
         self._silent_until = 0.0
         start_native_thread(self._run, "singlebeat-ends")
 
-    def put(self, news: tuple[str, ...] | threading.Event) -> None:
+    def put(self, news: tuple[str, ...] | SimpleQueue[None]) -> None:
         if self._news.qsize() < MOST:
             self._news.put(news)
 
@@ -152,8 +151,8 @@ class _Writer:
                 )
                 self._silent_until = time.monotonic() + PAUSE
             for each in news:
-                if isinstance(each, threading.Event):
-                    each.set()
+                if not isinstance(each, tuple):
+                    each.put(None)
 
     def _write(self, rows: Sequence[tuple[str, ...]]) -> None:
         self._client = self._client or self._connect(self.app, timeout=TIMEOUT)

@@ -21,6 +21,7 @@ from ..errors import LockBackendError
 from ..locks.base import Holder, Ref, Renewal, Verdict
 from ..locks.key import check_sendable, lock_key, readable
 from ..log import Log
+from ..native_threads import do_in_loop
 from .keeper import Keeper, keeper_of
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Exclusive:
             task=self.name,
             id=self.ref.task_id,
         )
-        signals.lock_lost.send(sender=self.name, ref=self.ref)
+        do_in_loop(functools.partial(signals.lock_lost.send, sender=self.name, ref=self.ref))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Return a function that runs under the lock, and returns None without running where somebody holds it.

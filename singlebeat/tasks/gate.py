@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
+from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.utils.encoding import safe_repr
 
 from .. import signals
@@ -261,7 +263,18 @@ def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> No
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
     encoding = {name: value for name, value in encoding.items() if value}  # else as the task says
     signature = task.signature_from_request(
-        request, countdown=countdown, retries=request.retries, headers=headers, **shown, **encoding
+        request,
+        countdown=_sendable(task.app, countdown),
+        retries=request.retries,
+        headers=headers,
+        **shown,
+        **encoding,
     )
     # Task's own method: a Singleton's would hand the lock over to it.
     Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+
+
+def _sendable(app: Any, countdown: float) -> float:
+    """Return a countdown that Celery can send: where it lets RabbitMQ delay messages, whole seconds from 1 on."""
+    driver = app.producer_pool.connections.connection.transport.driver_type
+    return math.ceil(countdown) if detect_quorum_queues(app, driver)[0] else countdown

@@ -14,7 +14,7 @@ from ..locks import backend_of, new_backend
 from ..locks.inspect import InspectBackend
 from ..locks.legacy import LegacyBackend
 from ..log import Log
-from .threads import Empty, SimpleQueue, start_native_thread
+from ..native_threads import Empty, SimpleQueue, start_native_thread
 
 if TYPE_CHECKING:
     from celery import Celery

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -16,7 +17,7 @@ from ..errors import LockBackendError, UnusableLockError
 from ..locks import new_backend
 from ..locks.base import Ref, Renewal, Ticket
 from ..log import Log
-from .threads import Empty, SimpleQueue, native_sleep, start_native_thread
+from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, native_sleep, start_native_thread
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -143,11 +144,7 @@ class Renewer:
         if self._started:
             done: SimpleQueue[None] = SimpleQueue()
             self._wake.put(done)
-            given_up = time.monotonic() + FLUSH_TIMEOUT
-            # A native thread cannot end the wait of a greenlet; asleep, this one lets others run.
-            while done.empty() and time.monotonic() < given_up:
-                time.sleep(GATHERING)
-            if done.empty():
+            if not await_native(done, timeout=FLUSH_TIMEOUT):
                 log.warning("the worker ends before its last locks are free: they end by themselves", event="lock_kept")
 
     def _run(self) -> None:
@@ -235,7 +232,7 @@ class Renewer:
                     task=request.name,
                     id=request.id,
                 )
-                signals.lock_lost.send(sender=request.name, ref=ref)
+                do_in_loop(partial(signals.lock_lost.send, sender=request.name, ref=ref))
 
     def _begin(self, request: Request, ref: Ref) -> None:
         queued = request.ticket.queued if request.ticket else ""

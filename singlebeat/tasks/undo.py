@@ -11,7 +11,7 @@ from ..errors import LockBackendError
 from ..locks import new_backend
 from ..locks.base import BaseBackend, Ref
 from ..log import Log
-from .threads import Empty, SimpleQueue, native_sleep, start_native_thread
+from ..native_threads import Empty, SimpleQueue, native_sleep, start_native_thread
 
 if TYPE_CHECKING:
     from celery import Celery

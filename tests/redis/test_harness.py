@@ -60,7 +60,7 @@ def test_a_paused_server_hangs_until_it_is_resumed(own_server):
 
 
 def test_a_server_can_ask_for_a_password_and_listen_on_a_port():
-    with RedisServer(tcp=True, password="secret") as server:
+    with RedisServer(password="secret") as server:
         assert server.client().ping()
         with Redis.from_url(server.tcp_url) as by_port:
             assert by_port.ping()

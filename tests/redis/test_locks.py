@@ -130,7 +130,7 @@ def test_a_right_that_is_missing_is_no_foreign_key(server, redis):
     rights = ["+@all", "-zmscore", "-zremrangebyscore"]
     try:
         redis.acl_setuser("half", enabled=True, nopass=True, keys=["*"], commands=rights)
-        backend = RedisBackend(server.url.replace("unix://", "unix://half:any@"), own_connections=True)
+        backend = RedisBackend(server.url.replace("://", "://half:any@"), own_connections=True)
 
         holder = acquire(backend)
         with pytest.raises(LockBackendError, match=rf"unusable: .*({missing})"):

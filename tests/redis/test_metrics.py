@@ -274,7 +274,7 @@ def test_beat_serves_its_metrics_on_this_host(celery, app, redis):
 
 
 def test_a_port_that_is_in_use_does_not_keep_beat_from_leading(celery, redis):
-    with RedisServer(tcp=True) as taken:
+    with RedisServer() as taken:
         beat = celery("beat", "-S", "singlebeat.Scheduler", conf={"singlebeat_metrics_port": taken.port})
 
         beat.wait_for("beat: Metrics are not served .*in use")

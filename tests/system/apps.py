@@ -60,7 +60,7 @@ def rejecting(name: str, times: int, requeue: bool, seconds: float = 0) -> str:
 def make_app(
     url: str, conf: Mapping[str, Any] | None = None, *, set_as_current: bool = False, tasks: bool = True
 ) -> Celery:
-    """Return an app with the tasks ``tests.system.apps.plain``, ``.single``, ``.fail`` and those at its end.
+    """Return an app with the tasks ``tests.system.apps.plain``, ``.single`` and the others of ``_add_tasks``.
 
     Args:
         tasks: False for an app that knows no task.
@@ -86,6 +86,7 @@ def _add_tasks(app: Celery) -> None:
     add = partial(app.task, shared=False)  # else every other app of the process gets them, too
     add(plain, name="tests.system.apps.plain")
     add(single, name="tests.system.apps.single", base=Singleton)
+    add(single, name="tests.system.apps.in_turn", base=Singleton, overlap="buffer_all", unique_on=[])
     add(fail, name="tests.system.apps.fail")
     add(fail, name="tests.system.apps.single_fail", base=Singleton)
     add(retrying, name="tests.system.apps.retrying", bind=True)

@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,7 +45,7 @@ class RabbitMQ(Server):
         script, mapper = found
         self.port, mapped = free_port(), free_port()
         (self.directory / "plugins").write_text("[].\n")
-        environment = {
+        self._environment = environment = {
             **os.environ,
             "HOME": str(self.directory),  # for Erlang's cookie
             "ERL_EPMD_ADDRESS": "127.0.0.1",
@@ -69,6 +69,19 @@ class RabbitMQ(Server):
         server = self._run([script], environment)
         wait_until(lambda: self._answers(server), timeout=90, what="RabbitMQ to take connections")
         return self
+
+    @contextmanager
+    def alarm(self) -> Iterator[None]:
+        """Let the server take no messages for a while, as when memory or disk are short."""
+        self._control("set_vm_memory_high_watermark", "0.000001")
+        try:
+            yield
+        finally:
+            self._control("set_vm_memory_high_watermark", "0.4")
+
+    def _control(self, *command: str) -> None:
+        control = Path(find_rabbitmq()[0]).with_name("rabbitmqctl")
+        subprocess.run([str(control), *command], env=self._environment, check=True, capture_output=True)
 
     def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
         with (self.directory / "log").open("ab") as log:

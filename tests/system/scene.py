@@ -127,7 +127,7 @@ class Stage:
 
     def __init__(self, config: Config, directory: Path, conf: Mapping[str, Any] | None = None) -> None:
         self.config = config
-        self.server = RedisServer().start()
+        self.server = RedisServer(socket=config.pool == "solo").start()  # one column does without a port
         self.results = RedisServer().start()
         self.redis = self.server.client()
         self.oracle = Oracle(self.server.client(db=ORACLE_DB))

@@ -49,7 +49,7 @@ def test_every_way_to_start_it_runs_it_and_shows_no_password(command, conf, cele
     process.wait_for(r"Scheduler: Sending due task a ")
 
     if command[0] == "beat":
-        assert process.matches(rf"^\s+\. redis -> unix://:\*+@{locked_server.path}$")
+        assert process.matches(rf"^\s+\. redis -> redis://:\*+@localhost:{locked_server.port}$")
         assert process.matches(r"^\s+\. lock -> `redbeat::lock`, lease 10 s$")
         assert process.matches(r"singlebeat\.(\S+\.)?Scheduler")
     assert locked_server.password not in process.text
@@ -60,7 +60,7 @@ def test_every_way_to_start_it_runs_it_and_shows_no_password(command, conf, cele
 def test_the_banner_shows_the_lock_and_the_lease_that_are_configured(celery, server):
     beat = celery("beat", conf={"redbeat_lock_timeout": 2.5, "redbeat_lock_key": "mine"}).ready()
 
-    assert beat.matches(rf"^\s+\. redis -> unix://{server.path}$")
+    assert beat.matches(rf"^\s+\. redis -> {server.url}$")
     assert beat.matches(r"^\s+\. lock -> `redbeat:mine`, lease 2\.5 s$")
 
 

@@ -43,8 +43,9 @@ def skipped(workers: Sequence[CeleryProcess], name: str) -> int:
     return sum(len(worker.matches(rf"{name}\[.* is skipped .*its lock is held by task")) for worker in workers)
 
 
-def test_of_equal_calls_that_start_at_once_on_two_workers_one_runs(celery, sender, oracle, redis):
-    workers = [celery("worker", "-c", "3", "-P", pool, conf=INSPECT) for pool in ("prefork", "threads")]
+@pytest.mark.parametrize("pools", [("prefork", "threads"), ("gevent", "gevent"), ("eventlet", "eventlet")])
+def test_of_equal_calls_that_start_at_once_on_two_workers_one_runs(celery, sender, oracle, redis, pools):
+    workers = [celery("worker", "-c", "3", "-P", pool, conf=INSPECT) for pool in pools]
     for worker in workers:
         worker.ready()
     single = sender.tasks[SINGLE]

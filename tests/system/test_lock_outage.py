@@ -64,7 +64,7 @@ def test_a_call_that_cannot_get_its_lock_is_refused_and_not_sent(policy, single,
     outage.begin()
     began = time.monotonic()
 
-    with pytest.raises(LockBackendError, match=f"the locks' server unix://{locks.path} does not answer"):
+    with pytest.raises(LockBackendError, match=f"the locks' server {locks.url} does not answer"):
         single.apply_async((name,), queue=name)
 
     assert time.monotonic() - began < BOUND

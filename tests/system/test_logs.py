@@ -52,7 +52,7 @@ def test_a_beat_and_a_worker_with_nothing_to_do_say_nothing(celery, app, redis):
 def test_no_level_tells_a_password(celery, oracle):
     everything = ("-l", "DEBUG")
     conf = {"singlebeat_lock_lease": 1, "redbeat_lock_timeout": 2, "singlebeat_socket_timeout": 1}
-    with RedisServer(password=SECRET, tcp=True) as own:
+    with RedisServer(password=SECRET) as own:
         url = f"redis://:{SECRET}@127.0.0.1:{own.port}/0"
         conf |= dict.fromkeys(("broker_url", "result_backend", "redbeat_redis_url", "singleton_backend_url"), url)
         with make_app(url) as app:

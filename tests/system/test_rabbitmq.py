@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chord
 from celery.schedules import schedule
 from kombu import Exchange, Queue
 
@@ -16,7 +16,10 @@ from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServe
 from tests.system.apps import make_app
 from tests.system.rabbitmq import RabbitMQ, find_rabbitmq
 
-SINGLE = f"{APP}.single"
+SINGLE, IN_TURN = f"{APP}.single", f"{APP}.in_turn"
+
+#: Deliveries of one message after which a quorum queue drops it here.
+MOST_DELIVERIES = 3
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,47 @@ def a_message_of_a_killed_worker(scene: Scene) -> None:
         assert single.delay("one").get(timeout=60) == "one", "its lock is free"
 
 
+def calls_that_wait_for_their_turn(scene: Scene) -> None:
+    """They run one after the other; early acknowledgement leaves them nowhere but in the message that is sent again."""
+    scene.start("worker", "-c", "4").ready()
+    with scene.app() as app:
+        in_turn = app.tasks[IN_TURN]
+        calls = [in_turn.delay("one", seconds=60) for _ in range(3)]
+        for count in (1, 2, 3):
+            scene.oracle.wait_started(count, "one", timeout=60)
+            scene.oracle.let_go("one")
+        assert [call.get(timeout=60) for call in calls] == ["one"] * 3
+    assert scene.oracle.max_concurrent("one") == 1
+
+
+def a_chord_of_two_equal_calls(scene: Scene) -> None:
+    """Neither is a duplicate of the other, because the chord waits for both: the second waits for its turn."""
+    scene.start("worker", "-c", "4").ready()
+    with scene.app() as app:
+        single, plain = app.tasks[SINGLE], app.tasks[f"{APP}.plain"]
+        result = chord([single.s("one", seconds=60), single.s("one", seconds=60)])(plain.si("both"))
+        for count in (1, 2):
+            scene.oracle.wait_started(count, "one", timeout=60)
+            scene.oracle.let_go("one")
+        assert result.get(timeout=60) == "both"
+    assert scene.oracle.max_concurrent("one") == 1
+
+
+def a_late_call_that_waits_longer_than_it_may_be_delivered(scene: Scene) -> None:
+    """It is sent again rather than put back: a quorum queue drops what it has delivered too often."""
+    scene.conf = {**scene.conf, "task_acks_late": True}
+    worker = scene.start("worker", "-c", "4").ready()
+    with scene.app() as app:
+        in_turn = app.tasks[IN_TURN]
+        first = in_turn.delay("one", seconds=60)
+        scene.oracle.wait_started(1, "one", timeout=60)
+        second = in_turn.delay("two")
+        worker.wait_for(rf"{second.id}\] waits for its turn", count=MOST_DELIVERIES + 2, timeout=60)
+        scene.oracle.let_go("one")
+        assert [first.get(timeout=60), second.get(timeout=60)] == ["one", "two"]
+    assert not worker.matches("cannot be sent again")
+
+
 def no_redis_at_all(scene: Scene) -> None:
     """Equal runs exclude one another by asking the workers through RabbitMQ; results go there as well."""
     scene.conf = {
@@ -116,23 +160,85 @@ def no_redis_at_all(scene: Scene) -> None:
 CASES: dict[str, Callable[[Scene], None]] = {
     "beat, worker and Singleton": beat_worker_and_singleton,
     "a message of a killed worker": a_message_of_a_killed_worker,
+    "calls that wait for their turn": calls_that_wait_for_their_turn,
+    "a chord of two equal calls": a_chord_of_two_equal_calls,
+    "a late call that waits long": a_late_call_that_waits_longer_than_it_may_be_delivered,
     "no Redis at all": no_redis_at_all,
 }
 
 
-# One server for all of them: it takes ten seconds to start.
-@pytest.mark.parametrize("case", CASES.values(), ids=[f"rabbitmq: {name}" for name in CASES])
-def test_rabbitmq_is_a_broker_like_any_other(
-    case: Callable[[Scene], None], rabbit: RabbitMQ, celery: CeleryLauncher, oracle: Oracle, server: RedisServer
+def test_beat_outlives_an_alarm_of_rabbitmq(
+    rabbit: RabbitMQ, celery: CeleryLauncher, oracle: Oracle, server: RedisServer
 ) -> None:
+    """The confirmation of a message does not come then; a beat that starts meanwhile meets the same.
+
+    The first beat has no bound for reading, as with TLS.
+    """
     conf = {
+        **conf_of(rabbit, server),
+        **on_quorum_queue("alarm"),
+        "beat_schedule": {"tick": {"task": SINGLE, "schedule": schedule(0.5), "args": ["tick"]}},
+        "singlebeat_socket_timeout": 1,
+        "singlebeat_watchdog_timeout": 20,
+    }
+    scene = Scene(celery, oracle, conf)
+    scene.start("worker", "-c", "2").ready()
+    before = scene.start("beat", broker_transport_options={"confirm_publish": True, "read_timeout": 600})
+    oracle.wait_ended(2, "tick", timeout=60)
+    with rabbit.alarm():
+        before.wait_for("event=unreachable", timeout=60)
+        before.terminate()
+        assert before.wait() == 0
+        meanwhile = scene.start("beat")
+        meanwhile.wait_for("event=unreachable", timeout=60)
+    oracle.wait_ended(oracle.ended("tick") + 3, "tick", timeout=60)
+    assert meanwhile.returncode is None
+    ids = [run.id for run in oracle.runs("tick")]
+    assert len(set(ids)) == len(ids)
+
+
+def conf_of(rabbit: RabbitMQ, server: RedisServer) -> dict[str, Any]:
+    """Return the settings for a broker that is RabbitMQ, with everything else in Redis."""
+    return {
         "broker_url": rabbit.url,
-        "task_default_queue": f"queue {list(CASES.values()).index(case)}",
         "result_backend": server.celery_url,
         "redbeat_redis_url": server.url,
         "singleton_backend_url": server.url,
     }
-    case(Scene(celery, oracle, conf))
+
+
+def on_classic_queue(name: str) -> dict[str, Any]:
+    """Return the settings for a queue as Celery makes it by itself."""
+    return {"task_default_queue": name}
+
+
+def on_quorum_queue(name: str) -> dict[str, Any]:
+    """Return the settings for a quorum queue with delayed delivery by RabbitMQ, as Celery's manual has them."""
+    arguments = {"x-queue-type": "quorum", "x-delivery-limit": MOST_DELIVERIES}
+    queue = {"exchange": name, "exchange_type": "topic", "routing_key": name, "queue_arguments": arguments}
+    return {
+        "task_queues": {name: queue},
+        "task_default_queue": name,
+        "task_default_exchange": name,
+        "task_default_exchange_type": "topic",
+        "task_default_routing_key": name,
+        "broker_transport_options": {"confirm_publish": True},
+    }
+
+
+# One server for all of them: it takes ten seconds to start.
+@pytest.mark.parametrize("on_queue", [on_classic_queue, on_quorum_queue], ids=["rabbitmq: classic", "rabbitmq: quorum"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_rabbitmq_is_a_broker_like_any_other(
+    case: Callable[[Scene], None],
+    on_queue: Callable[[str], dict[str, Any]],
+    rabbit: RabbitMQ,
+    celery: CeleryLauncher,
+    oracle: Oracle,
+    server: RedisServer,
+) -> None:
+    queue = on_queue(f"{on_queue.__name__}_{list(CASES.values()).index(case)}")
+    case(Scene(celery, oracle, {**conf_of(rabbit, server), **queue}))
 
 
 @pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])

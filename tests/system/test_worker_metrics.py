@@ -119,7 +119,7 @@ def test_a_lock_server_that_is_away_is_a_metric(worker, own_server):
 
 
 def test_a_port_that_is_in_use_does_not_keep_a_worker_from_its_work(celery, app):
-    with RedisServer(tcp=True) as taken:
+    with RedisServer() as taken:
         worker = celery("worker", "-c", "1", conf={"singlebeat_worker_metrics_port": taken.port}).ready()
 
         assert len(worker.matches("ERROR.*Metrics are not served .*in use")) == 1

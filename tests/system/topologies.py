@@ -45,7 +45,7 @@ class _Sentinel(RedisServer):
     """Watches a master; it has a password of its own."""
 
     def __init__(self, master: RedisServer) -> None:
-        super().__init__(tcp=True, password=SENTINELS_PASSWORD)
+        super().__init__(password=SENTINELS_PASSWORD)
         self._master = master.port
 
     def _command(self) -> list[str]:
@@ -68,9 +68,9 @@ class Sentinels:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             options = ("--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0")
-            self.master = stack.enter_context(RedisServer(*options, tcp=True, password=PASSWORD))
+            self.master = stack.enter_context(RedisServer(*options, password=PASSWORD))
             of = ("--replicaof", "127.0.0.1", str(self.master.port))
-            self.replica = stack.enter_context(RedisServer(*options, *of, tcp=True, password=PASSWORD))
+            self.replica = stack.enter_context(RedisServer(*options, *of, password=PASSWORD))
             self._sentinels = [stack.enter_context(_Sentinel(self.master)) for _ in range(3)]
             wait_until(self._agree, timeout=60, what="the sentinels to find each other")
             self._stack = stack.pop_all()
@@ -116,7 +116,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.nodes = [stack.enter_context(_Node(tcp=True)) for _ in range(4)]
+            self.nodes = [stack.enter_context(_Node()) for _ in range(4)]
             self._join()
             self._stack = stack.pop_all()
         return self

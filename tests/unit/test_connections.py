@@ -600,7 +600,7 @@ def test_a_forked_child_has_a_client_and_a_connection_of_its_own(server):
 
 
 def test_a_connection_that_the_server_has_closed_is_opened_again(server, redis):
-    client = private(server.url, timeout=5)
+    client = private(server.socket_url, timeout=5)
     name = client.client_id()
     redis.client_kill_filter(_id=name)
 

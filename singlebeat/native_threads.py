@@ -1,0 +1,159 @@
+"""Threads that run beside gevent and eventlet, too, and never wait for their loop, which a task may block.
+
+gevent and eventlet replace sockets, locks and sleeping in the whole process. A native thread that waits for one of
+these needs a loop of its own, and a lock that it shares with a greenlet can keep both waiting for ever. A native thread
+of ours
+
+- waits with ``SimpleQueue`` and ``native_sleep`` only;
+- reaches Redis through the original modules, which redis-py gets from here in native threads;
+- leaves logging and signals, which share locks and run code of users, to the loop: see ``do_in_loop``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from _queue import Empty, SimpleQueue  # the C one: nobody patches it, so that a native thread can wait on it
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ("Empty", "SimpleQueue", "await_native", "do_in_loop", "is_native", "native_sleep", "start_native_thread")
+
+#: Seconds between two polls of the loop for what native threads have left to it.
+POLL = 0.1
+
+_is_native = ContextVar("_is_native", default=False)
+
+
+def is_native() -> bool:
+    """Return whether this is a native thread of ours in a process that gevent or eventlet have patched."""
+    return _is_native.get()
+
+
+def native_sleep(seconds: float) -> None:
+    """Let a native thread sleep: ``time.sleep`` may be patched, and then it needs a loop of greenlets."""
+    with suppress(Empty):
+        SimpleQueue[None]().get(timeout=seconds)
+
+
+def await_native(done: SimpleQueue[None], *, timeout: float) -> bool:
+    """Wait until a native thread has put something into a queue; return whether it has."""
+    given_up = time.monotonic() + timeout
+    # A native thread cannot end the wait of a greenlet; asleep, this one lets others run.
+    while done.empty() and time.monotonic() < given_up:
+        time.sleep(0.02)
+    return not done.empty()
+
+
+def start_native_thread(target: Callable[[], None], name: str) -> None:
+    """Start a daemon thread; a native one even where gevent or eventlet have patched threads."""
+    if (start := _original_start()) is None:
+        threading.Thread(target=target, name=name, daemon=True).start()
+        return
+    _give_originals_to_redis()
+    loop, thread = _loop(os.getpid()), object()
+    loop.threads.add(thread)
+
+    def run() -> None:
+        _is_native.set(True)
+        try:
+            target()
+        finally:
+            loop.threads.discard(thread)
+
+    loop.start()
+    start(run, ())
+
+
+def do_in_loop(do: Callable[[], object]) -> None:
+    """Do something that may wait for a greenlet: soon, in the loop of greenlets; at once in any other thread."""
+    if is_native():
+        _loop(os.getpid()).left.put(do)
+    else:
+        do()
+
+
+class _Loop:
+    """The greenlet that does what the native threads of a process leave to it, for as long as there are any."""
+
+    def __init__(self) -> None:
+        self.left: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.threads: set[object] = set()
+        self._runs = False
+
+    def start(self) -> None:
+        if not self._runs:
+            self._runs = True
+            threading.Thread(target=self._run, name="singlebeat-loop", daemon=True).start()  # patched: a greenlet
+
+    def _run(self) -> None:
+        while self.threads or not self.left.empty():
+            while not self.left.empty():
+                with suppress(Exception):  # a user's handler of log records may raise: the next is done all the same
+                    self.left.get_nowait()()
+            threading.Event().wait(POLL)  # not time.sleep, which may be the original one
+        self._runs = False
+
+
+@cache
+def _loop(pid: int) -> _Loop:
+    return _Loop()  # a forked child has none of its parent's threads
+
+
+def _original_start() -> Any:
+    """Return what starts a native thread if gevent or eventlet have patched threads, or None."""
+    # Neither is imported here: what is not there has patched nothing.
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    if gevent is not None and gevent.is_module_patched("threading"):
+        return gevent.get_original("_thread", "start_new_thread")
+    if eventlet is not None and eventlet.is_monkey_patched("thread"):
+        return eventlet.original("_thread").start_new_thread
+    return None
+
+
+class _ByThread:
+    """A module as redis-py sees it: the original one in native threads, the patched one in greenlets."""
+
+    def __init__(self, patched: Any, original: Any) -> None:
+        self._patched, self._original = patched, original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original if is_native() else self._patched, name)
+
+
+def _give_originals_to_redis() -> None:
+    """Let redis-py connect, wrap in TLS and sleep in native threads without what was patched, whatever the topology."""
+    modules = filter(None, map(sys.modules.get, ("redis.connection", "redis.cluster", "redis.retry")))
+    for module, (name, by_thread) in product(modules, _modules_by_thread().items()):
+        if hasattr(module, name):
+            setattr(module, name, by_thread)
+
+
+@cache
+def _modules_by_thread() -> Mapping[str, Any]:
+    """Return what redis-py's modules use, by the names that it has there.
+
+    gevent keeps the functions that it has replaced, but they make no TLS socket: they look each other up in the patched
+    modules. So socket and ssl are imported once more.
+    """
+    names = {"socket", "ssl"} & sys.modules.keys()  # a Python may have no ssl
+    patched = {name: sys.modules.pop(name) for name in names}
+    try:
+        originals: dict[str, Any] = {name: import_module(name) for name in patched}
+    finally:
+        sys.modules.update(patched)
+    originals["time"] = SimpleNamespace(**{**vars(time), "sleep": native_sleep})
+    modules = {name: _ByThread(sys.modules[name], original) for name, original in originals.items()}
+
+    def sleep(seconds: float) -> None:
+        modules["time"].sleep(seconds)
+
+    return {**modules, "sleep": sleep}
