@@ -21,8 +21,8 @@ CELERY_BEAT_SCHEDULER = "singlebeat.Scheduler"
 CELERY_BEAT_SCHEDULE = {
     "note": {"task": "tests.system.djangosite.tasks.add_note", "schedule": 1.0, "args": ["from beat"]}
 }
-CELERY_REDBEAT_REDIS_URL = f"{_URL}?virtual_host={SCHEDULE_DB}"
+CELERY_REDBEAT_REDIS_URL = f"{_URL}/{SCHEDULE_DB}"
 CELERY_REDBEAT_KEY_PREFIX = "site:"
-CELERY_SINGLETON_BACKEND_URL = f"{_URL}?virtual_host={LOCK_DB}"
+CELERY_SINGLETON_BACKEND_URL = f"{_URL}/{LOCK_DB}"
 CELERY_SINGLETON_KEY_PREFIX = "site-lock:"
 CELERY_SINGLEBEAT_LOCK_LEASE = 7.0
