@@ -184,7 +184,7 @@ class Schedule:
             ConflictError: another occurrence of the entry was on its way for all that time.
         """
         entry, now = self.get(name), datetime.now(UTC)
-        last = entry.meta.last_run_at
+        last = entry.meta.last_run
         previous = None if last is None else last.timestamp()
         occurrence = Occurrence(str(uuid4()), now.timestamp(), previous, Kind.MANUAL)
         self._propose(name, occurrence, timeout)

@@ -207,7 +207,9 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
 class Meta:
     """What is known about an entry's past."""
 
-    last_run_at: datetime | None = None  #: nominal time of its last occurrence, in UTC; None: it has never run
+    last_run_at: datetime | None = (
+        None  #: nominal time of its last occurrence, or when it was made, in UTC; None: it is due now
+    )
     total_run_count: int = 0
     #: From when on the next occurrence counts, if that is not the last one: its schedule has changed then.
     since: datetime | None = None
@@ -216,6 +218,11 @@ class Meta:
     def counts_from(self) -> datetime | None:
         """The moment after which its next nominal time lies; None: it is due now."""
         return self.since or self.last_run_at
+
+    @property
+    def last_run(self) -> datetime | None:
+        """The nominal time of its last run; None: it has never run. Before its first run it counts from its making."""
+        return self.last_run_at if self.total_run_count else None
 
     @classmethod
     def decode(cls, text: str | None, since: str | None = None) -> Meta:

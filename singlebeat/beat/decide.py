@@ -52,7 +52,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     next_score = table.score(table.next(nominal))
     is_late = now - table.due(nominal) > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
-    occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run_at, kind=kind)
+    occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run, kind=kind)
     count = past.total_run_count
     if not entry.enabled or policy.paused:  # its time goes on, so that it does not run for the past when it goes on
         passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)

@@ -18,6 +18,7 @@ from ..locks import backend_of, time_to_start
 from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import readable
 from ..log import Log
+from ..overlap import Overlap
 from ..tasks.claim import claim
 from ..tasks.undo import never_mind, undo_later
 from .backoff import Backoff
@@ -92,51 +93,93 @@ class Dispatcher:
             return
         taken_until = time.monotonic() + RETRY_AFTER
         deadline = taken_until - RETRY_AFTER * (1 - TAKERS_SHARE)
-        plain = [each for each in claimed if not hasattr(type(self.app.tasks.get(each[0].entry.task)), "generate_lock")]
-        looked_after = bool(plain) and self._workers_look_after_locks()
-        if not looked_after:  # what was taken while a worker was seen
-            self._free_locks([each for each in plain if each[0].pending is not None])
+        away: LockBackendError | None = None
+        try:
+            looked_after = self._looks_after(claimed)
+        except LockBackendError as exc:
+            away, looked_after = exc, True  # what may need a lock waits
         messages, wrong = prepare(self.app, self._step_by_step(claimed), looked_after=looked_after)
         self._release(*(lock for message, _ in wrong for lock in message.locks(self.app)))
         decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
-        unsent, holders = list[str](), None
+        unsent, asked = list[str](), away is None
         messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
         try:
+            holders: Mapping[str, Holder] = {}
             try:
-                holders = self._acquire(messages, now)
+                holders = self._acquire(messages, now) if asked else {}
             except LockBackendError as exc:
-                unsent.extend(message.stored.member for message in messages)
-                self._failed("the locks' server", exc)
-                return
-            for message in messages:
-                member = message.stored.member
-                self._progress()
-                if not self._may_send(term) or time.monotonic() > deadline:
-                    break
-                if unsent:  # a broker that is away would keep us waiting for each of the others again
-                    unsent.append(member)
-                    continue
-                try:
-                    decided.append(self._settle(message, holders.get(message.occurrence.id)))
-                    self._backoff.succeeded(member)
-                except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
-                    if not self._may_send(term):
-                        break
-                    if _is_passing(exc):
-                        unsent.append(member)
-                        self._failed("the broker", exc, member)
-                    else:
-                        self._release(*message.locks(self.app))
-                        decided.append(self._give_up(message, exc))
+                away = exc
+            ready = messages
+            if away is not None:
+                unsent.extend(message.stored.member for message in messages if message.needs_lock(self.app))
+                ready = [message for message in messages if not message.needs_lock(self.app)]
+            if away is not None and unsent:
+                self._failed(away)
+            for settled in self._send_each(ready, holders, term, deadline, unsent):
+                decided.append(settled)
         finally:
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
             # Else another beat may hold the same locks for the same ids.
-            if self._may_send(term) and time.monotonic() < taken_until:
+            if asked and self._may_send(term) and time.monotonic() < taken_until:
                 over = {decision.occurrence.id for _, decision, _ in decided}
-                waiting = [message for message in messages if message.occurrence.id not in over]
-                locks = [lock for message in waiting for lock in message.locks(self.app)]
-                self._undo_later(locks) if holders is None else self._release(*locks)
+                left = [message for message in messages if message.occurrence.id not in over]
+                locks = [lock for message in left for lock in message.locks(self.app)]
+                self._release(*locks) if away is None else self._undo_later(locks)
+
+    def _send_each(
+        self,
+        messages: Sequence[Message],
+        holders: Mapping[str, Holder],
+        term: Term,
+        deadline: float,
+        unsent: list[str],
+    ) -> Iterator[tuple[Stored, Decision, Meta | None]]:
+        """Send messages one after the other, for as long as we may; yield what was decided about each.
+
+        Args:
+            unsent: gets the members of those that the broker does not take now.
+        """
+        broker_is_away = False
+        for message in messages:
+            member = message.stored.member
+            self._progress()
+            if not self._may_send(term) or time.monotonic() > deadline:
+                return
+            if broker_is_away:  # it would keep us waiting for each of the others again
+                unsent.append(member)
+                continue
+            try:
+                settled = self._settle(message, holders.get(message.occurrence.id))
+                self._backoff.succeeded(member)
+            except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
+                if not self._may_send(term):
+                    return
+                if _is_passing(exc):
+                    unsent.append(member)
+                    self._failed(exc, member)
+                    broker_is_away = True
+                    continue
+                self._release(*message.locks(self.app))
+                settled = self._give_up(message, exc)
+            yield settled
+
+    def _looks_after(self, claimed: Sequence[_Claimed]) -> bool:
+        """Return whether workers free the locks of the plain tasks among these occurrences.
+
+        Raises:
+            LockBackendError: the locks' server does not answer.
+        """
+        plain = [
+            (stored, occurrence, past)
+            for stored, occurrence, past in claimed
+            if not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock")
+            and (occurrence.overlap or stored.policy.overlap) is not Overlap.ALLOW_ALL
+        ]
+        looked_after = bool(plain) and self._workers_look_after_locks()
+        if not looked_after:  # what was taken while a worker was seen
+            self._free_locks([each for each in plain if each[0].pending is not None])
+        return looked_after
 
     def _step_by_step(self, claimed: Iterable[_Claimed]) -> Iterator[_Claimed]:
         for each in claimed:  # whose task may have a key function of its own, of any length
@@ -171,7 +214,9 @@ class Dispatcher:
         waits_for = admitted.take_places(task) if admitted is not None else getattr(result, "waits_for", None)
         return (Outcome.BUFFERED, str(waits_for)) if waits_for else (Outcome.DISPATCHED, "")
 
-    def _failed(self, server: str, exc: Exception, member: str = "") -> None:
+    def _failed(self, exc: Exception, member: str = "") -> None:
+        is_of_locks = any(isinstance(cause, LockBackendError) for cause in (exc, exc.__context__))
+        server = "the locks' server" if is_of_locks else "the broker"
         self._forget_broker()
         if self._backoff.failed(member):
             text = "Scheduler: Message Error: what is due stays pending until %(server)s answers"

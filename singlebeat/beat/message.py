@@ -72,6 +72,13 @@ class Message:
         check_sendable(key, entry.task, self.occurrence.id)
         return key
 
+    def needs_lock(self, app: Celery) -> bool:
+        """Return whether it can be sent only while the locks' server answers."""
+        if self.ticket is not None or self.claims is not None:
+            return True
+        overlap = self.entry.options.get("overlap") or getattr(app.tasks.get(self.entry.task), "overlap", None)
+        return hasattr(app.tasks.get(self.entry.task), "claims_by_itself") and overlap != Overlap.ALLOW_ALL
+
     def locks(self, app: Celery) -> list[Ref]:
         """Return what may be locked for it, though nobody may have heard of that."""
         if self.ticket is not None:

@@ -79,7 +79,7 @@ def list_(app: Celery, as_json: bool) -> None:
         return
     now = datetime.now(UTC)
     rows_ = [
-        (e.name, e.task, readable_schedule(e.schedule), age(e.meta.last_run_at, now), moment(_next(e)), state_of(e))
+        (e.name, e.task, readable_schedule(e.schedule), age(e.meta.last_run, now), moment(_next(e)), state_of(e))
         for e in entries
     ]
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
@@ -111,7 +111,7 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
             "kwargs": entry.kwargs,
             "options": entry.options,
             "state": state,
-            "last": moment(entry.meta.last_run_at),
+            "last": moment(entry.meta.last_run),
             "runs": entry.meta.total_run_count,
             "next": moment(_next(entry)),
             **json.loads(entry.policy.encode() or "{}"),

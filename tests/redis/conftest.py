@@ -8,6 +8,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from singlebeat.cli import main
+from singlebeat.tasks import undo
+
+
+@pytest.fixture(autouse=True)
+def _no_refused_calls_of_other_tests(monkeypatch):
+    """Keep what a test leaves to be freed, on a server that is gone, out of the next test."""
+    monkeypatch.setattr(undo, "_undoing", undo._Undoing())
 
 
 @pytest.fixture

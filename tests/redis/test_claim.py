@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import uuid
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -368,8 +367,9 @@ def refuse(server, redis, own_server) -> Iterator[Callable[..., Any]]:
 
 
 def all_undone() -> None:
+    waiting = undo._undoing
     wait_until(
-        lambda: all(thread.name != "singlebeat-undo" for thread in threading.enumerate()),
+        lambda: not waiting._wanted and not waiting._no_thread.empty(),
         timeout=30,
         what="the end of the calls that were refused",
     )
@@ -403,7 +403,6 @@ def test_no_call_is_a_duplicate_of_one_that_was_refused(server, own_server, monk
             raise LockBackendError("as asked")
 
         # The thread that frees it has not come to it yet.
-        monkeypatch.setattr(undo, "_undoing", undo._Undoing())
         monkeypatch.setattr(undo, "start_native_thread", lambda *_: None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RedisBackend, "acquire_many", lose_the_reply)

@@ -496,11 +496,13 @@ def test_an_answer_that_cannot_be_written_is_one_line(server, redis):
 def test_the_last_run_is_listed_by_its_age(cli, put):
     now = datetime.now(UTC)
     for name, ago in {"s": 5, "min": 120, "h": 7200, "d": 86_400 * 400}.items():
-        put(name, last_run_at=now - timedelta(seconds=ago), every=10**9)
+        put(name, last_run_at=now - timedelta(seconds=ago), total_run_count=1, every=10**9)
+    put("new", every=10**9)
 
     rows = {line.split()[0]: line for line in cli("list").output.splitlines()}
 
     assert all(f"  {age} " in rows[name] for name, age in {"min": "2 min", "h": "2 h", "d": "400 d"}.items())
+    assert " never " in rows["new"]
     assert all(len(row) <= 80 and " 20" in row for row in rows.values() if not row.startswith("NAME"))
 
 

@@ -2357,6 +2357,42 @@ def test_an_outage_of_the_locks_alone_is_survived(server, redis, own_server, ben
     assert bench.meta() == Meta(entry.last_run_at + HOUR, 8)
 
 
+@pytest.mark.parametrize("overlap", ["skip", "buffer_one"])
+def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(server, own_server, bench_on, caplog, overlap):
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put(overlap=overlap)
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    scheduler.tick()
+    scheduler.tick()
+
+    assert bench.sent == []
+    assert caplog.text.count('event=unreachable server="the locks\' server"') == 1
+    assert "event=trouble" not in caplog.text
+    assert "event=recovered" not in caplog.text
+    own_server.restart()
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.retry_now()
+    scheduler.tick()
+    assert bench.names == ["e"]
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
+def test_an_entry_that_takes_no_lock_runs_while_the_locks_server_is_away(server, own_server, bench_on, task):
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put("locked")
+    bench.put("unlocked", task=task, overlap="allow_all")
+    own_server.kill()
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["unlocked"]
+    assert [record["entry"] for record in bench.history] == ["unlocked"]
+
+
 # ---------------------------------------------------------------- the end
 
 
