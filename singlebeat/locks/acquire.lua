@@ -1,13 +1,14 @@
 --- acquire: take the locks of calls that are about to be sent, or learn who holds them.
 --
--- A call that may not run beside a running one can wait in the place behind it, which holds one call. While a call waits
+-- A call that may not run beside another can wait in the place behind it, which holds one call. While a call waits
 -- there, it stands for its equals, even if the lock itself is free for the moment: no newer call overtakes it.
 --
 -- KEYS[1...]  three for each call:
---             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
+--             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, if_held
 --             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and
 --                        "id:replaced" of calls that lost it before they started, by the time until which they wait
 --             behind     hash, as lock: the call that waits for its end
+--             (if_held in both is what their call asked for; only a call that joins runs with the arguments of others)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
@@ -19,16 +20,18 @@
 --          task       name, for people
 --          args       arguments, for people
 --          payload    arguments for the run of a call that stands for this one; empty: it has them already
---          if_held    what to do if another id holds the lock: "join" waits behind its run, or else gives the payload to
---                     the call that has not started; "replace" waits behind its run, and takes the places of all calls
---                     that have not started: they never will; empty: nothing
+--          if_held    what to do if another id holds the lock: "join" gives the payload to the call that has not started,
+--                     or else waits behind; "replace" waits behind its run, and takes the places of those that have not
+--                     started: they never will; empty: nothing
 --
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms), payload]
 --          acquired  the lock is queued under our id
---          waiting   our id has the place behind the run of the holder
+--          waiting   our id has the place behind the holder
 --          running   our id holds it and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold it now
 --          held      another id holds it or waits for it; nothing was written but the payload
+--          full      another id holds it, and the place behind it is taken by a call that runs with its own arguments;
+--                    nothing was written but the places that were taken from others
 --          unusable  its keys cannot be read; the second is the server's reason; nothing was written
 --          late      the deadline has passed; the fourth is the server's time; nothing was written
 --
@@ -53,10 +56,10 @@ local function replace(lock, done, holder, ttl)
 end
 
 --- Write the record of a free lock, or leave that of the same id; return how long it lasts.
-local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args)
+local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held)
   if not is_ours then
     redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
-      "task", task, "args", args, "since", now_text, "payload", "")
+      "task", task, "args", args, "since", now_text, "payload", "", "if_held", if_held)
     if expiry > 0 then
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
@@ -73,9 +76,9 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
-  local record = redis.pcall("HMGET", lock, "id", "state", "until")
+  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  local next_record = redis.pcall("HMGET", behind, "id", "until")
+  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held")
   if record.err or ended.err or next_record.err then
     return {"unusable", record.err or ended.err or next_record.err, "", "0", "0", 0, ""}
   end
@@ -86,12 +89,23 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
 
   if waits == id and holder ~= id then
-    hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args)
+    hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args, if_held)
     return reply("waiting", lock, id)
   end
   local is_held = (holder and holder ~= id) or (waits and not holder)
+  if is_held and if_held == "" then
+    return reply("held", holder and lock or behind, id)
+  end
+  if is_held and if_held == "join" then
+    local stands_for_us = waits and behind or (state == "queued" and lock)
+    local joins = (waits and next_record[3] or record[4]) == "join"
+    if stands_for_us and (joins or payload == "") then
+      redis.call("HSET", stands_for_us, "payload", payload)
+      return reply("held", stands_for_us, id)
+    end
+  end
   if is_held and if_held == "replace" then
-    if waits then
+    if waits and next_record[3] ~= "" then
       replace(behind, done, waits, ttl)
       waits = false
     end
@@ -100,14 +114,9 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
       holder, bound = false, false
     end
     is_held = holder
-  elseif is_held and if_held == "join" then
-    local stands_for_us = waits and behind or (state == "queued" and lock)
-    if stands_for_us then
-      redis.call("HSET", stands_for_us, "payload", payload)
-      return reply("held", stands_for_us, id)
-    end
-  elseif is_held then
-    return reply("held", holder and lock or behind, id)
+  end
+  if is_held and waits then
+    return reply("full", holder and lock or behind, id)
   end
   if not is_held and holder and state == "running" then
     return reply("running", lock, id)
@@ -117,10 +126,10 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
     redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
   end
   if is_held then
-    hold(behind, false, false, id, gen, ttl, expiry, task, args)
+    hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held)
     return reply("waiting", lock, id)
   end
-  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args)
+  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held)
   return holder and reply("acquired", lock, id) or {"acquired", id, "queued", now_text, "0", ttl, ""}
 end
 

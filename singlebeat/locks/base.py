@@ -60,7 +60,8 @@ class Verdict(StrEnum):
     """What a lock's server answered."""
 
     ACQUIRED = "acquired"  #: the lock is queued under our task id
-    WAITING = "waiting"  #: our task id has the place behind the run of the holder
+    WAITING = "waiting"  #: our task id has the place behind the holder
+    FULL = "full"  #: another task id holds the lock, and the place behind it is taken
     RUNNING = "running"  #: our task id holds the lock, and its run has started
     STARTED = "started"  #: our run holds the lock
     HELD = "held"  #: another task id holds the lock
@@ -78,7 +79,7 @@ class IfHeld(StrEnum):
     """What a call does to the calls that hold the lock which it wants."""
 
     LEAVE = ""  #: nothing
-    JOIN = "join"  #: it waits behind one that runs; one that has not started runs for it, with its arguments
+    JOIN = "join"  #: one that has not started runs for it, with its arguments; else it waits behind
     REPLACE = "replace"  #: it waits behind one that runs; those that have not started never will
 
 
@@ -268,7 +269,7 @@ class BaseBackend(ABC):
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent, in one round trip.
 
-        The verdicts: ACQUIRED, WAITING, RUNNING, DONE, HELD, UNUSABLE.
+        The verdicts: ACQUIRED, WAITING, FULL, RUNNING, DONE, HELD, UNUSABLE.
 
         Args:
             again: the task ids may have been sent before, so one that has ended is refused.
@@ -280,6 +281,7 @@ class BaseBackend(ABC):
         ref: Ref,
         *,
         queued: str = "",
+        waits: bool = False,
         lease: float,
         memory: float,
         task: str,
@@ -290,6 +292,7 @@ class BaseBackend(ABC):
 
         Args:
             queued: key of the lock that the message holds while it waits, to be freed; empty: that of the run.
+            waits: if the lock is held, the message will be sent again; until then it gets the place behind if it can.
             lease: how long the lock outlives a worker that died.
             memory: how long the end of a run is remembered.
         """

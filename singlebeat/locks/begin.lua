@@ -4,6 +4,7 @@
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
 --                     of calls that lost it before they started, by the time until which they wait
 -- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
+-- KEYS[4]  behind     hash, as lock, and if_held: the place of one call that waits for the end of the holder
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals, higher after
 --                     each time that a worker has rejected the message and it has come back
@@ -13,6 +14,8 @@
 -- ARGV[6]  task       name, for people
 -- ARGV[7]  args       arguments, for people
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
+-- ARGV[9]  waits      1: if the lock is held, the message will be sent again; until then it has the place behind, if that
+--                     is free, for one lease; 0: it will not
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload}
 --          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
@@ -21,29 +24,32 @@
 --          stale     a later generation of the same id holds the lock
 --          done      this generation of the id has ended before
 --          replaced  another id took the lock from ours while it was queued
---          held      another id holds it; nothing was written
+--          held      another id holds it, or waits for it and came first; nothing was written but the place
 --          unusable  the keys cannot be read; the second is the server's reason; nothing was written
 --
 -- A repetition by the same delivery gives the same reply, and writes nothing.
 
-local lock, done, queued = KEYS[1], KEYS[2], KEYS[3]
+local lock, done, queued, behind = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
+local waits = ARGV[9] == "1"
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-local function reply(verdict)
-  local r = redis.call("HMGET", lock, "id", "state", "since", "fence", "payload")
+local function reply(verdict, holds)
+  local r = redis.call("HMGET", holds or lock, "id", "state", "since", "fence", "payload")
   local payload = verdict == "started" and r[5] or ""
-  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), payload}
+  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", holds or lock), payload}
 end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
-if record.err or ended.err or waiting.err then
-  return {"unusable", record.err or ended.err or waiting.err, "", "0", "0", 0, ""}
+local place = redis.pcall("HMGET", behind, "id", "if_held")
+local err = record.err or ended.err or waiting.err or place.err
+if err then
+  return {"unusable", err, "", "0", "0", 0, ""}
 end
 if ended[1] then
   return reply("done")
@@ -53,7 +59,17 @@ if ended[2] then
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 if holder and holder ~= id then
+  if waits and not place[1] then
+    redis.call("HSET", behind, "id", id, "gen", ARGV[2], "state", "queued", "nonce", "", "task", task, "args", args,
+      "since", string.format("%.0f", now), "payload", "", "if_held", "")
+  end
+  if waits and (place[1] or id) == id then
+    redis.call("PEXPIRE", behind, string.format("%.0f", math.max(lease, redis.call("PTTL", behind))))
+  end
   return reply("held")
+end
+if not holder and place[1] and place[1] ~= id and place[2] ~= "" then
+  return reply("held", behind)
 end
 if holder and held_gen > gen then
   return reply("stale")

@@ -89,6 +89,7 @@ class InspectBackend(BaseBackend):
         ref: Ref,
         *,
         queued: str = "",
+        waits: bool = False,
         lease: float,
         memory: float,
         task: str,

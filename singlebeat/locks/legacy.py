@@ -93,6 +93,7 @@ class LegacyBackend(BaseBackend):
         ref: Ref,
         *,
         queued: str = "",
+        waits: bool = False,
         lease: float,
         memory: float,
         task: str,

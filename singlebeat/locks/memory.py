@@ -40,6 +40,7 @@ class _Record:
     expires: float
     until: float | None
     payload: str
+    if_held: str = ""  #: what its call asked for
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
 
 
@@ -86,31 +87,42 @@ class MemoryBackend(BaseBackend):
             self._put(behind.key, waiting, call.ttl)
             return self._holder(Verdict.WAITING, ref)
 
-        others = [(claim, record) for claim, record in ((ref, holder), (behind, waiting)) if record]
-        if others and call.if_held is IfHeld.LEAVE:
-            return self._holder(Verdict.HELD, others[0][0])
-        not_started = [(claim, record) for claim, record in others if record.state == "queued"]
-        if not_started and call.if_held is IfHeld.JOIN:
-            claim, record = not_started[-1]  # the one that runs last
-            self._records[claim.key] = replace(record, payload=call.payload)
-            return self._holder(Verdict.HELD, claim)
-        for claim, record in not_started:
-            self._remember(ref.key, record.task_id, REPLACED, max(call.ttl, record.expires - self._clock()))
-            del self._records[claim.key]
+        if (holder or waiting) and call.if_held is IfHeld.LEAVE:
+            return self._holder(Verdict.HELD, ref if holder else behind)
+        last, record = (behind, waiting) if waiting else (ref, holder)  # of those that hold the lock or wait for it
+        joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
+        if record and joins and (record.if_held == IfHeld.JOIN or not call.payload):
+            self._records[last.key] = replace(record, payload=call.payload)
+            return self._holder(Verdict.HELD, last)
+        if call.if_held is IfHeld.REPLACE:
+            if waiting and waiting.if_held:
+                self._replace(ref.key, behind.key, call.ttl)
+                waiting = None
+            if holder and holder.state == "queued":
+                self._replace(ref.key, ref.key, call.ttl)
+                holder = None
+        must_wait = holder is not None or (waiting is not None and call.if_held is not IfHeld.REPLACE)
+        if must_wait and waiting:
+            return self._holder(Verdict.FULL, ref if holder else behind)
         for ended in (ref.generation, REPLACED):
             self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
-        now, must_wait = self._clock(), len(others) > len(not_started)
+        now = self._clock()
         until = now + call.expiry if call.expiry else None
         owner = (ref.task_id, ref.generation, "queued", "")
-        record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "")
+        record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held)
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
         return self._holder(Verdict.WAITING if must_wait else Verdict.ACQUIRED, ref)
+
+    def _replace(self, lock: str, place: str, ttl: float) -> None:
+        record = self._records.pop(place)
+        self._remember(lock, record.task_id, REPLACED, max(ttl, record.expires - self._clock()))
 
     def begin(
         self,
         ref: Ref,
         *,
         queued: str = "",
+        waits: bool = False,
         lease: float,
         memory: float,
         task: str,
@@ -124,8 +136,17 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.DONE, ref)
             if self._ended(ref.key, ref.task_id, REPLACED):
                 return self._holder(Verdict.REPLACED, ref)
+            behind = replace(ref, key=behind_key(ref.key))
+            place = self._live(behind.key)
             if record and record.task_id != ref.task_id:
+                if waits and place is None:
+                    owner = (ref.task_id, ref.generation, "queued", "")
+                    place = _Record(*owner, 0, task, arguments, now, now, None, "")
+                if waits and place and place.task_id == ref.task_id:
+                    self._put(behind.key, place, max(lease, place.expires - now))
                 return self._holder(Verdict.HELD, ref)
+            if record is None and place and place.task_id != ref.task_id and place.if_held:
+                return self._holder(Verdict.HELD, behind)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)
             if record and record.state == "running" and record.promised and record.promised[0] == ref.generation:

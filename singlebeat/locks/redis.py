@@ -118,6 +118,7 @@ class RedisBackend(BaseBackend):
         ref: Ref,
         *,
         queued: str = "",
+        waits: bool = False,
         lease: float,
         memory: float,
         task: str,
@@ -125,8 +126,10 @@ class RedisBackend(BaseBackend):
         expiry: float | None = None,
     ) -> Holder:
         """Start a run, or say why it must not start."""
-        args = (ref.task_id, str(ref.generation), ref.nonce, _ms(lease), _ms(expiry), task, arguments, _ms(memory))
-        holder = _holder(self._run("begin", (ref.key, done_key(ref.key), queued or ref.key), args))
+        owner = (ref.task_id, str(ref.generation), ref.nonce)
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), int(waits))
+        keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key))
+        holder = _holder(self._run("begin", keys, args))
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))
         return holder

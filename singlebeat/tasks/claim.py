@@ -57,9 +57,9 @@ class Admitted:
                 reason=exc,
             )
             return self.ticket.waits_for
-        if holder.verdict is not Verdict.WAITING:
+        if holder.verdict not in {Verdict.WAITING, Verdict.FULL}:
             return None
-        if self.terminates and holder.task_id != self.ticket.task_id:
+        if self.terminates and holder.state == "running":
             try:
                 task.app.control.revoke(holder.task_id, terminate=True)
             except Exception as exc:  # a transport raises what it likes
@@ -78,7 +78,7 @@ def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
     if overlap is Overlap.ALLOW_ALL or task.lock in {Lock.UNTIL_EXECUTING, Lock.UNTIL_EXPIRED}:
         return Ticket(task_id, beside(key, task_id))  # a lock of its own excludes none, and refuses copies of the call
     skipped = overlap in {Overlap.SKIP, Overlap.RAISE} and task.lock != Lock.UNTIL_AND_WHILE_EXECUTING
-    return Ticket(task_id, key, waits=not skipped)
+    return Ticket(task_id, key) if skipped else Ticket(task_id, key, behind_key(key), waits=True)
 
 
 def claim(
@@ -109,7 +109,7 @@ def claim(
             call = dataclasses.replace(call, ref=dataclasses.replace(call.ref, key=behind))
         case _:
             ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
-            otherwise = Ticket(task_id, key, waits=True)
+            otherwise = Ticket(task_id, key, behind, waits=True)
             if overlap is Overlap.BUFFER_ONE:
                 # At every call: one that fails now and then is found too late.
                 payload = encode_arguments(task, args, kwargs) if equal_calls_may_differ(task) else ""
@@ -130,7 +130,7 @@ def claim(
         replacing = dataclasses.replace(call, if_held=IfHeld.REPLACE)
         following = Ticket(task_id, key, behind, waits=True, waits_for=holder)
         return Admitted(following, replacing=replacing, terminates=overlap is Overlap.TERMINATE_OTHER)
-    if must_be_sent:
+    if must_be_sent or holder.verdict is Verdict.FULL:
         return Admitted(dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise)
     return holder
 

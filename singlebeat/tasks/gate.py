@@ -18,11 +18,11 @@ from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of
 from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, without_deaths
-from ..locks.key import readable
+from ..locks.key import behind_key, readable
 from ..log import Log
 from .policy import decode_arguments, equal_calls_may_differ, has_continuations
 
-__all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock")
+__all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock", "waits_for_its_turn")
 
 log = Log(__name__)
 
@@ -125,6 +125,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
         holder = backend.begin(
             ticket.run,
             queued=ticket.queued,
+            waits=waits_for_its_turn(ticket, request),
             lease=config.singlebeat_lock_lease,
             memory=config.singlebeat_queued_ttl,
             task=task.name,
@@ -171,6 +172,13 @@ def _finish(task: Any, ticket: Ticket) -> None:
         )
 
 
+def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:
+    """Return whether a message is sent again when its lock is held, where another is skipped."""
+    embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
+    embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
+    return ticket.waits or has_continuations(embedded)
+
+
 def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
     """Tell whether a run may start; if not, log why and see to what becomes of its message.
 
@@ -204,11 +212,10 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         case Verdict.REPLACED:
             _skip(task, ticket, request, "another call took its place", event="replaced")
             return False
-    embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
-    embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
-    if ticket.waits or has_continuations(embedded):
+    if waits_for_its_turn(ticket, request):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
-        later = replace(ticket, waited=min(ticket.waited + 1, MOST_WAITS))
+        waited = min(ticket.waited + 1, MOST_WAITS)
+        later = replace(ticket, queued=behind_key(ticket.key), waits=True, waited=waited)
         _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)

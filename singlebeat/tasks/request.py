@@ -24,7 +24,7 @@ from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
 from .ends import outcome_of, record_end
-from .gate import Postponed, Refused, Unsent, may_start
+from .gate import Postponed, Refused, Unsent, may_start, waits_for_its_turn
 from .policy import overlap_for
 from .renewer import renewer_of
 
@@ -155,6 +155,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             holder = renewer.gate.begin(
                 self.ticket.run,
                 queued=self.ticket.queued,
+                waits=waits_for_its_turn(self.ticket, self._context),
                 lease=config.singlebeat_lock_lease,
                 memory=config.singlebeat_queued_ttl,
                 task=self.task.name,

@@ -22,7 +22,7 @@ TTL = LEASE = MEMORY = 3600.0
 #: Few, so that they meet often.
 SENDERS = 3
 
-FIELDS = ["id", "gen", "state", "nonce", "payload"]
+FIELDS = ["id", "gen", "state", "nonce", "payload", "if_held"]
 
 T = TypeVar("T")
 lost = st.booleans()
@@ -42,6 +42,7 @@ class Record:
     state: str
     nonce: str
     payload: str
+    if_held: str = ""
 
 
 class Model:
@@ -60,22 +61,29 @@ class Model:
             return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
         if self.behind and self.behind.id == ref.task_id:
             return Verdict.WAITING
-        unstarted = [record for record in (self.behind, self.record) if record and record.state == "queued"]
-        runs = self.record is not None and self.record.state == "running"
-        if if_held is IfHeld.LEAVE and (unstarted or runs):
+        if if_held is IfHeld.LEAVE and (self.record or self.behind):
             return Verdict.HELD
-        if if_held is IfHeld.JOIN and unstarted:
-            unstarted[0].payload = payload
+        last = self.behind or self.record
+        if if_held is IfHeld.JOIN and last and last.state == "queued" and (last.if_held == "join" or not payload):
+            last.payload = payload
             return Verdict.HELD
-        self.replaced |= {record.id for record in unstarted}
-        call = Record(ref.task_id, ref.generation, "queued", "", "")
-        if runs:
-            self.behind = call
-            return Verdict.WAITING
-        self.record, self.behind = call, None
-        return Verdict.ACQUIRED
+        if if_held is IfHeld.REPLACE:
+            if self.behind and self.behind.if_held:
+                self.replaced.add(self.behind.id)
+                self.behind = None
+            if self.record and self.record.state == "queued":
+                self.replaced.add(self.record.id)
+                self.record = None
+        call = Record(ref.task_id, ref.generation, "queued", "", "", if_held)
+        if self.record is None and (self.behind is None or if_held is IfHeld.REPLACE):
+            self.record = call
+            return Verdict.ACQUIRED
+        if self.behind:
+            return Verdict.FULL
+        self.behind = call
+        return Verdict.WAITING
 
-    def begin(self, ref: Ref) -> Verdict:
+    def begin(self, ref: Ref, *, waits: bool) -> Verdict:
         if (ref.task_id, ref.generation) in self.done:
             return Verdict.DONE
         if ref.task_id in self.replaced:
@@ -83,6 +91,8 @@ class Model:
         payload = ""
         if held := self.record:
             if held.id != ref.task_id:
+                if waits and self.behind is None:
+                    self.behind = Record(ref.task_id, ref.generation, "queued", "", "")
                 return Verdict.HELD
             if held.gen > ref.generation:
                 return Verdict.STALE
@@ -92,10 +102,12 @@ class Model:
                 self.done.add((held.id, held.gen))
             else:
                 payload = held.payload
+        elif self.behind and self.behind.id != ref.task_id and self.behind.if_held:
+            return Verdict.HELD
         if self.behind and self.behind.id == ref.task_id:
             payload = self.behind.payload or payload
             self.behind = None
-        self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, payload)
+        self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, payload, held.if_held if held else "")
         return Verdict.STARTED
 
     def rotate(self, ref: Ref, to: Ref) -> bool:
@@ -105,7 +117,7 @@ class Model:
         if to.generation > held.gen:
             self.done.add((held.id, held.gen))
         payload = held.payload if to.generation == held.gen else ""
-        self.record = Record(held.id, to.generation, "queued", "", payload)
+        self.record = Record(held.id, to.generation, "queued", "", payload, held.if_held)
         return True
 
     def renew(self, ref: Ref) -> Renewal:
@@ -180,18 +192,17 @@ class LockMachine(RuleBasedStateMachine):
     def call(self, lost, payload, if_held, generation):
         self.senders += 1
         ref = Ref(LOCK, f"task {self.senders}", generation)
-        unstarted = [record for record in (self.stored(), self.stored(BEHIND)) if record and record.state == "queued"]
-        runs = self.runner is not None
+        lock, place, runs = self.stored(), self.stored(BEHIND), self.runner is not None
         verdict = self.acquire(ref, lost, again=False, payload=payload, if_held=if_held)
         if if_held is IfHeld.REPLACE:
-            self.replaced |= {record.id for record in unstarted}
-            assert verdict is (Verdict.WAITING if runs else Verdict.ACQUIRED)
-        elif unstarted:  # no newer call overtakes the one that waits
-            assert verdict is Verdict.HELD
-        else:
-            behind = Verdict.WAITING if if_held is IfHeld.JOIN else Verdict.HELD
-            assert verdict is (behind if runs else Verdict.ACQUIRED)
-        if unstarted and if_held is IfHeld.JOIN:
+            self.replaced |= {lock.id} if lock and not runs else set()
+            self.replaced |= {place.id} if place and place.if_held else set()
+            assert verdict is Verdict.ACQUIRED or runs
+        elif lock or place:  # no newer call overtakes the one that waits
+            assert verdict is not Verdict.ACQUIRED
+        if lock is None and place is None:
+            assert verdict is Verdict.ACQUIRED
+        if verdict is Verdict.HELD and if_held is IfHeld.JOIN:
             assert payload in {record.payload for record in (self.stored(), self.stored(BEHIND)) if record}
         return ref  # even if it is held: a call that somebody waits for is sent in any case
 
@@ -217,20 +228,23 @@ class LockMachine(RuleBasedStateMachine):
         self.begin(delivery, lost)
         return delivery
 
-    @rule(ref=deliveries, lost=lost)
-    def begin(self, ref, lost):
+    @rule(ref=deliveries, lost=lost, waits=st.booleans())
+    def begin(self, ref, lost, waits=False):
         known = self.runner
 
         def verb() -> Verdict:
             before = self.stored()
             options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
-            holder = self.backend.begin(ref, queued=BEHIND, **options)
+            place = self.stored(BEHIND)
+            holder = self.backend.begin(ref, queued=BEHIND, waits=waits, **options)
+            if before is None and place is not None and place.if_held and place.id != ref.task_id:
+                assert holder.verdict is not Verdict.STARTED
             assert holder.payload == (self.stored().payload if holder.verdict is Verdict.STARTED else "")
             if holder.verdict is Verdict.STARTED:
                 self.starts(ref, holder.fence, before)
             return holder.verdict
 
-        verdict = self.ask(lost, verb, lambda: self.model.begin(ref))
+        verdict = self.ask(lost, verb, lambda: self.model.begin(ref, waits=waits))
         if verdict is Verdict.COPY:
             assert known is not None
             assert (known.task_id, known.generation) == (ref.task_id, ref.generation)
@@ -342,8 +356,8 @@ class LockMachine(RuleBasedStateMachine):
 
 
 def record_of(fields: list[str | None]) -> Record | None:
-    id_, gen, state, nonce, payload = fields
-    return Record(id_, int(gen), state, nonce, payload or "") if id_ else None
+    id_, gen, state, nonce, payload, if_held = fields
+    return Record(id_, int(gen), state, nonce, payload or "", if_held or "") if id_ else None
 
 
 def test_a_lock_keeps_its_promises_whatever_happens_around_it(server, redis):

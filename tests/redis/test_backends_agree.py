@@ -78,10 +78,10 @@ def acquire(draw: st.DrawFn) -> Ask:
 
 @st.composite
 def begin(draw: st.DrawFn) -> Ask:
-    ref, expiry, waits = draw(runs), draw(expiries), draw(st.booleans())
+    ref, expiry, waits, waited = draw(runs), draw(expiries), draw(st.booleans()), draw(st.booleans())
     options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
-    queued = behind_key(ref.key) if waits else ref.key
-    return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, expiry)
+    queued, options["waits"] = behind_key(ref.key) if waited else ref.key, waits
+    return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry)
 
 
 @st.composite
@@ -154,10 +154,25 @@ def displaced(draw: st.DrawFn) -> list[Ask]:
     return [Ask("unlock", lambda b: b.unlock(lock), lock), taken("a", IfHeld.LEAVE), taken("b", IfHeld.REPLACE), begun]
 
 
+@st.composite
+def crowded(draw: st.DrawFn) -> list[Ask]:
+    """A message waits behind a run, and a call with other arguments comes."""
+    lock, if_held = draw(locks), draw(st.sampled_from(IfHeld))
+    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+    run, waiter = Ref(lock, "a", 0, "n1"), Ref(lock, "b", 0, "n2")
+    call = Call(Ref(lock, "c"), "app.task", "1, x=2", QUEUED_TTL, None, draw(payloads), if_held)
+    return [
+        Ask("unlock", lambda b: b.unlock(lock), lock),
+        Ask("begin", lambda b: b.begin(run, **options), run),
+        Ask("begin", lambda b: b.begin(waiter, waits=True, **options), waiter),
+        Ask("acquire", lambda b: b.acquire_many([call]), call),
+    ]
+
+
 #: Those that are here several times lead on; the others mostly find what those have left.
 verbs = st.one_of(acquire(), acquire(), begin(), begin(), begin(), rotate(), promise(), renew(), finish(), by_user())
 mixed = st.lists(verbs, min_size=4, max_size=10)
-episodes = st.one_of(mixed, mixed, life(), life(), displaced())
+episodes = st.one_of(mixed, mixed, life(), life(), displaced(), crowded())
 histories = st.lists(episodes, min_size=3, max_size=6).map(lambda parts: [ask for part in parts for ask in part])
 
 
@@ -218,7 +233,7 @@ def test_redis_and_memory_give_the_same_answers_to_any_history(server: RedisServ
             seen.update(kinds(ask.verb, expected))
         assert in_memory.state() == in_redis.state()
 
-    expected = {f"acquire: {verdict}" for verdict in ("acquired", "waiting", "running", "done", "held")}
+    expected = {f"acquire: {verdict}" for verdict in ("acquired", "waiting", "full", "running", "done", "held")}
     expected |= {f"begin: {verdict}" for verdict in ("started", "stale", "done", "replaced", "held")}
     expected |= {"renew: running", "renew: over", "renew: lost", "promise: True", "lock: True"}
     for _ in range(3):  # one round is nearly always enough

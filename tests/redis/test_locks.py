@@ -184,6 +184,7 @@ def test_a_free_lock_is_acquired_and_queued_under_the_task_id(backend, redis, li
         "task": "app.task",
         "args": "1, x=2",
         "payload": "",
+        "if_held": "",
     }
     assert int(since) / 1000 == holder.since.timestamp()
 
@@ -336,7 +337,7 @@ def test_a_call_that_joins_waits_behind_the_run(backend, redis, lives):
 
 @pytest.mark.parametrize("state", ["queued", "running"])
 def test_the_call_that_has_not_started_gets_the_latest_arguments(backend, redis, state):
-    acquire(backend)
+    acquire(backend, if_held=IfHeld.JOIN)
     waiting, run = A, RUN
     if state == "running":
         begin(backend)
@@ -371,6 +372,66 @@ def test_no_newer_call_overtakes_the_one_that_waits(backend, redis, if_held):
         assert (waiter.verdict, waiter.payload) == (Verdict.STARTED, "[3]" if if_held is IfHeld.JOIN else "")
 
 
+def test_a_message_that_waits_for_its_turn_takes_the_place_behind(backend, redis, lives):
+    acquire(backend)
+    begin(backend)
+    waiter = replace(B, nonce="n2")
+
+    assert begin(backend, waiter, waits=True).verdict is Verdict.HELD
+    assert redis.hmget(BEHIND, "id", "state") == ["b", "queued"]
+    assert lives(LEASE, BEHIND)
+    finish(redis)
+    newer = acquire(backend, Ref(LOCK, "c"))  # the lock is free, and the message sleeps
+    assert (newer.verdict, newer.task_id, newer.state) == (Verdict.HELD, "b", "queued")
+    assert begin(backend, waiter, queued=BEHIND, waits=True).verdict is Verdict.STARTED
+    assert not redis.exists(BEHIND)
+
+
+def test_a_message_that_is_skipped_takes_no_place(backend, redis):
+    acquire(backend)
+    begin(backend)
+
+    assert begin(backend, replace(B, nonce="n2")).verdict is Verdict.HELD
+    assert not redis.exists(BEHIND)
+
+
+def test_messages_that_wait_by_themselves_do_not_wait_for_one_another(backend, redis):
+    acquire(backend)
+    begin(backend)
+    begin(backend, replace(B, nonce="n2"), waits=True)
+    finish(redis)
+
+    assert begin(backend, Ref(LOCK, "c", nonce="n3"), queued=BEHIND, waits=True).verdict is Verdict.STARTED
+
+
+@pytest.mark.parametrize("if_held", [IfHeld.JOIN, IfHeld.REPLACE])
+def test_no_message_starts_before_the_call_that_took_the_place_behind(backend, redis, if_held):
+    acquire(backend)
+    begin(backend)
+    acquire(backend, B, if_held=if_held)
+    finish(redis)
+
+    holder = begin(backend, Ref(LOCK, "c", nonce="n3"), waits=True)
+
+    assert (holder.verdict, holder.task_id) == (Verdict.HELD, "b")
+    assert begin(backend, replace(B, nonce="n2"), queued=BEHIND).verdict is Verdict.STARTED
+
+
+@pytest.mark.parametrize("waits", ["in the queue", "behind a run"])
+def test_a_call_that_runs_by_itself_never_gets_the_arguments_of_another(backend, redis, waits):
+    acquire(backend)
+    if waits == "behind a run":
+        begin(backend)
+        begin(backend, replace(B, nonce="n2"), waits=True)
+
+    holder = acquire(backend, Ref(LOCK, "c"), payload="[3]", if_held=IfHeld.JOIN)
+    same = acquire(backend, Ref(LOCK, "d"), payload="", if_held=IfHeld.JOIN)
+
+    assert holder.verdict is (Verdict.FULL if waits == "behind a run" else Verdict.WAITING)
+    assert same.verdict is Verdict.HELD
+    assert "[3]" not in (redis.hget(LOCK, "payload"), redis.hget(BEHIND, "payload"))
+
+
 def test_a_call_that_replaces_takes_the_places_of_all_that_have_not_started(backend, redis):
     acquire(backend)
     begin(backend)
@@ -388,14 +449,14 @@ def test_a_call_that_replaces_takes_the_places_of_all_that_have_not_started(back
 
 
 def test_the_latest_arguments_stay_with_a_run_that_begins_twice(backend):
-    acquire(backend)
+    acquire(backend, if_held=IfHeld.JOIN)
     acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
 
     assert [begin(backend).payload, begin(backend).payload] == ["[2]", "[2]"]
 
 
 def test_a_message_that_the_broker_takes_back_keeps_the_latest_arguments(backend):
-    acquire(backend)
+    acquire(backend, if_held=IfHeld.JOIN)
     acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
     begin(backend)
     rotate(backend, RUN, A)
@@ -405,7 +466,7 @@ def test_a_message_that_the_broker_takes_back_keeps_the_latest_arguments(backend
 
 @pytest.mark.parametrize("way", ["rotated", "promised", "neither, because the server was away"])
 def test_a_retry_has_arguments_of_its_own(backend, way):
-    acquire(backend)
+    acquire(backend, if_held=IfHeld.JOIN)
     acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
     begin(backend)
     if way == "rotated":

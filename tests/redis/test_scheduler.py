@@ -2358,7 +2358,9 @@ def test_an_outage_of_the_locks_alone_is_survived(server, redis, own_server, ben
 
 
 @pytest.mark.parametrize("overlap", ["skip", "buffer_one"])
-def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(server, own_server, bench_on, caplog, overlap):
+def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(
+    server, redis, own_server, bench_on, caplog, overlap
+):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put(overlap=overlap)
@@ -2380,7 +2382,7 @@ def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(server, own_s
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
-def test_an_entry_that_takes_no_lock_runs_while_the_locks_server_is_away(server, own_server, bench_on, task):
+def test_an_entry_that_takes_no_lock_runs_while_the_locks_server_is_away(server, redis, own_server, bench_on, task):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put("locked")

@@ -235,6 +235,22 @@ def test_the_last_run_is_never_that_of_an_older_call(at, name, overlap):
     at.free(lock, behind_key(lock))
 
 
+def test_newer_calls_do_not_starve_one_that_waits_for_its_turn(at, name):
+    task = at.task("single")
+    first = task.apply_async((name, 1))
+    at.oracle.wait_started(1, name)
+    waiting = task.apply_async((name, 2), overlap="buffer_all")
+    at.postponed(waiting.id, 4)  # it sleeps for seconds by now
+    at.oracle.let_go(name)
+    first.get(timeout=PATIENCE)
+
+    newer = task.apply_async((name, 3), overlap="skip")
+
+    assert (newer.id, newer.is_duplicate) == (waiting.id, True)
+    at.oracle.let_go(name)
+    assert waiting.get(timeout=PATIENCE) == 2
+
+
 def test_a_run_that_another_call_waits_for_goes_on_with_its_retry(at, name):
     task = at.task("retry_after")
     first = task.apply_async((name, 1, 0.5))
