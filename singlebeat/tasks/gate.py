@@ -176,7 +176,9 @@ def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:
     """Return whether a message is sent again when its lock is held, where another is skipped."""
     embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
-    return ticket.waits or has_continuations(embedded)
+    # It was no duplicate when it was sent, and its run was cut short: meanwhile an equal call was accepted as well.
+    came_back = ticket.rejections > 0 or (request.delivery_info or {}).get("redelivered")
+    return ticket.waits or bool(ticket.queued and came_back) or has_continuations(embedded)
 
 
 def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:

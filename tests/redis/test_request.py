@@ -525,6 +525,27 @@ def test_a_call_that_is_sent_by_name_meets_its_equal_as_its_task_says(app, deliv
     assert backend_of(app).renew_many([other], lease=60) == [Renewal.RUNNING]
 
 
+@pytest.mark.parametrize("how", ["redelivered", "dead-lettered", "neither"])
+def test_a_message_that_comes_back_waits_for_an_equal_call_that_was_quicker(app, deliver, redis, how):
+    task = task_of(app)
+    lock = task.generate_lock(task.name, ["a"])
+    first = task.delay("a")
+    message = json.loads(redis.lpop("celery"))
+    redis.delete(lock)  # its worker was killed, and the lease has ended
+    other = Ref(lock, "other", nonce="n")
+    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    if how == "dead-lettered":
+        message["headers"]["x-death"] = [{"reason": "rejected", "count": 1, "queue": "celery"}]
+    redis.lpush("celery", json.dumps(message))
+
+    request = deliver(task)
+    request.delivery_info["redelivered"] = how == "redelivered"
+    started(request)
+
+    skipped = how == "neither"
+    assert (redis.llen("celery"), first.state) == ((0, states.REVOKED) if skipped else (1, states.PENDING))
+
+
 def call_itself(self: Any, user: Any) -> bool:
     """Tell whether an equal call, made during this run, is a duplicate."""
     return self.delay(user).is_duplicate
