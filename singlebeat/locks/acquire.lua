@@ -88,9 +88,14 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   end
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
 
-  if waits == id and holder ~= id then
-    hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args, if_held)
-    return reply("waiting", lock, id)
+  if waits == id and holder ~= id then  -- its message may have come to the lock before we do
+    if if_held ~= "replace" or (holder and state == "running") then
+      hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args)
+      redis.call("HSET", behind, "if_held", if_held)
+      return reply("waiting", lock, id)
+    end
+    redis.call("DEL", behind)
+    waits = false
   end
   local is_held = (holder and holder ~= id) or (waits and not holder)
   if is_held and if_held == "" then

@@ -84,8 +84,11 @@ class MemoryBackend(BaseBackend):
             self._put(ref.key, holder, call.ttl)
             return self._holder(Verdict.ACQUIRED, ref)
         if waiting and waiting.task_id == ref.task_id:
-            self._put(behind.key, waiting, call.ttl)
-            return self._holder(Verdict.WAITING, ref)
+            if call.if_held is not IfHeld.REPLACE or (holder and holder.state == "running"):
+                self._put(behind.key, replace(waiting, if_held=call.if_held), call.ttl)
+                return self._holder(Verdict.WAITING, ref)
+            del self._records[behind.key]
+            waiting = None
 
         if (holder or waiting) and call.if_held is IfHeld.LEAVE:
             return self._holder(Verdict.HELD, ref if holder else behind)

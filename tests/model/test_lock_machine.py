@@ -60,7 +60,10 @@ class Model:
         if self.record and self.record.id == ref.task_id:
             return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
         if self.behind and self.behind.id == ref.task_id:
-            return Verdict.WAITING
+            if if_held is not IfHeld.REPLACE or (self.record and self.record.state == "running"):
+                self.behind.if_held = if_held
+                return Verdict.WAITING
+            self.behind = None
         if if_held is IfHeld.LEAVE and (self.record or self.behind):
             return Verdict.HELD
         last = self.behind or self.record
@@ -206,9 +209,18 @@ class LockMachine(RuleBasedStateMachine):
             assert payload in {record.payload for record in (self.stored(), self.stored(BEHIND)) if record}
         return ref  # even if it is held: a call that somebody waits for is sent in any case
 
-    @rule(ref=tasks, lost=lost)
-    def call_again(self, ref, lost):
-        verdict = self.acquire(ref, lost, again=True)
+    @rule(ref=tasks, lost=lost, if_held=wishes)
+    def call_again(self, ref, lost, if_held):
+        lock, place = self.stored(), self.stored(BEHIND)
+        verdict = self.acquire(ref, lost, again=True, if_held=if_held)
+        if if_held is IfHeld.REPLACE and verdict in {Verdict.ACQUIRED, Verdict.WAITING, Verdict.FULL}:
+            queued = lock is not None and lock.id != ref.task_id and lock.state == "queued"
+            took = verdict is Verdict.ACQUIRED or place is None or place.id != ref.task_id
+            holds = lock is not None and lock.id == ref.task_id
+            self.replaced |= {lock.id} if queued else set()
+            self.replaced |= (
+                {place.id} if place and place.if_held and place.id != ref.task_id and took and not holds else set()
+            )
         assert (verdict is Verdict.DONE) == ((ref.task_id, ref.generation) in self.over or ref.task_id in self.replaced)
 
     @rule(ref=tasks, behind=st.booleans(), lost=lost)

@@ -417,6 +417,27 @@ def test_no_message_starts_before_the_call_that_took_the_place_behind(backend, r
     assert begin(backend, replace(B, nonce="n2"), queued=BEHIND).verdict is Verdict.STARTED
 
 
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_a_message_that_is_quicker_than_its_sender_gets_the_places_all_the_same(backend, redis, state):
+    """A call that replaces others is sent first, and takes their places then."""
+    acquire(backend)
+    if state == "running":
+        begin(backend)
+    waiter = replace(B, nonce="n2")
+    begin(backend, waiter, queued=BEHIND, waits=True)
+
+    holders = [acquire(backend, B, again=True, if_held=IfHeld.REPLACE) for _ in range(2)]
+
+    if state == "queued":
+        assert [holder.verdict for holder in holders] == [Verdict.ACQUIRED] * 2
+        assert begin(backend).verdict is Verdict.REPLACED
+    else:
+        assert [holder.verdict for holder in holders] == [Verdict.WAITING] * 2
+        finish(redis)
+        assert begin(backend, Ref(LOCK, "c", nonce="n3"), waits=True).verdict is Verdict.HELD
+    assert begin(backend, waiter, queued=BEHIND).verdict is Verdict.STARTED
+
+
 @pytest.mark.parametrize("waits", ["in the queue", "behind a run"])
 def test_a_call_that_runs_by_itself_never_gets_the_arguments_of_another(backend, redis, waits):
     acquire(backend)
