@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from itertools import product
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 __all__ = ("Empty", "SimpleQueue", "await_native", "do_in_loop", "is_native", "native_sleep", "start_native_thread")
@@ -133,7 +133,8 @@ def _give_originals_to_redis() -> None:
     """Let redis-py connect, wrap in TLS and sleep in native threads without what was patched, whatever the topology."""
     modules = filter(None, map(sys.modules.get, ("redis.connection", "redis.cluster", "redis.retry")))
     for module, (name, by_thread) in product(modules, _modules_by_thread().items()):
-        if hasattr(module, name):
+        # By one name some versions of redis-py have a module, and some a function of it.
+        if name in vars(module) and isinstance(vars(module)[name], ModuleType) is (name != "sleep"):
             setattr(module, name, by_thread)
 
 

@@ -178,6 +178,7 @@ def test_no_call_overtakes_the_one_that_waits_between_two_tries(define, shop, ov
     assert shop.sent == ["first", "older"]
 
 
+@pytest.mark.skipif(not hasattr(Task, "_dump_pydantic_arguments"), reason="this Celery sends no models")
 def test_a_model_of_pydantic_is_kept_as_it_is_sent(app, shop):
 
     class Model(BaseModel):
