@@ -2114,6 +2114,7 @@ POISON: dict[str, dict[str, Any]] = {
     "an eta that is no date": {"options": {"eta": "soon"}},
     "an expiry that is no date": {"options": {"expires": "soon"}},
     "an expiry of another kind": {"options": {"expires": [1]}},
+    "a time limit that is no number": {"options": {"time_limit": "five"}},
     "headers that are no headers": {"options": {"headers": "x"}},
     "an option that nobody takes": {"options": {"producer": 1, "args": 2}},
     "arguments that do not fit": {"args": [], "kwargs": {"no such": 1}},

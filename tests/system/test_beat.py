@@ -114,6 +114,25 @@ def test_an_entry_that_is_written_with_redis_commands_runs_within_two_seconds(ce
     assert not redis.exists("redbeat::quarantine")
 
 
+def test_an_entry_with_options_that_end_workers_is_never_sent(celery, oracle, redis):
+    """Celery's worker ends on such a message, and so does the next one that gets it."""
+    worker = celery("worker", "-c", "1").ready()
+    celery("beat").ready()
+    often = {"__type__": "interval", "every": 0.5}
+    after = {"task": f"{APP}.plain", "args": ["after"], "options": {"soft_time_limit": "five"}}
+    bad = {"time limit": {"time_limit": "300 s"}, "eta": {"eta": 0}, "callback": {"link": [after]}}
+    for name, options in {**bad, "good": {}}.items():
+        text = json.dumps({**json.loads(definition(name, often)), "options": options})
+        redis.hset(f"redbeat:{name}", "definition", text)
+        redis.zadd("redbeat::schedule", {f"redbeat:{name}": 0})
+
+    oracle.wait_ended(3, "good")
+
+    assert worker.returncode is None
+    assert {run.name for run in oracle.runs()} == {"good"}
+    assert set(redis.hkeys("redbeat::quarantine")) == {f"redbeat:{name}" for name in bad}
+
+
 def test_an_entry_that_is_removed_with_redis_commands_stops(celery, oracle, redis):
     celery("worker", "-c", "1").ready()
     celery("beat").ready()
