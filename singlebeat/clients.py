@@ -22,7 +22,7 @@ from redis.connection import (
     UnixDomainSocketConnection,
     parse_url,
 )
-from redis.exceptions import RedisError
+from redis.exceptions import DataError, RedisError, ResponseError
 from redis.retry import Retry
 from redis.sentinel import (
     MasterNotFoundError,
@@ -36,7 +36,9 @@ from .errors import ConfigError
 
 __all__ = (
     "TOPOLOGY",
+    "DataError",
     "RedisError",
+    "ResponseError",
     "first_home",
     "is_cluster",
     "is_redis",

@@ -9,7 +9,9 @@ from redis import Redis, RedisCluster
 
 from .clients import (
     TOPOLOGY,
+    DataError,
     RedisError,
+    ResponseError,
     first_home,
     is_cluster,
     is_redis,
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = (
+    "DataError",
     "RedisError",
+    "ResponseError",
     "is_redis",
     "lock_server",
     "masked",

@@ -51,6 +51,15 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         # One attempt: a tick must not wait for the broker, the next one tries again.
         return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
 
+    def _reaches_broker(self) -> bool:
+        """Return whether there is a connection to the broker, or can be one."""
+        try:
+            _ = self.producer
+        except Exception:  # whatever the transport's driver raises
+            self._forget_broker()
+            return False
+        return True
+
     def _forget_broker(self) -> None:
         """Forget a broker connection that failed; the next message makes a new one."""
         self.__dict__.pop("producer", None)

@@ -8,14 +8,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from celery.utils.saferepr import saferepr
+from kombu.compression import get_encoder
+from kombu.serialization import registry
 
 from ..errors import EntryError
 from ..locks import seconds_until
 
-__all__ = ("SIGNATURES", "check_signatures", "check_values")
+__all__ = ("SIGNATURES", "check_encoding", "check_signatures", "check_values")
 
 #: Options whose value is a signature or a list of signatures.
 SIGNATURES = ("link", "link_error", "chain", "chord")
+
+#: How kombu takes them; another one is an error of its connection to Redis.
+DELIVERY_MODES = (1, 2, "transient", "persistent")
 
 
 def check_values(options: Mapping[str, Any]) -> None:
@@ -37,6 +42,32 @@ def check_signatures(task: str, kwargs: Mapping[str, Any]) -> None:
     """
     if task.startswith("celery."):
         _check_all(lambda: _options_of([*kwargs.values()]))
+
+
+def check_encoding(options: Mapping[str, Any]) -> None:
+    """Check that this process could serialize and compress a message with these options.
+
+    Raises:
+        EntryError: it does not know the serializer or the compression.
+    """
+    for name, is_known in (("serializer", _is_serializer), ("compression", _is_compression)):
+        if options.get(name) and not is_known(options[name]):
+            value = saferepr(options[name], 80)
+            raise EntryError(
+                f"definition: the option {name} is {value}, which kombu does not know here: is it installed?"
+            )
+
+
+def _is_serializer(name: Any) -> bool:
+    return isinstance(name, str) and name in registry.name_to_type
+
+
+def _is_compression(name: Any) -> bool:
+    try:
+        get_encoder(name)
+    except (KeyError, TypeError):
+        return False
+    return True
 
 
 def _check_all(found: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
@@ -106,4 +137,5 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "countdown": (_is_wait, "a number of seconds"),
     "eta": (_is_moment, "an ISO 8601 date"),
     "expires": (lambda value: _is_wait(value) or _is_moment(value), "a number of seconds or an ISO 8601 date"),
+    "delivery_mode": (lambda value: value in DELIVERY_MODES, "one of 1, 2, transient, persistent"),
 }

@@ -144,6 +144,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self.store,
             send=lambda entry: self.apply_async(entry, advance=False),
             forget_broker=self._forget_broker,
+            reaches_broker=self._reaches_broker,
             may_send=lambda term: not self._closed and self.lease.term() == term,
             progress=self._watched,
         )

@@ -513,6 +513,12 @@ UNUSABLE = [
     (["--options", '{"countdown": "x"}'], "the option countdown is 'x': use a number of seconds"),
     (["--options", '{"time_limit": "300 s"}'], "the option time_limit is '300 s': use a number of seconds, 0 or more"),
     (["--options", '{"link": {"task": "t", "options": {"eta": 0}}}'], "the option eta is 0: use an ISO 8601 date"),
+    (
+        ["--options", '{"delivery_mode": "x"}'],
+        "the option delivery_mode is 'x': use one of 1, 2, transient, persistent",
+    ),
+    (["--options", '{"compression": "nosuch"}'], "the option compression is 'nosuch', which kombu does not know here"),
+    (["--options", '{"serializer": "nosuch"}'], "the option serializer is 'nosuch', which kombu does not know here"),
     (["--options", '{"headers": []}'], "headers is not a JSON object"),
     (["--args", "[1e400]"], "JSON has no Infinity"),
     (["--kwargs", '{"x": NaN}'], "JSON has no NaN"),

@@ -286,6 +286,7 @@ UNUSABLE_OPTIONS = [
     *(("countdown", value) for value in ("5", True, [1], 1e18)),
     *(("eta", value) for value in (0, False, 5, "", "soon", [], {})),
     *(("expires", value) for value in ("", "60", "soon", [], {}, 1e18)),
+    *(("delivery_mode", value) for value in ("x", 1.5, 300, [1], {"a": 1})),
 ]
 
 
@@ -328,6 +329,8 @@ def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
         {"time_limit": 300, "soft_time_limit": 2.5},
         {"time_limit": None, "soft_time_limit": 0},
         {"countdown": -5, "expires": 60.5},
+        {"delivery_mode": 2},
+        {"delivery_mode": "transient"},
         {"eta": "2030-01-01T00:00:00+00:00", "expires": "2030-01-02 00:00"},
         {"link": "the name of a task", "link_error": None, "chain": [3]},
     ],
