@@ -115,8 +115,21 @@ def test_brackets_around_a_crontab_range_are_understood(app):
     assert found == crontab(minute="0", hour="8-10", month_of_year="1-12")
 
 
-def test_unknown_fields_of_a_crontab_are_left_alone(app):
-    assert schedule_of(app, __type__="crontab", minute="3", timezone="UTC") == crontab(minute="3")
+@pytest.mark.parametrize(
+    ("when", "why"),
+    [
+        (
+            {"__type__": "crontab", "minutes": "0", "hours": "9"},
+            r"the crontab has 'hours', 'minutes': its fields are minute",
+        ),
+        ({"__type__": "crontab", "minute": "3", "timezone": "UTC"}, "the crontab has 'timezone'"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 1, "byhours": 9}, "the rrule has 'byhours': .*byhour"),
+    ],
+    ids=["crontab", "crontab with a zone", "rrule"],
+)
+def test_a_misspelled_field_of_a_schedule_is_refused_by_name(app, when, why):
+    with pytest.raises(EntryError, match=why):
+        decode(app, schedule=when)
 
 
 def test_a_rule_may_have_weekdays_and_no_time_zone(app):
