@@ -69,6 +69,7 @@ SENTINEL_PORT = 26379
 #: Arguments shorter than this are gathered before they are sent (redis-py's own value).
 BUFFER_BYTES = 6000
 
+_URL = re.compile(r"[\w+.-]+://")
 #: Up to the last @, because many a password is not quoted as it should be.
 _PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
 _NEXT_URL = re.compile(r";(?=[\w+-]+://)")
@@ -165,7 +166,12 @@ def first_home(url: str) -> str:
 
 def masked(url: str) -> str:
     """Return the URL, or each of several, without its password and options, for logs."""
-    return ";".join(_PASSWORD.sub(r"\1:**@", one).partition("?")[0] for one in _NEXT_URL.split(url))
+    return ";".join(_masked(one).partition("?")[0] for one in _NEXT_URL.split(url))
+
+
+def _masked(url: str) -> str:
+    # In what is mistyped nothing tells a password from the rest before the @.
+    return _PASSWORD.sub(r"\1:**@", url) if _URL.match(url) else re.sub(r".*@", "**@", url, flags=re.DOTALL)
 
 
 def native(url: str) -> str:
