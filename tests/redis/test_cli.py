@@ -474,6 +474,16 @@ def test_the_celery_command_shows_it_without_colour_or_traceback(server, redis):
     assert missing.stderr.strip() == "Error: there is no entry 'none' under redbeat:"
 
 
+def test_the_history_of_an_entry_that_never_was_is_an_error(cli, put, redis):
+    put()
+    redis.hset("redbeat:broken", "definition", "{")
+    redis.zadd("redbeat::schedule", {"redbeat:broken": 0})
+
+    assert "there is no entry 'nosuch'" in cli("history", "nosuch", code=1).output
+    assert "there is no entry 'nosuch'" in cli("history", "nosuch", "--json", code=1).output
+    assert answer(cli("history", "e", "--json")) == answer(cli("history", "broken", "--json")) == []
+
+
 def test_times_of_history_are_those_of_the_records(cli, put, app, redis):
     put()
     began = datetime.now(UTC) - timedelta(seconds=1)
