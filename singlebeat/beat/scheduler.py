@@ -230,6 +230,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, ASKED_INTERVAL if asked else POLL_INTERVAL))
 
     def _lead(self, term: Term) -> None:
+        self._end_term()  # nobody may have led in between
         if term.token:
             about = {"term": term.number, "leader": identity()}
             log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **about)
@@ -238,11 +239,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._term, self._standing_by = term, False
         signals.leadership_gained.send(sender=self.app, term=term)
 
+    def _end_term(self) -> None:
+        term, self._term = self._term, None
+        if term is not None:
+            log.warning("beat: Lost the lock: a term is over", event="leadership_lost", term=term.number)
+            signals.leadership_lost.send(sender=self.app, term=term, reason="lost")
+
     def _stand_by(self) -> None:
-        if self._term is not None:
-            log.warning("beat: Lost the lock: this beat stands by", event="leadership_lost", term=self._term.number)
-            signals.leadership_lost.send(sender=self.app, term=self._term, reason="lost")
-            self._term = None
+        self._end_term()
         if not self._standing_by and not self._closed:
             self._standing_by = True
             leader = self.lease.leader()

@@ -1771,6 +1771,22 @@ def test_a_lost_lease_is_said_once_and_told(bench, caplog):
     assert caplog.text.count("Lost the lock") == 1
 
 
+def test_a_lost_lease_is_told_when_the_same_beat_leads_next(bench, caplog):
+    scheduler, told = bench.scheduler(), []
+    with (
+        connected(events.leadership_gained, lambda term, **_: told.append(("gained", term.number))),
+        connected(events.leadership_lost, lambda term, **_: told.append(("lost", term.number))),
+    ):
+        scheduler.tick()
+        bench.redis.delete(LOCK)
+        scheduler.lease.renew()
+        for _ in range(2):
+            scheduler.tick()
+
+    assert told == [("gained", 1), ("lost", 1), ("gained", 2)]
+    assert caplog.text.count("event=leadership_lost term=1") == 1
+
+
 def test_with_the_lock_switched_off_two_beats_share_the_work(server, redis, bench_on):
     bench = bench_on(server, redbeat_lock_key=None)
     one, other = bench.scheduler(), bench.scheduler()
