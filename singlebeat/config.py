@@ -32,8 +32,10 @@ MOST_SECONDS, MOST_PATIENCE, MOST = 100 * 365 * 86_400, 86_400, 10**9
 
 
 def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_SECONDS:
-        raise ValueError("must be a positive number of seconds, 100 years at most")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError("must be a positive number of seconds")
+    if value > MOST_SECONDS:
+        raise ValueError("must be 100 years at most, in seconds")
     return float(value)
 
 

@@ -30,6 +30,7 @@ __all__ = (
     "DataError",
     "RedisError",
     "ResponseError",
+    "check_schedule_server",
     "is_redis",
     "lock_server",
     "masked",
@@ -69,6 +70,18 @@ def schedule_server(app: Celery) -> Endpoint:
     if is_cluster(server.url, server.options):
         _check_prefix(config.redbeat_key_prefix)
     return server
+
+
+def check_schedule_server(app: Celery) -> None:
+    """Check what names the schedule's server, without asking it; the client of a cluster would.
+
+    Raises:
+        ConfigError: as ``schedule_client``.
+    """
+    if getattr(app, "redbeat_redis", None) is None:
+        server = schedule_server(app)
+        if not is_cluster(server.url, server.options):
+            schedule_client(app)
 
 
 def schedule_url(app: Celery) -> str:

@@ -17,7 +17,7 @@ from redbeat import RedBeatScheduler
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError, schedule_client, schedule_place
+from ..connections import RedisError, check_schedule_server, schedule_client, schedule_place
 from ..errors import LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
@@ -95,6 +95,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         config = Config.of(app)
         prepare(app)
         app_zone(app)  # a wrong one shows at the start
+        check_schedule_server(app)
         # Celery makes one instance just for the banner, and a beat may stand by for ever: entries are installed by
         # whoever leads, and nothing is connected here.
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)

@@ -279,6 +279,19 @@ def test_a_wrong_setting_ends_the_start_with_one_line_that_names_it(setting, val
     assert "Traceback" not in process.text
 
 
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0?sentinel_kwargs=x", "redis:/:hush-hush@127.0.0.1:1/0"])
+def test_a_wrong_url_of_the_schedule_ends_the_start_with_one_line(url, celery):
+    process = celery("beat", conf={"redbeat_redis_url": url})
+
+    code = process.wait(60)
+
+    process.stop()
+    assert code not in (0, None)
+    assert process.matches(r"^Error: (set )?redbeat_redis_url"), process.tail()
+    assert "Traceback" not in process.text
+    assert "hush-hush" not in process.text
+
+
 def test_what_only_beat_schedule_can_give_is_computed_by_whoever_leads(celery, oracle, redis):
     app, conf = "tests.system.given", {"redbeat_lock_timeout": 2}
     celery("worker", "-c", "1", "-P", "threads", app=app).ready()
