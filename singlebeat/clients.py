@@ -22,7 +22,7 @@ from redis.connection import (
     UnixDomainSocketConnection,
     parse_url,
 )
-from redis.exceptions import RedisError
+from redis.exceptions import DataError, RedisError, ResponseError
 from redis.retry import Retry
 from redis.sentinel import (
     MasterNotFoundError,
@@ -36,7 +36,9 @@ from .errors import ConfigError
 
 __all__ = (
     "TOPOLOGY",
+    "DataError",
     "RedisError",
+    "ResponseError",
     "first_home",
     "is_cluster",
     "is_redis",
@@ -67,6 +69,7 @@ SENTINEL_PORT = 26379
 #: Arguments shorter than this are gathered before they are sent (redis-py's own value).
 BUFFER_BYTES = 6000
 
+_URL = re.compile(r"[\w+.-]+://")
 #: Up to the last @, because many a password is not quoted as it should be.
 _PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
 _NEXT_URL = re.compile(r";(?=[\w+-]+://)")
@@ -163,7 +166,12 @@ def first_home(url: str) -> str:
 
 def masked(url: str) -> str:
     """Return the URL, or each of several, without its password and options, for logs."""
-    return ";".join(_PASSWORD.sub(r"\1:**@", one).partition("?")[0] for one in _NEXT_URL.split(url))
+    return ";".join(_masked(one).partition("?")[0] for one in _NEXT_URL.split(url))
+
+
+def _masked(url: str) -> str:
+    # In what is mistyped nothing tells a password from the rest before the @.
+    return _PASSWORD.sub(r"\1:**@", url) if _URL.match(url) else re.sub(r".*@", "**@", url, flags=re.DOTALL)
 
 
 def native(url: str) -> str:

@@ -8,6 +8,7 @@ configuration (``CELERY_REDBEAT_REDIS_URL`` in Django).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -26,10 +27,22 @@ __all__ = ("Config",)
 DEFAULT_LEADER_LEASE = 10.0
 
 
+#: Upper bounds: no thread can wait much longer, no socket for a month, and Redis takes no such number.
+MOST_SECONDS, MOST_PATIENCE, MOST = 100 * 365 * 86_400, 86_400, 10**9
+
+
 def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError("must be a positive number of seconds")
+    if value > MOST_SECONDS:
+        raise ValueError("must be 100 years at most, in seconds")
     return float(value)
+
+
+def _patience(value: Any) -> float:
+    if (seconds := _seconds(value)) > MOST_PATIENCE:
+        raise ValueError("must be a day at most, 86,400 seconds")
+    return seconds
 
 
 def _seconds_or_none(value: Any) -> float | None:
@@ -37,8 +50,8 @@ def _seconds_or_none(value: Any) -> float | None:
 
 
 def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("must be a whole number, 0 or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        raise ValueError("must be a whole number, 0 to 1,000,000,000")
     return value
 
 
@@ -110,6 +123,13 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _class(value: Any) -> Any:
+    # By name it is imported when it is needed: its module may need the app.
+    if value is None or isinstance(value, type) or (isinstance(value, str) and re.fullmatch(r"\w[\w.]*[.:]\w+", value)):
+        return value
+    raise ValueError("must be a class, or the path of one, such as 'shop.json:Encoder'")
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -165,7 +185,7 @@ class Config:
         "when the locks' server is away ``raise`` or ``run``; default: raise at the call, run at start",
     )
     singleton_json_encoder_class: Any = _setting(
-        None, _anything, "JSON encoder for arguments in unique keys; default: kombu's"
+        None, _class, "JSON encoder for arguments in unique keys; default: kombu's"
     )
     singlebeat_overlap: Overlap = _setting(
         Overlap.SKIP, _overlap, "what becomes of a call that meets its equal, where its task does not say"
@@ -175,7 +195,7 @@ class Config:
         3600.0, _seconds, "seconds that a lock waits for its message to start, besides countdown or eta"
     )
     singlebeat_socket_timeout: float = _setting(
-        5.0, _seconds, "seconds that one call to Redis may take; leases use shorter ones"
+        5.0, _patience, "seconds that one call to Redis may take; leases use shorter ones"
     )
     singlebeat_watchdog_timeout: float | None = _setting(
         60.0,

@@ -9,7 +9,9 @@ from redis import Redis, RedisCluster
 
 from .clients import (
     TOPOLOGY,
+    DataError,
     RedisError,
+    ResponseError,
     first_home,
     is_cluster,
     is_redis,
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = (
+    "DataError",
     "RedisError",
+    "ResponseError",
+    "check_schedule_server",
     "is_redis",
     "lock_server",
     "masked",
@@ -65,6 +70,18 @@ def schedule_server(app: Celery) -> Endpoint:
     if is_cluster(server.url, server.options):
         _check_prefix(config.redbeat_key_prefix)
     return server
+
+
+def check_schedule_server(app: Celery) -> None:
+    """Check what names the schedule's server, without asking it; the client of a cluster would.
+
+    Raises:
+        ConfigError: as ``schedule_client``.
+    """
+    if getattr(app, "redbeat_redis", None) is None:
+        server = schedule_server(app)
+        if not is_cluster(server.url, server.options):
+            schedule_client(app)
 
 
 def schedule_url(app: Celery) -> str:

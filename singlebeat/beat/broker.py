@@ -37,7 +37,13 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             producer = producer or self.producer
         except Exception as exc:
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
-        return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+        try:
+            return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+        except SchedulingError as exc:
+            errors = (*self.connection.connection_errors, *self.connection.channel_errors)
+            if isinstance(exc.__context__, errors):  # RabbitMQ has closed it: the next message would fail, too
+                self._forget_broker()
+            raise
 
     @cached_property
     def connection(self) -> Any:
@@ -45,11 +51,23 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         connection, timeout = self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout
         for name in LIMITS.get(connection.transport.driver_name, ()):
             connection.transport_options.setdefault(name, timeout)
+        if connection.transport.driver_name == "py-amqp":
+            # Unconfirmed messages behind one that RabbitMQ refuses are lost, and seem to be sent.
+            connection.transport_options.setdefault("confirm_publish", True)
         return connection
 
     def _ensure_connected(self) -> Any:
         # One attempt: a tick must not wait for the broker, the next one tries again.
         return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+
+    def _reaches_broker(self) -> bool:
+        """Return whether there is a connection to the broker, or can be one."""
+        try:
+            _ = self.producer
+        except Exception:  # whatever the transport's driver raises
+            self._forget_broker()
+            return False
+        return True
 
     def _forget_broker(self) -> None:
         """Forget a broker connection that failed; the next message makes a new one."""

@@ -14,19 +14,16 @@ from celery.schedules import BaseSchedule, schedule
 from celery.utils.saferepr import saferepr
 
 from ..errors import EntryError
-from ..locks import seconds_until
 from ..locks.base import HEADER, RUN_HEADER
 from .given import marked, restored
 from .kinds import Decoder, Encoder, made
+from .options import check_signatures, check_values
 from .recurrence import is_known
 
 if TYPE_CHECKING:
     from .occurrence import Occurrence
 
 __all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "loads_object", "salvaged")
-
-#: Options that are a date, or seconds from now on.
-DATES = ("eta", "expires")
 
 #: Options that are no data: who sends, and how the message is to be read, is decided by what sends it.
 TAKEN_OPTIONS = frozenset(
@@ -100,7 +97,9 @@ def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, An
         EntryError: it cannot be understood; the message says why.
     """
     raw = loads_object(definition, "definition")
-    return {name: read(raw.get(name), given) for name, read in _READERS.items()}
+    fields = {name: read(raw.get(name), given) for name, read in _READERS.items()}
+    check_signatures(fields["task"], fields["kwargs"])
+    return fields
 
 
 def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -194,12 +193,7 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
             raise EntryError(f"definition: the option {name} is not an entry's to set")
         if isinstance(value, BaseSchedule):  # one without an end, like a rule, kombu would read for ever
             raise EntryError(f"definition: the option {name} is a schedule")
-    try:
-        now = datetime.now(UTC)
-        for wait in (float(options.get("countdown") or 0), *(seconds_until(options.get(n), now) for n in DATES)):
-            _ = now + timedelta(seconds=wait or 0)  # as Celery makes a date of it
-    except (ValueError, TypeError, OverflowError) as exc:
-        raise EntryError(f"definition: the options countdown, eta and expires make no sense: {exc}") from exc
+    check_values(options)
     return options
 
 

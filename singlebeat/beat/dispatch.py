@@ -12,7 +12,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
 
 from ..config import Config
-from ..connections import RedisError
+from ..connections import DataError, RedisError, ResponseError
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
 from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
@@ -48,11 +48,25 @@ TAKERS_SHARE = 0.8
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 
+#: What a message looks like that cannot be made, as with an option of the wrong type or an unknown compression.
+UNUSABLE = (LookupError, TypeError, ValueError, DataError)
+
 
 def _is_passing(exc: Exception) -> bool:
-    """Tell whether an attempt failed because a server is away: then the same may work later."""
+    """Return whether an attempt failed because a server is unreachable: then the same may work later."""
     causes = exc, exc.__context__  # Celery's own error has the real one behind it
-    return any(isinstance(cause, UNREACHABLE) and not isinstance(cause, UnusableLockError) for cause in causes)
+    return any(
+        isinstance(cause, UNREACHABLE) and not isinstance(cause, UnusableLockError) and not _is_of_message(cause)
+        for cause in causes
+    )
+
+
+def _is_of_message(exc: BaseException) -> bool:
+    """Return whether kombu has taken an error that one message has for one of the broker."""
+    cause = exc.__cause__ if isinstance(exc, OperationalError) else None
+    if isinstance(cause, OSError):  # a wrong certificate is a ValueError, too
+        return False
+    return isinstance(cause, UNUSABLE) or (isinstance(cause, ResponseError) and "WRONGTYPE" in str(cause))
 
 
 class Dispatcher:
@@ -61,6 +75,7 @@ class Dispatcher:
     Args:
         send: sends the task of an entry; raises SchedulingError.
         forget_broker: drops a broker connection that failed.
+        reaches_broker: returns whether the broker takes a connection, unless there is one.
         may_send: tells at any moment whether we lead.
         progress: hears of each step.
     """
@@ -72,11 +87,13 @@ class Dispatcher:
         *,
         send: Callable[[Entry], Any],
         forget_broker: Callable[[], None],
+        reaches_broker: Callable[[], bool],
         may_send: Callable[[Term], bool],
         progress: Callable[[], None],
     ) -> None:
         self.app, self.store = app, store
-        self._send, self._forget_broker, self._may_send = send, forget_broker, may_send
+        self._send, self._may_send = send, may_send
+        self._forget_broker, self._reaches_broker = forget_broker, reaches_broker
         self._progress = progress
         self._said_unlocked = False
         self._backoff = Backoff()
@@ -140,7 +157,7 @@ class Dispatcher:
         Args:
             unsent: gets the members of those that the broker does not take now.
         """
-        broker_is_away = False
+        broker_is_away, patience = False, Config.of(self.app).singlebeat_socket_timeout
         for message in messages:
             member = message.stored.member
             self._progress()
@@ -149,6 +166,7 @@ class Dispatcher:
             if broker_is_away:  # it would keep us waiting for each of the others again
                 unsent.append(member)
                 continue
+            began = time.monotonic()
             try:
                 settled = self._settle(message, holders.get(message.occurrence.id))
                 self._backoff.succeeded(member)
@@ -158,7 +176,9 @@ class Dispatcher:
                 if _is_passing(exc):
                     unsent.append(member)
                     self._failed(exc, member)
-                    broker_is_away = True
+                    patience -= time.monotonic() - began
+                    # It may be the fault of this message alone. A broker that hangs may take connections.
+                    broker_is_away = patience <= 0 or not self._reaches_broker()
                     continue
                 self._release(*message.locks(self.app))
                 settled = self._give_up(message, exc)

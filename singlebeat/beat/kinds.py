@@ -36,6 +36,7 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
         if kind == "interval":
             return schedule(run_every=float(d["every"]), relative=bool(d.get("relative", False)))
         if kind == "crontab":
+            _check_fields(d, CRONTAB_FIELDS)
             fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
             d = {"__type__": kind, **fields}
         if kind == "rrule":
@@ -66,6 +67,13 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
         return raw
 
 
+def _check_fields(d: Mapping[str, Any], known: Iterable[str]) -> None:
+    # Without a misspelled field the schedule would come far too often.
+    if unknown := d.keys() - {"__type__", *known}:
+        kind, fields = d["__type__"], ", ".join(known)
+        raise ValueError(f"the {kind} has {', '.join(map(repr, sorted(unknown)))}: its fields are {fields}")
+
+
 def _crontab_field(value: Any) -> Any:
     # "[1-12]" is how RedBeat's own documentation writes a range.
     return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
@@ -86,6 +94,7 @@ def _plain(value: Any, *, parsed: Any) -> Any:
 
 
 def _rule(d: Mapping[str, Any]) -> rrule:
+    _check_fields(d, (*RRULE_FIELDS, "dtstart", "dtstart_tz", "until", "until_tz"))
     fields = {name: d[name] for name in RRULE_FIELDS if name in d}
     if "freq" not in fields or d.get("dtstart") is None:
         raise ValueError("an rrule needs freq and dtstart; without that, each beat would count from another moment")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError
+from ..connections import RedisError, schedule_client
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
 from ..log import Log
 from .occurrence import Kind, Outcome
@@ -28,6 +28,9 @@ log = Log("celery.beat")
 #: Seconds without a tick after which a beat is not healthy.
 HEALTHY_FOR = 30.0
 
+#: Seconds that Redis may take for an answer of ours, for which a probe waits few seconds, and Prometheus 10.
+PROBE_TIMEOUT = 2.0
+
 #: Upper bounds of the buckets for ticks, in seconds.
 TICKS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
@@ -46,6 +49,7 @@ class Metrics:
         self.registry = registry = new_registry()
         self.last_tick = time.monotonic()
         self.server: ThreadingHTTPServer | None = None
+        self._client: Any = None
         self._decisions = Counter(
             "singlebeat_decisions_total", "Decisions about occurrences.", ["decision", "kind"], registry=registry
         )
@@ -102,11 +106,17 @@ class Metrics:
             return self._verdict("" if idle < HEALTHY_FOR else f"no tick for {idle:.0f} s")
         if path == "/readyz":
             try:
-                state = State.of(self.app, names=False)
+                state = self._state()
             except RedisError as exc:
                 return self._verdict(f"Redis does not answer: {exc}")
             return self._verdict("" if state.locked or state.leader else "no beat leads")
         return Answer.of("/metrics, /healthz or /readyz", 404)
+
+    def _state(self) -> State:
+        if self._client is None:
+            timeout = min(PROBE_TIMEOUT, Config.of(self.app).singlebeat_socket_timeout)
+            self._client = schedule_client(self.app, timeout=timeout)
+        return State.of(self.app, names=False, client=self._client)
 
     @staticmethod
     def _verdict(problem: str) -> Answer:
@@ -119,7 +129,7 @@ class Metrics:
         leads = self.lease.term() is not None
         yield GaugeMetricFamily("singlebeat_leader", "Whether this beat leads.", value=leads)
         try:
-            state = State.of(self.app, names=False)
+            state = self._state()
         except RedisError:
             yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=0)
             return

@@ -10,14 +10,12 @@ from celery.utils.saferepr import saferepr
 
 from ..errors import EntryError
 from .codec import check_headers
+from .options import SIGNATURES
 
 if TYPE_CHECKING:
     from .entry import Entry
 
 __all__ = ("check_allowed",)
-
-#: Options whose value is a signature or a list of signatures.
-SIGNATURES = ("link", "link_error", "chain", "chord")
 
 #: Options that say how a message is sent and run. Any other may tie it to other messages, which nobody has checked.
 PLAIN_OPTIONS = frozenset(

@@ -13,6 +13,7 @@ from ..lua import packed, script
 from .codec import Meta, loads_object, salvaged
 from .given import given_for
 from .kinds import have_same_times
+from .options import check_encoding
 from .policy import Policy
 from .timetable import PARKED
 
@@ -196,6 +197,7 @@ def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
     try:
         json.loads(definition, parse_constant=_refuse)
         read = type(entry).usable(wish.member, definition, entry.app, now)
+        check_encoding(read.options)
         if why := Policy.decode(policy).contradicts(read.options):
             raise EntryError(why)  # noqa: TRY301
         if meta and since is not False:

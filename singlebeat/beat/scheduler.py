@@ -17,7 +17,7 @@ from redbeat import RedBeatScheduler
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError, schedule_client, schedule_place
+from ..connections import RedisError, check_schedule_server, schedule_client, schedule_place
 from ..errors import LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
@@ -95,6 +95,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         config = Config.of(app)
         prepare(app)
         app_zone(app)  # a wrong one shows at the start
+        check_schedule_server(app)
         # Celery makes one instance just for the banner, and a beat may stand by for ever: entries are installed by
         # whoever leads, and nothing is connected here.
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
@@ -144,6 +145,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self.store,
             send=lambda entry: self.apply_async(entry, advance=False),
             forget_broker=self._forget_broker,
+            reaches_broker=self._reaches_broker,
             may_send=lambda term: not self._closed and self.lease.term() == term,
             progress=self._watched,
         )
@@ -229,6 +231,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, ASKED_INTERVAL if asked else POLL_INTERVAL))
 
     def _lead(self, term: Term) -> None:
+        self._end_term()  # nobody may have led in between
         if term.token:
             about = {"term": term.number, "leader": identity()}
             log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **about)
@@ -237,11 +240,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._term, self._standing_by = term, False
         signals.leadership_gained.send(sender=self.app, term=term)
 
+    def _end_term(self) -> None:
+        term, self._term = self._term, None
+        if term is not None:
+            log.warning("beat: Lost the lock: a term is over", event="leadership_lost", term=term.number)
+            signals.leadership_lost.send(sender=self.app, term=term, reason="lost")
+
     def _stand_by(self) -> None:
-        if self._term is not None:
-            log.warning("beat: Lost the lock: this beat stands by", event="leadership_lost", term=self._term.number)
-            signals.leadership_lost.send(sender=self.app, term=self._term, reason="lost")
-            self._term = None
+        self._end_term()
         if not self._standing_by and not self._closed:
             self._standing_by = True
             leader = self.lease.leader()

@@ -39,17 +39,18 @@ class State:
     quarantined: int = 0
 
     @classmethod
-    def of(cls, app: Celery, *, names: bool = True) -> State:
+    def of(cls, app: Celery, *, names: bool = True, client: Any = None) -> State:
         """Read the state of an app's schedule, in one round trip.
 
         Args:
             names: read why each entry is in quarantine, of which there may be thousands.
+            client: for the schedule's server; by default the app's.
 
         Raises:
             RedisError: the schedule's server does not answer.
         """
         keys, now = Keys.of(app), time.time()
-        with schedule_client(app).pipeline(transaction=False) as pipe:
+        with (client or schedule_client(app)).pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.lease.leader)
             # Without clocks: whoever stands by trims it, and it ends when nobody does.
             pipe.zrange(keys.lease.standbys, 0, -1)

@@ -19,8 +19,26 @@ from .workers import Workers
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..beat.entry import Entry
+
 #: Records of an entry that an explanation looks at.
 EXPLAINED = 1000
+
+
+def _usable(entries: Schedule, name: str, state: State) -> Entry | None:
+    """Return an entry, None if it cannot be used.
+
+    Raises:
+        UnknownEntryError: there is none.
+    """
+    try:
+        return entries.get(name)
+    except UnknownEntryError:
+        if name not in state.quarantine:
+            raise
+    except EntryError:
+        pass
+    return None
 
 
 @command(
@@ -30,7 +48,10 @@ EXPLAINED = 1000
 )
 def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     """Show the last decisions about an entry, or about all, and how their runs ended; the last one first."""
-    records = Schedule(app).history(name, count)
+    entries = Schedule(app)
+    records = entries.history(name, count)
+    if name is not None and not records:
+        _usable(entries, name, State.of(app))  # there may be none of this name
     if as_json:
         show_json([asdict(record) for record in records])
         return
@@ -51,14 +72,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
 def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
     """Say in sentences why an entry ran, did not run, or will run."""
     entries, state, when = Schedule(app), State.of(app), instant(at)
-    try:
-        entry = entries.get(name)
-    except UnknownEntryError:
-        if name not in state.quarantine:
-            raise
-        entry = None
-    except EntryError:
-        entry = None
+    entry = _usable(entries, name, state)
     workers, records = Workers.ask(app), entries.history(name, EXPLAINED if when else 1)
     running = workers.running if workers else None
     # The task whose lock the explanation asks for: the one that was in the way, or the one that has not ended.

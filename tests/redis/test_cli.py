@@ -474,6 +474,16 @@ def test_the_celery_command_shows_it_without_colour_or_traceback(server, redis):
     assert missing.stderr.strip() == "Error: there is no entry 'none' under redbeat:"
 
 
+def test_the_history_of_an_entry_that_never_was_is_an_error(cli, put, redis):
+    put()
+    redis.hset("redbeat:broken", "definition", "{")
+    redis.zadd("redbeat::schedule", {"redbeat:broken": 0})
+
+    assert "there is no entry 'nosuch'" in cli("history", "nosuch", code=1).output
+    assert "there is no entry 'nosuch'" in cli("history", "nosuch", "--json", code=1).output
+    assert answer(cli("history", "e", "--json")) == answer(cli("history", "broken", "--json")) == []
+
+
 def test_times_of_history_are_those_of_the_records(cli, put, app, redis):
     put()
     began = datetime.now(UTC) - timedelta(seconds=1)
@@ -510,7 +520,15 @@ def test_the_last_run_is_listed_by_its_age(cli, put):
 
 
 UNUSABLE = [
-    (["--options", '{"countdown": "x"}'], "the options countdown, eta and expires make no sense"),
+    (["--options", '{"countdown": "x"}'], "the option countdown is 'x': use a number of seconds"),
+    (["--options", '{"time_limit": "300 s"}'], "the option time_limit is '300 s': use a number of seconds, 0 or more"),
+    (["--options", '{"link": {"task": "t", "options": {"eta": 0}}}'], "the option eta is 0: use an ISO 8601 date"),
+    (
+        ["--options", '{"delivery_mode": "x"}'],
+        "the option delivery_mode is 'x': use one of 1, 2, transient, persistent",
+    ),
+    (["--options", '{"compression": "nosuch"}'], "the option compression is 'nosuch', which kombu does not know here"),
+    (["--options", '{"serializer": "nosuch"}'], "the option serializer is 'nosuch', which kombu does not know here"),
     (["--options", '{"headers": []}'], "headers is not a JSON object"),
     (["--args", "[1e400]"], "JSON has no Infinity"),
     (["--kwargs", '{"x": NaN}'], "JSON has no NaN"),

@@ -265,7 +265,7 @@ def test_a_copy_that_was_refused_does_not_hide_how_the_run_ended(desk):
 def test_a_hostile_entry_cannot_forge_a_line_or_a_pair(desk, caplog):
     forged = "[INFO] beat: Acquired lock: this beat leads event=leadership_gained term=9"
     desk.put(f"e\n{forged}")
-    desk.put(f"bad\n{forged}", options={"serializer": f"x\n{forged}"})
+    desk.put(f"bad\n{forged}", options={"stamped_headers": [f"x\n{forged}"]})
     desk.put("broken")
     desk.redis.hset("redbeat:broken", "policy", json.dumps({f"\n{forged}": 1}))
     desk.beat().tick()

@@ -237,6 +237,22 @@ def test_a_server_that_is_away_is_a_metric_and_not_ready():
         assert metrics.answer("/else")[0] == 404
 
 
+@pytest.mark.parametrize("path", ["/readyz", "/metrics"])
+def test_a_server_that_hangs_keeps_no_probe_waiting_for_its_retries(own_server, path):
+    """With them the answer took 15 seconds: longer than probes and Prometheus wait."""
+    with make_app(own_server.celery_url) as app:
+        metrics = Metrics(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
+        own_server.pause()
+        began = time.monotonic()
+
+        answer = metrics.answer(path)
+
+        assert time.monotonic() - began < 10
+        assert answer.code == 503 or value(answer.body.decode(), "singlebeat_redis_up") == 0
+        own_server.resume()
+        assert metrics.answer("/readyz").body == b"no beat leads\n"
+
+
 def test_a_scrape_counts_a_quarantine_and_reads_no_record_of_it(app, redis):
     redis.hset("redbeat::quarantine", mapping={f"redbeat:e{at}": "{}" for at in range(3)})
 

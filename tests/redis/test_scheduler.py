@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -876,8 +877,27 @@ def test_a_broker_that_is_away_is_asked_once_in_a_tick(server, redis, own_server
     assert redis.zcard(PENDING) == 5
 
 
-def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench):
-    bench.put("bad", task=SINGLE, options={"serializer": "no such thing"})
+#: Options with which no message can be made, or none that the broker takes.
+NEVER_SENT: dict[str, dict[str, Any]] = {
+    "an unknown serializer": {"serializer": "no such thing"},
+    "an unknown compression": {"compression": "no such thing"},
+    "a compression of another type": {"compression": 5},
+    "a queue that is none": {"queue": "foreign"},
+    "stamps without values": {"stamped_headers": ["x"]},
+}
+
+
+def put_never_sent(bench: Bench, options: dict[str, Any], name: str = "bad") -> None:
+    """Store an entry with options as another program may write them."""
+    bench.redis.set("foreign", "no queue")
+    entry = bench.put(name, task=SINGLE)
+    fields = json.loads(bench.redis.hget(entry.key, "definition"))
+    bench.redis.hset(entry.key, "definition", json.dumps({**fields, "options": options}))
+
+
+@pytest.mark.parametrize("what", NEVER_SENT)
+def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench, caplog, what):
+    put_never_sent(bench, NEVER_SENT[what])
     bench.put("good", task=SINGLE)
     before = bench.meta("bad").total_run_count
     scheduler = bench.scheduler()
@@ -892,6 +912,7 @@ def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench
     assert len(bench.history) == 2
     assert bench.redis.exists(PENDING) == 0
     assert len(bench.redis.keys("SINGLETONLOCK_*")) == 1
+    assert "unreachable" not in caplog.text
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
@@ -928,38 +949,54 @@ class RefusedTask(Task):
         raise OSError("no route to the host")
 
 
-ONE_THAT_FAILS: dict[str, dict[str, Any]] = {
-    "its queue is none": {"options": {"queue": "foreign"}},
-    "its task fails": {"task": "refused"},
-}
-
-
-@pytest.mark.parametrize("what", ONE_THAT_FAILS)
-def test_one_that_is_never_taken_keeps_nobody_else_waiting(bench, caplog, what):
+def put_refused(bench: Bench, *names: str) -> Celery:
+    """Store entries of such a task; return an app that has it."""
     app = bench.new_app()
     app.task(die_in_publish, name="refused", base=RefusedTask, shared=False)  # only its name matters here
-    bench.redis.set("foreign", "no queue")
-    bench.put("a", **ONE_THAT_FAILS[what])
+    for name in names:
+        bench.put(name, task="refused")
+    return app
+
+
+def test_those_that_are_never_taken_keep_nobody_else_waiting(bench, caplog):
+    """They are many, and come first."""
+    bad = [f"a{at:02}" for at in range(40)]
+    scheduler = bench.scheduler(app=put_refused(bench, *bad))
     for name in ("b", "c"):
         bench.put(name)
-    scheduler = bench.scheduler(app=app)
 
     scheduler.tick()
-    assert bench.names == []  # for all that beat knows, the broker is away
+    assert bench.names == ["b", "c"]
     for name in ("d", "e"):
         bench.retry_now()
         bench.put(name)
         scheduler.tick()
 
     assert bench.names == ["b", "c", "d", "e"]
-    assert bench.redis.zrange(PENDING, 0, -1) == ["redbeat:a"]
+    assert bench.redis.zrange(PENDING, 0, -1) == [f"redbeat:{name}" for name in bad]
     assert caplog.text.count("stays pending") == 1
 
 
-def test_one_that_was_not_taken_waits_longer_each_time_and_those_behind_it_do_not(bench):
-    bench.redis.set("foreign", "no queue")
-    bench.put("a", options={"queue": "foreign"})
-    scheduler, waits = bench.scheduler(), []
+def test_a_broker_that_hangs_is_asked_once_in_a_tick(server, redis, bench_on, monkeypatch):
+    """It takes connections, and each attempt to send would cost the same time again."""
+    bench, tries = bench_on(server, singlebeat_socket_timeout=1), []
+    scheduler = bench.scheduler(app=put_refused(bench, "a", "b"))
+
+    def hang(self: Task, *args: Any, **kwargs: Any) -> Any:
+        tries.append(args)
+        time.sleep(1)
+        raise TimeoutError
+
+    monkeypatch.setattr(RefusedTask, "apply_async", hang)
+
+    scheduler.tick()
+
+    assert len(tries) == 1
+    assert redis.zcard(PENDING) == 2
+
+
+def test_one_that_was_not_taken_waits_longer_each_time_and_others_do_not(bench):
+    scheduler, waits = bench.scheduler(app=put_refused(bench, "a")), []
     for name in ("b", "c", "d", "e"):
         now = datetime.now(UTC)
         scheduler._tick(now)
@@ -975,16 +1012,14 @@ def test_one_that_is_never_taken_keeps_nobody_waiting_who_has_failed_before_whil
     server, redis, own_server, bench_on
 ):
     bench = bench_on(server, broker_url=own_server.celery_url)
-    bench.put("a", options={"queue": "foreign"})
+    scheduler = bench.scheduler(app=put_refused(bench, "a"))
     bench.put("b")
-    scheduler = bench.scheduler()
     own_server.kill()
     for _ in range(4):  # both have been tried, each of them more than once
         scheduler.tick()
         bench.retry_now()
 
     own_server.restart()
-    own_server.client().set("foreign", "no queue")
     for _ in range(3):
         scheduler.tick()
         bench.retry_now()
@@ -1736,6 +1771,22 @@ def test_a_lost_lease_is_said_once_and_told(bench, caplog):
     assert caplog.text.count("Lost the lock") == 1
 
 
+def test_a_lost_lease_is_told_when_the_same_beat_leads_next(bench, caplog):
+    scheduler, told = bench.scheduler(), []
+    with (
+        connected(events.leadership_gained, lambda term, **_: told.append(("gained", term.number))),
+        connected(events.leadership_lost, lambda term, **_: told.append(("lost", term.number))),
+    ):
+        scheduler.tick()
+        bench.redis.delete(LOCK)
+        scheduler.lease.renew()
+        for _ in range(2):
+            scheduler.tick()
+
+    assert told == [("gained", 1), ("lost", 1), ("gained", 2)]
+    assert caplog.text.count("event=leadership_lost term=1") == 1
+
+
 def test_with_the_lock_switched_off_two_beats_share_the_work(server, redis, bench_on):
     bench = bench_on(server, redbeat_lock_key=None)
     one, other = bench.scheduler(), bench.scheduler()
@@ -2114,6 +2165,7 @@ POISON: dict[str, dict[str, Any]] = {
     "an eta that is no date": {"options": {"eta": "soon"}},
     "an expiry that is no date": {"options": {"expires": "soon"}},
     "an expiry of another kind": {"options": {"expires": [1]}},
+    "a time limit that is no number": {"options": {"time_limit": "five"}},
     "headers that are no headers": {"options": {"headers": "x"}},
     "an option that nobody takes": {"options": {"producer": 1, "args": 2}},
     "arguments that do not fit": {"args": [], "kwargs": {"no such": 1}},

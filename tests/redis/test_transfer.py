@@ -372,6 +372,26 @@ def test_dates_of_a_dump_without_offset_are_on_the_clock_of_the_app(cli, server,
         assert Schedule(app).get("e").schedule == clocked("2031-07-01T06:00:00Z")
 
 
+@pytest.mark.parametrize("of_django", [True, False], ids=["from django-celery-beat", "by hand"])
+def test_an_imported_instant_that_has_passed_never_runs(cli, app, of_django):
+    """As with ``upsert``; one that lies ahead runs."""
+    instants = {"passed": "2020-01-01T09:00:00Z", "ahead": "2131-01-01T09:00:00Z"}
+    if of_django:
+        rows = [row("clockedschedule", at, clocked_time=text) for at, text in enumerate(instants.values())]
+        rows += [
+            row("periodictask", at, name=name, task=TASK, clocked=at, one_off=True) for at, name in enumerate(instants)
+        ]
+    else:
+        when = {name: {"__type__": "clocked", "instant": text} for name, text in instants.items()}
+        rows = [{"name": name, "definition": {"task": TASK, "schedule": each}} for name, each in when.items()]
+
+    cli("import", "-", stdin=json.dumps(rows))
+
+    found = {entry.name: (entry.due_at, entry.last_run_at) for entry in Schedule(app).list()}
+    assert found == {"passed": (None, None), "ahead": (datetime(2131, 1, 1, 9, tzinfo=UTC), None)}
+    assert "never" in cli("next", "passed").output
+
+
 @pytest.mark.parametrize("text", ["{}", "[1]", "\x00", '"x"', "[" * 100_000])
 def test_a_file_that_is_neither_is_refused_in_one_line(cli, text):
     result = cli("import", "-", stdin=text, code=1)

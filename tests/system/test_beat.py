@@ -114,6 +114,25 @@ def test_an_entry_that_is_written_with_redis_commands_runs_within_two_seconds(ce
     assert not redis.exists("redbeat::quarantine")
 
 
+def test_an_entry_with_options_that_end_workers_is_never_sent(celery, oracle, redis):
+    """Celery's worker ends on such a message, and so does the next one that gets it."""
+    worker = celery("worker", "-c", "1").ready()
+    celery("beat").ready()
+    often = {"__type__": "interval", "every": 0.5}
+    after = {"task": f"{APP}.plain", "args": ["after"], "options": {"soft_time_limit": "five"}}
+    bad = {"time limit": {"time_limit": "300 s"}, "eta": {"eta": 0}, "callback": {"link": [after]}}
+    for name, options in {**bad, "good": {}}.items():
+        text = json.dumps({**json.loads(definition(name, often)), "options": options})
+        redis.hset(f"redbeat:{name}", "definition", text)
+        redis.zadd("redbeat::schedule", {f"redbeat:{name}": 0})
+
+    oracle.wait_ended(3, "good")
+
+    assert worker.returncode is None
+    assert {run.name for run in oracle.runs()} == {"good"}
+    assert set(redis.hkeys("redbeat::quarantine")) == {f"redbeat:{name}" for name in bad}
+
+
 def test_an_entry_that_is_removed_with_redis_commands_stops(celery, oracle, redis):
     celery("worker", "-c", "1").ready()
     celery("beat").ready()
@@ -258,6 +277,19 @@ def test_a_wrong_setting_ends_the_start_with_one_line_that_names_it(setting, val
     assert len(lines) == 1, process.tail()
     assert process.matches(rf"^Error: {message}$"), process.tail()
     assert "Traceback" not in process.text
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0?sentinel_kwargs=x", "redis:/:hush-hush@127.0.0.1:1/0"])
+def test_a_wrong_url_of_the_schedule_ends_the_start_with_one_line(url, celery):
+    process = celery("beat", conf={"redbeat_redis_url": url})
+
+    code = process.wait(60)
+
+    process.stop()
+    assert code not in (0, None)
+    assert process.matches(r"^Error: (set )?redbeat_redis_url"), process.tail()
+    assert "Traceback" not in process.text
+    assert "hush-hush" not in process.text
 
 
 def test_what_only_beat_schedule_can_give_is_computed_by_whoever_leads(celery, oracle, redis):

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from celery import Celery, chord
+from celery.beat import Service
 from celery.schedules import schedule
 from kombu import Exchange, Queue
 
+from singlebeat import Entry, Schedule
 from singlebeat.locks.base import HEADER, Ticket
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, wait_until
 from tests.system.apps import make_app
@@ -195,6 +197,30 @@ def test_beat_outlives_an_alarm_of_rabbitmq(
     assert meanwhile.returncode is None
     ids = [run.id for run in oracle.runs("tick")]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [{"exchange": "nosuch", "routing_key": "x"}, {"expiration": -5}, {"headers": {"a": "x" * 200_000}}],
+    ids=["an unknown exchange", "a negative expiration", "too large a header"],
+)
+def test_a_message_that_rabbitmq_refuses_takes_no_other_with_it(refused, rabbit, server, redis):
+    """RabbitMQ closes the channel, or the connection, and drops what comes on it meanwhile."""
+    conf = {**conf_of(rabbit, server), "task_default_queue": "refusing", "singlebeat_watchdog_timeout": None}
+    with make_app(rabbit.url, conf) as app:
+        with app.connection_for_write() as connection:
+            connection.default_channel.queue_delete("refusing")
+        for at, options in enumerate([{}, refused, {}, {}]):
+            Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], options=options, app=app, run_on_start=True).save()
+            redis.zadd("redbeat::schedule", {f"redbeat:e{at}": at})
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler.tick()
+        scheduler.close()
+
+        decided = {record.entry: record.decision for record in Schedule(app).history()}
+        assert decided == {"e0": "dispatched", "e1": "publish_failed", "e2": "dispatched", "e3": "dispatched"}
+        with app.connection_for_write() as connection:
+            assert connection.default_channel.queue_declare("refusing", passive=True).message_count == 3
 
 
 def conf_of(rabbit: RabbitMQ, server: RedisServer) -> dict[str, Any]:

@@ -47,7 +47,7 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "singlebeat_worker_metrics_port": (9110, 9110),
 }
 
-SECONDS = (0, -1, "10", True, float("nan"), float("inf"), timedelta(seconds=3), [], {}, b"1")
+SECONDS = (0, -1, "10", True, float("nan"), float("inf"), 1e10, 1e300, timedelta(seconds=3), [], {}, b"1")
 TEXT = ("", 1, True, b"text", [], {})
 OPTIONS = (None, [], "text", 1, [("a", 1)])
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -64,19 +64,20 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "singleton_raise_on_duplicate": ("yes", 1, 0, ""),
     "singleton_lock_expiry": SECONDS,
     "singleton_on_backend_error": ("", "ignore", True, 1, [], {}),
+    "singleton_json_encoder_class": (5, "", "x", ".x", b"a.B", object(), []),
     "singlebeat_overlap": (None, "bufer_one", *TEXT),
     "singlebeat_lock_lease": (None, *SECONDS),
     "singlebeat_queued_ttl": (None, *SECONDS),
-    "singlebeat_socket_timeout": (None, *SECONDS),
+    "singlebeat_socket_timeout": (None, 1e6, *SECONDS),
     "singlebeat_watchdog_timeout": SECONDS,
-    "singlebeat_history_limit": (None, -1, 1.5, "10", True, []),
+    "singlebeat_history_limit": (None, -1, 10**30, 1.5, "10", True, []),
     "singlebeat_allowed_tasks": (None, "shop.*", [1], {}, True),
     "singlebeat_metrics_port": (0, -1, 65_536, "9109", 1.5, True, []),
     "singlebeat_metrics_host": (None, *TEXT),
     "singlebeat_worker_metrics_port": (0, -1, 65_536, "9110", 1.5, True, []),
 }
 #: Settings that take whatever the user may have a use for.
-UNCHECKED = {"singleton_backend_class", "singleton_json_encoder_class"}
+UNCHECKED = {"singleton_backend_class"}
 
 
 def app_with(conf: Mapping[str, Any] | None = None) -> Celery:

@@ -133,6 +133,21 @@ def test_a_url_is_shown_without_its_password(url):
     assert masked(url).startswith(url.partition("://")[0])
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis:/:geheim@h:1/0",
+        ":geheim@h",
+        "redis:geheim@h:1/0?password=geheim",
+        "redis:/:geheim://x@h",
+        " redis://:geheim@h",
+    ],
+)
+def test_a_mistyped_url_is_shown_without_its_password(url):
+    assert masked(url).startswith("**@h")
+    assert "geheim" not in masked(url)
+
+
 @pytest.mark.parametrize("url", ["redis://h:1/0", "unix:///run/s", "memory://", "None"])
 def test_a_url_without_a_password_is_shown_as_it_is(url):
     assert masked(url).rstrip("/") == url.rstrip("/")

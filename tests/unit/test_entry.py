@@ -115,8 +115,21 @@ def test_brackets_around_a_crontab_range_are_understood(app):
     assert found == crontab(minute="0", hour="8-10", month_of_year="1-12")
 
 
-def test_unknown_fields_of_a_crontab_are_left_alone(app):
-    assert schedule_of(app, __type__="crontab", minute="3", timezone="UTC") == crontab(minute="3")
+@pytest.mark.parametrize(
+    ("when", "why"),
+    [
+        (
+            {"__type__": "crontab", "minutes": "0", "hours": "9"},
+            r"the crontab has 'hours', 'minutes': its fields are minute",
+        ),
+        ({"__type__": "crontab", "minute": "3", "timezone": "UTC"}, "the crontab has 'timezone'"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 1, "byhours": 9}, "the rrule has 'byhours': .*byhour"),
+    ],
+    ids=["crontab", "crontab with a zone", "rrule"],
+)
+def test_a_misspelled_field_of_a_schedule_is_refused_by_name(app, when, why):
+    with pytest.raises(EntryError, match=why):
+        decode(app, schedule=when)
 
 
 def test_a_rule_may_have_weekdays_and_no_time_zone(app):
@@ -275,6 +288,69 @@ def test_a_text_that_is_no_definition_is_refused(app, text, why):
 def test_a_field_of_the_wrong_type_is_refused_by_name(app, fields, why):
     with pytest.raises(EntryError, match=why):
         decode(app, **fields)
+
+
+#: Options with values at which a worker, or Celery's way to it, fails.
+UNUSABLE_OPTIONS = [
+    *(("time_limit", value) for value in ("five", "300", True, -1, [1], {"a": 1})),
+    *(("soft_time_limit", value) for value in ("five", "300", True, -1, [1], {"a": 1})),
+    *((name, float(value)) for name in ("time_limit", "countdown", "expires") for value in ("inf", "nan")),
+    ("time_limit", 10**400),
+    *(("countdown", value) for value in ("5", True, [1], 1e18)),
+    *(("eta", value) for value in (0, False, 5, "", "soon", [], {})),
+    *(("expires", value) for value in ("", "60", "soon", [], {}, 1e18)),
+    *(("delivery_mode", value) for value in ("x", 1.5, 300, [1], {"a": 1})),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), UNUSABLE_OPTIONS)
+def test_an_option_that_a_worker_cannot_read_is_refused(app, name, value):
+    with pytest.raises(EntryError, match=f"definition: the option {name} is .*: use "):
+        decode(app, options={name: value})
+
+
+@pytest.mark.parametrize("option", ["link", "link_error", "chain", "chord"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda bad: bad,
+        lambda bad: [{"task": "t"}, bad],
+        lambda bad: {"task": "t", "options": {"link": [bad]}},
+        lambda bad: {"task": "celery.group", "subtask_type": "group", "kwargs": {"tasks": [bad]}},
+        lambda bad: {"task": "celery.chord", "subtask_type": "chord", "kwargs": {"header": [], "body": bad}},
+    ],
+    ids=["itself", "in a list", "nested", "in a group", "as the body of a chord"],
+)
+def test_an_option_of_a_signature_that_a_worker_cannot_read_is_refused(app, option, wrap):
+    decode(app, options={option: wrap({"task": "t", "options": {"time_limit": 5, "eta": None}})})
+
+    with pytest.raises(EntryError, match="the option time_limit is 'five'"):
+        decode(app, options={option: wrap({"task": "t", "options": {"time_limit": "five"}})})
+
+
+def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
+    bad = {"task": "t", "options": {"eta": 0}}
+
+    with pytest.raises(EntryError, match="the option eta is 0"):
+        decode(app, task="celery.map", kwargs={"task": bad, "it": [1]})
+    assert decode(app, task="mine", kwargs={"task": bad}).kwargs == {"task": bad}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"time_limit": 300, "soft_time_limit": 2.5},
+        {"time_limit": None, "soft_time_limit": 0},
+        {"countdown": -5, "expires": 60.5},
+        {"delivery_mode": 2},
+        {"delivery_mode": "transient"},
+        {"eta": "2030-01-01T00:00:00+00:00", "expires": "2030-01-02 00:00"},
+        {"link": "the name of a task", "link_error": None, "chain": [3]},
+    ],
+    ids=str,
+)
+def test_options_that_a_worker_can_read_are_kept(app, options):
+    assert decode(app, options=options).options == options
 
 
 @pytest.mark.parametrize(
