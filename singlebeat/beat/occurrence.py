@@ -143,6 +143,11 @@ class Decision:
     reason: str = ""
     holder: str = ""  #: the task that was in its way
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether there is a message of it now."""
+        return self.outcome in {Outcome.DISPATCHED, Outcome.BUFFERED}
+
     def values(self, term: int, leader: str) -> list[str]:
         """Return the values of a history record, in the order of ``confirm.lua``."""
         occurrence = self.occurrence
