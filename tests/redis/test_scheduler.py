@@ -1931,9 +1931,34 @@ def test_a_place_in_the_zone_of_an_outgoing_beat_is_put_right(server, redis, ben
 
     old.tick()
     redis.zadd(SCHEDULE, {"redbeat:e": (soon + 10 * HOUR).timestamp()})  # the old one has moved it on
+    new._zone_turn_at = 0.0
     new.tick()
 
     assert redis.zscore(SCHEDULE, "redbeat:e") == soon.timestamp()
+
+
+def test_beats_of_two_zones_that_share_the_work_do_not_undo_it_in_turns(server, redis, bench_on, caplog):
+    """A rolling deploy without leadership: the beat that starts last decides, until the others' turn comes."""
+    bench = bench_on(server, redbeat_lock_key=None)
+    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old.tick()
+
+    for at in range(5):
+        for beat in (new, old):
+            beat.tick()
+            assert redis.get("redbeat::zone") == "UTC"
+        bench.put(f"e{at}", every=crontab())
+    new.tick()
+    assert caplog.text.count("event=zone_changed") == 1
+    assert bench.names == [f"e{at}" for at in range(5)]
+
+    bench.put("last", every=crontab())  # and the new one has died
+    old.tick()
+    assert "last" not in bench.names
+    old._zone_turn_at = 0.0  # as time does
+    old.tick()
+    assert redis.get("redbeat::zone") == HONOLULU
+    assert bench.names[5:] == ["last"]
 
 
 def test_a_claim_that_was_decided_in_another_zone_is_refused(server, redis, bench_on):
@@ -1988,6 +2013,7 @@ def test_beats_of_two_zones_double_nothing_and_lose_nothing(server, redis, bench
         if locked and redis.get(LOCK) != beat.lease._last_token:
             redis.delete(LOCK)
             beat.lease._term = None
+        beat._zone_turn_at = 0.0  # comes within the hour
         beat._tick(now)
         table = Timetable("e", crontab(hour=3, minute=0), Policy(), ZoneInfo(str(beat.app.timezone)))
         assert table.latest(bench.meta().last_run_at, now) is None, "late, or lost"
