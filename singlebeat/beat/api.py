@@ -268,7 +268,8 @@ class Schedule:
         return rows
 
     def _entry(self, name: str, fields: Any) -> Entry:
-        return Entry.from_fields(self.keys.prefix + name, *self._found(name, fields), app=self.app)
+        found = [*self._found(name, fields), *fields[5:]]
+        return Entry.from_fields(self.keys.prefix + name, *found, app=self.app)
 
     def _found(self, name: str, fields: Any) -> Sequence[Any]:
         """Return definition, meta, policy and since of an entry that was read."""

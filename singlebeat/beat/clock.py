@@ -94,7 +94,7 @@ def _counts_from(fields: Any, now: datetime) -> datetime:
     try:
         if isinstance(fields, str):
             return now
-        _, meta, _, since, _ = fields
+        _, meta, _, since, *_ = fields
         return Meta.decode(meta or None, since or None).counts_from or now
     except EntryError:
         return now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +207,8 @@ class Meta:
     total_run_count: int = 0
     #: From when on the next occurrence counts, if that is not the last one: its schedule has changed then.
     since: datetime | None = None
+    #: Nominal time of its last run that was sent: those of skipped runs are in ``last_run_at``, too. None: not known.
+    sent: datetime | None = field(default=None, compare=False)
 
     @property
     def counts_from(self) -> datetime | None:
@@ -215,19 +217,24 @@ class Meta:
 
     @property
     def last_run(self) -> datetime | None:
-        """The nominal time of its last run; None: it has never run. Before its first run it counts from its making."""
-        return self.last_run_at if self.total_run_count else None
+        """The nominal time of its last run, None if it has never run.
+
+        Of an entry that only RedBeat has run, it is the time of its last decision.
+        """
+        return self.sent or (self.last_run_at if self.total_run_count else None)
 
     @classmethod
-    def decode(cls, text: str | None, since: str | None = None) -> Meta:
-        """Read the ``meta`` field of an entry, and its ``since`` field.
+    def decode(cls, text: str | None, since: str | None = None, sent: str | None = None) -> Meta:
+        """Read the ``meta`` field of an entry, and its ``since`` and ``sent`` fields.
 
         Raises:
             EntryError: one cannot be understood.
         """
         if not text:
-            return cls()
+            return cls(sent=_moment(sent))
         past = cls._decode(text)
+        if sent:
+            past = replace(past, sent=_moment(sent))
         if not since:
             return past
         raw = loads_object(since, "since")
@@ -270,6 +277,14 @@ class Meta:
             return ""
         last = None if self.last_run_at is None else self.last_run_at.isoformat()
         return json.dumps({"since": self.since.isoformat(), "last_run_at": last})
+
+
+def _moment(seconds: str | None) -> datetime | None:
+    """Return an instant from seconds since 1970, None if the text is none."""
+    try:
+        return datetime.fromtimestamp(float(seconds), UTC) if seconds else None
+    except (ValueError, OverflowError, OSError):  # of another writer: runs go on without it
+        return None
 
 
 def _instant(raw: Mapping[str, Any], name: str, what: str = "meta") -> datetime | None:

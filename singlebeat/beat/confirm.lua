@@ -5,7 +5,8 @@
 --
 -- KEYS[1]     pending     zset: members with an occurrence that is claimed and not confirmed
 -- KEYS[2]     history     stream: one record per decision
--- KEYS[3...]  entries     hashes: definition, meta, pending; history: their last records, a JSON array per line
+-- KEYS[3...]  entries     hashes: definition, meta, pending; sent: nominal time of the last run that was sent (s);
+--                         history: their last records, a JSON array per line
 -- ARGV[1]     limit       records to keep in the stream; 0: keep none
 -- ARGV[2]     bytes       to keep of the history of each entry: a rare one must not be pushed out by a busy one
 -- ARGV[3]     decisions   JSON, one array for each entry:
@@ -13,6 +14,7 @@
 --             occurrence  JSON of the occurrence, as it was claimed; empty: none was
 --             meta        for the entry; empty: leave it
 --             record      values, in the order of the names below
+--             sent        nominal time of the occurrence, as a text, if it is a run of the schedule; empty: it is none
 --
 -- returns  JSON, for each
 --          recorded   done
@@ -24,7 +26,7 @@ local pending, history, limit, bytes = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 
 local done = {}  -- members that are pending no longer
 
-local function confirm(entry, member, occurrence, meta, r)
+local function confirm(entry, member, occurrence, meta, r, sent)
   local stored = redis.pcall("HMGET", entry, "pending", "history")
   local is_hash = not stored.err
   local line = cjson.encode({r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10]}) .. "\n"
@@ -45,6 +47,9 @@ local function confirm(entry, member, occurrence, meta, r)
     done[#done + 1] = member
   end
   local changes = meta ~= "" and {"meta", meta} or {}
+  if sent ~= "" then
+    changes[#changes + 1], changes[#changes + 2] = "sent", sent
+  end
   if limit ~= "0" then
     local id = redis.call("XADD", history, "MAXLEN", "~", limit, "*", "entry", r[1], "task", r[2], "nominal", r[3],
       "kind", r[4], "decision", r[5], "reason", r[6], "id", r[7], "term", r[8], "holder", r[9], "leader", r[10])

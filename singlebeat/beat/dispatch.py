@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,10 @@ RETRY_AFTER = 30.0
 
 #: Part of that time in which its first taker may still send it: after it, it belongs to the next one.
 TAKERS_SHARE = 0.8
+
+#: Seconds that the lock of an unsent message lasts. A beat that ends amid a dispatch cannot free the locks that it
+#: has taken, and the next one frees none of an entry that was deleted or edited meanwhile.
+UNSENT_TTL = 2 * RETRY_AFTER
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -135,6 +140,7 @@ class Dispatcher:
             for settled in self._send_each(ready, holders, term, deadline, unsent):
                 decided.append(settled)
         finally:
+            self._keep_locks({decision.occurrence.id for _, decision, _ in decided if decision.is_sent}, messages, now)
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
             # Else another beat may hold the same locks for the same ids.
@@ -284,14 +290,34 @@ class Dispatcher:
         self._said_unlocked = not seen
         return seen
 
-    def _acquire(self, messages: Sequence[Message], now: datetime) -> Mapping[str, Holder]:
+    def _time_to_start(self, message: Message, now: datetime) -> float:
         ttl = Config.of(self.app).singlebeat_queued_ttl
+        return time_to_start(message.entry.options, queued_ttl=ttl, now=now)
+
+    def _keep_locks(self, sent: Collection[str], messages: Sequence[Message], now: datetime) -> None:
+        """Let the locks of sent messages last for as long as the messages may wait for their start.
+
+        A lock that a worker has taken or freed meanwhile stays as it is.
+        """
+        refs = defaultdict[float, list[Ref]](list)
+        for message in messages:
+            if message.ticket is not None and message.occurrence.id in sent:
+                refs[self._time_to_start(message, now)].append(message.ticket.run)
+        try:
+            for seconds, locks in refs.items():  # one round trip, unless countdowns differ
+                if seconds > UNSENT_TTL:
+                    backend_of(self.app).renew_many(locks, lease=seconds)
+        except LockBackendError as exc:
+            text = "beat: Locks end in %(seconds)g s unless their tasks start before"
+            log.warning(text, event="unlocked", seconds=UNSENT_TTL, reason=exc)
+
+    def _acquire(self, messages: Sequence[Message], now: datetime) -> Mapping[str, Holder]:
         calls = [
             Call(
                 message.ticket.run,
                 message.entry.task,
                 readable(message.entry.args or (), message.entry.kwargs or {}, message.entry.options),
-                time_to_start(message.entry.options, queued_ttl=ttl, now=now),
+                min(UNSENT_TTL, self._time_to_start(message, now)),
                 getattr(self.app.tasks.get(message.entry.task), "effective_lock_expiry", None),
             )
             for message in messages
@@ -326,8 +352,7 @@ class Dispatcher:
             reason = f"task {occurrence.id} has begun or ended before"
         decision = Decision(entry.name, entry.task, occurrence, outcome, reason, by)
         tell(decision)
-        is_sent = outcome in {Outcome.DISPATCHED, Outcome.BUFFERED}
-        return stored, decision, None if is_sent else message.past.without(occurrence)
+        return stored, decision, None if decision.is_sent else message.past.without(occurrence)
 
 
 def _sent_before(message: Message) -> tuple[Outcome, str]:

@@ -34,7 +34,7 @@ __all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
 NOTHING = ("", "")
 
 #: Of the hash of an entry: what ``Entry.from_fields`` reads.
-FIELDS = ("definition", "meta", "policy", "since")
+FIELDS = ("definition", "meta", "policy", "since", "sent")
 
 
 class _Conf(RedBeatConfig):  # type: ignore[misc]
@@ -79,6 +79,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     has_past = False
 
     _since: datetime | None = None
+    _sent: datetime | None = None
 
     #: Of the lock that all its runs take; None: not known, or not always the same.
     lock_key: str | None = None
@@ -111,8 +112,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     def with_past(self, meta: Meta) -> Entry:
         """Return a copy with what is known about its past."""
         entry = copy.copy(self)
-        past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count, "_since": meta.since}
-        entry.__dict__.update(past, has_past=True)
+        past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count}
+        entry.__dict__.update(past, _since=meta.since, _sent=meta.sent, has_past=True)
         return entry
 
     @property
@@ -197,6 +198,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         meta: str | None,
         policy: str | None,
         since: str | None = None,
+        sent: str | None = None,
         *,
         app: Celery,
     ) -> Entry:
@@ -208,7 +210,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """
         if not definition:
             raise UnknownEntryError(f"there is no entry at {key!r}")
-        entry = cls.decode(key, definition, app).with_past(Meta.decode(meta, since))
+        entry = cls.decode(key, definition, app).with_past(Meta.decode(meta, since, sent))
         wishes = Policy.decode(policy)
         entry.policy = wishes if wishes.timezone else replace(wishes, timezone=entry.policy.timezone)
         entry.version = definition, policy or ""
@@ -233,7 +235,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         last = self.last_run_at
         if last is not None:
             last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
-        return Meta(last, self.total_run_count, self._since)
+        return Meta(last, self.total_run_count, self._since, self._sent)
 
     @property
     def due_at(self) -> datetime | None:

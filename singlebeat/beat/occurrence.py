@@ -48,7 +48,7 @@ class Occurrence:
 
     id: str
     nominal: float  #: seconds since 1970
-    previous: float | None = None  #: nominal time of the run before it
+    previous: float | None = None  #: nominal time of the last run before it that was sent
     kind: Kind = Kind.SCHEDULED
     overlap: Overlap | None = None  #: instead of the entry's
     text: str = field(default="", compare=False, repr=False)  #: as it was read: who confirms it must name it so
@@ -142,6 +142,16 @@ class Decision:
     outcome: Outcome
     reason: str = ""
     holder: str = ""  #: the task that was in its way
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether there is a message of it now."""
+        return self.outcome in {Outcome.DISPATCHED, Outcome.BUFFERED}
+
+    @property
+    def sent(self) -> str:
+        """Its nominal time in seconds since 1970, if it is a run of the schedule; else an empty string."""
+        return repr(self.occurrence.nominal) if self.is_sent and self.occurrence.is_scheduled else ""
 
     def values(self, term: int, leader: str) -> list[str]:
         """Return the values of a history record, in the order of ``confirm.lua``."""

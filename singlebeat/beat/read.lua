@@ -1,13 +1,13 @@
 --- read: the fields of some entries; writes nothing.
 --
--- KEYS[1...]  entries  hashes: definition, meta, policy, since, pending
+-- KEYS[1...]  entries  hashes: definition, meta, policy, since, pending, sent
 --
--- returns  JSON, one array for each entry: [definition, meta, policy, since, pending], false for what is not there;
---          a text instead of the array says what is wrong with the key
+-- returns  JSON, one array for each entry: [definition, meta, policy, since, pending, sent], false for what is not
+--          there; a text instead of the array says what is wrong with the key
 
 local found = {}
 for i, entry in ipairs(KEYS) do
-  local fields = redis.pcall("HMGET", entry, "definition", "meta", "policy", "since", "pending")
+  local fields = redis.pcall("HMGET", entry, "definition", "meta", "policy", "since", "pending", "sent")
   found[i] = fields.err or fields
 end
 return cjson.encode(found)

@@ -107,7 +107,7 @@ def _plan(
         try:
             if isinstance(fields, str):
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
-            definition, meta, policy, since, _ = fields
+            definition, meta, policy, since, *_ = fields
             if entry.version is not None and entry.version != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None

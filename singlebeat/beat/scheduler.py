@@ -58,6 +58,10 @@ TROUBLE_INTERVAL = 1.0
 #: Seconds after trouble until what is claimed and not confirmed is taken up.
 RECHECK_AFTER = 2.0
 
+#: Seconds for which a beat without leadership lets another zone than its own stand: beats of that zone do the work,
+#: or have died.
+ZONE_TURN = 60.0
+
 #: Seconds from which a tick is slow: it keeps what is due after it waiting.
 SLOW_TICK = 10.0
 
@@ -107,6 +111,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._has_statics = False  #: of ``beat_schedule``, something was stored
         self._metrics: Metrics | None = None
         self._recheck_at = 0.0
+        self._zone_turn_at = 0.0  #: when we may compute the places in our zone; at our start at once
         self._passed = 0  #: entries that are due, and whose last occurrence waits for the broker
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout) if timeout else None
@@ -216,9 +221,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._recheck_at = 0.0
         wants_all = recovered or (is_new and not self._recheck_at)
         due = self.store.due(now, all_pending=wants_all, start=self._passed)
-        if due.zone != str(app_zone(self.app)):
+        zone = str(app_zone(self.app))
+        if due.zone != zone and (term.token or not due.zone or time.monotonic() >= self._zone_turn_at):
             self.places.renew(due.zone, now, term)
             due = self.store.due(now, all_pending=wants_all, start=self._passed)
+        if due.zone == zone:
+            self._zone_turn_at = time.monotonic() + ZONE_TURN
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
         if due.statics_gone and self._has_statics:
             log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")

@@ -194,18 +194,18 @@ class Store:
             try:
                 if isinstance(reply, str):
                     raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
-                definition, meta, policy, since, pending = reply
+                definition, meta, policy, since, pending, sent = reply
                 if not definition and member not in scores and member not in quarantined:
                     continue  # deleted while its last occurrence waited
                 if not definition:
                     raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
                 entry = self._decode(member, definition, now)
                 taken = Occurrence.decode(pending) if pending else None
-                score, past = scores.get(member, PARKED), Meta.decode(meta, since)
+                score, past = scores.get(member, PARKED), Meta.decode(meta, since, sent)
                 wishes = Policy.decode(policy)
                 if why := wishes.contradicts(entry.options):
                     raise EntryError(why)  # noqa: TRY301
-                fields = [field or "" for field in reply]
+                fields = [field or "" for field in reply[:5]]
                 stored = Stored(member, score, fields, entry, past, wishes, taken)
                 if why := self.quarantine.why(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
@@ -263,7 +263,7 @@ class Store:
             return
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
         leader = identity()
-        rows = packed((*row, decision.values(term.number, leader)) for *row, decision in decisions)
+        rows = packed((*row, decision.values(term.number, leader), decision.sent) for *row, decision in decisions)
         replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
         for (*_, decision), reply in zip(decisions, json.loads(replies), strict=True):
             if reply == "confirmed":  # and told, by whoever had taken it up

@@ -37,16 +37,6 @@ def readable_schedule(when: Any) -> str:
     return str(when)
 
 
-def state_of(entry: Entry) -> str:
-    """Return one word for an entry."""
-    if not entry.enabled:
-        return "disabled"
-    if entry.policy.paused:
-        return "paused"
-    limit = entry.policy.max_runs
-    return "finished" if limit is not None and entry.total_run_count >= limit else "active"
-
-
 def as_mapping(entry: Entry) -> Mapping[str, Any]:
     """Return an entry as JSON has it."""
     since = entry.meta.since
@@ -58,11 +48,19 @@ def as_mapping(entry: Entry) -> Mapping[str, Any]:
     }
 
 
-def _next(entry: Entry) -> datetime | None:
+def _outlook(entry: Entry) -> tuple[datetime | None, str]:
+    """Return the next time of an entry, None if there is none or its schedule fails, and one word for its state."""
+    past, upcoming, fails = entry.meta, None, False
     try:
-        return next(iter(entry.timetable.runs(entry.meta.counts_from, datetime.now(UTC), count=entry.total_run_count)))
-    except Exception:  # there is none; or a user's own schedule fails, and why is with what is set aside
-        return None
+        runs = entry.timetable.runs(past.counts_from, datetime.now(UTC), count=past.total_run_count)
+        upcoming = next(iter(runs), None)
+    except Exception:  # of a user's own schedule: why is with what is set aside
+        fails = True
+    if not entry.enabled:
+        return upcoming, "disabled"
+    if entry.policy.paused:
+        return upcoming, "paused"
+    return upcoming, "active" if upcoming or fails else "finished"
 
 
 @command("list")
@@ -74,14 +72,18 @@ def list_(app: Celery, as_json: bool) -> None:
     )
     aside = {**broken, **State.of(app).quarantine}
     if as_json:
-        rows = [{**as_mapping(entry), "state": state_of(entry), "next": _next(entry)} for entry in entries]
+        rows = []
+        for entry in entries:
+            upcoming, state = _outlook(entry)
+            rows.append({**as_mapping(entry), "state": state, "next": upcoming})
         show_json({"entries": rows, "quarantine": aside})
         return
     now = datetime.now(UTC)
-    rows_ = [
-        (e.name, e.task, readable_schedule(e.schedule), age(e.meta.last_run, now), moment(_next(e)), state_of(e))
-        for e in entries
-    ]
+    rows_ = []
+    for entry in entries:
+        upcoming, state = _outlook(entry)
+        last, when = age(entry.meta.last_run, now), readable_schedule(entry.schedule)
+        rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
     for name, record in aside.items():
         click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
@@ -98,10 +100,11 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     except EntryError as exc:
         _show_broken(entries.salvage(name), aside or str(exc), as_json)
         return
-    state = "set aside" if aside else state_of(entry)
+    upcoming, state = _outlook(entry)
+    state = "set aside" if aside else state
     if as_json:
         why = {"reason": aside} if aside else {}
-        show_json({**as_mapping(entry), "state": state, **why, "next": _next(entry)})
+        show_json({**as_mapping(entry), "state": state, **why, "next": upcoming})
         return
     _show_rows(
         {
@@ -113,7 +116,7 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
             "state": state,
             "last": moment(entry.meta.last_run),
             "runs": entry.meta.total_run_count,
-            "next": moment(_next(entry)),
+            "next": moment(upcoming),
             **json.loads(entry.policy.encode() or "{}"),
         }
     )

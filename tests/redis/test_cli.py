@@ -15,7 +15,7 @@ from click.testing import Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from singlebeat import Entry, Schedule
+from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat import save
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Lease, Term
@@ -149,6 +149,23 @@ def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis):
     assert any("paused" in line for line in lines)
     assert lines[-1] == "bad: set aside: no task"
     assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
+
+
+def test_an_entry_without_further_times_is_finished(cli, app, put):
+    now = datetime.now(UTC)
+    put("max_runs", max_runs=1, total_run_count=1)
+    put("end_time", end_time=now - timedelta(days=1))
+    past = {"app": app, "last_run_at": now, "total_run_count": 1}
+    Entry("clocked", TASK, clocked(now - timedelta(hours=1)), **past).save()
+    Entry("still due", TASK, clocked(now - timedelta(hours=1)), app=app, last_run_at=now - timedelta(hours=2)).save()
+    put("active")
+    put("paused", paused=True, max_runs=1, total_run_count=1)
+
+    finished = {"max_runs", "end_time", "clocked"}
+    expected = dict.fromkeys(finished, "finished") | {"still due": "active", "active": "active", "paused": "paused"}
+    assert {e["name"]: e["state"] for e in answer(cli("list", "--json"))["entries"]} == expected
+    for name, state in expected.items():
+        assert answer(cli("show", name, "--json"))["state"] == state
 
 
 def test_next_times_in_a_zone(cli, app):

@@ -66,7 +66,11 @@ def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], 
         redis.hset("redbeat:e", "pending", pending)
         redis.zadd(PENDING, {"redbeat:e": 5})
     record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", 'a "note"', "id", "3", "", "host:1"]
-    return [PENDING, HISTORY, "redbeat:e"], [limit, 600, packed([("redbeat:e", pending, "", record)])]
+    return [PENDING, HISTORY, "redbeat:e"], [
+        limit,
+        600,
+        packed([("redbeat:e", pending, "", record, "5.5" if pending else "")]),
+    ]
 
 
 def save(redis: Redis, found: list[Any], fields: list[Any]) -> tuple[list[str], list[Any]]:

@@ -316,6 +316,38 @@ def test_of_many_missed_times_the_latest_runs_as_a_catch_up(desk):
     assert desk.score == pytest.approx((entry.last_run_at + 6 * HOUR).timestamp())
 
 
+@pytest.mark.parametrize("sent", ["sent", "no number", None])
+def test_previous_is_the_last_run_that_was_sent(desk, sent):
+    """A task that works on what is new since ``previous`` must not lose the times of skipped and paused runs."""
+    at = datetime.now(UTC)
+
+    def tick(decision: str) -> None:
+        nonlocal at
+        at += HOUR
+        desk.scheduler._tick(at)
+        assert desk.decisions[-1] == decision
+
+    entry = desk.put(task=SINGLE, ago=HOUR / 2)
+    tick("dispatched")
+    (first,) = desk.messages
+    tick("skipped_overlap")
+    desk.schedule.pause("e")
+    tick("paused")
+    desk.redis.hdel("redbeat:e", "policy")
+    if sent == "no number":
+        desk.redis.hset("redbeat:e", "sent", sent)
+    if sent is None:  # as RedBeat stores an entry
+        desk.redis.hdel("redbeat:e", "sent")
+    backend_of(desk.app).clear("SINGLETONLOCK_")
+    last = desk.schedule.get("e").meta.last_run
+    listed = {each.name: each.meta.last_run for each in desk.schedule.list()}
+    tick("dispatched")
+
+    expected = desk.nominal(first) if sent == "sent" else entry.last_run_at + 3 * HOUR
+    previous = datetime.fromisoformat(desk.messages[1]["singlebeat"]["previous"])
+    assert [abs(each - expected) < SECOND / 100 for each in (previous, last, listed["e"])] == [True] * 3
+
+
 def test_what_is_on_time_is_scheduled(desk):
     desk.put(ago=HOUR + SECOND)
     desk.tick()

@@ -1682,6 +1682,88 @@ def test_what_a_dead_leader_left_is_skipped_if_another_call_holds_the_lock_by_no
     assert bench.meta() == Meta(entry.last_run_at + HOUR, 7)
 
 
+def lock_ttls(bench: Bench, *names: str) -> list[float]:
+    """Return how many seconds the locks of entries last."""
+    task = bench.app.tasks[SINGLE]
+    return [bench.redis.pttl(task.generate_lock(SINGLE, [name])) / 1000 for name in names]
+
+
+@pytest.mark.parametrize("how", ["closed", "deposed"])
+def test_the_lock_of_what_a_beat_may_not_send_any_more_ends_soon(bench, how):
+    """For its entry may be gone before the next beat retakes it, and then nothing else frees that lock."""
+    for name in ("a", "b", "c"):
+        bench.put(name, task=SINGLE)
+    leader, while_sending = bench.scheduler(), []
+
+    def end(**_: Any) -> None:
+        while_sending.extend(lock_ttls(bench, "a", "b", "c"))  # all that a beat leaves which is killed now
+        if how == "closed":
+            leader.close()
+        else:
+            bench.redis.set(LOCK, "thief", px=60_000)
+            leader.lease.renew()
+
+    with connected(after_task_publish, end):
+        leader.tick()
+
+    (sent,) = bench.names
+    left = lock_ttls(bench, *sorted({"a", "b", "c"} - {sent}))
+    assert len(while_sending + left) == 5
+    assert all(0 < ttl <= 60 for ttl in while_sending + left)
+    assert 3500 < lock_ttls(bench, sent)[0] <= 3600
+
+
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [({}, 3500, 3600), ({"countdown": 7200}, 10_700, 10_800), ({"expires": 600}, 500, 600), ({"expires": 9}, 0, 9)],
+)
+def test_the_lock_of_a_message_lasts_for_as_long_as_that_may_wait(bench, options, least, most):
+    bench.put("a", task=SINGLE)
+    bench.put("b", task=SINGLE, options=options)
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["a", "b"]
+    other, ttl = lock_ttls(bench, "a", "b")
+    assert 3500 < other <= 3600
+    assert least < ttl <= most
+
+
+@pytest.mark.parametrize("state", ["running", "done", "dropped"])
+def test_a_lock_is_not_touched_that_a_worker_has_taken_amid_the_tick(bench, state):
+    entry = bench.put("a", task=SINGLE)
+    key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["a"])
+    ref = Ref(key, Occurrence.of("redbeat:", "a", entry.last_run_at + HOUR).id, nonce="n")
+
+    def work(**_: Any) -> None:
+        backend = backend_of(bench.app)
+        if state != "dropped":
+            assert backend.begin(ref, lease=20, memory=60, task=SINGLE, arguments="").verdict is Verdict.STARTED
+        if state != "running":
+            backend.finish_many([ref], memory=60)
+
+    with connected(after_task_publish, work):
+        bench.scheduler().tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    (ttl,) = lock_ttls(bench, "a")
+    assert 0 < ttl <= 20 if state == "running" else ttl < 0
+
+
+def test_what_was_sent_is_confirmed_though_the_locks_server_dies_amid_the_tick(
+    server, redis, own_server, bench_on, caplog
+):
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    bench.put(task=SINGLE)
+
+    with connected(after_task_publish, lambda **_: own_server.kill()):
+        bench.scheduler().tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.pending() is None
+    assert "Locks end in 60 s unless their tasks start before event=unlocked" in caplog.text
+
+
 # ---------------------------------------------------------------- leadership
 
 
@@ -1900,9 +1982,34 @@ def test_a_place_in_the_zone_of_an_outgoing_beat_is_put_right(server, redis, ben
 
     old.tick()
     redis.zadd(SCHEDULE, {"redbeat:e": (soon + 10 * HOUR).timestamp()})  # the old one has moved it on
+    new._zone_turn_at = 0.0
     new.tick()
 
     assert redis.zscore(SCHEDULE, "redbeat:e") == soon.timestamp()
+
+
+def test_beats_of_two_zones_that_share_the_work_do_not_undo_it_in_turns(server, redis, bench_on, caplog):
+    """A rolling deploy without leadership: the beat that starts last decides, until the others' turn comes."""
+    bench = bench_on(server, redbeat_lock_key=None)
+    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old.tick()
+
+    for at in range(5):
+        for beat in (new, old):
+            beat.tick()
+            assert redis.get("redbeat::zone") == "UTC"
+        bench.put(f"e{at}", every=crontab())
+    new.tick()
+    assert caplog.text.count("event=zone_changed") == 1
+    assert bench.names == [f"e{at}" for at in range(5)]
+
+    bench.put("last", every=crontab())  # and the new one has died
+    old.tick()
+    assert "last" not in bench.names
+    old._zone_turn_at = 0.0  # as time does
+    old.tick()
+    assert redis.get("redbeat::zone") == HONOLULU
+    assert bench.names[5:] == ["last"]
 
 
 def test_a_claim_that_was_decided_in_another_zone_is_refused(server, redis, bench_on):
@@ -1957,6 +2064,7 @@ def test_beats_of_two_zones_double_nothing_and_lose_nothing(server, redis, bench
         if locked and redis.get(LOCK) != beat.lease._last_token:
             redis.delete(LOCK)
             beat.lease._term = None
+        beat._zone_turn_at = 0.0  # comes within the hour
         beat._tick(now)
         table = Timetable("e", crontab(hour=3, minute=0), Policy(), ZoneInfo(str(beat.app.timezone)))
         assert table.latest(bench.meta().last_run_at, now) is None, "late, or lost"
