@@ -1,14 +1,16 @@
 --- acquire: take the locks of calls that are about to be sent, or learn who holds them.
 --
--- A call that may not run beside another can wait in the place behind it, which holds one call. While a call waits
--- there, it stands for its equals, even if the lock itself is free for the moment: no newer call overtakes it.
+-- Two calls can wait behind a lock: one that others may join or replace, and one that runs by itself, which begin has
+-- put there. While a call waits, it stands for its equals, even if the lock is free for the moment: no newer call
+-- overtakes it. Of the two the one that came first goes first.
 --
 -- KEYS[1...]  three for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, if_held
 --             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and
 --                        "id:replaced" of calls that lost it before they started, by the time until which they wait
---             behind     hash, as lock: the call that waits for its end
---             (if_held in both is what their call asked for; only a call that joins runs with the arguments of others)
+--             behind     hash, as lock: the call that waits for its end; own_id, own_since (ms), own_until (ms): the one
+--                        that runs by itself; first: "own" if that came first
+--             (if_held in both is what their call asked for; one that asked for nothing keeps its own arguments)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
@@ -30,8 +32,6 @@
 --          running   our id holds it and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold it now
 --          held      another id holds it or waits for it; nothing was written but the payload
---          full      another id holds it, and the place behind it is taken by a call that runs with its own arguments;
---                    nothing was written but the places that were taken from others
 --          unusable  its keys cannot be read; the second is the server's reason; nothing was written
 --          late      the deadline has passed; the fourth is the server's time; nothing was written
 --
@@ -47,10 +47,18 @@ local function reply(verdict, lock, id)
   return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), ""}
 end
 
---- Take a lock from a call that has not started, which never will.
-local function replace(lock, done, holder, ttl)
+local function free(behind)
+  redis.call("HDEL", behind, "id", "gen", "state", "nonce", "task", "args", "since", "until", "payload", "if_held")
+end
+
+--- Take a lock or the place behind it from a call that has not started, which never will.
+local function replace(lock, is_behind, done, holder, ttl)
   local waits = math.max(redis.call("PTTL", lock), ttl)
-  redis.call("DEL", lock)
+  if is_behind then
+    free(lock)
+  else
+    redis.call("DEL", lock)
+  end
   redis.call("ZADD", done, string.format("%.0f", now + waits), holder .. ":replaced")
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(waits, redis.call("PTTL", done))))
 end
@@ -78,7 +86,7 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   end
   local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held")
+  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "own_id", "own_until", "own_since")
   if record.err or ended.err or next_record.err then
     return {"unusable", record.err or ended.err or next_record.err, "", "0", "0", 0, ""}
   end
@@ -88,40 +96,40 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   end
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
 
-  if waits == id and holder ~= id then  -- its message may have come to the lock before we do
-    if if_held ~= "replace" or (holder and state == "running") then
+  local own = next_record[4] ~= id and tonumber(next_record[5] or 0) > now and next_record[4]
+  if waits == id and holder ~= id then
+    if if_held ~= "replace" or own or (holder and state == "running") then
       hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args)
       redis.call("HSET", behind, "if_held", if_held)
       return reply("waiting", lock, id)
     end
-    redis.call("DEL", behind)
+    free(behind)
     waits = false
   end
-  local is_held = (holder and holder ~= id) or (waits and not holder)
-  if is_held and if_held == "" then
+  local is_held = (holder and holder ~= id) or ((waits or own) and not holder)
+  if is_held and if_held == "" and (holder or waits) then
     return reply("held", holder and lock or behind, id)
+  end
+  if is_held and if_held == "" then
+    return {"held", own, "queued", next_record[6], "0", next_record[5] - now, ""}
   end
   if is_held and if_held == "join" then
     local stands_for_us = waits and behind or (state == "queued" and lock)
-    local joins = (waits and next_record[3] or record[4]) == "join"
-    if stands_for_us and (joins or payload == "") then
+    local asked_for = waits and next_record[3] or record[4]
+    if stands_for_us and ((asked_for and asked_for ~= "") or payload == "") then
       redis.call("HSET", stands_for_us, "payload", payload)
       return reply("held", stands_for_us, id)
     end
   end
   if is_held and if_held == "replace" then
-    if waits and next_record[3] ~= "" then
-      replace(behind, done, waits, ttl)
-      waits = false
+    if waits then
+      replace(behind, true, done, waits, ttl)
     end
     if holder and state == "queued" then
-      replace(lock, done, holder, ttl)
+      replace(lock, false, done, holder, ttl)
       holder, bound = false, false
     end
-    is_held = holder
-  end
-  if is_held and waits then
-    return reply("full", holder and lock or behind, id)
+    is_held = holder or own
   end
   if not is_held and holder and state == "running" then
     return reply("running", lock, id)
@@ -131,7 +139,11 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
     redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
   end
   if is_held then
+    if next_record[4] == id then  -- its message has come to the lock before its sender
+      redis.call("HDEL", behind, "own_id", "own_since", "own_until")
+    end
     hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held)
+    redis.call("HSET", behind, "first", own and "own" or "")
     return reply("waiting", lock, id)
   end
   ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held)

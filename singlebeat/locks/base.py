@@ -61,7 +61,6 @@ class Verdict(StrEnum):
 
     ACQUIRED = "acquired"  #: the lock is queued under our task id
     WAITING = "waiting"  #: our task id has the place behind the holder
-    FULL = "full"  #: another task id holds the lock, and the place behind it is taken
     RUNNING = "running"  #: our task id holds the lock, and its run has started
     STARTED = "started"  #: our run holds the lock
     HELD = "held"  #: another task id holds the lock
@@ -269,7 +268,7 @@ class BaseBackend(ABC):
     def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent, in one round trip.
 
-        The verdicts: ACQUIRED, WAITING, FULL, RUNNING, DONE, HELD, UNUSABLE.
+        The verdicts: ACQUIRED, WAITING, RUNNING, DONE, HELD, UNUSABLE.
 
         Args:
             again: the task ids may have been sent before, so one that has ended is refused.
@@ -292,7 +291,7 @@ class BaseBackend(ABC):
 
         Args:
             queued: key of the lock that the message holds while it waits, to be freed; empty: that of the run.
-            waits: if the lock is held, the message will be sent again; until then it gets the place behind if it can.
+            waits: if the lock is held, the message will be sent again; until then no newer call overtakes it.
             lease: how long the lock outlives a worker that died.
             memory: how long the end of a run is remembered.
         """

@@ -4,7 +4,8 @@
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
 --                     of calls that lost it before they started, by the time until which they wait
 -- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
--- KEYS[4]  behind     hash, as lock, and if_held: the place of one call that waits for the end of the holder
+-- KEYS[4]  behind     hash, as lock, and if_held: the call that waits for the end of the holder; own_id, own_since (ms),
+--                     own_until (ms): the one that runs by itself; first: "own" if that came first
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals, higher after
 --                     each time that a worker has rejected the message and it has come back
@@ -14,8 +15,8 @@
 -- ARGV[6]  task       name, for people
 -- ARGV[7]  args       arguments, for people
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
--- ARGV[9]  waits      1: if the lock is held, the message will be sent again; until then it has the place behind, if that
---                     is free, for one lease; 0: it will not
+-- ARGV[9]  waits      1: if the lock is held, the message will be sent again; until then it is the one behind that runs by
+--                     itself, if there is none, for one lease; 0: it will not
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload}
 --          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
@@ -46,7 +47,7 @@ end
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
-local place = redis.pcall("HMGET", behind, "id", "if_held")
+local place = redis.pcall("HMGET", behind, "id", "if_held", "own_id", "own_until", "own_since", "first")
 local err = record.err or ended.err or waiting.err or place.err
 if err then
   return {"unusable", err, "", "0", "0", 0, ""}
@@ -58,18 +59,27 @@ if ended[2] then
   return reply("replaced")
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
-if holder and holder ~= id then
-  if waits and not place[1] then
-    redis.call("HSET", behind, "id", id, "gen", ARGV[2], "state", "queued", "nonce", "", "task", task, "args", args,
-      "since", string.format("%.0f", now), "payload", "", "if_held", "")
-  end
-  if waits and (place[1] or id) == id then
+local other = place[2] ~= "" and place[1] ~= id and place[1]
+local own = tonumber(place[4] or 0) > now and place[3]
+local goes_first = own == id and place[6] == "own"
+
+local function wait(reply_of_holder)
+  if waits and place[1] ~= id and (not own or own == id) then
+    redis.call("HSET", behind, "own_id", id, "own_since", own and place[5] or string.format("%.0f", now),
+      "own_until", string.format("%.0f", now + lease), "first", own and place[6] or (other and "" or "own"))
     redis.call("PEXPIRE", behind, string.format("%.0f", math.max(lease, redis.call("PTTL", behind))))
   end
-  return reply("held")
+  return reply_of_holder
 end
-if not holder and place[1] and place[1] ~= id and place[2] ~= "" then
-  return reply("held", behind)
+
+if holder and holder ~= id then
+  return wait(reply("held"))
+end
+if not holder and other and not goes_first then
+  return wait(reply("held", behind))
+end
+if not holder and place[1] == id and own and own ~= id and place[6] == "own" then
+  return {"held", own, "queued", place[5], "0", place[4] - now, ""}
 end
 if holder and held_gen > gen then
   return reply("stale")
@@ -100,11 +110,23 @@ local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) +
 redis.call("HSET", lock, "gen", ARGV[2], "state", "running", "nonce", nonce,
   "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))
 redis.call("HDEL", lock, "next", "next_ttl")
-if waiting[1] == id then
-  if waiting[2] and waiting[2] ~= "" then
-    redis.call("HSET", lock, "payload", waiting[2])
-  end
+if waiting[1] == id and waiting[2] and waiting[2] ~= "" then
+  redis.call("HSET", lock, "payload", waiting[2])
+end
+if waiting[1] == id and queued ~= behind then
   redis.call("DEL", queued)
+end
+if place[1] == id or place[3] == id then
+  if place[1] == id then
+    redis.call("HSET", lock, "if_held", place[2] or "")
+    redis.call("HDEL", behind, "id", "gen", "state", "nonce", "task", "args", "since", "until", "payload", "if_held")
+  end
+  if place[3] == id then
+    redis.call("HDEL", behind, "own_id", "own_since", "own_until")
+  end
+  if not other and (not own or own == id) and (place[1] == id or not place[1]) then
+    redis.call("DEL", behind)
+  end
 end
 if bound then
   lease = math.max(1, math.min(lease, bound - now))

@@ -44,6 +44,15 @@ class _Record:
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A message that waits for its turn, and runs by itself."""
+
+    task_id: str
+    since: float
+    until: float
+
+
 class MemoryBackend(BaseBackend):
     """Keeps the locks in this process, with the verdicts of ``RedisBackend``.
 
@@ -56,6 +65,8 @@ class MemoryBackend(BaseBackend):
         self._mutex = threading.RLock()
         self._records: dict[str, _Record] = {}
         self._done: dict[str, dict[tuple[str, float], float]] = {}
+        self._own: dict[str, _Own] = {}  #: by the key of the place behind
+        self._own_is_first: dict[str, bool] = {}
         self._announced = (0.0, "")
         self._last_fence = 0
 
@@ -73,7 +84,7 @@ class MemoryBackend(BaseBackend):
         with self._mutex:
             return [self._acquire(call, again=again) for call in calls]
 
-    def _acquire(self, call: Call, *, again: bool) -> Holder:
+    def _acquire(self, call: Call, *, again: bool) -> Holder:  # noqa: PLR0912 - a table of cases, as in acquire.lua
         ref, behind = call.ref, replace(call.ref, key=behind_key(call.ref.key))
         if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
             return self._holder(Verdict.DONE, ref)
@@ -83,30 +94,35 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.RUNNING, ref)
             self._put(ref.key, holder, call.ttl)
             return self._holder(Verdict.ACQUIRED, ref)
+        own = self._live_own(behind.key)
+        own = own if own and own.task_id != ref.task_id else None
         if waiting and waiting.task_id == ref.task_id:
-            if call.if_held is not IfHeld.REPLACE or (holder and holder.state == "running"):
+            if call.if_held is not IfHeld.REPLACE or own or (holder and holder.state == "running"):
                 self._put(behind.key, replace(waiting, if_held=call.if_held), call.ttl)
                 return self._holder(Verdict.WAITING, ref)
             del self._records[behind.key]
             waiting = None
 
+        if own and not holder and not waiting and call.if_held is IfHeld.LEAVE:
+            return self._own_holder(own)
         if (holder or waiting) and call.if_held is IfHeld.LEAVE:
             return self._holder(Verdict.HELD, ref if holder else behind)
         last, record = (behind, waiting) if waiting else (ref, holder)  # of those that hold the lock or wait for it
         joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
-        if record and joins and (record.if_held == IfHeld.JOIN or not call.payload):
+        if record and joins and (record.if_held or not call.payload):
             self._records[last.key] = replace(record, payload=call.payload)
             return self._holder(Verdict.HELD, last)
         if call.if_held is IfHeld.REPLACE:
-            if waiting and waiting.if_held:
+            if waiting:
                 self._replace(ref.key, behind.key, call.ttl)
-                waiting = None
             if holder and holder.state == "queued":
                 self._replace(ref.key, ref.key, call.ttl)
                 holder = None
-        must_wait = holder is not None or (waiting is not None and call.if_held is not IfHeld.REPLACE)
-        if must_wait and waiting:
-            return self._holder(Verdict.FULL, ref if holder else behind)
+        must_wait = holder is not None or own is not None
+        if must_wait:
+            if own is None:
+                self._own.pop(behind.key, None)
+            self._own_is_first[behind.key] = own is not None
         for ended in (ref.generation, REPLACED):
             self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
         now = self._clock()
@@ -116,11 +132,28 @@ class MemoryBackend(BaseBackend):
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
         return self._holder(Verdict.WAITING if must_wait else Verdict.ACQUIRED, ref)
 
+    def _live_own(self, behind: str) -> _Own | None:
+        own = self._own.get(behind)
+        return own if own and own.until > self._clock() else None
+
+    def _own_holder(self, own: _Own) -> Holder:
+        since, left = datetime.fromtimestamp(own.since, UTC), own.until - self._clock()
+        return Holder(Verdict.HELD, own.task_id, "queued", since, 0, left)
+
+    def _wait(self, ref: Ref, behind: str, lease: float) -> None:
+        """Let a message be the one behind a lock that runs by itself, if there is none."""
+        now, own, place = self._clock(), self._live_own(behind), self._live(behind)
+        if (place and place.task_id == ref.task_id) or (own and own.task_id != ref.task_id):
+            return
+        if own is None:
+            self._own_is_first[behind] = place is None or not place.if_held
+        self._own[behind] = _Own(ref.task_id, own.since if own else now, now + lease)
+
     def _replace(self, lock: str, place: str, ttl: float) -> None:
         record = self._records.pop(place)
         self._remember(lock, record.task_id, REPLACED, max(ttl, record.expires - self._clock()))
 
-    def begin(
+    def begin(  # noqa: PLR0912 - a table of cases, as in begin.lua
         self,
         ref: Ref,
         *,
@@ -140,16 +173,21 @@ class MemoryBackend(BaseBackend):
             if self._ended(ref.key, ref.task_id, REPLACED):
                 return self._holder(Verdict.REPLACED, ref)
             behind = replace(ref, key=behind_key(ref.key))
-            place = self._live(behind.key)
+            place, own = self._live(behind.key), self._live_own(behind.key)
+            own_is_first = self._own_is_first.get(behind.key, False)
             if record and record.task_id != ref.task_id:
-                if waits and place is None:
-                    owner = (ref.task_id, ref.generation, "queued", "")
-                    place = _Record(*owner, 0, task, arguments, now, now, None, "")
-                if waits and place and place.task_id == ref.task_id:
-                    self._put(behind.key, place, max(lease, place.expires - now))
+                if waits:
+                    self._wait(ref, behind.key, lease)
                 return self._holder(Verdict.HELD, ref)
-            if record is None and place and place.task_id != ref.task_id and place.if_held:
+            is_own = own is not None and own.task_id == ref.task_id
+            is_next = place is None or place.task_id == ref.task_id or not place.if_held
+            if record is None and not is_next and not (is_own and own_is_first):
+                if waits:
+                    self._wait(ref, behind.key, lease)
                 return self._holder(Verdict.HELD, behind)
+            is_behind = place is not None and place.task_id == ref.task_id
+            if record is None and is_behind and own and not is_own and own_is_first:
+                return self._own_holder(own)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)
             if record and record.state == "running" and record.promised and record.promised[0] == ref.generation:
@@ -168,6 +206,11 @@ class MemoryBackend(BaseBackend):
             if waiting and waiting.task_id == ref.task_id:
                 record = replace(record, payload=waiting.payload or record.payload)
                 del self._records[queued]
+            if place and place.task_id == ref.task_id:
+                record = replace(record, if_held=place.if_held)
+                self._records.pop(behind.key, None)
+            if (mine := self._own.get(behind.key)) and mine.task_id == ref.task_id:
+                del self._own[behind.key]
             self._last_fence = fence = max(int(now * 1_000_000), self._last_fence + 1)
             record = replace(
                 record,
@@ -267,11 +310,12 @@ class MemoryBackend(BaseBackend):
     def unlock(self, lock: str) -> None:
         """Free a lock, whoever holds it."""
         self._records.pop(lock, None)
+        self._own.pop(lock, None)
 
     def clear(self, key_prefix: str) -> None:
         """Free every lock under a prefix, whoever holds it."""
         with self._mutex:
-            for kept in (self._records, self._done):
+            for kept in (self._records, self._done, self._own):
                 for key in [key for key in kept if key.startswith(key_prefix)]:
                     del kept[key]
 

@@ -57,7 +57,7 @@ class Admitted:
                 reason=exc,
             )
             return self.ticket.waits_for
-        if holder.verdict not in {Verdict.WAITING, Verdict.FULL}:
+        if holder.verdict is not Verdict.WAITING:
             return None
         if self.terminates and holder.state == "running":
             try:
@@ -130,7 +130,7 @@ def claim(
         replacing = dataclasses.replace(call, if_held=IfHeld.REPLACE)
         following = Ticket(task_id, key, behind, waits=True, waits_for=holder)
         return Admitted(following, replacing=replacing, terminates=overlap is Overlap.TERMINATE_OTHER)
-    if must_be_sent or holder.verdict is Verdict.FULL:
+    if must_be_sent:
         return Admitted(dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise)
     return holder
 

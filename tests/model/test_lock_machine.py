@@ -51,6 +51,8 @@ class Model:
     def __init__(self) -> None:
         self.record: Record | None = None
         self.behind: Record | None = None  # the one call that waits for the end of a run
+        self.own = ""  # the one message that waits and runs by itself
+        self.own_is_first = False
         self.done: set[tuple[str, int]] = set()
         self.replaced: set[str] = set()
 
@@ -59,43 +61,49 @@ class Model:
             return Verdict.DONE
         if self.record and self.record.id == ref.task_id:
             return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
+        own = self.own if self.own != ref.task_id else ""
         if self.behind and self.behind.id == ref.task_id:
-            if if_held is not IfHeld.REPLACE or (self.record and self.record.state == "running"):
+            if if_held is not IfHeld.REPLACE or own or (self.record and self.record.state == "running"):
                 self.behind.if_held = if_held
                 return Verdict.WAITING
             self.behind = None
-        if if_held is IfHeld.LEAVE and (self.record or self.behind):
+        if if_held is IfHeld.LEAVE and (self.record or self.behind or own):
             return Verdict.HELD
         last = self.behind or self.record
-        if if_held is IfHeld.JOIN and last and last.state == "queued" and (last.if_held == "join" or not payload):
+        if if_held is IfHeld.JOIN and last and last.state == "queued" and (last.if_held or not payload):
             last.payload = payload
             return Verdict.HELD
         if if_held is IfHeld.REPLACE:
-            if self.behind and self.behind.if_held:
+            if self.behind:
                 self.replaced.add(self.behind.id)
                 self.behind = None
             if self.record and self.record.state == "queued":
                 self.replaced.add(self.record.id)
                 self.record = None
         call = Record(ref.task_id, ref.generation, "queued", "", "", if_held)
-        if self.record is None and (self.behind is None or if_held is IfHeld.REPLACE):
+        if self.record is None and not own:
             self.record = call
             return Verdict.ACQUIRED
-        if self.behind:
-            return Verdict.FULL
-        self.behind = call
+        self.behind, self.own, self.own_is_first = call, own, bool(own)
         return Verdict.WAITING
+
+    def wait(self, ref: Ref) -> None:
+        if (self.behind and self.behind.id == ref.task_id) or self.own not in {"", ref.task_id}:
+            return
+        if not self.own:
+            self.own_is_first = self.behind is None or not self.behind.if_held
+        self.own = ref.task_id
 
     def begin(self, ref: Ref, *, waits: bool) -> Verdict:
         if (ref.task_id, ref.generation) in self.done:
             return Verdict.DONE
         if ref.task_id in self.replaced:
             return Verdict.REPLACED
-        payload = ""
+        payload, if_held = "", self.record.if_held if self.record else ""
         if held := self.record:
             if held.id != ref.task_id:
-                if waits and self.behind is None:
-                    self.behind = Record(ref.task_id, ref.generation, "queued", "", "")
+                if waits:
+                    self.wait(ref)
                 return Verdict.HELD
             if held.gen > ref.generation:
                 return Verdict.STALE
@@ -105,12 +113,20 @@ class Model:
                 self.done.add((held.id, held.gen))
             else:
                 payload = held.payload
-        elif self.behind and self.behind.id != ref.task_id and self.behind.if_held:
-            return Verdict.HELD
+        elif self.behind:
+            is_own, is_behind = self.own == ref.task_id, self.behind.id == ref.task_id
+            if not is_behind and self.behind.if_held and not (is_own and self.own_is_first):
+                if waits:
+                    self.wait(ref)
+                return Verdict.HELD
+            if is_behind and self.own and not is_own and self.own_is_first:
+                return Verdict.HELD
         if self.behind and self.behind.id == ref.task_id:
-            payload = self.behind.payload or payload
+            payload, if_held = self.behind.payload or payload, self.behind.if_held
             self.behind = None
-        self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, payload, held.if_held if held else "")
+        if self.own == ref.task_id:
+            self.own = ""
+        self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, payload, if_held)
         return Verdict.STARTED
 
     def rotate(self, ref: Ref, to: Ref) -> bool:
@@ -133,7 +149,7 @@ class Model:
     def finish(self, ref: Ref) -> None:
         if ref.key == BEHIND:
             if self.behind and self.behind.id == ref.task_id:
-                self.behind = None
+                self.behind, self.own = None, ""
         elif self._is_of(ref):
             freed, self.record = self.record, None
             if freed.state == "running":
@@ -199,11 +215,11 @@ class LockMachine(RuleBasedStateMachine):
         verdict = self.acquire(ref, lost, again=False, payload=payload, if_held=if_held)
         if if_held is IfHeld.REPLACE:
             self.replaced |= {lock.id} if lock and not runs else set()
-            self.replaced |= {place.id} if place and place.if_held else set()
-            assert verdict is Verdict.ACQUIRED or runs
+            self.replaced |= {place.id} if place else set()
+            assert verdict is Verdict.ACQUIRED or runs or self.model.own
         elif lock or place:  # no newer call overtakes the one that waits
             assert verdict is not Verdict.ACQUIRED
-        if lock is None and place is None:
+        if lock is None and place is None and not self.model.own:
             assert verdict is Verdict.ACQUIRED
         if verdict is Verdict.HELD and if_held is IfHeld.JOIN:
             assert payload in {record.payload for record in (self.stored(), self.stored(BEHIND)) if record}
@@ -211,16 +227,9 @@ class LockMachine(RuleBasedStateMachine):
 
     @rule(ref=tasks, lost=lost, if_held=wishes)
     def call_again(self, ref, lost, if_held):
-        lock, place = self.stored(), self.stored(BEHIND)
         verdict = self.acquire(ref, lost, again=True, if_held=if_held)
-        if if_held is IfHeld.REPLACE and verdict in {Verdict.ACQUIRED, Verdict.WAITING, Verdict.FULL}:
-            queued = lock is not None and lock.id != ref.task_id and lock.state == "queued"
-            took = verdict is Verdict.ACQUIRED or place is None or place.id != ref.task_id
-            holds = lock is not None and lock.id == ref.task_id
-            self.replaced |= {lock.id} if queued else set()
-            self.replaced |= (
-                {place.id} if place and place.if_held and place.id != ref.task_id and took and not holds else set()
-            )
+        if if_held is IfHeld.REPLACE and verdict in {Verdict.ACQUIRED, Verdict.WAITING}:
+            self.replaced = set(self.model.replaced)  # held against the promises when a replaced one tries to start
         assert (verdict is Verdict.DONE) == ((ref.task_id, ref.generation) in self.over or ref.task_id in self.replaced)
 
     @rule(ref=tasks, behind=st.booleans(), lost=lost)
@@ -249,7 +258,13 @@ class LockMachine(RuleBasedStateMachine):
             options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
             place = self.stored(BEHIND)
             holder = self.backend.begin(ref, queued=BEHIND, waits=waits, **options)
-            if before is None and place is not None and place.if_held and place.id != ref.task_id:
+            if (
+                before is None
+                and place is not None
+                and place.if_held
+                and place.id != ref.task_id
+                and self.model.own != ref.task_id
+            ):
                 assert holder.verdict is not Verdict.STARTED
             assert holder.payload == (self.stored().payload if holder.verdict is Verdict.STARTED else "")
             if holder.verdict is Verdict.STARTED:
@@ -340,7 +355,7 @@ class LockMachine(RuleBasedStateMachine):
     @rule()
     def the_place_behind_ends(self):
         self.redis.delete(BEHIND)
-        self.model.behind = None
+        self.model.behind, self.model.own = None, ""
 
     # ------------------------------------------------ what always holds
 
@@ -350,11 +365,12 @@ class LockMachine(RuleBasedStateMachine):
     @invariant()
     def the_promises_are_kept(self):
         with self.redis.pipeline() as pipe:
-            pipe.hmget(LOCK, FIELDS).hmget(BEHIND, FIELDS).zrange(done_key(LOCK), 0, -1)
-            fields, waiting, done, *lifetimes = pipe.ttl(LOCK).ttl(BEHIND).ttl(done_key(LOCK)).execute()
+            pipe.hmget(LOCK, FIELDS).hmget(BEHIND, FIELDS).hget(BEHIND, "own_id").zrange(done_key(LOCK), 0, -1)
+            fields, waiting, own, done, *lifetimes = pipe.ttl(LOCK).ttl(BEHIND).ttl(done_key(LOCK)).execute()
         record = record_of(fields)
         assert record == self.model.record
         assert record_of(waiting) == self.model.behind
+        assert (own or "") == self.model.own
         if self.runner is None:
             assert record is None or record.state == "queued"
         else:

@@ -233,7 +233,7 @@ def test_redis_and_memory_give_the_same_answers_to_any_history(server: RedisServ
             seen.update(kinds(ask.verb, expected))
         assert in_memory.state() == in_redis.state()
 
-    expected = {f"acquire: {verdict}" for verdict in ("acquired", "waiting", "full", "running", "done", "held")}
+    expected = {f"acquire: {verdict}" for verdict in ("acquired", "waiting", "running", "done", "held")}
     expected |= {f"begin: {verdict}" for verdict in ("started", "stale", "done", "replaced", "held")}
     expected |= {"renew: running", "renew: over", "renew: lost", "promise: True", "lock: True"}
     for _ in range(3):  # one round is nearly always enough

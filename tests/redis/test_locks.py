@@ -378,7 +378,7 @@ def test_a_message_that_waits_for_its_turn_takes_the_place_behind(backend, redis
     waiter = replace(B, nonce="n2")
 
     assert begin(backend, waiter, waits=True).verdict is Verdict.HELD
-    assert redis.hmget(BEHIND, "id", "state") == ["b", "queued"]
+    assert redis.hmget(BEHIND, "id", "own_id") == [None, "b"]
     assert lives(LEASE, BEHIND)
     finish(redis)
     newer = acquire(backend, Ref(LOCK, "c"))  # the lock is free, and the message sleeps
@@ -448,9 +448,37 @@ def test_a_call_that_runs_by_itself_never_gets_the_arguments_of_another(backend,
     holder = acquire(backend, Ref(LOCK, "c"), payload="[3]", if_held=IfHeld.JOIN)
     same = acquire(backend, Ref(LOCK, "d"), payload="", if_held=IfHeld.JOIN)
 
-    assert holder.verdict is (Verdict.FULL if waits == "behind a run" else Verdict.WAITING)
-    assert same.verdict is Verdict.HELD
+    assert holder.verdict is Verdict.WAITING
+    assert (same.verdict, same.task_id) == (Verdict.HELD, "c")
     assert "[3]" not in (redis.hget(LOCK, "payload"), redis.hget(BEHIND, "payload"))
+
+
+def test_behind_a_run_the_one_that_came_first_goes_first(backend, redis):
+    """One that runs by itself, and one that others join: neither keeps the other waiting for ever."""
+    acquire(backend)
+    begin(backend)
+    by_itself = replace(B, nonce="n2")
+    begin(backend, by_itself, waits=True)
+    holders = [acquire(backend, Ref(LOCK, id_), payload=f"[{id_}]", if_held=IfHeld.JOIN) for id_ in "cde"]
+    joined = Ref(LOCK, "c", nonce="n3")
+    finish(redis)
+
+    assert [(holder.verdict, holder.task_id) for holder in holders] == [
+        (Verdict.WAITING, "a"),
+        (Verdict.HELD, "c"),
+        (Verdict.HELD, "c"),
+    ]
+    assert begin(backend, joined, queued=BEHIND, waits=True).task_id == "b"
+    assert begin(backend, by_itself, queued=BEHIND, waits=True).verdict is Verdict.STARTED
+    another = Ref(LOCK, "z", nonce="n4")
+    begin(backend, another, waits=True)
+    finish(redis, by_itself)
+    assert begin(backend, another, queued=BEHIND, waits=True).task_id == "c"
+    started = begin(backend, joined, queued=BEHIND, waits=True)
+    assert (started.verdict, started.payload) == (Verdict.STARTED, "[e]")
+    assert acquire(backend, Ref(LOCK, "f"), if_held=IfHeld.JOIN).verdict is Verdict.WAITING
+    finish(redis, joined)
+    assert begin(backend, another, queued=BEHIND, waits=True).verdict is Verdict.STARTED
 
 
 def test_a_call_that_replaces_takes_the_places_of_all_that_have_not_started(backend, redis):
