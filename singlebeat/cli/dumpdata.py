@@ -77,7 +77,9 @@ def _row(name: str, fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -
     }
     last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
     past = {"last_run_at": last, "total_run_count": count}
-    if last is None and start is None and when["__type__"] != "clocked":
+    if last is None and when["__type__"] == "clocked":
+        past = {}  # as of an entry that is made by the import
+    elif last is None and start is None:
         # django-celery-beat lets a task that has never run count from its last change.
         past["since"] = _moment(fields.get("date_changed"), zone)
     return {"name": name, "definition": definition, "policy": policy, "meta": past}

@@ -104,9 +104,9 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str]) 
             fields = [json.dumps(row[f]) if row.get(f) else None for f in ("definition", "meta", "policy")]
             entry = Entry.from_fields(key + name, *fields, app=app)
             entry.version = None  # whatever is there is replaced
-            past, now = entry.meta, datetime.now(UTC)
-            if isinstance(entry.schedule, clocked) and past.counts_from is None and entry.schedule.instant <= now:
-                entry = entry.with_past(replace(past, since=now))  # as when it is saved: else it would run now
+            now = datetime.now(UTC)
+            if not row.get("meta") and isinstance(entry.schedule, clocked) and entry.schedule.instant <= now:
+                entry = entry.with_past(replace(entry.meta, since=now))  # as when it is saved: else it would run now
             _ = entry.score  # it can be calculated
         except Exception as exc:  # a schedule may raise anything, and it must harm nobody else
             problems[name] = str(exc) if isinstance(exc, EntryError) else f"{type(exc).__name__}: {exc}"
