@@ -10,6 +10,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
+from singlebeat.tasks import undo
 from tests import matrix, versions
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
@@ -117,3 +118,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("tested together")
     for line in versions.lines(", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)):
         terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def _no_refused_calls_of_other_tests():
+    """Keep what a test leaves to be freed, on a server that is gone, out of the next test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(undo, "_undoing", undo._Undoing())
+        yield

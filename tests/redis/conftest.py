@@ -8,15 +8,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from singlebeat.cli import main
-from singlebeat.tasks import undo
-
-
-@pytest.fixture(autouse=True)
-def _no_refused_calls_of_other_tests():
-    """Keep what a test leaves to be freed, on a server that is gone, out of the next test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(undo, "_undoing", undo._Undoing())
-        yield
 
 
 @pytest.fixture

@@ -1162,7 +1162,7 @@ def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
 
 
 def all_undone() -> bool:
-    return all(thread.name != "singlebeat-undo" for thread in threading.enumerate())
+    return not undo._undoing._wanted and not undo._undoing._no_thread.empty()
 
 
 def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(server, redis, own_server, bench_on):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from contextlib import suppress
 
@@ -12,6 +11,7 @@ import pytest
 from singlebeat.errors import LockBackendError
 from singlebeat.locks.base import HEADER
 from singlebeat.locks.redis import RedisBackend
+from singlebeat.tasks import undo
 from tests.support import RedisServer, wait_until
 from tests.system.singles import PATIENCE, make_app, served, task_name
 
@@ -51,8 +51,9 @@ def single(request, locks, server, redis):
     with make_app(server.celery_url, {**settings(locks, policy), "result_backend": "disabled"}) as app:
         yield app.tasks[task_name("until_executed")]
     # What is left of refused calls is undone one by one: the next test's would wait for a server that has ended.
+    refused = undo._undoing
     wait_until(
-        lambda: all(thread.name != "singlebeat-undo" for thread in threading.enumerate()),
+        lambda: not refused._wanted and not refused._no_thread.empty(),
         timeout=PATIENCE,
         what="the end of the calls that were refused",
     )
