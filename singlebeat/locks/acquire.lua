@@ -4,13 +4,14 @@
 -- put there. While a call waits, it stands for its equals, even if the lock is free for the moment: no newer call
 -- overtakes it. Of the two the one that came first goes first.
 --
--- KEYS[1...]  three for each call:
+-- KEYS[1...]  four for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, if_held
 --             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and
 --                        "id:replaced" of calls that lost it before they started, by the time until which they wait
---             behind     hash, as lock: the call that waits for its end; own_id, own_since (ms), own_until (ms): the one
---                        that runs by itself; first: "own" if that came first
---             (if_held in both is what their call asked for; one that asked for nothing keeps its own arguments)
+--             behind     hash, as lock: the call that waits for its end
+--             turn       hash, as lock: the call that waits for its end, and runs by itself
+--             (if_held in the first and the third is what their call asked for; one that asked for nothing keeps its own
+--             arguments)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
@@ -47,18 +48,10 @@ local function reply(verdict, lock, id)
   return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), ""}
 end
 
-local function free(behind)
-  redis.call("HDEL", behind, "id", "gen", "state", "nonce", "task", "args", "since", "until", "payload", "if_held")
-end
-
 --- Take a lock or the place behind it from a call that has not started, which never will.
-local function replace(lock, is_behind, done, holder, ttl)
+local function replace(lock, done, holder, ttl)
   local waits = math.max(redis.call("PTTL", lock), ttl)
-  if is_behind then
-    free(lock)
-  else
-    redis.call("DEL", lock)
-  end
+  redis.call("DEL", lock)
   redis.call("ZADD", done, string.format("%.0f", now + waits), holder .. ":replaced")
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(waits, redis.call("PTTL", done))))
 end
@@ -80,15 +73,17 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
-local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, payload, if_held)
+local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held)
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
   local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "own_id", "own_until", "own_since")
-  if record.err or ended.err or next_record.err then
-    return {"unusable", record.err or ended.err or next_record.err, "", "0", "0", 0, ""}
+  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held")
+  local by_itself = redis.pcall("HMGET", turn, "id")
+  local err = record.err or ended.err or next_record.err or by_itself.err
+  if err then
+    return {"unusable", err, "", "0", "0", 0, ""}
   end
   local has_ended = ended[1] or ended[2]
   if again and has_ended then
@@ -96,22 +91,19 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   end
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
 
-  local own = next_record[4] ~= id and tonumber(next_record[5] or 0) > now and next_record[4]
+  local in_turn = by_itself[1] ~= id and by_itself[1]
   if waits == id and holder ~= id then
-    if if_held ~= "replace" or own or (holder and state == "running") then
+    if if_held ~= "replace" or in_turn or (holder and state == "running") then
       hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args)
       redis.call("HSET", behind, "if_held", if_held)
       return reply("waiting", lock, id)
     end
-    free(behind)
+    redis.call("DEL", behind)
     waits = false
   end
-  local is_held = (holder and holder ~= id) or ((waits or own) and not holder)
-  if is_held and if_held == "" and (holder or waits) then
-    return reply("held", holder and lock or behind, id)
-  end
+  local is_held = (holder and holder ~= id) or ((waits or in_turn) and not holder)
   if is_held and if_held == "" then
-    return {"held", own, "queued", next_record[6], "0", next_record[5] - now, ""}
+    return reply("held", holder and lock or (waits and behind) or turn, id)
   end
   if is_held and if_held == "join" then
     local stands_for_us = waits and behind or (state == "queued" and lock)
@@ -123,13 +115,13 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   end
   if is_held and if_held == "replace" then
     if waits then
-      replace(behind, true, done, waits, ttl)
+      replace(behind, done, waits, ttl)
     end
     if holder and state == "queued" then
-      replace(lock, false, done, holder, ttl)
+      replace(lock, done, holder, ttl)
       holder, bound = false, false
     end
-    is_held = holder or own
+    is_held = holder or in_turn
   end
   if not is_held and holder and state == "running" then
     return reply("running", lock, id)
@@ -138,12 +130,11 @@ local function acquire(lock, done, behind, id, gen, ttl, expiry, task, args, pay
   if has_ended and (is_held or not holder) then
     redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
   end
+  if by_itself[1] == id then -- its message has come to the lock before its sender
+    redis.call("DEL", turn)
+  end
   if is_held then
-    if next_record[4] == id then  -- its message has come to the lock before its sender
-      redis.call("HDEL", behind, "own_id", "own_since", "own_until")
-    end
     hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held)
-    redis.call("HSET", behind, "first", own and "own" or "")
     return reply("waiting", lock, id)
   end
   ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held)
@@ -152,6 +143,6 @@ end
 
 local replies = {}
 for i, call in ipairs(cjson.decode(ARGV[3])) do
-  replies[i] = acquire(KEYS[3 * i - 2], KEYS[3 * i - 1], KEYS[3 * i], unpack(call))
+  replies[i] = acquire(KEYS[4 * i - 3], KEYS[4 * i - 2], KEYS[4 * i - 1], KEYS[4 * i], unpack(call))
 end
 return cjson.encode(replies)

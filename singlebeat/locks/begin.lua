@@ -4,8 +4,8 @@
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
 --                     of calls that lost it before they started, by the time until which they wait
 -- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
--- KEYS[4]  behind     hash, as lock, and if_held: the call that waits for the end of the holder; own_id, own_since (ms),
---                     own_until (ms): the one that runs by itself; first: "own" if that came first
+-- KEYS[4]  behind     hash, as lock, and if_held: the call that waits for the end of the holder
+-- KEYS[5]  turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals, higher after
 --                     each time that a worker has rejected the message and it has come back
@@ -15,8 +15,8 @@
 -- ARGV[6]  task       name, for people
 -- ARGV[7]  args       arguments, for people
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
--- ARGV[9]  waits      1: if the lock is held, the message will be sent again; until then it is the one behind that runs by
---                     itself, if there is none, for one lease; 0: it will not
+-- ARGV[9]  waits      1: if the lock is held, the message will be sent again; until then it is the call whose turn comes
+--                     by itself, if there is none, for one lease; 0: it will not
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload}
 --          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
@@ -25,12 +25,12 @@
 --          stale     a later generation of the same id holds the lock
 --          done      this generation of the id has ended before
 --          replaced  another id took the lock from ours while it was queued
---          held      another id holds it, or waits for it and came first; nothing was written but the place
+--          held      another id holds it, or waits for it and came first; nothing was written but its turn
 --          unusable  the keys cannot be read; the second is the server's reason; nothing was written
 --
--- A repetition by the same delivery gives the same reply, and writes nothing.
+-- A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn.
 
-local lock, done, queued, behind = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
 local waits = ARGV[9] == "1"
@@ -47,8 +47,9 @@ end
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
-local place = redis.pcall("HMGET", behind, "id", "if_held", "own_id", "own_until", "own_since", "first")
-local err = record.err or ended.err or waiting.err or place.err
+local place = redis.pcall("HMGET", behind, "id", "if_held", "since")
+local by_itself = redis.pcall("HMGET", turn, "id", "since")
+local err = record.err or ended.err or waiting.err or place.err or by_itself.err
 if err then
   return {"unusable", err, "", "0", "0", 0, ""}
 end
@@ -60,26 +61,32 @@ if ended[2] then
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 local other = place[2] ~= "" and place[1] ~= id and place[1]
-local own = tonumber(place[4] or 0) > now and place[3]
-local goes_first = own == id and place[6] == "own"
+local in_turn = by_itself[1]
+-- Of the two that wait, the one that came first goes first.
+local turn_is_first = in_turn and (not place[1] or (tonumber(by_itself[2]) or 0) <= (tonumber(place[3]) or 0))
 
-local function wait(reply_of_holder)
-  if waits and place[1] ~= id and (not own or own == id) then
-    redis.call("HSET", behind, "own_id", id, "own_since", own and place[5] or string.format("%.0f", now),
-      "own_until", string.format("%.0f", now + lease), "first", own and place[6] or (other and "" or "own"))
-    redis.call("PEXPIRE", behind, string.format("%.0f", math.max(lease, redis.call("PTTL", behind))))
+--- Reply who holds the lock, or waits for it and came first; the message, if it waits, takes the free turn.
+local function held(by)
+  local answer = reply("held", by)
+  if waits and place[1] ~= id and (not in_turn or in_turn == id) then
+    if not in_turn then
+      local since = math.max(now, (tonumber(place[3]) or 0) + 1) -- later than the one that is there already
+      redis.call("HSET", turn, "id", id, "gen", ARGV[2], "state", "queued", "task", task, "args", args,
+        "since", string.format("%.0f", since))
+    end
+    redis.call("PEXPIRE", turn, string.format("%.0f", lease))
   end
-  return reply_of_holder
+  return answer
 end
 
 if holder and holder ~= id then
-  return wait(reply("held"))
+  return held(lock)
 end
-if not holder and other and not goes_first then
-  return wait(reply("held", behind))
+if not holder and other and not (in_turn == id and turn_is_first) then
+  return held(behind)
 end
-if not holder and place[1] == id and own and own ~= id and place[6] == "own" then
-  return {"held", own, "queued", place[5], "0", place[4] - now, ""}
+if not holder and place[1] == id and in_turn and in_turn ~= id and turn_is_first then
+  return held(turn)
 end
 if holder and held_gen > gen then
   return reply("stale")
@@ -116,17 +123,12 @@ end
 if waiting[1] == id and queued ~= behind then
   redis.call("DEL", queued)
 end
-if place[1] == id or place[3] == id then
-  if place[1] == id then
-    redis.call("HSET", lock, "if_held", place[2] or "")
-    redis.call("HDEL", behind, "id", "gen", "state", "nonce", "task", "args", "since", "until", "payload", "if_held")
-  end
-  if place[3] == id then
-    redis.call("HDEL", behind, "own_id", "own_since", "own_until")
-  end
-  if not other and (not own or own == id) and (place[1] == id or not place[1]) then
-    redis.call("DEL", behind)
-  end
+if place[1] == id then
+  redis.call("HSET", lock, "if_held", place[2] or "")
+  redis.call("DEL", behind)
+end
+if in_turn == id then
+  redis.call("DEL", turn)
 end
 if bound then
   lease = math.max(1, math.min(lease, bound - now))

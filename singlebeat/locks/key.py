@@ -22,6 +22,7 @@ __all__ = (
     "is_done_key",
     "lock_key",
     "readable",
+    "turn_key",
 )
 
 #: Characters of the arguments that a lock shows to people.
@@ -106,6 +107,11 @@ def done_key(lock: str) -> str:
 def behind_key(lock: str) -> str:
     """Return the key beside a lock of the place in which one call waits for the end of the run that holds it."""
     return beside(lock, "next")
+
+
+def turn_key(lock: str) -> str:
+    """Return the key beside a lock of the call that waits for the end of the run and then runs by itself."""
+    return beside(lock, "turn")
 
 
 def is_done_key(key: str) -> bool:

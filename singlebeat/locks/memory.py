@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
 from .base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict
-from .key import behind_key
+from .key import behind_key, turn_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -44,15 +44,6 @@ class _Record:
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A message that waits for its turn, and runs by itself."""
-
-    task_id: str
-    since: float
-    until: float
-
-
 class MemoryBackend(BaseBackend):
     """Keeps the locks in this process, with the verdicts of ``RedisBackend``.
 
@@ -65,8 +56,6 @@ class MemoryBackend(BaseBackend):
         self._mutex = threading.RLock()
         self._records: dict[str, _Record] = {}
         self._done: dict[str, dict[tuple[str, float], float]] = {}
-        self._own: dict[str, _Own] = {}  #: by the key of the place behind
-        self._own_is_first: dict[str, bool] = {}
         self._announced = (0.0, "")
         self._last_fence = 0
 
@@ -84,8 +73,9 @@ class MemoryBackend(BaseBackend):
         with self._mutex:
             return [self._acquire(call, again=again) for call in calls]
 
-    def _acquire(self, call: Call, *, again: bool) -> Holder:  # noqa: PLR0912 - a table of cases, as in acquire.lua
+    def _acquire(self, call: Call, *, again: bool) -> Holder:
         ref, behind = call.ref, replace(call.ref, key=behind_key(call.ref.key))
+        turn = replace(ref, key=turn_key(ref.key))
         if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
             return self._holder(Verdict.DONE, ref)
         holder, waiting = self._live(ref.key), self._live(behind.key)
@@ -94,19 +84,17 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.RUNNING, ref)
             self._put(ref.key, holder, call.ttl)
             return self._holder(Verdict.ACQUIRED, ref)
-        own = self._live_own(behind.key)
-        own = own if own and own.task_id != ref.task_id else None
+        by_itself = self._live(turn.key)
+        in_turn = by_itself is not None and by_itself.task_id != ref.task_id
         if waiting and waiting.task_id == ref.task_id:
-            if call.if_held is not IfHeld.REPLACE or own or (holder and holder.state == "running"):
+            if call.if_held is not IfHeld.REPLACE or in_turn or (holder and holder.state == "running"):
                 self._put(behind.key, replace(waiting, if_held=call.if_held), call.ttl)
                 return self._holder(Verdict.WAITING, ref)
             del self._records[behind.key]
             waiting = None
 
-        if own and not holder and not waiting and call.if_held is IfHeld.LEAVE:
-            return self._own_holder(own)
-        if (holder or waiting) and call.if_held is IfHeld.LEAVE:
-            return self._holder(Verdict.HELD, ref if holder else behind)
+        if (holder or waiting or in_turn) and call.if_held is IfHeld.LEAVE:
+            return self._holder(Verdict.HELD, ref if holder else behind if waiting else turn)
         last, record = (behind, waiting) if waiting else (ref, holder)  # of those that hold the lock or wait for it
         joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
         if record and joins and (record.if_held or not call.payload):
@@ -118,11 +106,9 @@ class MemoryBackend(BaseBackend):
             if holder and holder.state == "queued":
                 self._replace(ref.key, ref.key, call.ttl)
                 holder = None
-        must_wait = holder is not None or own is not None
-        if must_wait:
-            if own is None:
-                self._own.pop(behind.key, None)
-            self._own_is_first[behind.key] = own is not None
+        must_wait = holder is not None or in_turn
+        if not in_turn:
+            self._records.pop(turn.key, None)
         for ended in (ref.generation, REPLACED):
             self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
         now = self._clock()
@@ -131,23 +117,6 @@ class MemoryBackend(BaseBackend):
         record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held)
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
         return self._holder(Verdict.WAITING if must_wait else Verdict.ACQUIRED, ref)
-
-    def _live_own(self, behind: str) -> _Own | None:
-        own = self._own.get(behind)
-        return own if own and own.until > self._clock() else None
-
-    def _own_holder(self, own: _Own) -> Holder:
-        since, left = datetime.fromtimestamp(own.since, UTC), own.until - self._clock()
-        return Holder(Verdict.HELD, own.task_id, "queued", since, 0, left)
-
-    def _wait(self, ref: Ref, behind: str, lease: float) -> None:
-        """Let a message be the one behind a lock that runs by itself, if there is none."""
-        now, own, place = self._clock(), self._live_own(behind), self._live(behind)
-        if (place and place.task_id == ref.task_id) or (own and own.task_id != ref.task_id):
-            return
-        if own is None:
-            self._own_is_first[behind] = place is None or not place.if_held
-        self._own[behind] = _Own(ref.task_id, own.since if own else now, now + lease)
 
     def _replace(self, lock: str, place: str, ttl: float) -> None:
         record = self._records.pop(place)
@@ -172,22 +141,25 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.DONE, ref)
             if self._ended(ref.key, ref.task_id, REPLACED):
                 return self._holder(Verdict.REPLACED, ref)
-            behind = replace(ref, key=behind_key(ref.key))
-            place, own = self._live(behind.key), self._live_own(behind.key)
-            own_is_first = self._own_is_first.get(behind.key, False)
-            if record and record.task_id != ref.task_id:
-                if waits:
-                    self._wait(ref, behind.key, lease)
-                return self._holder(Verdict.HELD, ref)
-            is_own = own is not None and own.task_id == ref.task_id
-            is_next = place is None or place.task_id == ref.task_id or not place.if_held
-            if record is None and not is_next and not (is_own and own_is_first):
-                if waits:
-                    self._wait(ref, behind.key, lease)
-                return self._holder(Verdict.HELD, behind)
+            behind, turn = replace(ref, key=behind_key(ref.key)), replace(ref, key=turn_key(ref.key))
+            place, by_itself = self._live(behind.key), self._live(turn.key)
             is_behind = place is not None and place.task_id == ref.task_id
-            if record is None and is_behind and own and not is_own and own_is_first:
-                return self._own_holder(own)
+            is_in_turn = by_itself is not None and by_itself.task_id == ref.task_id
+            turn_is_first = by_itself is not None and (place is None or by_itself.since <= place.since)
+            other_waits = place is not None and not is_behind and bool(place.if_held)
+            held_by = None
+            if record and record.task_id != ref.task_id:
+                held_by = ref
+            elif record is None and other_waits and not (is_in_turn and turn_is_first):
+                held_by = behind
+            elif record is None and is_behind and by_itself and not is_in_turn and turn_is_first:
+                held_by = turn
+            if held_by:
+                if waits and not is_behind and (by_itself is None or is_in_turn):
+                    since = max(now, place.since + 0.001) if place else now  # later than the one that is there already
+                    new = _Record(ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "")
+                    self._put(turn.key, by_itself or new, lease)
+                return self._holder(Verdict.HELD, held_by)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)
             if record and record.state == "running" and record.promised and record.promised[0] == ref.generation:
@@ -209,8 +181,8 @@ class MemoryBackend(BaseBackend):
             if place and place.task_id == ref.task_id:
                 record = replace(record, if_held=place.if_held)
                 self._records.pop(behind.key, None)
-            if (mine := self._own.get(behind.key)) and mine.task_id == ref.task_id:
-                del self._own[behind.key]
+            if is_in_turn:
+                self._records.pop(turn.key, None)
             self._last_fence = fence = max(int(now * 1_000_000), self._last_fence + 1)
             record = replace(
                 record,
@@ -310,12 +282,11 @@ class MemoryBackend(BaseBackend):
     def unlock(self, lock: str) -> None:
         """Free a lock, whoever holds it."""
         self._records.pop(lock, None)
-        self._own.pop(lock, None)
 
     def clear(self, key_prefix: str) -> None:
         """Free every lock under a prefix, whoever holds it."""
         with self._mutex:
-            for kept in (self._records, self._done, self._own):
+            for kept in (self._records, self._done):
                 for key in [key for key in kept if key.startswith(key_prefix)]:
                     del kept[key]
 

@@ -16,7 +16,7 @@ from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
-from .key import behind_key, done_key, is_done_key
+from .key import behind_key, done_key, is_done_key, turn_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -39,7 +39,7 @@ def _lock_and_done(lock: str) -> tuple[str, ...]:
 
 
 def _all_keys(lock: str) -> tuple[str, ...]:
-    return lock, done_key(lock), behind_key(lock)
+    return lock, done_key(lock), behind_key(lock), turn_key(lock)
 
 
 def _ms(seconds: float | None) -> int:
@@ -128,7 +128,7 @@ class RedisBackend(BaseBackend):
         """Start a run, or say why it must not start."""
         owner = (ref.task_id, str(ref.generation), ref.nonce)
         args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), int(waits))
-        keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key))
+        keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         holder = _holder(self._run("begin", keys, args))
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))

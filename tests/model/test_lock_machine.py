@@ -12,11 +12,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from redis import Redis
 
 from singlebeat.locks.base import Call, IfHeld, Ref, Renewal, Verdict
-from singlebeat.locks.key import behind_key, done_key, lock_key
+from singlebeat.locks.key import behind_key, done_key, lock_key, turn_key
 from singlebeat.locks.redis import RedisBackend
 
 LOCK = lock_key("LOCK_", "digest")
-BEHIND = behind_key(LOCK)
+BEHIND, TURN = behind_key(LOCK), turn_key(LOCK)
 #: Nothing ends by itself here: the end of a lease is a rule of the machine.
 TTL = LEASE = MEMORY = 3600.0
 #: Few, so that they meet often.
@@ -51,8 +51,8 @@ class Model:
     def __init__(self) -> None:
         self.record: Record | None = None
         self.behind: Record | None = None  # the one call that waits for the end of a run
-        self.own = ""  # the one message that waits and runs by itself
-        self.own_is_first = False
+        self.in_turn = ""  # the one message that waits and runs by itself
+        self.turn_is_first = False
         self.done: set[tuple[str, int]] = set()
         self.replaced: set[str] = set()
 
@@ -61,13 +61,13 @@ class Model:
             return Verdict.DONE
         if self.record and self.record.id == ref.task_id:
             return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
-        own = self.own if self.own != ref.task_id else ""
+        other = self.in_turn if self.in_turn != ref.task_id else ""
         if self.behind and self.behind.id == ref.task_id:
-            if if_held is not IfHeld.REPLACE or own or (self.record and self.record.state == "running"):
+            if if_held is not IfHeld.REPLACE or other or (self.record and self.record.state == "running"):
                 self.behind.if_held = if_held
                 return Verdict.WAITING
             self.behind = None
-        if if_held is IfHeld.LEAVE and (self.record or self.behind or own):
+        if if_held is IfHeld.LEAVE and (self.record or self.behind or other):
             return Verdict.HELD
         last = self.behind or self.record
         if if_held is IfHeld.JOIN and last and last.state == "queued" and (last.if_held or not payload):
@@ -81,18 +81,19 @@ class Model:
                 self.replaced.add(self.record.id)
                 self.record = None
         call = Record(ref.task_id, ref.generation, "queued", "", "", if_held)
-        if self.record is None and not own:
+        self.in_turn = other
+        if self.record is None and not other:
             self.record = call
             return Verdict.ACQUIRED
-        self.behind, self.own, self.own_is_first = call, own, bool(own)
+        self.behind, self.turn_is_first = call, bool(other)
         return Verdict.WAITING
 
     def wait(self, ref: Ref) -> None:
-        if (self.behind and self.behind.id == ref.task_id) or self.own not in {"", ref.task_id}:
+        if (self.behind and self.behind.id == ref.task_id) or self.in_turn not in {"", ref.task_id}:
             return
-        if not self.own:
-            self.own_is_first = self.behind is None or not self.behind.if_held
-        self.own = ref.task_id
+        if not self.in_turn:
+            self.turn_is_first = self.behind is None
+        self.in_turn = ref.task_id
 
     def begin(self, ref: Ref, *, waits: bool) -> Verdict:
         if (ref.task_id, ref.generation) in self.done:
@@ -114,18 +115,18 @@ class Model:
             else:
                 payload = held.payload
         elif self.behind:
-            is_own, is_behind = self.own == ref.task_id, self.behind.id == ref.task_id
-            if not is_behind and self.behind.if_held and not (is_own and self.own_is_first):
+            is_in_turn, is_behind = self.in_turn == ref.task_id, self.behind.id == ref.task_id
+            if not is_behind and self.behind.if_held and not (is_in_turn and self.turn_is_first):
                 if waits:
                     self.wait(ref)
                 return Verdict.HELD
-            if is_behind and self.own and not is_own and self.own_is_first:
+            if is_behind and self.in_turn and not is_in_turn and self.turn_is_first:
                 return Verdict.HELD
         if self.behind and self.behind.id == ref.task_id:
             payload, if_held = self.behind.payload or payload, self.behind.if_held
             self.behind = None
-        if self.own == ref.task_id:
-            self.own = ""
+        if self.in_turn == ref.task_id:
+            self.in_turn = ""
         self.record = Record(ref.task_id, ref.generation, "running", ref.nonce, payload, if_held)
         return Verdict.STARTED
 
@@ -149,7 +150,7 @@ class Model:
     def finish(self, ref: Ref) -> None:
         if ref.key == BEHIND:
             if self.behind and self.behind.id == ref.task_id:
-                self.behind, self.own = None, ""
+                self.behind = None
         elif self._is_of(ref):
             freed, self.record = self.record, None
             if freed.state == "running":
@@ -178,7 +179,7 @@ class LockMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.redis.delete(LOCK, BEHIND, done_key(LOCK))
+        self.redis.delete(LOCK, BEHIND, TURN, done_key(LOCK))
         self.model = Model()
         self.senders = 0
         self.runs = 0
@@ -216,10 +217,10 @@ class LockMachine(RuleBasedStateMachine):
         if if_held is IfHeld.REPLACE:
             self.replaced |= {lock.id} if lock and not runs else set()
             self.replaced |= {place.id} if place else set()
-            assert verdict is Verdict.ACQUIRED or runs or self.model.own
+            assert verdict is Verdict.ACQUIRED or runs or self.model.in_turn
         elif lock or place:  # no newer call overtakes the one that waits
             assert verdict is not Verdict.ACQUIRED
-        if lock is None and place is None and not self.model.own:
+        if lock is None and place is None and not self.model.in_turn:
             assert verdict is Verdict.ACQUIRED
         if verdict is Verdict.HELD and if_held is IfHeld.JOIN:
             assert payload in {record.payload for record in (self.stored(), self.stored(BEHIND)) if record}
@@ -263,7 +264,7 @@ class LockMachine(RuleBasedStateMachine):
                 and place is not None
                 and place.if_held
                 and place.id != ref.task_id
-                and self.model.own != ref.task_id
+                and self.model.in_turn != ref.task_id
             ):
                 assert holder.verdict is not Verdict.STARTED
             assert holder.payload == (self.stored().payload if holder.verdict is Verdict.STARTED else "")
@@ -355,7 +356,12 @@ class LockMachine(RuleBasedStateMachine):
     @rule()
     def the_place_behind_ends(self):
         self.redis.delete(BEHIND)
-        self.model.behind, self.model.own = None, ""
+        self.model.behind = None
+
+    @rule()
+    def the_turn_ends(self):
+        self.redis.delete(TURN)
+        self.model.in_turn = ""
 
     # ------------------------------------------------ what always holds
 
@@ -365,12 +371,13 @@ class LockMachine(RuleBasedStateMachine):
     @invariant()
     def the_promises_are_kept(self):
         with self.redis.pipeline() as pipe:
-            pipe.hmget(LOCK, FIELDS).hmget(BEHIND, FIELDS).hget(BEHIND, "own_id").zrange(done_key(LOCK), 0, -1)
-            fields, waiting, own, done, *lifetimes = pipe.ttl(LOCK).ttl(BEHIND).ttl(done_key(LOCK)).execute()
+            pipe.hmget(LOCK, FIELDS).hmget(BEHIND, FIELDS).hget(TURN, "id").zrange(done_key(LOCK), 0, -1)
+            pipe.ttl(LOCK).ttl(BEHIND).ttl(TURN).ttl(done_key(LOCK))
+            fields, waiting, in_turn, done, *lifetimes = pipe.execute()
         record = record_of(fields)
         assert record == self.model.record
         assert record_of(waiting) == self.model.behind
-        assert (own or "") == self.model.own
+        assert (in_turn or "") == self.model.in_turn
         if self.runner is None:
             assert record is None or record.state == "queued"
         else:

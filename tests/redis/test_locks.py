@@ -18,7 +18,7 @@ from redis.exceptions import ReadOnlyError
 from singlebeat import Schedule
 from singlebeat.errors import LockBackendError
 from singlebeat.locks.base import Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
-from singlebeat.locks.key import behind_key, done_key, lock_key
+from singlebeat.locks.key import behind_key, done_key, lock_key, turn_key
 from singlebeat.locks.redis import WORKER_KEY, RedisBackend
 from singlebeat.lua import Script, packed
 from tests.benchmarks import wire
@@ -321,7 +321,7 @@ def test_many_locks_are_acquired_at_once_and_answered_in_order(backend):
 
 # ---------------------------------------------------------------- the place behind a run
 
-BEHIND = behind_key(LOCK)
+BEHIND, TURN = behind_key(LOCK), turn_key(LOCK)
 
 
 def test_a_call_that_joins_waits_behind_the_run(backend, redis, lives):
@@ -378,13 +378,24 @@ def test_a_message_that_waits_for_its_turn_takes_the_place_behind(backend, redis
     waiter = replace(B, nonce="n2")
 
     assert begin(backend, waiter, waits=True).verdict is Verdict.HELD
-    assert redis.hmget(BEHIND, "id", "own_id") == [None, "b"]
-    assert lives(LEASE, BEHIND)
+    assert redis.hmget(TURN, "id", "state") == ["b", "queued"]
+    assert not redis.exists(BEHIND)
+    assert lives(LEASE, TURN)
     finish(redis)
     newer = acquire(backend, Ref(LOCK, "c"))  # the lock is free, and the message sleeps
     assert (newer.verdict, newer.task_id, newer.state) == (Verdict.HELD, "b", "queued")
     assert begin(backend, waiter, queued=BEHIND, waits=True).verdict is Verdict.STARTED
-    assert not redis.exists(BEHIND)
+    assert not redis.exists(BEHIND, TURN)
+
+
+def test_a_replaced_call_leaves_nothing_of_its_place(backend, redis):
+    acquire(backend)
+    begin(backend)
+    acquire(backend, B, if_held=IfHeld.REPLACE)
+    finish(redis)
+
+    assert acquire(backend, Ref(LOCK, "c"), if_held=IfHeld.REPLACE).verdict is Verdict.ACQUIRED
+    assert not redis.exists(BEHIND, TURN)
 
 
 def test_a_message_that_is_skipped_takes_no_place(backend, redis):

@@ -215,7 +215,7 @@ def test_buffer_one_runs_once_more_with_the_latest_arguments(at, call, name):
     at.free(lock, behind_key(lock))
 
 
-@pytest.mark.parametrize("overlap", ["buffer_one"])
+@pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other"])
 def test_the_last_run_is_never_that_of_an_older_call(at, name, overlap):
     task = at.task(overlap)
     first = task.apply_async((name, 1))
