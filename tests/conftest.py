@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ from tests import matrix, versions
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
 pytest_plugins = ("tests.chaos_report",)
+
+
+def pytest_configure() -> None:
+    """Let signals end the processes of the tests even where they are ignored: by nohup, or in the background."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
