@@ -403,7 +403,8 @@ class CeleryProcess:
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._ended = False
-        python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        given = os.environ.get("PYTHONPATH")
+        python_path = os.pathsep.join(filter(None, (str(ROOT / "tests/without_shell"), str(ROOT), given)))
         self._process = _spawn(
             [sys.executable, "-m", "celery", *(["-A", app] if app else []), *args],
             stdout=subprocess.PIPE,

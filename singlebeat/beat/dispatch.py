@@ -20,7 +20,7 @@ from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import readable
 from ..log import Log
 from ..overlap import Overlap
-from ..tasks.claim import claim
+from ..tasks.claim import UNSENT_TTL, claim, keep
 from ..tasks.undo import never_mind, undo_later
 from .backoff import Backoff
 from .journal import tell
@@ -45,10 +45,6 @@ RETRY_AFTER = 30.0
 
 #: Part of that time in which its first taker may still send it: after it, it belongs to the next one.
 TAKERS_SHARE = 0.8
-
-#: Seconds that the lock of an unsent message lasts. A beat that ends amid a dispatch cannot free the locks that it
-#: has taken, and the next one frees none of an entry that was deleted or edited meanwhile.
-UNSENT_TTL = 2 * RETRY_AFTER
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -237,7 +233,7 @@ class Dispatcher:
                 return _sent_before(message)
             return Outcome.SKIPPED_OVERLAP, str(getattr(result, "holder", None) or f"task {result.id}")
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
-        waits_for = admitted.take_places(task) if admitted is not None else getattr(result, "waits_for", None)
+        waits_for = admitted.note_sent(task) if admitted is not None else getattr(result, "waits_for", None)
         return (Outcome.BUFFERED, str(waits_for)) if waits_for else (Outcome.DISPATCHED, "")
 
     def _failed(self, exc: Exception, member: str = "") -> None:
@@ -303,13 +299,9 @@ class Dispatcher:
         for message in messages:
             if message.ticket is not None and message.occurrence.id in sent:
                 refs[self._time_to_start(message, now)].append(message.ticket.run)
-        try:
-            for seconds, locks in refs.items():  # one round trip, unless countdowns differ
-                if seconds > UNSENT_TTL:
-                    backend_of(self.app).renew_many(locks, lease=seconds)
-        except LockBackendError as exc:
-            text = "beat: Locks end in %(seconds)g s unless their tasks start before"
-            log.warning(text, event="unlocked", seconds=UNSENT_TTL, reason=exc)
+        for seconds, locks in refs.items():  # one round trip, unless countdowns differ
+            if seconds > UNSENT_TTL:
+                keep(backend_of(self.app), locks, seconds)
 
     def _acquire(self, messages: Sequence[Message], now: datetime) -> Mapping[str, Holder]:
         calls = [

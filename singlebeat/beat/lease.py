@@ -144,7 +144,7 @@ class Lease:
         It takes no lock and shares no connection with the rest of the process, so it cannot wait for either; but where
         the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and for the server.
         """
-        token, self._last_token, self._term, self._stopped = self._last_token, "", None, True
+        token, self._term, self._stopped = self._last_token, None, True
         if not token or self.keys.lock is None:
             return
         try:
@@ -160,6 +160,8 @@ class Lease:
         else:
             if released:
                 log.info("beat: Released lock", event="lock_released", leader=identity())
+        # Only now: a second signal interrupts this call, and ends the process when its own call returns.
+        self._last_token = ""
 
     def leader(self) -> Mapping[str, str]:
         """Return who leads (host, pid, since, term), empty if nobody does."""

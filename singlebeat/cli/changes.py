@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..beat.salvage import Salvage
 
 NAME = click.argument("name")
+WORDS = [word.value for word in Overlap]  # click shows the names of an enum
 DEFINITION: Sequence[Callable[[Any], Any]] = (
     click.option("--every", type=Seconds(min=0, min_open=True), help="Seconds between two runs."),
     click.option("--cron", help="Five fields: minute, hour, day of month, month, day of week."),
@@ -211,7 +212,12 @@ def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
     click.argument("end"),
     click.option("--dry-run", is_flag=True, help="Only list the times."),
     click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most runs."),
-    click.option("--overlap", type=click.Choice(list(Overlap)), default=Overlap.BUFFER_ALL, show_default=True),
+    click.option(
+        "--overlap",
+        type=click.Choice([word.value for word in Overlap]),
+        default=Overlap.BUFFER_ALL.value,
+        show_default=True,
+    ),
 )
 def backfill_(
     app: Celery, as_json: bool, name: str, start: str, end: str, dry_run: bool, limit: int, overlap: str

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
-from .key import check_sendable, done_key
+from .key import check_sendable, done_key, turn_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -233,10 +233,13 @@ class Ticket:
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """Every claim of the message."""
-        if not self.queued or self.queued == self.key:
-            return (self.run,)
-        return self.run, replace(self.run, key=self.queued)
+        """Every claim of the message: the one of its run comes first."""
+        keys = [self.key]
+        if self.queued not in {"", self.key}:
+            keys.append(self.queued)
+        if self.waited:
+            keys.append(turn_key(self.key))
+        return tuple(replace(self.run, key=key) for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +257,14 @@ class Call:
 
 class BaseBackend(ABC):
     """Keeps the locks; durations are seconds, instants are of the server's clock, every verb is atomic."""
+
+    #: Whether a call can replace another, and give it its arguments.
+    replaces = True
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+        return type(self).__name__
 
     @classmethod
     def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
@@ -280,7 +291,7 @@ class BaseBackend(ABC):
         ref: Ref,
         *,
         queued: str = "",
-        waits: bool = False,
+        turn_ttl: float = 0.0,
         lease: float,
         memory: float,
         task: str,
@@ -291,7 +302,8 @@ class BaseBackend(ABC):
 
         Args:
             queued: key of the lock that the message holds while it waits, to be freed; empty: that of the run.
-            waits: if the lock is held, the message will be sent again; until then no newer call overtakes it.
+            turn_ttl: if the lock is held, the message will be sent again, and no newer call overtakes it for so long;
+                0: it will not be sent again.
             lease: how long the lock outlives a worker that died.
             memory: how long the end of a run is remembered.
         """

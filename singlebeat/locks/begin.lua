@@ -15,8 +15,8 @@
 -- ARGV[6]  task       name, for people
 -- ARGV[7]  args       arguments, for people
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
--- ARGV[9]  waits      1: if the lock is held, the message will be sent again; until then it is the call whose turn comes
---                     by itself, if there is none, for one lease; 0: it will not
+-- ARGV[9]  turn_ms    how long its turn lasts: if the lock is held, the message will be sent again; until then it is the
+--                     call that runs by itself, if there is none; 0: it will not be sent again
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload}
 --          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
@@ -33,7 +33,7 @@
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
-local waits = ARGV[9] == "1"
+local turn_ms = tonumber(ARGV[9])
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -68,13 +68,14 @@ local turn_is_first = in_turn and (not place[1] or (tonumber(by_itself[2]) or 0)
 --- Reply who holds the lock, or waits for it and came first; the message, if it waits, takes the free turn.
 local function held(by)
   local answer = reply("held", by)
-  if waits and place[1] ~= id and (not in_turn or in_turn == id) then
+  if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id) then
     if not in_turn then
       local since = math.max(now, (tonumber(place[3]) or 0) + 1) -- later than the one that is there already
-      redis.call("HSET", turn, "id", id, "gen", ARGV[2], "state", "queued", "task", task, "args", args,
+      redis.call("HSET", turn, "id", id, "state", "queued", "task", task, "args", args,
         "since", string.format("%.0f", since))
     end
-    redis.call("PEXPIRE", turn, string.format("%.0f", lease))
+    redis.call("HSET", turn, "gen", ARGV[2])
+    redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms))
   end
   return answer
 end

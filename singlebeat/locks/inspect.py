@@ -71,6 +71,8 @@ class InspectBackend(BaseBackend):
         settle: seconds to wait before asking.
     """
 
+    replaces = False
+
     def __init__(self, app: Celery, *, timeout: float = 1.0, settle: float = 0.25) -> None:
         self.app, self.timeout, self.settle = app, timeout, settle
 
@@ -89,7 +91,7 @@ class InspectBackend(BaseBackend):
         ref: Ref,
         *,
         queued: str = "",
-        waits: bool = False,
+        turn_ttl: float = 0.0,
         lease: float,
         memory: float,
         task: str,

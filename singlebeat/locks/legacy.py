@@ -37,6 +37,8 @@ class LegacyBackend(BaseBackend):
         custom: an object with these four methods.
     """
 
+    replaces = False
+
     def __init__(self, custom: Any) -> None:
         self.custom = custom
         #: By run: its retry, and how long that may wait. Whoever promises knows its run by the nonce alone.
@@ -65,7 +67,7 @@ class LegacyBackend(BaseBackend):
     def _acquire(self, call: Call) -> Holder:
         behind = replace(call.ref, key=behind_key(call.ref.key))
         if call.if_held is not IfHeld.LEAVE:
-            with _naming(self._name):
+            with _naming(self.name):
                 waits = self._held(behind.key)
             if waits and waits[0] != call.ref.task_id:
                 return _holder(Verdict.HELD, waits[0])
@@ -79,21 +81,21 @@ class LegacyBackend(BaseBackend):
 
     def _take(self, ref: Ref, expiry: float | None) -> tuple[str, float]:
         """Take a lock if it is free; return who holds it now, and of which generation it is."""
-        with _naming(self._name):
+        with _naming(self.name):
             # Twice: it may be freed between the refusal and the look.
             for _ in range(2):
                 if self.custom.lock(ref.key, _owner(ref), expiry=_seconds(expiry)):
                     return ref.task_id, ref.generation
                 if held := self._held(ref.key):
                     return held
-        raise LockBackendError(f"{self._name}.lock({ref.key!r}) refuses a lock, but get() says that it is free")
+        raise LockBackendError(f"{self.name}.lock({ref.key!r}) refuses a lock, but get() says that it is free")
 
     def begin(
         self,
         ref: Ref,
         *,
         queued: str = "",
-        waits: bool = False,
+        turn_ttl: float = 0.0,
         lease: float,
         memory: float,
         task: str,
@@ -101,7 +103,7 @@ class LegacyBackend(BaseBackend):
         expiry: float | None = None,
     ) -> Holder:
         """Start a run: STARTED, or STALE or HELD, and then it must not start."""
-        with _naming(self._name):
+        with _naming(self.name):
             held = self._held(ref.key)
             if held and held[0] == ref.task_id and held[1] <= ref.generation > 0:
                 # A retry: the run that has sent it is over, and what it has left ends when it has waited too long.
@@ -112,14 +114,14 @@ class LegacyBackend(BaseBackend):
             return _holder(Verdict.HELD, task_id)
         if generation > ref.generation:
             return _holder(Verdict.STALE, task_id)
-        with _naming(self._name):
+        with _naming(self.name):
             if queued not in {"", ref.key} and self._held(queued) == (ref.task_id, ref.generation):
                 self.custom.unlock(queued)
         return _holder(Verdict.STARTED, task_id)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits. False if it was lost."""
-        with _naming(self._name):
+        with _naming(self.name):
             ours = self._held(ref.key) == (ref.task_id, ref.generation)
             if ours and to.generation != ref.generation:
                 self._hand_over(ref, to, ttl)
@@ -127,7 +129,7 @@ class LegacyBackend(BaseBackend):
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Let a run leave its lock to its own retry when it ends, in this process; ``to`` None takes that back."""
-        with _naming(self._name):
+        with _naming(self.name):
             held = self._held(run.key)
         if held is None or held[0] != run.task_id:
             return False
@@ -139,7 +141,7 @@ class LegacyBackend(BaseBackend):
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Tell what became of the locks of living requests; there is no lease to renew."""
-        with _naming(self._name):
+        with _naming(self.name):
             return [self._renew(ref) for ref in refs]
 
     def _renew(self, ref: Ref) -> Renewal:
@@ -150,7 +152,7 @@ class LegacyBackend(BaseBackend):
 
     def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
         """Free the locks of requests that are over; only their own."""
-        with _naming(self._name):
+        with _naming(self.name):
             for ref in refs:
                 successor = self._promised.pop(replace(ref, generation=0), None)
                 if self._held(ref.key) != (ref.task_id, ref.generation):
@@ -169,18 +171,18 @@ class LegacyBackend(BaseBackend):
 
     def get(self, lock: str) -> str | None:
         """Return the task id that holds a lock, or None."""
-        with _naming(self._name):
+        with _naming(self.name):
             held = self._held(lock)
         return held[0] if held else None
 
     def unlock(self, lock: str) -> None:
         """Free a lock, whoever holds it."""
-        with _naming(self._name):
+        with _naming(self.name):
             self.custom.unlock(lock)
 
     def clear(self, key_prefix: str) -> None:
         """Free every lock under a prefix, whoever holds it."""
-        with _naming(self._name):
+        with _naming(self.name):
             self.custom.clear(key_prefix)
 
     def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -188,7 +190,8 @@ class LegacyBackend(BaseBackend):
         return iter(())
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """What the user calls it: their own class."""
         return type(self.custom).__name__
 
     def _held(self, lock: str) -> tuple[str, float] | None:

@@ -127,7 +127,7 @@ class MemoryBackend(BaseBackend):
         ref: Ref,
         *,
         queued: str = "",
-        waits: bool = False,
+        turn_ttl: float = 0.0,
         lease: float,
         memory: float,
         task: str,
@@ -155,10 +155,10 @@ class MemoryBackend(BaseBackend):
             elif record is None and is_behind and by_itself and not is_in_turn and turn_is_first:
                 held_by = turn
             if held_by:
-                if waits and not is_behind and (by_itself is None or is_in_turn):
+                if turn_ttl and not is_behind and (by_itself is None or is_in_turn):
                     since = max(now, place.since + 0.001) if place else now  # later than the one that is there already
                     new = _Record(ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "")
-                    self._put(turn.key, by_itself or new, lease)
+                    self._put(turn.key, replace(by_itself or new, generation=ref.generation), turn_ttl)
                 return self._holder(Verdict.HELD, held_by)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)

@@ -118,7 +118,7 @@ class RedisBackend(BaseBackend):
         ref: Ref,
         *,
         queued: str = "",
-        waits: bool = False,
+        turn_ttl: float = 0.0,
         lease: float,
         memory: float,
         task: str,
@@ -127,7 +127,7 @@ class RedisBackend(BaseBackend):
     ) -> Holder:
         """Start a run, or say why it must not start."""
         owner = (ref.task_id, str(ref.generation), ref.nonce)
-        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), int(waits))
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), _ms(turn_ttl))
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         holder = _holder(self._run("begin", keys, args))
         if holder.verdict is Verdict.UNUSABLE:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kombu.utils.encoding import safe_repr
 
-from ..errors import LockBackendError, UnusableLockError
-from ..locks.base import RUN_HEADER, Call, Holder, IfHeld, Ref, Ticket, Verdict, generation, unusable
+from ..errors import ConfigError, LockBackendError, UnusableLockError
+from ..locks.base import RUN_HEADER, BaseBackend, Call, Holder, IfHeld, Ref, Ticket, Verdict, generation, unusable
 from ..locks.key import behind_key, beside, readable
 from ..log import Log
 from .policy import Lock, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
 from .undo import never_mind, refused, undo_later
 
-__all__ = ("Admitted", "claim", "free", "unclaimed")
+__all__ = ("UNSENT_TTL", "Admitted", "claim", "free", "keep", "unclaimed")
 
 log = Log(__name__)
+
+#: Seconds that the lock of a call of beat lasts until it is sent. A beat that ends amid a dispatch cannot free the
+#: locks that it has taken, and the next one frees none of an entry that was deleted or edited meanwhile.
+UNSENT_TTL = 60.0
 
 #: Policies by which a call takes the places of those that have not started.
 REPLACING = {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
@@ -32,6 +36,7 @@ class Admitted:
     taken: Ref | None = None  #: its lock, to be freed if it cannot be sent
     #: How it takes the places of others: only once it is sent, so that no other gives way to a call that never comes.
     replacing: Call | None = None
+    wait: float = 0.0  #: seconds that its message may wait for its start, if its lock ends before that
     terminates: bool = False  #: it ends the run that it waits for
 
     def give_up(self, task: Any) -> None:
@@ -39,11 +44,14 @@ class Admitted:
         if self.taken is not None:
             free(task, self.taken)
 
-    def take_places(self, task: Any) -> Holder | None:
-        """Take the places of other calls, now that this one is sent; return the run that it waits for, or None.
+    def note_sent(self, task: Any) -> Holder | None:
+        """Do what is to be done once the call is sent, and return the run that it waits for, or None.
 
-        What fails here is logged: the call is on its way, and waits for its turn.
+        Its lock lasts for as long as its message may wait, and it takes the places of other calls. What fails here is
+        logged: the call is on its way, and waits for its turn.
         """
+        if self.taken is not None and self.wait > UNSENT_TTL:
+            keep(task.singleton_backend, [self.taken], self.wait)
         if self.replacing is None:
             return self.ticket.waits_for
         about = {"task": task.name, "id": self.ticket.task_id}
@@ -87,6 +95,7 @@ def claim(
     """Take the lock that a call needs before it is sent, or return who holds it if the call is not to be sent.
 
     Raises:
+        ConfigError: the app's lock backend cannot do what the policy promises.
         LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
         TypeError: the arguments do not fit the task, or one of them cannot be encoded.
         ValueError: countdown, eta or expires among the options makes no sense.
@@ -99,6 +108,8 @@ def claim(
         return Admitted(otherwise)
     must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
     call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
+    wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
+    call = dataclasses.replace(call, ttl=min(wait, UNSENT_TTL) if is_of_beat else wait)
     match task.lock:
         case Lock.UNTIL_EXECUTING:
             ticket = Ticket(task_id, otherwise.key, key)
@@ -115,24 +126,35 @@ def claim(
                 payload = encode_arguments(task, args, kwargs) if equal_calls_may_differ(task) else ""
                 if_held = IfHeld.LEAVE if must_be_sent else IfHeld.JOIN
                 call = dataclasses.replace(call, payload=payload, if_held=if_held)
+    if overlap in REPLACING or call.payload:
+        _check_backend(task, overlap)
 
     # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
-    holder = _acquire(task, call, again=RUN_HEADER in (options.get("headers") or {}))
+    holder = _acquire(task, call, again=is_of_beat)
     if holder.verdict is Verdict.ACQUIRED:
-        return Admitted(ticket, call.ref)
+        return Admitted(ticket, call.ref, wait=wait * is_of_beat)
     if holder.verdict is Verdict.WAITING:
         waits_for = holder if holder.task_id != task_id else None
         place = dataclasses.replace(call.ref, key=behind)
-        return Admitted(Ticket(task_id, key, behind, waits=True, waits_for=waits_for), place)
+        return Admitted(Ticket(task_id, key, behind, waits=True, waits_for=waits_for), place, wait=wait * is_of_beat)
     if holder.task_id == task_id:  # it was sent before
         return holder
     if overlap in REPLACING:
-        replacing = dataclasses.replace(call, if_held=IfHeld.REPLACE)
+        replacing = dataclasses.replace(call, ttl=wait, if_held=IfHeld.REPLACE)
         following = Ticket(task_id, key, behind, waits=True, waits_for=holder)
         return Admitted(following, replacing=replacing, terminates=overlap is Overlap.TERMINATE_OTHER)
     if must_be_sent:
         return Admitted(dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise)
     return holder
+
+
+def _check_backend(task: Any, overlap: Overlap) -> None:
+    backend = task.singleton_backend
+    if not backend.replaces:
+        raise ConfigError(
+            f"{task.name}: overlap {overlap} needs locks that keep the latest arguments and replace calls, which "
+            f"{backend.name} cannot: use another word, or the default singleton_backend_class"
+        )
 
 
 def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Call:
@@ -163,6 +185,15 @@ def _acquire(task: Any, call: Call, *, again: bool) -> Holder:
         raise UnusableLockError(unusable(ref.key, holder.task_id))
     # Who holds the lock now does not concern a call that has ended.
     return dataclasses.replace(holder, task_id=ref.task_id) if holder.verdict is Verdict.DONE else holder
+
+
+def keep(backend: BaseBackend, locks: Sequence[Ref], seconds: float) -> None:
+    """Let the locks of sent messages last for so long, unless a worker has taken or freed them meanwhile."""
+    try:
+        backend.renew_many(locks, lease=seconds)
+    except LockBackendError as exc:
+        text = "beat: Locks end in %(seconds)g s unless their tasks start before"
+        log.warning(text, event="unlocked", seconds=UNSENT_TTL, reason=exc)
 
 
 def free(task: Any, ref: Ref, *, memory: float = 0.0) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from celery import Task
@@ -16,13 +17,13 @@ from kombu.utils.encoding import safe_repr
 from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
-from ..locks import backend_of
+from ..locks import backend_of, seconds_until
 from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, without_deaths
 from ..locks.key import behind_key, readable
 from ..log import Log
 from .policy import decode_arguments, equal_calls_may_differ, has_continuations
 
-__all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock", "waits_for_its_turn")
+__all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock", "turn_ttl")
 
 log = Log(__name__)
 
@@ -125,7 +126,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
         holder = backend.begin(
             ticket.run,
             queued=ticket.queued,
-            waits=waits_for_its_turn(ticket, request),
+            turn_ttl=turn_ttl(ticket, request, lease=config.singlebeat_lock_lease),
             lease=config.singlebeat_lock_lease,
             memory=config.singlebeat_queued_ttl,
             task=task.name,
@@ -170,6 +171,15 @@ def _finish(task: Any, ticket: Ticket) -> None:
             id=ticket.task_id,
             reason=exc,
         )
+
+
+def turn_ttl(ticket: Ticket, request: Any, *, lease: float) -> float:
+    """Return the seconds for which a message keeps its turn while its lock is held; 0 if it does not wait."""
+    if not waits_for_its_turn(ticket, request):
+        return 0.0
+    left = seconds_until(request.expires, datetime.now(UTC))
+    # The worker that has the message renews its turn, but none that ends with the message.
+    return lease if left is None else max(0.001, left)
 
 
 def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:

@@ -24,7 +24,7 @@ from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
 from .ends import outcome_of, record_end
-from .gate import Postponed, Refused, Unsent, may_start, waits_for_its_turn
+from .gate import Postponed, Refused, Unsent, may_start, turn_ttl
 from .policy import overlap_for
 from .renewer import renewer_of
 
@@ -155,7 +155,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             holder = renewer.gate.begin(
                 self.ticket.run,
                 queued=self.ticket.queued,
-                waits=waits_for_its_turn(self.ticket, self._context),
+                turn_ttl=turn_ttl(self.ticket, self._context, lease=config.singlebeat_lock_lease),
                 lease=config.singlebeat_lock_lease,
                 memory=config.singlebeat_queued_ttl,
                 task=self.task.name,

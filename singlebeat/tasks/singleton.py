@@ -201,7 +201,7 @@ class Singleton(Task):  # type: ignore[misc]
         except BaseException:
             admitted.give_up(self)
             raise
-        result.waits_for = admitted.take_places(self)
+        result.waits_for = admitted.note_sent(self)
         return result
 
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:

@@ -258,7 +258,7 @@ class LockMachine(RuleBasedStateMachine):
             before = self.stored()
             options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
             place = self.stored(BEHIND)
-            holder = self.backend.begin(ref, queued=BEHIND, waits=waits, **options)
+            holder = self.backend.begin(ref, queued=BEHIND, turn_ttl=60 * waits, **options)
             if (
                 before is None
                 and place is not None

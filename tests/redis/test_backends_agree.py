@@ -80,7 +80,7 @@ def acquire(draw: st.DrawFn) -> Ask:
 def begin(draw: st.DrawFn) -> Ask:
     ref, expiry, waits, waited = draw(runs), draw(expiries), draw(st.booleans()), draw(st.booleans())
     options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
-    queued, options["waits"] = behind_key(ref.key) if waited else ref.key, waits
+    queued, options["turn_ttl"] = behind_key(ref.key) if waited else ref.key, LEASE * waits
     return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry)
 
 
@@ -164,7 +164,7 @@ def crowded(draw: st.DrawFn) -> list[Ask]:
     return [
         Ask("unlock", lambda b: b.unlock(lock), lock),
         Ask("begin", lambda b: b.begin(run, **options), run),
-        Ask("begin", lambda b: b.begin(waiter, waits=True, **options), waiter),
+        Ask("begin", lambda b: b.begin(waiter, turn_ttl=LEASE, **options), waiter),
         Ask("acquire", lambda b: b.acquire_many([call]), call),
     ]
 

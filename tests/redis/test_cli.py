@@ -197,7 +197,7 @@ def test_trigger_and_backfill_are_proposed(cli, put, redis):
 def test_a_backfill_names_the_ids_of_its_runs(cli, put, redis):
     put(every=3600)
     span = ("2026-01-01", "2026-01-01T01:00")
-    planned = answer(cli("backfill", "e", *span, "--dry-run", "--json"))
+    planned = answer(cli("backfill", "e", *span, "--overlap", "buffer_one", "--dry-run", "--json"))
     assert planned == [{"nominal": "2026-01-01T01:00:00+00:00", "id": None}]
 
     (row,) = answer(cli("backfill", "e", *span, "--json"))

@@ -418,6 +418,23 @@ def test_after_a_release_the_lease_never_leads_again(make, redis):
     assert redis.exists(KEYS.lock) == 0
 
 
+def test_a_second_signal_amid_the_release_releases_as_well(make, redis):
+    lease = make()
+    lease.acquire()
+    connect = lease._connect
+
+    def interrupted() -> None:
+        lease._connect = connect
+        lease.release()
+        raise SystemExit  # as the handler of a signal does
+
+    lease._connect = interrupted
+    with pytest.raises(SystemExit):
+        lease.release()
+
+    assert redis.exists(KEYS.lock, KEYS.leader) == 0
+
+
 def test_a_release_before_any_term_writes_nothing(make, redis):
     redis.set(KEYS.lock, "somebody")
     lease = make()

@@ -13,6 +13,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
+from singlebeat import Singleton
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks import backend_of, clear_locks, new_backend
 from singlebeat.locks.base import BaseBackend, Call, Holder, Ref, Renewal, Verdict
@@ -353,6 +354,25 @@ def custom(tmp_path: Path) -> dict[str, Any]:
 def sender(server: RedisServer, redis: Redis, custom: dict[str, Any]) -> Iterator[Celery]:
     with make_app(server.celery_url, custom) as app:
         yield app
+
+
+def latest(user: str, number: int) -> int:
+    return number
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "name"),
+    [(FileBackend, "FileBackend"), ("singlebeat.locks.inspect:InspectBackend", "InspectBackend")],
+)
+@pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other", "terminate_other"])
+def test_a_backend_that_cannot_keep_a_policy_refuses_its_calls(tmp_path, backend_class, name, overlap):
+    conf = {"singleton_backend_class": backend_class}
+    conf |= {"singleton_backend_url": f"file:{tmp_path}/locks"} if backend_class is FileBackend else {}
+    with app_with(**conf) as app:
+        task = app.task(latest, name="shop.bill", base=Singleton, shared=False, unique_on="user")
+
+        with pytest.raises(ConfigError, match=f"shop.bill: overlap {overlap} needs .* which {name} cannot"):
+            task.apply_async(["a", 1], overlap=overlap)
 
 
 def test_a_worker_runs_equal_calls_one_at_a_time_with_a_custom_backend(celery, custom, sender, oracle, redis):

@@ -322,6 +322,7 @@ def test_many_locks_are_acquired_at_once_and_answered_in_order(backend):
 # ---------------------------------------------------------------- the place behind a run
 
 BEHIND, TURN = behind_key(LOCK), turn_key(LOCK)
+TURN_TTL = 20.0
 
 
 def test_a_call_that_joins_waits_behind_the_run(backend, redis, lives):
@@ -377,14 +378,14 @@ def test_a_message_that_waits_for_its_turn_takes_the_place_behind(backend, redis
     begin(backend)
     waiter = replace(B, nonce="n2")
 
-    assert begin(backend, waiter, waits=True).verdict is Verdict.HELD
+    assert begin(backend, waiter, turn_ttl=TURN_TTL).verdict is Verdict.HELD
     assert redis.hmget(TURN, "id", "state") == ["b", "queued"]
     assert not redis.exists(BEHIND)
-    assert lives(LEASE, TURN)
+    assert lives(TURN_TTL, TURN)
     finish(redis)
     newer = acquire(backend, Ref(LOCK, "c"))  # the lock is free, and the message sleeps
     assert (newer.verdict, newer.task_id, newer.state) == (Verdict.HELD, "b", "queued")
-    assert begin(backend, waiter, queued=BEHIND, waits=True).verdict is Verdict.STARTED
+    assert begin(backend, waiter, queued=BEHIND, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
     assert not redis.exists(BEHIND, TURN)
 
 
@@ -409,10 +410,10 @@ def test_a_message_that_is_skipped_takes_no_place(backend, redis):
 def test_messages_that_wait_by_themselves_do_not_wait_for_one_another(backend, redis):
     acquire(backend)
     begin(backend)
-    begin(backend, replace(B, nonce="n2"), waits=True)
+    begin(backend, replace(B, nonce="n2"), turn_ttl=TURN_TTL)
     finish(redis)
 
-    assert begin(backend, Ref(LOCK, "c", nonce="n3"), queued=BEHIND, waits=True).verdict is Verdict.STARTED
+    assert begin(backend, Ref(LOCK, "c", nonce="n3"), queued=BEHIND, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
 
 
 @pytest.mark.parametrize("if_held", [IfHeld.JOIN, IfHeld.REPLACE])
@@ -422,7 +423,7 @@ def test_no_message_starts_before_the_call_that_took_the_place_behind(backend, r
     acquire(backend, B, if_held=if_held)
     finish(redis)
 
-    holder = begin(backend, Ref(LOCK, "c", nonce="n3"), waits=True)
+    holder = begin(backend, Ref(LOCK, "c", nonce="n3"), turn_ttl=TURN_TTL)
 
     assert (holder.verdict, holder.task_id) == (Verdict.HELD, "b")
     assert begin(backend, replace(B, nonce="n2"), queued=BEHIND).verdict is Verdict.STARTED
@@ -435,7 +436,7 @@ def test_a_message_that_is_quicker_than_its_sender_gets_the_places_all_the_same(
     if state == "running":
         begin(backend)
     waiter = replace(B, nonce="n2")
-    begin(backend, waiter, queued=BEHIND, waits=True)
+    begin(backend, waiter, queued=BEHIND, turn_ttl=TURN_TTL)
 
     holders = [acquire(backend, B, again=True, if_held=IfHeld.REPLACE) for _ in range(2)]
 
@@ -445,7 +446,7 @@ def test_a_message_that_is_quicker_than_its_sender_gets_the_places_all_the_same(
     else:
         assert [holder.verdict for holder in holders] == [Verdict.WAITING] * 2
         finish(redis)
-        assert begin(backend, Ref(LOCK, "c", nonce="n3"), waits=True).verdict is Verdict.HELD
+        assert begin(backend, Ref(LOCK, "c", nonce="n3"), turn_ttl=TURN_TTL).verdict is Verdict.HELD
     assert begin(backend, waiter, queued=BEHIND).verdict is Verdict.STARTED
 
 
@@ -454,7 +455,7 @@ def test_a_call_that_runs_by_itself_never_gets_the_arguments_of_another(backend,
     acquire(backend)
     if waits == "behind a run":
         begin(backend)
-        begin(backend, replace(B, nonce="n2"), waits=True)
+        begin(backend, replace(B, nonce="n2"), turn_ttl=TURN_TTL)
 
     holder = acquire(backend, Ref(LOCK, "c"), payload="[3]", if_held=IfHeld.JOIN)
     same = acquire(backend, Ref(LOCK, "d"), payload="", if_held=IfHeld.JOIN)
@@ -469,7 +470,7 @@ def test_behind_a_run_the_one_that_came_first_goes_first(backend, redis):
     acquire(backend)
     begin(backend)
     by_itself = replace(B, nonce="n2")
-    begin(backend, by_itself, waits=True)
+    begin(backend, by_itself, turn_ttl=TURN_TTL)
     holders = [acquire(backend, Ref(LOCK, id_), payload=f"[{id_}]", if_held=IfHeld.JOIN) for id_ in "cde"]
     joined = Ref(LOCK, "c", nonce="n3")
     finish(redis)
@@ -479,17 +480,17 @@ def test_behind_a_run_the_one_that_came_first_goes_first(backend, redis):
         (Verdict.HELD, "c"),
         (Verdict.HELD, "c"),
     ]
-    assert begin(backend, joined, queued=BEHIND, waits=True).task_id == "b"
-    assert begin(backend, by_itself, queued=BEHIND, waits=True).verdict is Verdict.STARTED
+    assert begin(backend, joined, queued=BEHIND, turn_ttl=TURN_TTL).task_id == "b"
+    assert begin(backend, by_itself, queued=BEHIND, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
     another = Ref(LOCK, "z", nonce="n4")
-    begin(backend, another, waits=True)
+    begin(backend, another, turn_ttl=TURN_TTL)
     finish(redis, by_itself)
-    assert begin(backend, another, queued=BEHIND, waits=True).task_id == "c"
-    started = begin(backend, joined, queued=BEHIND, waits=True)
+    assert begin(backend, another, queued=BEHIND, turn_ttl=TURN_TTL).task_id == "c"
+    started = begin(backend, joined, queued=BEHIND, turn_ttl=TURN_TTL)
     assert (started.verdict, started.payload) == (Verdict.STARTED, "[e]")
     assert acquire(backend, Ref(LOCK, "f"), if_held=IfHeld.JOIN).verdict is Verdict.WAITING
     finish(redis, joined)
-    assert begin(backend, another, queued=BEHIND, waits=True).verdict is Verdict.STARTED
+    assert begin(backend, another, queued=BEHIND, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
 
 
 def test_a_call_that_replaces_takes_the_places_of_all_that_have_not_started(backend, redis):

@@ -24,9 +24,10 @@ from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
+from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
-from singlebeat.locks.key import behind_key, done_key
+from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.ends import flush_ends
 from singlebeat.tasks.gate import Postponed, _postpone
@@ -544,6 +545,30 @@ def test_a_message_that_comes_back_waits_for_an_equal_call_that_was_quicker(app,
 
     skipped = how == "neither"
     assert (redis.llen("celery"), first.state) == ((0, states.REVOKED) if skipped else (1, states.PENDING))
+
+
+@pytest.mark.parametrize("expires", [None, 1000])
+def test_the_turn_of_a_waiting_message_lasts_as_long_as_the_message(app, deliver, redis, expires):
+    task = task_of(app)
+    lock = task.generate_lock(task.name, ["a"])
+    other = Ref(lock, "other", nonce="n")
+    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    task.apply_async(["a"], overlap="buffer_all", expires=expires)
+    started(deliver(task))
+    first_ttl = redis.ttl(turn_key(lock))
+
+    ticket = deliver(task).ticket  # it waits for its next try in the worker
+
+    lease = Config.of(app).singlebeat_lock_lease
+    assert first_ttl > (expires or lease) - 60
+    assert dict(zip(ticket.refs, backend_of(app).renew_many(ticket.refs, lease=2000), strict=True)) == {
+        ticket.run: Renewal.LOST,
+        replace(ticket.run, key=behind_key(lock)): Renewal.LOST,
+        replace(ticket.run, key=turn_key(lock)): Renewal.QUEUED,
+    }
+    assert redis.ttl(turn_key(lock)) > 1900
+    backend_of(app).finish_many(ticket.refs, memory=60)
+    assert not redis.exists(turn_key(lock))
 
 
 def call_itself(self: Any, user: Any) -> bool:

@@ -1105,6 +1105,21 @@ def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed
     assert bench.meta().total_run_count == before
 
 
+@pytest.mark.parametrize("overlap", [None, "buffer_one", "buffer_all", "cancel_other"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_a_lock_lasts_a_minute_until_its_message_is_sent(bench, redis, task, overlap):
+    """A beat that is killed between the two leaves it to nobody."""
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put(task=task, overlap=overlap)
+    before = []
+
+    with connected(before_task_publish, lambda **_: before.extend(map(redis.ttl, redis.keys("SINGLETONLOCK_*")))):
+        bench.scheduler().tick()
+
+    assert [0 < ttl <= 60 for ttl in before] == [True]
+    assert [ttl > 3500 for ttl in map(redis.ttl, redis.keys("SINGLETONLOCK_*"))] == [True]
+
+
 @pytest.mark.parametrize("overlap", [None, "buffer_one", "cancel_other"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
 def test_an_occurrence_that_waits_for_the_broker_holds_no_lock(server, redis, own_server, bench_on, task, overlap):

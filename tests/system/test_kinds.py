@@ -12,7 +12,7 @@ from kombu.utils.uuid import uuid
 from singlebeat import DuplicateTaskError, Singleton
 from singlebeat.errors import ConfigError
 from singlebeat.locks.base import HEADER
-from singlebeat.locks.key import behind_key
+from singlebeat.locks.key import behind_key, turn_key
 from singlebeat.overlap import Overlap
 from singlebeat.tasks.policy import Lock
 from tests.support import wait_until
@@ -249,6 +249,26 @@ def test_newer_calls_do_not_starve_one_that_waits_for_its_turn(at, name):
     assert (newer.id, newer.is_duplicate) == (waiting.id, True)
     at.oracle.let_go(name)
     assert waiting.get(timeout=PATIENCE) == 2
+
+
+def test_a_revoked_call_leaves_its_turn_to_the_next_one(at, name):
+    task = at.task("single")
+    first = task.apply_async((name, 1))
+    at.oracle.wait_started(1, name)
+    waiting = task.apply_async((name, 2), overlap="buffer_all")
+    at.postponed(waiting.id, 2)
+    waiting.revoke()
+    at.oracle.let_go(name)
+    first.get(timeout=PATIENCE)
+    with pytest.raises(TaskRevokedError):
+        waiting.get(timeout=PATIENCE)
+    at.free(turn_key(at.lock("single", name)))
+
+    newer = task.apply_async((name, 3))
+
+    assert not newer.is_duplicate
+    at.oracle.let_go(name)
+    assert newer.get(timeout=PATIENCE) == 3
 
 
 def test_a_run_that_another_call_waits_for_goes_on_with_its_retry(at, name):
