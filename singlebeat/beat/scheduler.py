@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from itertools import islice
@@ -114,7 +115,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._zone_turn_at = 0.0  #: when we may compute the places in our zone; at our start at once
         self._passed = 0  #: entries that are due, and whose last occurrence waits for the broker
         timeout = config.singlebeat_watchdog_timeout
-        self._watchdog = Watchdog(timeout) if timeout else None
+        self._watchdog = Watchdog(timeout + _longest_call(config)) if timeout else None
 
     @cached_property
     def lease(self) -> Lease:
@@ -354,3 +355,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self.lease.release()
         if not self._ticking:  # else the connection may be in use: we are called again when the tick has ended
             super(RedBeatScheduler, self).close()
+
+
+def _longest_call(config: Config) -> float:
+    """Return the seconds for which one call to a server may be repeated, beside its timeouts."""
+    periods = [
+        options.get("retry_period") for options in (config.redbeat_redis_options, config.singleton_backend_kwargs)
+    ]
+    with suppress(TypeError, ValueError):  # told by the client that is made of them
+        return max(0.0, *(float(period or 0) for period in periods))
+    return 0.0

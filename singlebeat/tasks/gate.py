@@ -23,7 +23,17 @@ from ..locks.key import behind_key, readable
 from ..log import Log
 from .policy import decode_arguments, equal_calls_may_differ, has_continuations
 
-__all__ = ("Postponed", "Refused", "Run", "Unsent", "may_start", "run_under_lock", "turn_ttl")
+__all__ = (
+    "LONGEST_WAIT",
+    "Postponed",
+    "Refused",
+    "Run",
+    "Unsent",
+    "may_start",
+    "postpone",
+    "run_under_lock",
+    "turn_ttl",
+)
 
 log = Log(__name__)
 
@@ -135,7 +145,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
         )
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":
-            _postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
+            postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
         said = "%(task)s[%(id)s] runs without its lock"
         log.warning(said, event="unlocked", task=task.name, id=request.id, reason=exc)
         return 0, None
@@ -196,7 +206,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
 
     Raises:
         Postponed: the message was sent again, to wait for its turn.
-        Unsent, Exception: it could not be sent; see ``_postpone``.
+        Unsent, Exception: it could not be sent; see ``postpone``.
     """
     match holder.verdict:
         case Verdict.STARTED:
@@ -208,7 +218,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
             # Not for all of the lease: the run may be over, and its worker about to say so.
             countdown = min(max(1.0, holder.ttl), FIRST_WAIT * 2**ticket.waited)
             try:
-                _postpone(task, request, heir, countdown=countdown, why="it is running already")
+                postpone(task, request, heir, countdown=countdown, why="it is running already")
             except (Postponed, Unsent):
                 raise
             except Exception as exc:  # its end would be taken for that of the run
@@ -228,7 +238,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         waited = min(ticket.waited + 1, MOST_WAITS)
         later = replace(ticket, queued=behind_key(ticket.key), waits=True, waited=waited)
-        _postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
+        postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
     return False
@@ -248,7 +258,7 @@ def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, hold
         )
 
 
-def _postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str) -> None:
+def postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str) -> None:
     """Send the message of a request again, as it is but later.
 
     Raises:

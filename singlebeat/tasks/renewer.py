@@ -15,7 +15,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import new_backend
-from ..locks.base import Ref, Renewal, Ticket
+from ..locks.base import BaseBackend, Ref, Renewal, Ticket
 from ..log import Log
 from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, native_sleep, start_native_thread
 
@@ -59,7 +59,7 @@ class Renewer:
         self.lease, self.memory = config.singlebeat_lock_lease, config.singlebeat_queued_ttl
         self.name = f"{os.uname().nodename}:{os.getpid()}"
         self.backend = new_backend(app, own_connections=True)
-        self.gate = new_backend(app, own_connections=True)
+        self._gate = new_backend(app, own_connections=True)
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
         self._finished: SimpleQueue[tuple[float, Ticket, bool]] = SimpleQueue()
         self._handovers: SimpleQueue[tuple[Ref, Ref, float]] = SimpleQueue()
@@ -109,7 +109,7 @@ class Renewer:
             return
         if at_once and self.answers():
             try:
-                self.gate.rotate(request.ticket.run, to=successor, ttl=ttl, memory=self.memory)
+                self._gate.rotate(request.ticket.run, to=successor, ttl=ttl, memory=self.memory)
             except LockBackendError:
                 self.failed()
             else:
@@ -131,13 +131,25 @@ class Renewer:
         states.update("queued" if request.time_start is None else "running" for request in self._living())
         return states
 
+    @property
+    def gate(self) -> BaseBackend:
+        """The lock backend of the worker's event loop.
+
+        Raises:
+            LockBackendError: the locks' server did not answer a moment ago, so it is not asked now.
+        """
+        if not self.answers():
+            raise LockBackendError("the locks' server did not answer a moment ago")
+        return self._gate
+
     def answers(self) -> bool:
         """Tell whether the locks' server is worth asking from the event loop."""
         return time.monotonic() >= self._gate_closed_until
 
     def failed(self) -> None:
-        """Note that it did not answer."""
+        """Note that it did not answer; the thread asks it from now on, and says when it answers again."""
         self._gate_closed_until = time.monotonic() + GATE_PAUSE
+        self._wake.put(None)
 
     def flush(self) -> None:
         """Wait until what was to be freed is free, for a few seconds at most."""
@@ -154,7 +166,7 @@ class Renewer:
             waiting = self._wait(max(0.0, soon - time.monotonic()))
             try:
                 self._work_off()
-                if time.monotonic() >= due:
+                if time.monotonic() >= due or not self.answers():
                     due = time.monotonic() + self.lease / 3
                     self._renew()
                     self.backend.announce(self.name, ttl=ANNOUNCED_FOR)

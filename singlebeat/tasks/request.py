@@ -24,7 +24,7 @@ from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
 from .ends import outcome_of, record_end
-from .gate import Postponed, Refused, Unsent, may_start, turn_ttl
+from .gate import LONGEST_WAIT, Postponed, Refused, Unsent, may_start, postpone, turn_ttl
 from .policy import overlap_for
 from .renewer import renewer_of
 
@@ -147,31 +147,35 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """
         if self.ticket is None or self._has_own_gate or self.revoked():
             return True
-        renewer = renewer_of(self.app)
-        if not renewer.answers():
-            return True
-        config = Config.of(self.app)
+        try:
+            return self._begin(self.ticket)
+        except Postponed:
+            record_end(self, "postponed")
+            return False
+
+    def _begin(self, ticket: Ticket) -> bool:
+        renewer, config = renewer_of(self.app), Config.of(self.app)
         try:
             holder = renewer.gate.begin(
-                self.ticket.run,
-                queued=self.ticket.queued,
-                turn_ttl=turn_ttl(self.ticket, self._context, lease=config.singlebeat_lock_lease),
+                ticket.run,
+                queued=ticket.queued,
+                turn_ttl=turn_ttl(ticket, self._context, lease=config.singlebeat_lock_lease),
                 lease=config.singlebeat_lock_lease,
                 memory=config.singlebeat_queued_ttl,
                 task=self.task.name,
                 arguments=self.shown,
             )
-            if not may_start(self.task, self.ticket, holder, self._context):
-                return False
-        except Postponed:
-            record_end(self, "postponed")
-            return False
         except UnusableLockError as exc:
             self._tell_unlocked(exc)
+            return True
         except LockBackendError as exc:
-            renewer.failed()
+            if renewer.answers():
+                renewer.failed()
+            if ticket.waits:  # for the end of another run, which may go on
+                postpone(self.task, self._context, ticket, countdown=LONGEST_WAIT, why=str(exc))
             self._tell_unlocked(exc)
-        return True
+            return True
+        return may_start(self.task, ticket, holder, self._context)
 
     def _tell_unlocked(self, why: Exception | str) -> None:
         about = {"task": self.task.name, "id": self.id, "reason": why}

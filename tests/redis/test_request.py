@@ -30,10 +30,10 @@ from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.tasks.ends import flush_ends
-from singlebeat.tasks.gate import Postponed, _postpone
-from singlebeat.tasks.renewer import renewer_of
+from singlebeat.tasks.gate import Postponed, postpone
+from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import Request
-from tests.support import without
+from tests.support import wait_until, without
 
 Deliver = Callable[..., Request]
 
@@ -94,7 +94,7 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
 
     first = deliver(task)
     with pytest.raises(Postponed):
-        _postpone(task, first._context, first.ticket, countdown=0, why="its lock is held")
+        postpone(task, first._context, first.ticket, countdown=0, why="its lock is held")
     again = deliver(task)
 
     assert again.content_type == first.content_type
@@ -182,7 +182,7 @@ def test_a_rejected_message_that_waits_for_its_turn_stays_what_it_is(app, delive
 
     request = deliver(task, ["a"], id=task_id, **{HEADER: header, "x-death": died, "x-last-death-queue": "q"})
     with pytest.raises(Postponed):
-        _postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
+        postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
     again = deliver(task)
 
     assert again.ticket.generation == request.ticket.generation == 0.002
@@ -288,6 +288,38 @@ def test_a_lock_that_cannot_be_read_opens_the_gate_for_its_own_task_alone(app, d
 
     assert spoiled.begin_for_plain_task()
     assert not held.begin_for_plain_task()
+
+
+def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(app, deliver, redis, own_server, caplog):
+    app.conf.singleton_backend_url = own_server.url
+    plain, ids = app.task(same, name="app.plain", shared=False), [uuid() for _ in range(4)]
+    requests = [
+        deliver(plain, ["a"], id=id_, **{HEADER: Ticket(id_, "LOCK_a", "LOCK_a", waits=waits).header()})
+        for id_, waits in zip(ids, [True, True, False, False], strict=True)
+    ]
+    own_server.kill()
+
+    begun = [request.begin_for_plain_task() for request in requests]
+
+    assert begun == [False, False, True, True]
+    assert redis.llen("celery") == 2, "those that wait were sent again"
+    said = [record.message for record in caplog.records if "event=unlocked" in record.message]
+    assert [[id_ for id_ in ids if id_ in text] for text in said] == [[ids[2]], [ids[3]]]
+
+
+def test_the_gate_opens_as_soon_as_the_locks_server_answers_again(app, deliver, own_server):
+    app.conf.singleton_backend_url = own_server.url
+    plain, id_ = app.task(same, name="app.plain", shared=False), uuid()
+    request = deliver(plain, ["a"], id=id_, **{HEADER: Ticket(id_, "LOCK_a", "LOCK_a").header()})
+    own_server.kill()
+    request.begin_for_plain_task()
+    assert not renewer_of(app).answers()
+    failed_at = time.monotonic()
+
+    own_server.restart()
+
+    wait_until(renewer_of(app).answers, what="the end of the outage")
+    assert time.monotonic() < failed_at + GATE_PAUSE, "it did not wait for the end of the pause"
 
 
 def test_the_others_are_looked_after_though_the_lock_of_one_run_cannot_be_read(app, deliver, redis):

@@ -2667,6 +2667,13 @@ print(json.dumps(len(threads)))
     assert python(code) == 1
 
 
+@pytest.mark.parametrize("setting", ["redbeat_redis_options", "singleton_backend_kwargs"])
+def test_the_watchdog_waits_for_calls_that_are_repeated(setting):
+    app = make_app("redis://unused", {"singlebeat_watchdog_timeout": 20, setting: {"retry_period": 60}})
+
+    assert Scheduler(app)._watchdog.timeout == 80
+
+
 def test_the_lock_has_redbeats_interface(bench):
     scheduler = bench.scheduler()
     scheduler.tick()
