@@ -19,7 +19,7 @@
 --          gen        generation of its message: higher than 0 if it replaces another task
 --          ttl        how long its message may wait (ms); a call that it replaces is remembered as long, or longer if
 --                     that one may wait longer
---          expiry     absolute bound of the lock from now on (ms), 0 for none
+--          expiry     absolute bound of the lock from now on (ms), 0 for none; from its start on if others have joined it
 --          task       name, for people
 --          args       arguments, for people
 --          payload    arguments for the run of a call that stands for this one; empty: it has them already
@@ -110,6 +110,10 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     local asked_for = waits and next_record[3] or record[4]
     if stands_for_us and ((asked_for and asked_for ~= "") or payload == "") then
       redis.call("HSET", stands_for_us, "payload", payload)
+      if payload ~= "" then -- they last until it starts: its expiry counts from then on
+        redis.call("HDEL", stands_for_us, "until")
+        redis.call("PEXPIRE", stands_for_us, string.format("%.0f", math.max(ttl, redis.call("PTTL", stands_for_us))))
+      end
       return reply("held", stands_for_us, id)
     end
   end

@@ -11,7 +11,7 @@
 --                     each time that a worker has rejected the message and it has come back
 -- ARGV[3]  nonce      names this delivery of the message
 -- ARGV[4]  lease_ms   how long the lock outlives the worker
--- ARGV[5]  expiry_ms  absolute bound of a lock that is taken only now, 0 for none
+-- ARGV[5]  expiry_ms  absolute bound, from now on, of a lock that has none, 0 for none
 -- ARGV[6]  task       name, for people
 -- ARGV[7]  args       arguments, for people
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
@@ -102,10 +102,10 @@ end
 local bound = record[5]
 if not holder then
   redis.call("HSET", lock, "id", id, "task", task, "args", args)
-  if expiry > 0 then
-    bound = now + expiry
-    redis.call("HSET", lock, "until", string.format("%.0f", bound))
-  end
+end
+if not bound and expiry > 0 then
+  bound = now + expiry
+  redis.call("HSET", lock, "until", string.format("%.0f", bound))
 end
 if holder and held_gen < gen then
   -- A higher generation exists only because the lower one has handed over to it: so that one is over.

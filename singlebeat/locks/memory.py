@@ -73,7 +73,7 @@ class MemoryBackend(BaseBackend):
         with self._mutex:
             return [self._acquire(call, again=again) for call in calls]
 
-    def _acquire(self, call: Call, *, again: bool) -> Holder:
+    def _acquire(self, call: Call, *, again: bool) -> Holder:  # noqa: PLR0912 - a table of cases, as in acquire.lua
         ref, behind = call.ref, replace(call.ref, key=behind_key(call.ref.key))
         turn = replace(ref, key=turn_key(ref.key))
         if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
@@ -98,7 +98,11 @@ class MemoryBackend(BaseBackend):
         last, record = (behind, waiting) if waiting else (ref, holder)  # of those that hold the lock or wait for it
         joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
         if record and joins and (record.if_held or not call.payload):
-            self._records[last.key] = replace(record, payload=call.payload)
+            if call.payload:  # they last until it starts: its expiry counts from then on
+                left = record.expires - self._clock()
+                self._put(last.key, replace(record, payload=call.payload, until=None), max(call.ttl, left))
+            else:
+                self._records[last.key] = replace(record, payload="")
             return self._holder(Verdict.HELD, last)
         if call.if_held is IfHeld.REPLACE:
             if waiting:
@@ -172,8 +176,9 @@ class MemoryBackend(BaseBackend):
                 self._remember(ref.key, record.task_id, record.generation, memory)
                 record = replace(record, payload="")
             if record is None:
-                until = now + expiry if expiry else None
-                record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, until, "")
+                record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "")
+            if record.until is None and expiry:
+                record = replace(record, until=now + expiry)
             waiting = self._live(queued) if queued and queued != ref.key else None
             if waiting and waiting.task_id == ref.task_id:
                 record = replace(record, payload=waiting.payload or record.payload)

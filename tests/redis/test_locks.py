@@ -355,6 +355,26 @@ def test_the_call_that_has_not_started_gets_the_latest_arguments(backend, redis,
     assert not redis.exists(BEHIND)
 
 
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_the_latest_arguments_outlive_the_expiry_of_the_first_call(backend, redis, lives, state):
+    acquire(backend, if_held=IfHeld.JOIN, expiry=LEASE / 3)
+    waiting, place = A, LOCK
+    if state == "running":
+        begin(backend)
+        acquire(backend, B, if_held=IfHeld.JOIN, expiry=LEASE / 3)
+        waiting, place = B, BEHIND
+    assert lives(LEASE / 3, place)
+
+    acquire(backend, Ref(LOCK, "c"), payload="[3]", if_held=IfHeld.JOIN, expiry=LEASE / 3)
+
+    assert lives(QUEUED_TTL, place)
+    if state == "running":
+        finish(redis)
+    started = begin(backend, replace(waiting, nonce="n2"), queued=BEHIND, expiry=LEASE / 3)
+    assert (started.verdict, started.payload) == (Verdict.STARTED, "[3]")
+    assert lives(LEASE / 3)
+
+
 @pytest.mark.parametrize("if_held", IfHeld)
 def test_no_newer_call_overtakes_the_one_that_waits(backend, redis, if_held):
     acquire(backend)
