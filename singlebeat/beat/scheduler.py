@@ -29,10 +29,12 @@ from .entry import prepare
 from .journal import tell
 from .keys import Keys
 from .lease import Lease, Term, identity
+from .listing import Listing
 from .metrics import Metrics
 from .places import Places
 from .statics import Statics
 from .store import BATCH, Claim, Claimed, Due, Store, Stored
+from .timetable import is_listed_from_redis
 from .watchdog import Watchdog, is_orphan
 from .zone import app_zone
 
@@ -311,11 +313,19 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def setup_schedule(self) -> None:
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
-        entries = self.app.conf.beat_schedule
+        entries = {name: given for name, given in self.app.conf.beat_schedule.items() if self._is_static(name, given)}
         self.install_default_entries(entries)
         stored = self.update_from_dict(entries)
         self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
+
+    def _is_static(self, name: str, given: Any) -> bool:
+        when = given.get("schedule") if isinstance(given, Mapping) else getattr(given, "schedule", None)
+        if not is_listed_from_redis(when):
+            return True
+        why = "a tool that lists entries has added it to beat_schedule: it stays as it is stored"
+        log.warning("beat: '%(entry)s' is no part of the code", event="not_added", entry=name, reason=why)
+        return False
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
@@ -339,11 +349,20 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return BeatEntry(app=self.app, **kwargs).save()
 
     @property
-    def schedule(self) -> dict[str, BeatEntry]:
-        """The entries that are due, by name."""
-        return {
-            stored.entry.name: stored.entry for stored in self.store.due(datetime.now(UTC), all_pending=False).entries
-        }
+    def schedule(self) -> Mapping[str, BeatEntry]:
+        """All entries by name, for tools that list them: each use reads them anew. In RedBeat: the due ones."""
+        return Listing(self.app, self.store.client, self._configured)
+
+    def get_schedule(self) -> Mapping[str, BeatEntry]:
+        """Return the same, under Celery's other name."""
+        return self.schedule
+
+    def _configured(self, name: str) -> BeatEntry | None:
+        given = self.app.conf.beat_schedule.get(name)
+        try:
+            return None if given is None else copy.copy(self._maybe_entry(name, given))
+        except Exception:  # a wrong one is logged when it is installed
+            return None
 
     def close(self) -> None:
         """Give up leadership and the broker connection; may run in a signal handler amid a tick, and again."""
