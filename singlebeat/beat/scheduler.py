@@ -18,7 +18,7 @@ from redbeat import RedBeatScheduler
 from .. import signals
 from ..config import Config
 from ..connections import RedisError, check_schedule_server, schedule_client, schedule_place
-from ..errors import LockBackendError
+from ..errors import ConfigError, LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
 from .clock import Clock
@@ -32,7 +32,7 @@ from .lease import Lease, Term, identity
 from .listing import Listing
 from .metrics import Metrics
 from .places import Places
-from .statics import Statics
+from .statics import Statics, signature_of
 from .store import BATCH, Claim, Claimed, Due, Store, Stored
 from .timetable import is_listed_from_redis
 from .watchdog import Watchdog, is_orphan
@@ -122,7 +122,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def lease(self) -> Lease:
         """Our leadership."""
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
-        return Lease(lambda: schedule_client(self.app, timeout=timeout), Keys.of(self.app).lease, ttl=self.lock_timeout)
+        connect = partial(schedule_client, self.app, timeout=timeout)
+        return Lease(connect, Keys.of(self.app).lease, ttl=self.lock_timeout, about=signature_of(self.app))
 
     @cached_property
     def store(self) -> Store:
@@ -242,9 +243,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def _lead(self, term: Term) -> None:
         self._end_term()  # nobody may have led in between
+        for other, count in self.statics.of_others().items():
+            text = "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s, and sends their tasks to its own queues"
+            self._met_other_app(text, other, entries=count)
         if term.token:
-            about = {"term": term.number, "leader": identity()}
-            log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **about)
+            facts = {"term": term.number, "leader": identity()}
+            log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
         self.store.check_eviction()
         self.setup_schedule()
         self._term, self._standing_by = term, False
@@ -262,8 +266,28 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._standing_by = True
             leader = self.lease.leader()
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
-            about = {"term": leader.get("term"), "since": leader.get("since")}
-            log.info("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **about)
+            facts = {"term": leader.get("term"), "since": leader.get("since")}
+            log.info("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
+            if (other := leader.get("app")) and other != self.statics.owner:
+                text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s: entries that only its own app has are not sent"
+                self._met_other_app(text, other)
+
+    def _met_other_app(self, text: str, other: str, **pairs: Any) -> None:
+        """Say that this beat shares its schedule with another app.
+
+        Raises:
+            ConfigError: it must not, by ``singlebeat_other_app_check``.
+        """
+        config, facts = Config.of(self.app), {"app": self.statics.owner, "other": other, **pairs}
+        why = (
+            f"both have redbeat_key_prefix {config.redbeat_key_prefix!r} in one database: give each app a prefix of "
+            "its own, or, if that is what you want, set singlebeat_other_app_check to ignore"
+        )
+        if config.singlebeat_other_app_check == "raise":
+            self.close()
+            raise ConfigError(f"{(text % facts).removeprefix('beat: ')}: {why}")
+        if config.singlebeat_other_app_check == "warn":
+            log.warning(text, event="other_app", **facts, reason=why)
 
     def _trouble(self, text: str) -> None:
         # What was claimed before it may not have been sent; but let the workers tell first what they ran meanwhile.
