@@ -243,12 +243,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def _lead(self, term: Term) -> None:
         self._end_term()  # nobody may have led in between
-        for other, count in self.statics.of_others().items():
-            text = "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s, and sends their tasks to its own queues"
-            self._met_other_app(text, other, entries=count)
         if term.token:
             facts = {"term": term.number, "leader": identity()}
             log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
+        for other, count in self.statics.of_others().items():
+            text = (
+                "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s: they go to its queues"
+            )
+            self._met_other_app(text, other, entries=count)
         self.store.check_eviction()
         self.setup_schedule()
         self._term, self._standing_by = term, False
@@ -269,7 +271,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             facts = {"term": leader.get("term"), "since": leader.get("since")}
             log.info("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
             if (other := leader.get("app")) and other != self.statics.owner:
-                text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s: entries that only its own app has are not sent"
+                text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s"
                 self._met_other_app(text, other)
 
     def _met_other_app(self, text: str, other: str, **pairs: Any) -> None:
