@@ -183,7 +183,7 @@ def _apps(app: Celery, state: State) -> Iterator[Finding]:
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")
     ours = [beat["statics"] for beat in (state.leader, *state.standbys) if beat.get("app") == statics.owner]
     if len({*ours}) > 1:
-        numbers = " and ".join(sorted({each.partition(" ")[0] for each in ours}))
+        numbers = " and ".join(each.partition(" ")[0] for each in sorted({*ours}))
         text = (
             f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries): whichever leads removes "
             "the entries that it lacks. That is right during a deploy. Else they are two apps of one name, or hosts "
