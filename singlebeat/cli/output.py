@@ -188,8 +188,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequ
         wide: which columns give way, the widest first; only where they are narrow the others do, too.
     """
     texts = [[printable(cell) for cell in row] for row in rows]
-    is_terminal = click.get_text_stream("stdout").isatty()
-    width = WIDTH if is_terminal else sys.maxsize
+    width = WIDTH if is_terminal() else sys.maxsize
     widths = [min(width, max(map(_width, column))) for column in zip(titles, *texts, strict=True)]
     room = width - 2 * len(widths[1:])
     for columns, least in ((wide, LEAST), (range(len(widths)), 1)):
@@ -198,6 +197,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequ
     for number, row in enumerate([[*titles], *texts]):
         line = "  ".join(_fitted(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
         click.echo(click.style(line, bold=True) if number == 0 else line)
+
+
+def is_terminal() -> bool:
+    """Return whether people read what is printed, and not another program."""
+    return sys.stdout.isatty()
 
 
 def _width(text: str) -> int:
