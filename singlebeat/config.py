@@ -101,6 +101,12 @@ def _expiry_check(value: Any) -> str:
     return str(value)
 
 
+def _other_app_check(value: Any) -> str:
+    if value not in ("ignore", "warn", "raise"):
+        raise ValueError("must be 'ignore', 'warn' or 'raise'")
+    return str(value)
+
+
 def _overlap(value: Any) -> Overlap:
     if value not in list(Overlap):
         raise ValueError(f"must be one of {', '.join(Overlap)}")
@@ -205,6 +211,11 @@ class Config:
     singlebeat_history_limit: int = _setting(10_000, _count, "decisions of beat that are kept; 0 keeps none")
     singlebeat_allowed_tasks: tuple[str, ...] = _setting(
         ("*",), _patterns, "patterns of the tasks that entries may make run; an entry with another one is set aside"
+    )
+    singlebeat_other_app_check: str = _setting(
+        "warn",
+        _other_app_check,
+        "if a beat leads over the entries of another app, or stands by for its beat: ``ignore``, ``warn`` or ``raise``",
     )
     singlebeat_metrics_port: int | None = _setting(
         None, _port, "port on which beat serves Prometheus metrics, ``/healthz`` and ``/readyz``; None: none"

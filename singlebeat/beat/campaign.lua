@@ -13,7 +13,7 @@
 -- ARGV[4]  pid       ours, for people
 -- ARGV[5]  since     now, as an ISO date, for people
 -- ARGV[6]  last      token of our last term, which we have given up: what is left of it does not keep us out
--- ARGV[7]  standby   JSON, for people: host, pid and since when we stand by
+-- ARGV[7]  standby   JSON, for people: host, pid and since when we stand by; app and statics, which the leader keeps, too
 -- ARGV[8]  stay_ms   how long a beat that stands by counts as there after its last campaign
 --
 -- returns  the number of our term; 0: another leads or is to lead, and nothing was written but that we stand by
@@ -46,5 +46,7 @@ redis.call("SET", lock, token, "PX", ttl)
 redis.call("DEL", leader, resigned)
 redis.call("ZREM", standbys, standby)
 redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number)
+local about = cjson.decode(standby)
+redis.call("HSET", leader, "app", about.app or "", "statics", about.statics or "")
 redis.call("PEXPIRE", leader, ttl)
 return number

@@ -22,7 +22,7 @@ from .permission import check_allowed
 from .policy import Policy
 from .recurrence import is_known, next_occurrence
 from .save import save_entries
-from .timetable import PARKED, Timetable, zone_of
+from .timetable import PARKED, Timetable, listed_policy, zone_of
 from .zone import app_zone
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
         kwargs["last_run_at"] = kwargs.get("last_run_at") or datetime.now(UTC)
         super().__init__(*args, app=app, **kwargs)
+        if policy is None and not wishes:
+            self.policy = listed_policy(self.schedule) or self.policy
         if self.policy.timezone is None:  # JSON would keep no more of the schedule's own zone than its offset
             self.policy = replace(self.policy, timezone=zone_of(self.schedule, app_zone(app)))
         if why := self.policy.contradicts(self.options):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .delivery import Delivery
     from .entry import Entry
     from .history import Record
     from .state import State
@@ -47,6 +48,7 @@ class Facts:
     running: Mapping[str, str] | None  #: task id -> worker, of all that answer; None: none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer
     now: datetime
+    delivery: Delivery | None = None  #: of the queue of its task; None: not known
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -190,6 +192,27 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
             + (f"Did you mean {near[0]}? " if near else "")
             + "Correct the name in the entry, or start a worker that has the task."
         )
+    elif facts.delivery is not None:
+        yield from _delivery(facts, facts.delivery, entry)
+
+
+def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
+    """Say what keeps a message in the queue of the entry's task, or from being run there."""
+    if delivery.unread:
+        hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
+        yield f"N{delivery.unread[1:]}: what is sent there waits. To mend it: {hint}."
+    elif wrong := delivery.without(entry.task):
+        yield f"N{wrong[1:]}. Let one worker have both."
+    elif delivery.full and _may_wait(facts):
+        yield f"{delivery.full[0].upper()}{delivery.full[1:]}: a message there waits until one of them has ended."
+
+
+def _may_wait(facts: Facts) -> bool:
+    """Return whether the last run, or the one that it met, may wait in its queue."""
+    record = facts.records[0] if facts.records else None
+    if record is None or record.end is not None:
+        return False
+    return (record.holder if record.decision == "skipped_overlap" else record.task_id) not in (facts.running or ())
 
 
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:

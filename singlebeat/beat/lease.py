@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from kombu.utils.uuid import uuid
@@ -53,13 +54,20 @@ class Lease:
         connect: returns a new client with connections of its own and a short timeout, or the one that the user has set.
         ttl: seconds that leadership lasts after its last renewal.
         clock: monotonic seconds.
+        about: texts that are stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
     """
 
     def __init__(
-        self, connect: Callable[[], Any], keys: LeaseKeys, *, ttl: float, clock: Callable[[], float] = time.monotonic
+        self,
+        connect: Callable[[], Any],
+        keys: LeaseKeys,
+        *,
+        ttl: float,
+        clock: Callable[[], float] = time.monotonic,
+        about: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.keys, self.ttl = keys, ttl
-        self._connect, self._clock = connect, clock
+        self._connect, self._clock, self._about = connect, clock, about
         self._client: Any = None
         self._term: Term | None = None
         self._last_token = ""
@@ -88,7 +96,7 @@ class Lease:
         keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
         host, pid, since = socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
         # What is stored is the same at each campaign, and is taken back in these words.
-        self._standby = self._standby or json.dumps({"host": host, "pid": str(pid), "since": since})
+        self._standby = self._standby or json.dumps({"host": host, "pid": str(pid), "since": since, **self._about})
         args = (token, round(self.ttl * 1000), host, pid, since, self._last_token, self._standby, round(STAY * 1000))
         self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
         number = int(script(__package__, "campaign")(self._client, keys, args))

@@ -15,6 +15,7 @@ from ..overlap import Overlap
 from .given import evaluated
 from .occurrence import Occurrence
 from .plain import PlainTask
+from .timetable import on_its_clock
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -101,6 +102,7 @@ def prepare(
     for stored, occurrence, past in claimed:
         entry = copy.copy(stored.entry)
         entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
+        entry.schedule = on_its_clock(entry.schedule, stored.policy.timezone)
         entry.options["task_id"] = occurrence.id
         entry.options.setdefault("retry", False)  # we try again ourselves, and keep nobody waiting meanwhile
         entry.options.setdefault("confirm_timeout", Config.of(app).singlebeat_socket_timeout)

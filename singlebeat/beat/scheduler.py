@@ -19,7 +19,7 @@ from redbeat import RedBeatScheduler
 from .. import signals
 from ..config import Config
 from ..connections import RedisError, check_schedule_server, schedule_client, schedule_place
-from ..errors import LockBackendError
+from ..errors import ConfigError, LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
 from .clock import Clock
@@ -30,10 +30,12 @@ from .entry import prepare
 from .journal import tell
 from .keys import Keys
 from .lease import Lease, Term, identity
+from .listing import Listing
 from .metrics import Metrics
 from .places import Places
-from .statics import Statics
+from .statics import Statics, signature_of
 from .store import BATCH, Claim, Claimed, Due, Store, Stored
+from .timetable import is_listed_from_redis
 from .watchdog import Watchdog, is_orphan
 from .zone import app_zone
 
@@ -121,7 +123,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def lease(self) -> Lease:
         """Our leadership."""
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
-        return Lease(lambda: schedule_client(self.app, timeout=timeout), Keys.of(self.app).lease, ttl=self.lock_timeout)
+        connect = partial(schedule_client, self.app, timeout=timeout)
+        return Lease(connect, Keys.of(self.app).lease, ttl=self.lock_timeout, about=signature_of(self.app))
 
     @cached_property
     def store(self) -> Store:
@@ -242,8 +245,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _lead(self, term: Term) -> None:
         self._end_term()  # nobody may have led in between
         if term.token:
-            about = {"term": term.number, "leader": identity()}
-            log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **about)
+            facts = {"term": term.number, "leader": identity()}
+            log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
+        for other, count in self.statics.of_others().items():
+            text = (
+                "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s: they go to its queues"
+            )
+            self._met_other_app(text, other, entries=count)
         self.store.check_eviction()
         self.setup_schedule()
         self._term, self._standing_by = term, False
@@ -261,8 +269,28 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._standing_by = True
             leader = self.lease.leader()
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
-            about = {"term": leader.get("term"), "since": leader.get("since")}
-            log.info("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **about)
+            facts = {"term": leader.get("term"), "since": leader.get("since")}
+            log.info("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
+            if (other := leader.get("app")) and other != self.statics.owner:
+                text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s"
+                self._met_other_app(text, other)
+
+    def _met_other_app(self, text: str, other: str, **pairs: Any) -> None:
+        """Say that this beat shares its schedule with another app.
+
+        Raises:
+            ConfigError: it must not, by ``singlebeat_other_app_check``.
+        """
+        config, facts = Config.of(self.app), {"app": self.statics.owner, "other": other, **pairs}
+        why = (
+            f"both have redbeat_key_prefix {config.redbeat_key_prefix!r} in one database: give each app a prefix of "
+            "its own, or, if that is what you want, set singlebeat_other_app_check to ignore"
+        )
+        if config.singlebeat_other_app_check == "raise":
+            self.close()
+            raise ConfigError(f"{(text % facts).removeprefix('beat: ')}: {why}")
+        if config.singlebeat_other_app_check == "warn":
+            log.warning(text, event="other_app", **facts, reason=why)
 
     def _trouble(self, text: str) -> None:
         # What was claimed before it may not have been sent; but let the workers tell first what they ran meanwhile.
@@ -312,11 +340,19 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def setup_schedule(self) -> None:
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
-        entries = self.app.conf.beat_schedule
+        entries = {name: given for name, given in self.app.conf.beat_schedule.items() if self._is_static(name, given)}
         self.install_default_entries(entries)
         stored = self.update_from_dict(entries)
         self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
+
+    def _is_static(self, name: str, given: Any) -> bool:
+        when = given.get("schedule") if isinstance(given, Mapping) else getattr(given, "schedule", None)
+        if not is_listed_from_redis(when):
+            return True
+        why = "a tool that lists entries has added it to beat_schedule: it stays as it is stored"
+        log.warning("beat: '%(entry)s' is no part of the code", event="not_added", entry=name, reason=why)
+        return False
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
@@ -340,11 +376,20 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return BeatEntry(app=self.app, **kwargs).save()
 
     @property
-    def schedule(self) -> dict[str, BeatEntry]:
-        """The entries that are due, by name."""
-        return {
-            stored.entry.name: stored.entry for stored in self.store.due(datetime.now(UTC), all_pending=False).entries
-        }
+    def schedule(self) -> Mapping[str, BeatEntry]:
+        """All entries by name, for tools that list them: each use reads them anew. In RedBeat: the due ones."""
+        return Listing(self.app, self.store.client, self._configured)
+
+    def get_schedule(self) -> Mapping[str, BeatEntry]:
+        """Return the same, under Celery's other name."""
+        return self.schedule
+
+    def _configured(self, name: str) -> BeatEntry | None:
+        given = self.app.conf.beat_schedule.get(name)
+        try:
+            return None if given is None else copy.copy(self._maybe_entry(name, given))
+        except Exception:  # a wrong one is logged when it is installed
+            return None
 
     def close(self) -> None:
         """Give up leadership and the broker connection; may run in a signal handler amid a tick, and again."""

@@ -26,8 +26,8 @@ OVERDUE_AFTER = 5.0
 class State:
     """A schedule at one moment; durations are seconds."""
 
-    leader: Mapping[str, str]  #: host, pid, since, term; empty: nobody leads
-    standbys: Sequence[Mapping[str, str]]  #: host, pid, since of each beat of ours that stands by
+    leader: Mapping[str, str]  #: host, pid, since, term, app, statics; empty: nobody leads
+    standbys: Sequence[Mapping[str, str]]  #: host, pid, since, app, statics of each beat of ours that stands by
     locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
     lease_left: float
     entries: int
@@ -98,7 +98,9 @@ def resign(app: Celery) -> bool:
 def _named(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
-        return {name: str(raw[name]) for name in ("host", "pid", "since")}
+        return {name: str(raw[name]) for name in ("host", "pid", "since")} | {
+            name: str(raw[name]) for name in ("app", "statics") if name in raw
+        }
     except (ValueError, TypeError, KeyError):
         return {"host": text, "pid": "", "since": ""}
 

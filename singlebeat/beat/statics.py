@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from .entry import Entry
 
-__all__ = ("Statics",)
+__all__ = ("Statics", "owner_of", "signature_of")
 
 log = Log("celery.beat")
 
@@ -29,6 +31,18 @@ KEPT_FOR = timedelta(days=7)
 
 #: Wishes that an operator has set and ``beat_schedule`` leaves alone.
 OPERATORS = ("paused", "note")
+
+
+def owner_of(app: Celery) -> str:
+    """Return the name under which an app owns entries."""
+    return " ".join(str(app.main or "celery").split("\n"))
+
+
+def signature_of(app: Celery) -> Mapping[str, str]:
+    """Return what tells the beats of one app from those of another: its name, and a digest of its entries' names."""
+    names = sorted(map(str, app.conf.beat_schedule))
+    digest = hashlib.sha1("\0".join(names).encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:8]
+    return {"app": owner_of(app), "statics": f"{len(names)} {digest}"}
 
 
 class Statics:
@@ -40,7 +54,7 @@ class Statics:
 
     def __init__(self, app: Celery, client: Any) -> None:
         self.app, self.client, self.keys = app, client, Keys.of(app)
-        self.owner = " ".join(str(app.main or "celery").split("\n"))
+        self.owner = owner_of(app)
 
     def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
         """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
@@ -60,6 +74,11 @@ class Statics:
             ours = {name: "\n".join(sorted({self.owner, *owners.get(name, ())})) for name in stored}
             pipe.hset(self.keys.owners, mapping=ours)
             pipe.execute()
+
+    def of_others(self) -> Mapping[str, int]:
+        """Return how many entries other apps have installed that this one does not have, by app."""
+        owners = self._owners().values()
+        return Counter(app for apps in owners if self.owner not in apps for app in apps)
 
     def install(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
         """Store entries, and return the names of those that could be stored.

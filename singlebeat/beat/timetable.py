@@ -8,22 +8,34 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any
 
+from celery.schedules import crontab
 from redbeat.schedules import rrule
 
 from ..errors import EntryError
 from .clocked import clocked
 from .codec import Meta
 from .policy import Policy
-from .recurrence import latest_occurrence, next_occurrence, starts_at
+from .recurrence import is_known, latest_occurrence, next_occurrence, starts_at
 from .zone import known_zone, named_zone
 
 if TYPE_CHECKING:
     from zoneinfo import ZoneInfo
 
-__all__ = ("PARKED", "Timetable", "zone_of")
+__all__ = (
+    "PARKED",
+    "Timetable",
+    "as_listed",
+    "is_listed_from_redis",
+    "listed_policy",
+    "on_its_clock",
+    "zone_of",
+)
 
 #: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
 PARKED = -1.0
+
+#: The attribute of a listed schedule.
+_LISTED = "_singlebeat_listed"
 
 #: The shortest step of a nominal time.
 TICK = timedelta(microseconds=1)
@@ -52,6 +64,42 @@ def zone_of(schedule: Any, app_zone: tzinfo = UTC) -> ZoneInfo | None:
     return None
 
 
+def on_its_clock(schedule: Any, zone: ZoneInfo | None) -> Any:
+    """Return a schedule that says on which wall clock it is read: monitors such as Sentry Crons ask its ``tz``."""
+    return schedule if zone is None or not isinstance(schedule, crontab) else _with(schedule, tz=zone)
+
+
+def as_listed(schedule: Any, policy: Policy, *, is_static: bool) -> Any:
+    """Return the schedule of an entry for a tool that lists entries, and may add them to ``beat_schedule`` again.
+
+    Such a tool knows no policy, so the schedule carries it.
+
+    Args:
+        is_static: ``beat_schedule`` has the entry.
+    """
+    if not is_known(schedule):  # it is recognised by its identity
+        return schedule
+    return _with(on_its_clock(schedule, policy.timezone), **{_LISTED: (policy, is_static)})
+
+
+def listed_policy(schedule: Any) -> Policy | None:
+    """Return the policy that the schedule of a listed entry carries, or None."""
+    policy: Policy | None = getattr(schedule, _LISTED, (None, True))[0]
+    return policy
+
+
+def is_listed_from_redis(schedule: Any) -> bool:
+    """Return whether a schedule comes from a listed entry that ``beat_schedule`` did not have."""
+    return not getattr(schedule, _LISTED, (None, True))[1]
+
+
+def _with(schedule: Any, **attributes: Any) -> Any:
+    """Return a copy with other attributes: Celery's own copy of a crontab parses it anew, RedBeat's rrule has none."""
+    same = object.__new__(type(schedule))
+    vars(same).update(vars(schedule), **attributes)
+    return same
+
+
 @dataclass(frozen=True, slots=True)
 class Timetable:
     """When an entry asks for runs (nominal times) and when these are due, which jitter may put later."""
@@ -73,9 +121,7 @@ class Timetable:
         zone = self.policy.timezone
         if zone is None or not isinstance(self.schedule, rrule):
             return self.schedule, zone or self.zone
-        same = object.__new__(type(self.schedule))  # RedBeat's cannot be copied
-        vars(same).update(vars(self.schedule), dtstart=self.schedule.dtstart.astimezone(zone))
-        return same, zone
+        return _with(self.schedule, dtstart=self.schedule.dtstart.astimezone(zone)), zone
 
     def next(self, after: datetime) -> datetime | None:
         """Return the first nominal time after a moment, None if there is none."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -12,11 +14,13 @@ import click
 
 from .. import __version__
 from ..beat.api import Schedule
+from ..beat.delivery import Delivery, listed, queue_of
 from ..beat.keys import Keys
 from ..beat.server import Server
 from ..beat.state import State
+from ..beat.statics import Statics
 from ..config import Config
-from ..connections import is_redis, masked, schedule_place
+from ..connections import is_redis, masked, schedule_client, schedule_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
@@ -26,11 +30,16 @@ from .workers import Workers
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..beat.entry import Entry
+
 #: Seconds by which clocks may differ before it matters.
 CLOCK_SKEW = 1.0
 
 #: Seconds after which kombu's Redis transport delivers a message again, unless it is told otherwise.
 VISIBILITY_TIMEOUT = 3600
+
+#: Seconds for which a queue's workers may be busy with the same runs before that is worth a word.
+BUSY_FOR = 5.0
 
 #: The oldest server whose commands are enough.
 OLDEST_SERVER = (6, 2)
@@ -148,6 +157,7 @@ def _beat(app: Celery) -> Iterator[Finding]:
     elif not state.standbys and Config.of(app).redbeat_lock_key is not None:
         text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
         yield Finding("warning", "beat", text)
+    yield from _apps(app, state)
     if state.overdue:
         text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
         yield Finding("problem", "beat", text)
@@ -156,6 +166,30 @@ def _beat(app: Celery) -> Iterator[Finding]:
     for name, record in state.quarantine.items():
         text = f"is set aside since {record['since']} and does not run: {record['reason']}"
         yield Finding("problem", f"entry {name}", text)
+
+
+def _apps(app: Celery, state: State) -> Iterator[Finding]:
+    """Look for another app under the same prefix, and for two apps of one name."""
+    about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
+    statics = Statics(app, schedule_client(app))
+    advice = "give each app a prefix of its own"
+    if check != "ignore":
+        for other, count in statics.of_others().items():
+            text = f"{count} entries there are of app {other}, not of {statics.owner}: the beat that leads sends all"
+            yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
+        for beat, role in ((state.leader, "leads"), *((standby, "stands by") for standby in state.standbys)):
+            if beat.get("app", statics.owner) not in {statics.owner, ""}:
+                text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
+                yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")
+    ours = [beat["statics"] for beat in (state.leader, *state.standbys) if beat.get("app") == statics.owner]
+    if len({*ours}) > 1:
+        numbers = " and ".join(each.partition(" ")[0] for each in sorted({*ours}))
+        text = (
+            f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries): whichever leads removes "
+            "the entries that it lacks. That is right during a deploy. Else they are two apps of one name, or hosts "
+            f'with different code: {advice}, or a name (Celery("shop"))'
+        )
+        yield Finding("warning", about, text)
 
 
 def _workers(app: Celery) -> Iterator[Finding]:
@@ -167,7 +201,7 @@ def _workers(app: Celery) -> Iterator[Finding]:
             yield Finding("warning", "workers", text)
     except SinglebeatError as exc:
         yield Finding("problem", "locks", str(exc))
-    workers = Workers.ask(app, versions=True)
+    workers = Workers.ask(app)
     if workers is None:
         yield Finding("problem", "broker", "it does not answer: messages cannot be sent")
         return
@@ -177,10 +211,35 @@ def _workers(app: Celery) -> Iterator[Finding]:
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
-    for entry in Schedule(app).list():
+    entries = [*Schedule(app).list()]
+    yield from _queues(app, entries, workers)
+    for entry in entries:
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: whoever gets the message drops it"
             yield Finding("problem", f"entry {entry.name}", text)
+
+
+def _queues(app: Celery, entries: Sequence[Entry], workers: Workers) -> Iterator[Finding]:
+    """Look for queues of entries that no worker reads, whose readers lack a task, or have no free slot."""
+    by_queue: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if entry.enabled and (queue := queue_of(app, entry)):
+            by_queue[queue].append(entry)
+    now = datetime.now(UTC)
+    for queue, senders in by_queue.items():
+        delivery = Delivery.of(queue, workers.readers)
+        if delivery.unread:
+            text = (
+                f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. Start a "
+                f"worker with -Q {queue}, or correct the queue of the entries, or task_routes"
+            )
+            yield Finding("problem", f"queue {queue}", text)
+        for entry in senders:
+            if wrong := delivery.without(entry.task):
+                yield Finding("problem", f"entry {entry.name}", f"{wrong}. Let one worker have both")
+        if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
+            text = f"{delivery.full}: other messages wait. Start more workers, or make these tasks shorter"
+            yield Finding("warning", f"queue {queue}", text)
 
 
 def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> Iterator[Finding]:

@@ -182,20 +182,26 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequence[int] = (0,)) -> None:
-    """Print rows under titles, within 80 columns.
+    """Print rows under titles, on a terminal within 80 columns; in a pipe or a file no cell is cut.
 
     Args:
         wide: which columns give way, the widest first; only where they are narrow the others do, too.
     """
     texts = [[printable(cell) for cell in row] for row in rows]
-    widths = [min(WIDTH, max(map(_width, column))) for column in zip(titles, *texts, strict=True)]
-    room = WIDTH - 2 * len(widths[1:])
+    width = WIDTH if is_terminal() else sys.maxsize
+    widths = [min(width, max(map(_width, column))) for column in zip(titles, *texts, strict=True)]
+    room = width - 2 * len(widths[1:])
     for columns, least in ((wide, LEAST), (range(len(widths)), 1)):
         while sum(widths) > room and (broad := [at for at in columns if widths[at] > max(least, len(titles[at]))]):
             widths[max(broad, key=lambda at: widths[at])] -= 1
     for number, row in enumerate([[*titles], *texts]):
         line = "  ".join(_fitted(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
         click.echo(click.style(line, bold=True) if number == 0 else line)
+
+
+def is_terminal() -> bool:
+    """Return whether people read what is printed, and not another program."""
+    return sys.stdout.isatty()
 
 
 def _width(text: str) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.api import Schedule
+from ..beat.delivery import Delivery, queue_of
 from ..beat.explain import Facts, explain, record_at
 from ..beat.state import State
 from ..errors import EntryError, UnknownEntryError
@@ -39,6 +40,11 @@ def _usable(entries: Schedule, name: str, state: State) -> Entry | None:
     except EntryError:
         pass
     return None
+
+
+def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
+    queue = queue_of(app, entry) if entry is not None and workers is not None else None
+    return Delivery.of(queue, workers.readers) if queue and workers is not None else None
 
 
 @command(
@@ -90,6 +96,7 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         running=running,
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
         now=datetime.now(UTC),
+        delivery=_delivery(app, entry, workers),
     )
     sentences = list(explain(facts, when))
     if as_json:

@@ -18,13 +18,14 @@ from ..config import Config
 from ..locks.base import HEADER, RUN_HEADER
 from ..log import Log, without_passwords
 from ..native_threads import Empty, SimpleQueue, await_native, start_native_thread
+from .monitors import close_check_in
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from .request import Request
 
-__all__ = ("OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message")
+__all__ = ("DUPLICATE_REFUSED", "OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message")
 
 log = Log(__name__)
 
@@ -40,6 +41,9 @@ ENDS_BYTES = 600
 #: Characters of a reason that are recorded.
 LONGEST_REASON = 200
 
+#: The end of a message that was not to run.
+DUPLICATE_REFUSED = "duplicate_refused"
+
 _OUTCOMES = {
     Retry: "retry",
     Ignore: "ignored",
@@ -52,7 +56,7 @@ _OUTCOMES = {
 #: Every word for an end; ``duplicate_refused``: an equal call runs, or this one has run; ``postponed``: its
 #: message was sent again to wait for its turn, and ends another time.
 OUTCOMES = (
-    *("success", "failure", *_OUTCOMES.values(), "duplicate_refused", "postponed"),
+    *("success", "failure", *_OUTCOMES.values(), DUPLICATE_REFUSED, "postponed"),
     *("revoked", "expired", "unknown_task"),
 )
 
@@ -85,6 +89,8 @@ def record_end_of_message(
     header = headers.get(RUN_HEADER)
     if header or HEADER in headers:
         signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
+    if outcome == DUPLICATE_REFUSED:
+        close_check_in(headers)
     if outcome == "postponed":  # a message like it will tell the schedule
         return
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:

@@ -17,7 +17,7 @@ from celery.local import Proxy
 from kombu.utils.uuid import uuid
 
 from .. import signals
-from ..errors import LockBackendError
+from ..errors import ConfigError, LockBackendError
 from ..locks.base import Holder, Ref, Renewal, Verdict
 from ..locks.key import check_sendable, lock_key, readable
 from ..log import Log
@@ -94,7 +94,14 @@ class Exclusive:
         self._entered = True
         task = current_app.current_worker_task
         app = self._app or (task.app if task else current_app)
-        keeper = keeper_of(app._get_current_object() if isinstance(app, Proxy) else app)
+        try:
+            keeper = keeper_of(app._get_current_object() if isinstance(app, Proxy) else app)
+        except ConfigError as exc:
+            if self._app is not None or task is not None:
+                raise
+            # Most often the current app is not theirs: Celery makes one where no module of an app was imported.
+            which = "no app is current here" if app.main in {None, "default"} else f"the current app is {app.main}"
+            raise ConfigError(f"{exc}; {which}: if yours is another, write exclusive(..., app=app)") from exc
         self.lease = self._lease or keeper.config.singlebeat_lock_lease
         self.name, nonce = task.name if task else NO_TASK, uuid()
         # The nonce excludes another lock of the same task, whose id is there for people.

@@ -21,6 +21,7 @@ from ..locks import backend_of, seconds_until
 from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, without_deaths
 from ..locks.key import behind_key, readable
 from ..log import Log
+from .monitors import same_trace
 from .policy import decode_arguments, equal_calls_may_differ, has_continuations
 
 __all__ = (
@@ -299,8 +300,10 @@ def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> No
         **shown,
         **encoding,
     )
-    # Task's own method: a Singleton's would hand the lock over to it.
-    Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+    # All headers, for beside Sentry's ``request.headers`` are only some.
+    with same_trace(vars(request)):
+        # Task's own method: a Singleton's would hand the lock over to it.
+        Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
 
 
 def _sendable(app: Any, countdown: float) -> float:

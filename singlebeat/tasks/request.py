@@ -23,7 +23,7 @@ from ..locks.base import HEADER, Ticket
 from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
-from .ends import outcome_of, record_end
+from .ends import DUPLICATE_REFUSED, outcome_of, record_end
 from .gate import LONGEST_WAIT, Postponed, Refused, Unsent, may_start, postpone, turn_ttl
 from .policy import overlap_for
 from .renewer import renewer_of
@@ -31,9 +31,6 @@ from .renewer import renewer_of
 __all__ = ("Request",)
 
 log = Log(__name__)
-
-#: The end of a message that was not to run.
-DUPLICATE_REFUSED = "duplicate_refused"
 
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5

@@ -137,7 +137,8 @@ def test_entries_are_added_shown_changed_and_deleted(cli, app):
     assert "no entry 'e'" in cli("delete", "e", code=1).output
 
 
-def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis):
+def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis, monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.output.is_terminal", lambda: True)
     put("a name that is longer than any name should ever be on a terminal of eighty columns")
     put("paused", paused=True)
     redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
@@ -520,7 +521,8 @@ def test_an_answer_that_cannot_be_written_is_one_line(server, redis):
     assert (done.returncode, done.stderr.splitlines()) == (2, ["Error: [Errno 28] No space left on device"])
 
 
-def test_the_last_run_is_listed_by_its_age(cli, put):
+def test_the_last_run_is_listed_by_its_age(cli, put, monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.output.is_terminal", lambda: True)
     now = datetime.now(UTC)
     for name, ago in {"s": 5, "min": 120, "h": 7200, "d": 86_400 * 400}.items():
         put(name, last_run_at=now - timedelta(seconds=ago), total_run_count=1, every=10**9)

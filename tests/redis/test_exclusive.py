@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -20,7 +22,7 @@ from singlebeat import signals
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks.key import done_key, lock_key
 from singlebeat.tasks.keeper import keeper_of
-from tests.support import RedisServer, wait_until
+from tests.support import ROOT, RedisServer, wait_until
 from tests.system.apps import make_app
 
 #: Seconds of a lease that is to pass within a test; two thirds of it are what a slow machine may stand still.
@@ -353,6 +355,14 @@ def test_it_is_entered_once(exclusive):
         pass
     with pytest.raises(RuntimeError, match="make a new one"), lock:
         pass
+
+
+def test_code_outside_of_an_app_is_told_to_name_its_app():
+    code = "import singlebeat\nwith singlebeat.exclusive('a'): pass"
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert "no app is current here: if yours is another, write exclusive(..., app=app)" in done.stderr
 
 
 # ---------------------------------------------------------------- forks

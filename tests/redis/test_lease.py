@@ -127,7 +127,7 @@ def test_the_leader_is_shown_to_everybody(make, redis):
 
     leader = second.leader()
 
-    assert set(leader) == {"host", "pid", "since", "term"}
+    assert set(leader) == {"host", "pid", "since", "term", "app", "statics"}
     assert leader["term"] == str(term.number)
     assert 0 < redis.pttl(KEYS.leader) <= 60_000
 

@@ -196,6 +196,23 @@ def fits(output: str) -> None:
         assert 0 <= wcswidth(line) <= 80, ascii(line)
 
 
+@pytest.fixture
+def taken_for_terminal(monkeypatch):
+    """Let what is printed be taken for a terminal's."""
+    monkeypatch.setattr("singlebeat.cli.output.is_terminal", lambda: True)
+
+
+def test_a_table_in_a_pipe_cuts_nothing(cli, app):
+    name = "the name of an entry " * 9
+    Entry(name, "a.module.and.its.task", schedule(3600), app=app, last_run_at=datetime.now(UTC)).save()
+
+    title, row = cli("list").output.splitlines()
+
+    assert row.startswith(f"{name}  a.module.and.its.task")
+    assert title.index("TASK") == row.index("a.module")
+
+
+@pytest.mark.usefixtures("taken_for_terminal")
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_table_of_any_names_fits_80_columns(cli, app, redis, what):
     text = HOSTILE[what]
@@ -221,6 +238,7 @@ def test_a_table_of_any_names_fits_80_columns(cli, app, redis, what):
     assert "queued" in locks
 
 
+@pytest.mark.usefixtures("taken_for_terminal")
 def test_the_id_that_holds_a_lock_is_whole_for_unlock_to_take(cli, app):
     holder = "0b6f5c9e-8e0f-4d0c-9c3c-1c8b2d4f6a7e"
     backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{b}", holder), "a.module.and.its.task", "x" * 99, 60)])
@@ -234,6 +252,7 @@ def test_the_id_that_holds_a_lock_is_whole_for_unlock_to_take(cli, app):
 cells = st.text(max_size=120) | st.sampled_from([*HOSTILE.values()])
 
 
+@pytest.mark.usefixtures("taken_for_terminal")
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     rows=st.lists(st.tuples(cells, cells, cells, cells, cells), max_size=4),
@@ -249,6 +268,7 @@ def test_no_table_is_wider_than_80_columns(capsys, rows, wide):
     assert lines[0].split("  ")[0].strip() == "FIRST"
 
 
+@pytest.mark.usefixtures("taken_for_terminal")
 def test_a_table_gives_room_to_those_who_need_it(capsys):
     now = datetime(2030, 1, 1, tzinfo=UTC)
     table(("A", "B", "C"), [("x" * 60, now, "y" * 9), ("short", now + timedelta(days=1), "y")], wide=(0,))

@@ -1,0 +1,129 @@
+"""Whether workers read the queue that an entry's task goes to, know the task, and have a free slot; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from kombu import Queue
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .entry import Entry
+
+__all__ = ("Busy", "Delivery", "Reader", "queue_of")
+
+#: How many names a sentence lists.
+NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """What occupies a slot of a worker."""
+
+    task: str
+    task_id: str
+    since: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A worker that answers."""
+
+    queues: frozenset[str]  #: that it reads
+    tasks: frozenset[str]  #: that it knows
+    slots: int | None  #: how many tasks it can run at once; None: it does not say
+    busy: Sequence[Busy]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The workers that read one queue, of all that answer.
+
+    >>> Delivery.of("bills", {"w1": Reader(frozenset({"celery"}), frozenset(), 2, ())}).unread
+    'no worker that answers reads queue bills (they read celery)'
+    """
+
+    queue: str
+    readers: Mapping[str, Reader]
+    others: Mapping[str, Reader]
+
+    @classmethod
+    def of(cls, queue: str, workers: Mapping[str, Reader]) -> Delivery:
+        """Return what is known of a queue."""
+        readers = {name: worker for name, worker in workers.items() if queue in worker.queues}
+        return cls(queue, readers, {name: worker for name, worker in workers.items() if name not in readers})
+
+    @property
+    def unread(self) -> str:
+        """That no worker reads the queue, empty if one does, or if none answers at all."""
+        if self.readers or not self.others:
+            return ""
+        read = sorted(frozenset().union(*(worker.queues for worker in self.others.values())))
+        return f"no worker that answers reads queue {self.queue} (they read {listed(read) or 'none'})"
+
+    def without(self, task: str) -> str:
+        """Return that no reader knows a task, though others do; empty if one does, or none reads the queue."""
+        if not self.readers or any(task in worker.tasks for worker in self.readers.values()):
+            return ""
+        knowing = sorted(name for name, worker in self.others.items() if task in worker.tasks)
+        if not knowing:
+            return ""
+        return (
+            f"no worker that answers and reads queue {self.queue} knows the task {task}: "
+            f"{listed(sorted(self.readers))} drops the message; {listed(knowing)} knows it and does not read that queue"
+        )
+
+    @property
+    def full_since(self) -> datetime | None:
+        """When the last free slot of the readers was taken, None if there is a free one or it is not known."""
+        busy = [run for worker in self.readers.values() for run in worker.busy]
+        times = [run.since for run in busy if run.since is not None]
+        return max(times) if self._slots and len(busy) >= self._slots and len(times) == len(busy) else None
+
+    @property
+    def full(self) -> str:
+        """That all slots of the readers are busy, and with what; empty if they are not, or it is not known."""
+        if (since := self.full_since) is None:
+            return ""
+        tasks = Counter(run.task for worker in self.readers.values() for run in worker.busy)
+        with_what = listed([f"{task} ({count})" if count > 1 else task for task, count in tasks.most_common()])
+        which = f"all {self._slots} slots" if self._slots > 1 else "the only slot"
+        verb = "are" if self._slots > 1 else "is"
+        return (
+            f"{which} of the workers that read queue {self.queue} {verb} busy with {with_what}, "
+            f"since {since:%Y-%m-%d %H:%M:%SZ}"
+        )
+
+    @property
+    def _slots(self) -> int:
+        """How many tasks all readers run at once; 0: not known."""
+        slots = [worker.slots or 0 for worker in self.readers.values()]
+        return sum(slots) if all(slots) else 0
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names for people, the first few of many."""
+    shown = ", ".join([*names][:NAMED])
+    return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
+
+
+def queue_of(app: Celery, entry: Entry) -> str | None:
+    """Return the name of the queue that an entry's task goes to, None if that cannot be known here.
+
+    A task that only workers know may have a queue of its own there.
+    """
+    task = app.tasks.get(entry.task)
+    try:
+        options: Mapping[str, Any] = {**(task._get_exec_options() if task is not None else {}), **entry.options}
+        options = app.amqp.router.route(options, entry.task, entry.args, entry.kwargs, task)
+    except Exception:  # a router is the user's, and an unknown queue an error
+        return None
+    if options.get("exchange") or options.get("routing_key"):
+        return None  # the broker's bindings decide
+    queue = options.get("queue")
+    return queue.name if isinstance(queue, Queue) else queue

@@ -1,0 +1,131 @@
+"""``Scheduler.schedule``: what a tool sees that lists the entries of a beat, and what it does to them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from celery.beat import Service
+from celery.schedules import crontab, schedule
+from redbeat import RedBeatScheduler
+
+from singlebeat import Entry, Schedule, Scheduler
+from singlebeat.beat import listing
+from tests.system.apps import make_app
+
+PLAIN = "tests.system.apps.plain"
+STATIC = {"task": PLAIN, "schedule": crontab(hour=9, minute=0), "args": ["static"], "timezone": "Europe/Berlin"}
+
+
+@pytest.fixture
+def new(server, redis):
+    """Return a scheduler as of a process of its own."""
+    made = []
+
+    def new(**entries: dict) -> Scheduler:
+        app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None})
+        app.conf.beat_schedule = entries
+        made.append(Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler())
+        return made[-1]
+
+    yield new
+    for scheduler in made:
+        scheduler.close()
+
+
+@pytest.fixture
+def put(app):
+    def put(name: str, **fields: object) -> Entry:
+        return Entry(name, PLAIN, schedule(3600), app=app, **{"last_run_at": datetime.now(UTC), **fields}).save()
+
+    return put
+
+
+def test_all_usable_entries_are_listed_due_or_not(new, put, redis):
+    put("one", args=["one"])
+    put("two", enabled=False)
+    put("broken")
+    redis.hset("redbeat:broken", "definition", "{")
+    scheduler = new(static=STATIC)
+
+    found = scheduler.schedule
+
+    assert sorted(found) == ["one", "static", "two"], "before it leads, and with what it has not stored yet"
+    assert {name: entry.name for name, entry in found.items()} == {name: name for name in found}
+    assert found["one"].args == ["one"]
+    assert "broken" not in found
+    with pytest.raises(KeyError):
+        found["three"]
+    assert scheduler.get_schedule()["static"].schedule == crontab(hour=9, minute=0)
+
+
+def test_a_static_entry_is_listed_as_the_code_has_it_with_its_past(new):
+    first = new(static=STATIC)
+    first.tick()
+    Schedule(first.app).pause("static", "a while")
+    last = Schedule(first.app).get("static").meta
+    first.close()
+
+    entry = new(static={**STATIC, "args": ["changed"]}).schedule["static"]
+
+    assert (entry.args, entry.meta.total_run_count) == (["changed"], last.total_run_count)
+    assert str(entry.schedule.tz) == "Europe/Berlin"
+
+
+def test_a_listing_reads_as_many_entries_at_once_as_a_batch(new, put, monkeypatch):
+    for number in range(7):
+        put(f"e{number}")
+    monkeypatch.setattr(listing, "BATCH", 3)
+    read = []
+    script = listing.script
+    monkeypatch.setattr(
+        listing,
+        "script",
+        lambda *name: lambda client, keys, args: read.append(len(keys)) or script(*name)(client, keys, args),
+    )
+
+    found = new().schedule
+
+    assert [found[name].name for name in found] == [f"e{number}" for number in range(7)]
+    assert read == [3, 3, 1]
+
+
+def cronitor(scheduler: Scheduler) -> None:
+    """Add all entries to ``beat_schedule`` again, with a header, as Cronitor's integration does at ``beat_init``."""
+    found, app = scheduler.schedule, scheduler.app
+    for name in list(found):
+        entry = found[name]
+        call = app.tasks[entry.task].s().set(headers={"x-cronitor-celerybeat-name": name})
+        app.add_periodic_task(entry.schedule, call, args=entry.args, kwargs=entry.kwargs, name=name)
+
+
+def test_a_tool_that_adds_entries_again_keeps_policies_and_owners(new, put, redis):
+    put("dynamic", jitter=5)
+    scheduler = new(static=STATIC)
+
+    cronitor(scheduler)
+    scheduler.tick()
+
+    stored = Schedule(scheduler.app).get("static")
+    assert str(stored.policy.timezone) == "Europe/Berlin"
+    assert stored.options["headers"] == {"x-cronitor-celerybeat-name": "static"}
+    assert Schedule(scheduler.app).get("dynamic").policy.jitter == 5
+    assert redis.smembers("redbeat::statics") == {"static"}, "else it would go with the tool"
+
+
+def test_the_apply_async_that_sentry_patches_is_called_for_each_run(new, put, monkeypatch):
+    calls, send = [], RedBeatScheduler.apply_async
+
+    def patched(*args, **kwargs):
+        calls.append((args, kwargs))
+        return send(*args, **kwargs)
+
+    monkeypatch.setattr(RedBeatScheduler, "apply_async", patched)
+    put("e", args=["e"], run_on_start=True)
+    scheduler = new()
+
+    scheduler.tick()
+
+    (((owner, entry), _),) = calls
+    assert owner is scheduler
+    assert entry.name == "e"

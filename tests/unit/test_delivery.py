@@ -1,0 +1,89 @@
+"""Sentences about a queue and its workers; what needs real ones is in ``tests/system/test_queues.py``."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery import Celery
+from celery.schedules import schedule
+
+from singlebeat import Entry
+from singlebeat.beat.delivery import Busy, Delivery, Reader, listed, queue_of
+
+NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
+
+
+def reader(*busy: Busy, queues: str = "q", tasks: str = "t", slots: int | None = 1) -> Reader:
+    return Reader(frozenset(queues.split()), frozenset(tasks.split()), slots, busy)
+
+
+def run(task: str, seconds: float | None = 0) -> Busy:
+    return Busy(task, "id", None if seconds is None else NOON + timedelta(seconds=seconds))
+
+
+def test_a_queue_is_unread_only_if_workers_answer():
+    assert Delivery.of("q", {}).unread == ""
+    assert Delivery.of("q", {"w": reader()}).unread == ""
+    assert (
+        Delivery.of("x", {"w": reader(queues="b a")}).unread == "no worker that answers reads queue x (they read a, b)"
+    )
+
+
+def test_a_task_is_missing_only_if_no_reader_of_its_queue_knows_it():
+    elsewhere = reader(queues="other")
+
+    assert Delivery.of("q", {"w": reader(), "v": reader(tasks="u")}).without("t") == ""
+    assert Delivery.of("q", {"w": reader(tasks="u")}).without("t") == "", "that is said of all workers together"
+    assert Delivery.of("other", {"w": reader()}).without("t") == "", "no worker reads the queue"
+    assert "w drops the message; v knows it" in Delivery.of("q", {"w": reader(tasks="u"), "v": elsewhere}).without("t")
+
+
+def test_workers_are_full_since_their_last_slot_was_taken():
+    both = {"w": reader(run("a"), run("a", 9), slots=2), "v": reader(run("b", 5))}
+
+    assert Delivery.of("q", both).full == (
+        "all 3 slots of the workers that read queue q are busy with a (2), b, since 2026-12-01 12:00:09Z"
+    )
+    assert Delivery.of("q", {**both, "u": reader()}).full == ""
+
+
+@pytest.mark.parametrize("unknown", [reader(run("a"), slots=None), reader(run("a", None)), reader(slots=0)])
+def test_workers_that_say_too_little_are_not_called_full(unknown):
+    assert Delivery.of("q", {"w": unknown}).full == ""
+
+
+def test_a_list_names_the_first_few():
+    assert listed([*"abcdefg"]) == "a, b, c, d, e and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("options", "queue"),
+    [
+        ({}, "celery"),
+        ({"queue": "mine"}, "mine"),
+        ({"exchange": "topics", "routing_key": "a.b"}, None),
+    ],
+)
+def test_the_queue_of_an_entry_is_that_of_its_options(options, queue):
+    app = Celery(broker="redis://", set_as_current=False)
+
+    assert queue_of(app, Entry("e", "t", schedule(60), options=options, app=app)) == queue
+
+
+def test_the_queue_of_an_entry_comes_from_its_task_or_from_the_router():
+    def route(name, *_, **__):
+        if name == "broken":
+            raise RuntimeError(name)
+
+    def own() -> None: ...
+
+    app = Celery(broker="redis://", set_as_current=False)
+    app.conf.task_routes = ({"routed.*": {"queue": "by route"}}, route)
+    app.task(own, name="own", queue="its own", shared=False)
+
+    def of(task: str) -> str | None:
+        return queue_of(app, Entry("e", task, schedule(60), app=app))
+
+    assert (of("routed.task"), of("own"), of("else")) == ("by route", "its own", "celery")
+    assert of("broken") is None
