@@ -29,7 +29,7 @@ local done = {}  -- members that are pending no longer
 local function confirm(entry, member, occurrence, meta, r, sent)
   local stored = redis.pcall("HMGET", entry, "pending", "history")
   local is_hash = not stored.err
-  local line = cjson.encode({r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10]}) .. "\n"
+  local line = cjson.encode({r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10], r[11]}) .. "\n"
   if is_hash and stored[2] and not (occurrence ~= "" and stored[1] == occurrence) then
     local last = string.match(stored[2], "^%[\"[%d-]+\",(.-\n)")
     if last and "[" .. last == line then
@@ -52,7 +52,8 @@ local function confirm(entry, member, occurrence, meta, r, sent)
   end
   if limit ~= "0" then
     local id = redis.call("XADD", history, "MAXLEN", "~", limit, "*", "entry", r[1], "task", r[2], "nominal", r[3],
-      "kind", r[4], "decision", r[5], "reason", r[6], "id", r[7], "term", r[8], "holder", r[9], "leader", r[10])
+      "kind", r[4], "decision", r[5], "reason", r[6], "id", r[7], "term", r[8], "holder", r[9], "leader", r[10], "holder_entry",
+      r[11])
     changes[#changes + 1] = "history"
     changes[#changes + 1] = string.sub('["' .. id .. '",' .. string.sub(line, 2) .. (stored[2] or ""), 1, bytes)
   end

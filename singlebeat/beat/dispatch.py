@@ -6,6 +6,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -208,8 +209,8 @@ class Dispatcher:
             self._progress()
             yield each
 
-    def _publish(self, message: Message) -> tuple[Outcome, str]:
-        """Send the task of an entry; return what came of it, and what holds its lock if it takes one only now."""
+    def _publish(self, message: Message) -> tuple[Outcome, Holder | None]:
+        """Send the task of an entry; return what came of it, and the holder of its lock if it takes one only now."""
         entry, occurrence = message.entry, message.occurrence
         task, admitted = None, None
         if message.claims is not None:
@@ -217,24 +218,24 @@ class Dispatcher:
             claimed = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
             if isinstance(claimed, Holder):
                 is_own = claimed.task_id == occurrence.id
-                return _sent_before(message) if is_own else (Outcome.SKIPPED_OVERLAP, str(claimed))
+                return _sent_before(message) if is_own else (Outcome.SKIPPED_OVERLAP, claimed)
             admitted = claimed
             entry.options["headers"][HEADER] = admitted.ticket.header()
         try:
             result = self._send(entry)
         except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
-                return Outcome.SKIPPED_OVERLAP, str(exc.__context__.holder or f"task {exc.__context__.task_id}")
+                return Outcome.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id)
             if admitted is not None:
                 admitted.give_up(task)
             raise
         if getattr(result, "is_duplicate", False):
             if result.id == entry.options["task_id"]:
                 return _sent_before(message)
-            return Outcome.SKIPPED_OVERLAP, str(getattr(result, "holder", None) or f"task {result.id}")
+            return Outcome.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id)
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
         waits_for = admitted.note_sent(task) if admitted is not None else getattr(result, "waits_for", None)
-        return (Outcome.BUFFERED, str(waits_for)) if waits_for else (Outcome.DISPATCHED, "")
+        return (Outcome.BUFFERED, waits_for) if waits_for else (Outcome.DISPATCHED, None)
 
     def _failed(self, exc: Exception, member: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in (exc, exc.__context__))
@@ -311,6 +312,7 @@ class Dispatcher:
                 readable(message.entry.args or (), message.entry.kwargs or {}, message.entry.options),
                 min(UNSENT_TTL, self._time_to_start(message, now)),
                 getattr(self.app.tasks.get(message.entry.task), "effective_lock_expiry", None),
+                entry=message.entry.name,
             )
             for message in messages
             if message.ticket is not None
@@ -334,19 +336,25 @@ class Dispatcher:
         if holder is None or holder.verdict is Verdict.ACQUIRED:
             outcome, other = self._publish(message)
         elif holder.verdict is Verdict.HELD:
-            outcome, other = Outcome.SKIPPED_OVERLAP, str(holder)
+            outcome, other = Outcome.SKIPPED_OVERLAP, holder
         else:
             outcome, other = _sent_before(message)
-        # A text, for it may come from a lock or from the result of a task that took it by itself.
-        by = other.removeprefix("task ").partition(",")[0]
-        reason = other and f"{'waits for' if outcome is Outcome.BUFFERED else 'held by'} {other}"
-        if outcome is Outcome.RUN_BEFORE:
-            reason = f"task {occurrence.id} has begun or ended before"
-        decision = Decision(entry.name, entry.task, occurrence, outcome, reason, by)
+        reason = f"task {occurrence.id} has begun or ended before" if outcome is Outcome.RUN_BEFORE else ""
+        if other is not None:
+            # Of a run of its own it goes without saying.
+            shown = replace(other, entry="") if other.entry == entry.name else other
+            reason = f"{'waits for' if outcome is Outcome.BUFFERED else 'held by'} {shown}"
+        about = (other.task_id, other.entry) if other is not None else ("", "")
+        decision = Decision(entry.name, entry.task, occurrence, outcome, reason, *about)
         tell(decision)
         return stored, decision, None if decision.is_sent else message.past.without(occurrence)
 
 
-def _sent_before(message: Message) -> tuple[Outcome, str]:
+def _holder(known: Any, task_id: str) -> Holder:
+    """Return what is known of the task that holds a lock: a task that takes its lock itself may tell its id alone."""
+    return known if isinstance(known, Holder) else Holder(Verdict.HELD, task_id, "queued or running", None, 0, 0.0)
+
+
+def _sent_before(message: Message) -> tuple[Outcome, None]:
     """Return the outcome of an occurrence whose id has run: an earlier try has sent it, or else an earlier claim."""
-    return Outcome.DISPATCHED if message.stored.pending is not None else Outcome.RUN_BEFORE, ""
+    return Outcome.DISPATCHED if message.stored.pending is not None else Outcome.RUN_BEFORE, None

@@ -117,7 +117,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
                 yield "It was sent late, and stands for all times that passed before it."
             yield from _end(facts, record)
         case "skipped_overlap":
-            yield f"The run for {when} was skipped: the one before it was not over ({record.reason})."
+            yield f"The run for {when} was skipped: {_in_its_way(record)} was not over ({record.reason})."
             yield from _holder(facts, record.holder)
         case "run_before":
             yield f"The run for {when} was not sent once more: {record.reason}."
@@ -140,6 +140,15 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             pass  # said first
         case other:
             yield f"The run for {when}: {other} ({record.reason})."
+
+
+def _in_its_way(record: Record) -> str:
+    """Return what kept a run from being sent: for a Singleton it may come from elsewhere than its own entry."""
+    if record.holder_entry == record.entry:
+        return "the one before it"
+    if record.holder_entry:
+        return f"an equal call by entry {record.holder_entry}"
+    return "an equal call"
 
 
 def _end(facts: Facts, record: Record) -> Iterator[str]:

@@ -24,7 +24,7 @@ PAGE = 1000
 NO_END = {"duplicate_refused", "postponed"}
 
 #: What a line in an entry's own history holds after its id, in the order of ``confirm.lua`` and ``ended.lua``.
-_OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader")
+_OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader", "holder_entry")
 _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
 
 
@@ -52,6 +52,7 @@ class Record:
     reason: str
     task_id: str
     holder: str  #: the task that was in its way
+    holder_entry: str  #: the entry that has sent that; empty: a program has, or it is not known
     leader: str  #: host and pid of the beat that decided
     term: str
     end: End | None
@@ -111,6 +112,7 @@ def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[s
     for line in (text or "").splitlines():
         try:
             at, *values = json.loads(line)
+            values += [""] * (len(values) == len(names) - 1)  # an older singlebeat knows no ``holder_entry``
             yield at, dict(zip(names, values, strict=True))
         except (ValueError, TypeError):
             return
@@ -123,7 +125,7 @@ def _joined(
 
 
 def _record(at: str, fields: Mapping[str, str], end: End | None) -> Record:
-    names = ("entry", "kind", "decision", "reason", "holder", "leader", "term")
+    names = ("entry", "kind", "decision", "reason", "holder", "holder_entry", "leader", "term")
     texts = {name: fields.get(name, "") for name in names}
     nominal = datetime.fromisoformat(fields["nominal"])
     return Record(at=_instant(at), nominal=nominal, task_id=fields["id"], end=end, **texts)

@@ -49,6 +49,7 @@ def tell(decision: Decision, *, detail: str = "") -> None:
         lateness=time.time() - occurrence.nominal,
         kind=occurrence.kind,
         holder=decision.holder,
+        holder_entry=decision.holder_entry if decision.holder_entry != decision.entry else "",
         reason=decision.reason,
         detail=detail,
     )

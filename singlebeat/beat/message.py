@@ -53,7 +53,7 @@ class Message:
         elif hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
             return  # one of celery-singleton takes its lock itself
         else:
-            task = PlainTask(app, entry.task, entry.options)
+            task = PlainTask(app, entry.task, entry.options, entry.name)
         try:
             key = self._key(task)
         except TypeError as exc:

@@ -142,6 +142,7 @@ class Decision:
     outcome: Outcome
     reason: str = ""
     holder: str = ""  #: the task that was in its way
+    holder_entry: str = ""  #: the entry that has sent that; empty: a program has, or it is not known
 
     @property
     def is_sent(self) -> bool:
@@ -167,6 +168,7 @@ class Decision:
             str(term),
             self.holder,
             leader,
+            self.holder_entry,
         )
         # Names that somebody wrote into Redis may hold what no text can.
         return [_printable(text) for text in record]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ("PlainTask",)
 
-#: Options that say where a message goes: for a plain task they tell two calls apart, like the arguments.
+#: Options that say where a message goes: for a plain task they tell two runs apart, like the arguments.
 ROUTE = ("queue", "exchange", "routing_key")
 
 
@@ -29,6 +29,7 @@ class PlainTask:
     app: Celery
     name: str
     options: Mapping[str, Any]  #: of its message
+    entry: str  #: whose runs exclude one another: the same call of another entry is none of its business
 
     lock = Lock.UNTIL_EXECUTED
     unique_on = effective_lock_expiry = serializer = None
@@ -40,13 +41,15 @@ class PlainTask:
         return backend_of(self.app)
 
     def generate_lock(self, name: str, args: Any, kwargs: Any) -> str:
-        """Return the key of the lock of a call.
+        """Return the key of the lock of the runs that an entry makes of a call.
 
         Raises:
             TypeError: an argument cannot be encoded; the message names it.
         """
         route = {option: str(self.options[option]) for option in ROUTE if self.options.get(option)}
-        return lock_key(Config.of(self.app).singleton_key_prefix, digest(name, args or (), kwargs or {}, scope=route))
+        config = Config.of(self.app)
+        scope = {"entry": config.redbeat_key_prefix + self.entry, **route}
+        return lock_key(config.singleton_key_prefix, digest(name, args or (), kwargs or {}, scope=scope))
 
     def time_to_start(self, options: Mapping[str, Any]) -> float:
         """Return the seconds that a message sent with these options may wait for its start."""

@@ -46,7 +46,8 @@ def locks_(app: Celery, as_json: bool) -> None:
             rows.append(row)
             step()
     if as_json:
-        show_json([{**asdict(lock), "task": r.get("task"), "args": r.get("args")} for _, r, lock in rows])
+        shown = ("task", "args", "entry")
+        show_json([{**asdict(lock), **{name: record.get(name) for name in shown}} for _, record, lock in rows])
         return
     cells = []
     for _, record, lock in rows:
@@ -54,8 +55,9 @@ def locks_(app: Celery, as_json: bool) -> None:
         age = f"{max(0.0, (now - since).total_seconds()):.0f} s" if since else "?"
         left = "?" if lock.left is None else f"{lock.left:.0f} s"
         what = f"{record.get('task', '')}{record.get('args', '')}"
-        cells.append((what, lock.task_id, lock.state + ("?" if lock.seems_abandoned else ""), age, left))
-    table(("TASK", "HELD BY", "STATE", "SINCE", "LEFT"), cells)
+        state = lock.state + ("?" if lock.seems_abandoned else "")
+        cells.append((what, record.get("entry") or "-", lock.task_id, state, age, left))
+    table(("TASK", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells)
 
 
 @command(

@@ -5,7 +5,7 @@
 -- overtakes it. Of the two the one that came first goes first.
 --
 -- KEYS[1...]  four for each call:
---             lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, if_held
+--             lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, if_held
 --             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and
 --                        "id:replaced" of calls that lost it before they started, by the time until which they wait
 --             behind     hash, as lock: the call that waits for its end
@@ -26,8 +26,9 @@
 --          if_held    what to do if another id holds the lock: "join" gives the payload to the call that has not started,
 --                     or else waits behind; "replace" waits behind its run, and takes the places of those that have not
 --                     started: they never will; empty: nothing
+--          entry      of the schedule, that sends it, for people; empty: a program does
 --
--- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms), payload]
+-- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry]
 --          acquired  the lock is queued under our id
 --          waiting   our id has the place behind the holder
 --          running   our id holds it and has started: do not send again
@@ -44,8 +45,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local now_text = string.format("%.0f", now)
 
 local function reply(verdict, lock, id)
-  local r = redis.call("HMGET", lock, "id", "state", "since", "fence")
-  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), ""}
+  local r = redis.call("HMGET", lock, "id", "state", "since", "fence", "entry")
+  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), "", r[5] or ""}
 end
 
 --- Take a lock or the place behind it from a call that has not started, which never will.
@@ -57,10 +58,10 @@ local function replace(lock, done, holder, ttl)
 end
 
 --- Write the record of a free lock, or leave that of the same id; return how long it lasts.
-local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held)
+local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held, entry)
   if not is_ours then
     redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
-      "task", task, "args", args, "since", now_text, "payload", "", "if_held", if_held)
+      "task", task, "args", args, "entry", entry, "since", now_text, "payload", "", "if_held", if_held)
     if expiry > 0 then
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
@@ -73,7 +74,7 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
-local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held)
+local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry)
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
@@ -138,11 +139,11 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     redis.call("DEL", turn)
   end
   if is_held then
-    hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held)
+    hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry)
     return reply("waiting", lock, id)
   end
-  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held)
-  return holder and reply("acquired", lock, id) or {"acquired", id, "queued", now_text, "0", ttl, ""}
+  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held, entry)
+  return holder and reply("acquired", lock, id) or {"acquired", id, "queued", now_text, "0", ttl, "", entry}
 end
 
 local replies = {}

@@ -28,6 +28,7 @@ __all__ = (
     "Renewal",
     "Ticket",
     "Verdict",
+    "entry_of",
     "generation",
     "read_generation",
     "unusable",
@@ -102,10 +103,12 @@ class Holder:
     fence: int  #: the fencing number of the run: rises from run to run
     ttl: float  #: seconds until the lock ends if nobody renews it
     payload: str = ""  #: of a run that started: the arguments of the latest call that it stands for
+    entry: str = ""  #: of the schedule, that has sent it; empty: a program has, or it is not known
 
     def __str__(self) -> str:
         since = f" since {self.since:%Y-%m-%d %H:%M:%S}Z" if self.since else ""
-        return f"task {self.task_id}, {self.state or 'ended'}{since}"
+        by = f", of entry {self.entry}" if self.entry else ""
+        return f"task {self.task_id}, {self.state or 'ended'}{since}{by}"
 
 
 def generation(headers: Mapping[str, Any], *, rejections: int = 0) -> float:
@@ -133,6 +136,18 @@ def _rejections(headers: Mapping[str, Any]) -> int:
     deaths = headers.get("x-death")
     known = [death for death in deaths if isinstance(death, Mapping)] if isinstance(deaths, list | tuple) else []
     return sum(max(0, _count(death.get("count"))) for death in known if death.get("reason") == "rejected")
+
+
+def entry_of(headers: Mapping[str, Any]) -> str:
+    """Return the name of the entry that has sent a message, by its headers; empty: a program has, or it is no name."""
+    header = headers.get(RUN_HEADER)
+    entry = header.get("entry") if isinstance(header, Mapping) else None
+    try:
+        name = entry if isinstance(entry, str) else ""
+        check_sendable(name)
+    except UnicodeEncodeError:  # anybody may write a message
+        return ""
+    return name
 
 
 def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -253,6 +268,7 @@ class Call:
     expiry: float | None = None  #: seconds from now on after which the lock ends whatever happens
     payload: str = ""  #: its arguments for the run of a call that stands for it; empty: that has the same
     if_held: IfHeld = IfHeld.LEAVE
+    entry: str = ""  #: of the schedule, that sends it, for people; empty: a program does
 
 
 class BaseBackend(ABC):
@@ -297,6 +313,7 @@ class BaseBackend(ABC):
         task: str,
         arguments: str,
         expiry: float | None = None,
+        entry: str = "",
     ) -> Holder:
         """Start a run: STARTED, or COPY, STALE, DONE, REPLACED, HELD, and then it must not start.
 
@@ -306,6 +323,7 @@ class BaseBackend(ABC):
                 0: it will not be sent again.
             lease: how long the lock outlives a worker that died.
             memory: how long the end of a run is remembered.
+            entry: of the schedule, that has sent the message, for people; empty: a program has.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 --- begin: start a run, or learn why it must not start.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
 --                     of calls that lost it before they started, by the time until which they wait
 -- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
@@ -17,8 +17,9 @@
 -- ARGV[8]  done_ms    how long the end of a generation is remembered
 -- ARGV[9]  turn_ms    how long its turn lasts: if the lock is held, the message will be sent again; until then it is the
 --                     call that runs by itself, if there is none; 0: it will not be sent again
+-- ARGV[10] entry      of the schedule, that has sent the message, for people; empty: a program has
 --
--- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload}
+-- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}
 --          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
 --                    payload the arguments of the latest call that it stands for, or an empty string
 --          copy      the same message runs elsewhere under a live lease
@@ -33,15 +34,16 @@
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
-local turn_ms = tonumber(ARGV[9])
+local turn_ms, entry = tonumber(ARGV[9]), ARGV[10]
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function reply(verdict, holds)
-  local r = redis.call("HMGET", holds or lock, "id", "state", "since", "fence", "payload")
+  local r = redis.call("HMGET", holds or lock, "id", "state", "since", "fence", "payload", "entry")
   local payload = verdict == "started" and r[5] or ""
-  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", holds or lock), payload}
+  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", holds or lock), payload,
+    r[6] or ""}
 end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
@@ -72,7 +74,7 @@ local function held(by)
     if not in_turn then
       local since = math.max(now, (tonumber(place[3]) or 0) + 1) -- later than the one that is there already
       redis.call("HSET", turn, "id", id, "state", "queued", "task", task, "args", args,
-        "since", string.format("%.0f", since))
+        "entry", entry, "since", string.format("%.0f", since))
     end
     redis.call("HSET", turn, "gen", ARGV[2])
     redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms))
@@ -101,7 +103,7 @@ end
 
 local bound = record[5]
 if not holder then
-  redis.call("HSET", lock, "id", id, "task", task, "args", args)
+  redis.call("HSET", lock, "id", id, "task", task, "args", args, "entry", entry)
 end
 if not bound and expiry > 0 then
   bound = now + expiry

@@ -97,6 +97,7 @@ class InspectBackend(BaseBackend):
         task: str,
         arguments: str,
         expiry: float | None = None,
+        entry: str = "",
     ) -> Holder:
         """Start a run unless an equal one started earlier: STARTED, or HELD or COPY, and then it must not start."""
         node, began = current_task.request.hostname if current_task else "", time.time()

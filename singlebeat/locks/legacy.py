@@ -101,6 +101,7 @@ class LegacyBackend(BaseBackend):
         task: str,
         arguments: str,
         expiry: float | None = None,
+        entry: str = "",
     ) -> Holder:
         """Start a run: STARTED, or STALE or HELD, and then it must not start."""
         with _naming(self.name):

@@ -41,6 +41,7 @@ class _Record:
     until: float | None
     payload: str
     if_held: str = ""  #: what its call asked for
+    entry: str = ""
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
 
 
@@ -118,7 +119,7 @@ class MemoryBackend(BaseBackend):
         now = self._clock()
         until = now + call.expiry if call.expiry else None
         owner = (ref.task_id, ref.generation, "queued", "")
-        record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held)
+        record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held, call.entry)
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
         return self._holder(Verdict.WAITING if must_wait else Verdict.ACQUIRED, ref)
 
@@ -137,6 +138,7 @@ class MemoryBackend(BaseBackend):
         task: str,
         arguments: str,
         expiry: float | None = None,
+        entry: str = "",
     ) -> Holder:
         """Start a run, or say why it must not start."""
         with self._mutex:
@@ -161,7 +163,9 @@ class MemoryBackend(BaseBackend):
             if held_by:
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn):
                     since = max(now, place.since + 0.001) if place else now  # later than the one that is there already
-                    new = _Record(ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "")
+                    new = _Record(
+                        ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
+                    )
                     self._put(turn.key, replace(by_itself or new, generation=ref.generation), turn_ttl)
                 return self._holder(Verdict.HELD, held_by)
             if record and record.generation > ref.generation:
@@ -176,7 +180,7 @@ class MemoryBackend(BaseBackend):
                 self._remember(ref.key, record.task_id, record.generation, memory)
                 record = replace(record, payload="")
             if record is None:
-                record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "")
+                record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry)
             if record.until is None and expiry:
                 record = replace(record, until=now + expiry)
             waiting = self._live(queued) if queued and queued != ref.key else None
@@ -301,6 +305,7 @@ class MemoryBackend(BaseBackend):
             if record := self._live(key):
                 run = {"gen": str(record.generation), "nonce": record.nonce}
                 about = {"id": record.task_id, "state": record.state, "task": record.task, "args": record.arguments}
+                about |= {"entry": record.entry} if record.entry else {}
                 yield key, {**about, **run}
 
     def _live(self, key: str) -> _Record | None:
@@ -327,4 +332,4 @@ class MemoryBackend(BaseBackend):
         if record is None:
             return Holder(verdict, ref.task_id, "", None, 0, 0.0)
         since, left = datetime.fromtimestamp(record.since, UTC), max(0.0, record.expires - self._clock())
-        return Holder(verdict, record.task_id, record.state, since, record.fence, left)
+        return Holder(verdict, record.task_id, record.state, since, record.fence, left, entry=record.entry)

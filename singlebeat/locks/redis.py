@@ -27,7 +27,7 @@ __all__ = ("RedisBackend",)
 SCAN_COUNT = 500
 
 #: Fields of a lock's record that people are shown. The first three are in every one, and together in nothing else.
-SHOWN = ("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until")
+SHOWN = ("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until", "entry")
 
 # Read before there are threads and forks: whoever reads a file of a package takes a lock of the import system, and a
 # child that is forked meanwhile never gets it.
@@ -100,7 +100,7 @@ class RedisBackend(BaseBackend):
         """
         refs = [call.ref for call in calls]
         rows = [
-            (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.if_held)
+            (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.if_held, c.entry)
             for owner, c in zip(_requests(refs), calls, strict=True)
         ]
         for _ in range(2):  # a wrong guess of its time is corrected by the reply
@@ -124,10 +124,11 @@ class RedisBackend(BaseBackend):
         task: str,
         arguments: str,
         expiry: float | None = None,
+        entry: str = "",
     ) -> Holder:
         """Start a run, or say why it must not start."""
         owner = (ref.task_id, str(ref.generation), ref.nonce)
-        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), _ms(turn_ttl))
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), _ms(turn_ttl), entry)
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         holder = _holder(self._run("begin", keys, args))
         if holder.verdict is Verdict.UNUSABLE:
@@ -267,9 +268,9 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
 
 
 def _holder(reply: Sequence[Any]) -> Holder:
-    verdict, task_id, state, since, fence, ttl_ms, *payload = reply
+    verdict, task_id, state, since, fence, ttl_ms, *more = reply
     ttl = max(0, int(ttl_ms)) / 1000
-    return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), ttl, *payload)
+    return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), ttl, *more)
 
 
 def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:

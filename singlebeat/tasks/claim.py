@@ -10,7 +10,19 @@ from typing import Any
 from kombu.utils.encoding import safe_repr
 
 from ..errors import ConfigError, LockBackendError, UnusableLockError
-from ..locks.base import RUN_HEADER, BaseBackend, Call, Holder, IfHeld, Ref, Ticket, Verdict, generation, unusable
+from ..locks.base import (
+    RUN_HEADER,
+    BaseBackend,
+    Call,
+    Holder,
+    IfHeld,
+    Ref,
+    Ticket,
+    Verdict,
+    entry_of,
+    generation,
+    unusable,
+)
 from ..locks.key import behind_key, beside, readable
 from ..log import Log
 from .policy import Lock, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
@@ -161,7 +173,8 @@ def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any
     wait, expiry = task.time_to_start(options), task.effective_lock_expiry
     if task.lock == Lock.UNTIL_EXPIRED and expiry:
         wait = expiry
-    return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry)
+    entry = entry_of(options.get("headers") or {})
+    return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry, entry=entry)
 
 
 def _acquire(task: Any, call: Call, *, again: bool) -> Holder:

@@ -18,7 +18,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError
 from ..locks import backend_of, seconds_until
-from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, without_deaths
+from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, entry_of, without_deaths
 from ..locks.key import behind_key, readable
 from ..log import Log
 from .monitors import same_trace
@@ -143,6 +143,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
             task=task.name,
             arguments=readable(request.args or (), request.kwargs or {}, vars(request)),
             expiry=task.effective_lock_expiry,
+            entry=entry_of(vars(request)),
         )
     except LockBackendError as exc:
         if config.singleton_on_backend_error == "raise":

@@ -15,7 +15,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import new_backend
-from ..locks.base import BaseBackend, Ref, Renewal, Ticket
+from ..locks.base import BaseBackend, Ref, Renewal, Ticket, entry_of
 from ..log import Log
 from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, native_sleep, start_native_thread
 
@@ -248,10 +248,8 @@ class Renewer:
 
     def _begin(self, request: Request, ref: Ref) -> None:
         queued = request.ticket.queued if request.ticket else ""
-        arguments = request.shown
-        self.backend.begin(
-            ref, queued=queued, lease=self.lease, memory=self.memory, task=request.name, arguments=arguments
-        )
+        about = {"task": request.name, "arguments": request.shown, "entry": entry_of(request.request_dict)}
+        self.backend.begin(ref, queued=queued, lease=self.lease, memory=self.memory, **about)
 
 
 _renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()

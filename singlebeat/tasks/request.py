@@ -19,7 +19,7 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import time_to_start
-from ..locks.base import HEADER, Ticket
+from ..locks.base import HEADER, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
@@ -161,6 +161,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 memory=config.singlebeat_queued_ttl,
                 task=self.task.name,
                 arguments=self.shown,
+                entry=entry_of(self.request_dict),
             )
         except UnusableLockError as exc:
             self._tell_unlocked(exc)

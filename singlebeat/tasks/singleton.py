@@ -228,7 +228,7 @@ class Singleton(Task):  # type: ignore[misc]
             log.warning("the lock of task %(id)s waits for a retry that was not sent", event="lock_kept", **about)
 
     def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
-        about = {"task": self.name, "holder": holder.task_id, "state": holder.state}
+        about = {"task": self.name, "holder": holder.task_id, "state": holder.state, "holder_entry": holder.entry}
         log.info("%(task)s is a duplicate of task %(holder)s: not sent", event="duplicate", **about)
         signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs, at="send")
         if overlap is Overlap.RAISE:

@@ -54,6 +54,11 @@ payloads = st.sampled_from(["", "one", "one", "two"])
 expiries = st.sampled_from(EXPIRIES)
 
 
+def entry_of(ref: Ref) -> str:
+    """Return the entry that has sent a message: a program has sent those of "b"."""
+    return "" if ref.task_id == "b" else f"of {ref.task_id}"
+
+
 @st.composite
 def acquire(draw: st.DrawFn) -> Ask:
     calls = draw(
@@ -67,7 +72,7 @@ def acquire(draw: st.DrawFn) -> Ask:
                 expiries,
                 payloads,
                 st.sampled_from([IfHeld.LEAVE, *IfHeld]),
-            ),
+            ).map(lambda call: replace(call, entry=entry_of(call.ref))),
             min_size=1,
             max_size=2,
         )
@@ -80,6 +85,7 @@ def acquire(draw: st.DrawFn) -> Ask:
 def begin(draw: st.DrawFn) -> Ask:
     ref, expiry, waits, waited = draw(runs), draw(expiries), draw(st.booleans()), draw(st.booleans())
     options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
+    options["entry"] = entry_of(ref)
     queued, options["turn_ttl"] = behind_key(ref.key) if waited else ref.key, LEASE * waits
     return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry)
 
@@ -194,10 +200,10 @@ class Comparable:
             return [self._plain(one) for one in answer]
         if not isinstance(answer, Holder):
             return answer
-        verdict, task_id, state, since, fence, ttl, payload = astuple(answer)
+        verdict, task_id, state, since, fence, ttl, *more = astuple(answer)
         if fence > self.fences[-1]:
             self.fences.append(fence)
-        return verdict, task_id, state, since is not None, self.fences.index(fence), about(ttl), payload
+        return verdict, task_id, state, since is not None, self.fences.index(fence), about(ttl), more
 
     def state(self) -> Any:
         held = {

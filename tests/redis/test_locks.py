@@ -183,6 +183,7 @@ def test_a_free_lock_is_acquired_and_queued_under_the_task_id(backend, redis, li
         "nonce": "",
         "task": "app.task",
         "args": "1, x=2",
+        "entry": "",
         "payload": "",
         "if_held": "",
     }

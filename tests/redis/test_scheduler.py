@@ -686,14 +686,40 @@ def test_a_skipped_occurrence_is_not_counted_and_not_tried_again(bench):
     assert bench.redis.zscore(SCHEDULE, entry.key) > datetime.now(UTC).timestamp()
 
 
-def test_two_entries_of_one_call_overlap(bench):
-    for name in ("a", "b"):
-        bench.put(name, task=SINGLE, args=["same"])
+@pytest.mark.parametrize("overlap", [None, "buffer_one"], ids=["locked with others", "locked when it is sent"])
+def test_a_singleton_that_another_entry_has_sent_is_named_with_that_entry(bench, caplog, cli, overlap):
+    caplog.set_level("INFO")
+    for name in ("a", "b c"):
+        bench.put(name, task=SINGLE, args=["same"], **({"overlap": overlap} if overlap else {}))
 
     bench.scheduler().tick()
 
     assert bench.names == ["same"]
-    assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
+    sent, skipped = bench.history
+    assert [sent["decision"], skipped["decision"]] == ["dispatched", "skipped_overlap"]
+    holder, other = sent["id"], sent["entry"]
+    assert (skipped["holder"], skipped["holder_entry"]) == (holder, other)
+    assert skipped["reason"].startswith(f"held by task {holder}, queued since 20")
+    assert skipped["reason"].endswith(f"Z, of entry {other}")
+    (line,) = (r.singlebeat for r in caplog.records if getattr(r, "singlebeat", {}).get("event") == "skipped_overlap")
+    assert (line["holder"], line["holder_entry"], line["reason"]) == (holder, other, skipped["reason"])
+    (record,) = Schedule(bench.app).history(skipped["entry"])
+    assert record.holder_entry == other
+    (lock,) = json.loads(cli("locks", "--json", app=bench.app).output)
+    assert (lock["task_id"], lock["entry"]) == (holder, other)
+    assert f" {other} " in cli("locks", app=bench.app).output
+
+
+def test_a_singleton_that_a_program_has_sent_is_of_no_entry(bench, caplog):
+    caplog.set_level("INFO")
+    bench.app.tasks[SINGLE].delay("e")
+    bench.put(task=SINGLE)
+
+    bench.scheduler().tick()
+
+    assert bench.history[0]["holder_entry"] == ""
+    assert "of entry" not in bench.history[0]["reason"]
+    assert "holder_entry" not in caplog.text
 
 
 def test_entries_with_other_arguments_do_not_overlap(bench):
@@ -705,14 +731,65 @@ def test_entries_with_other_arguments_do_not_overlap(bench):
     assert sorted(bench.names) == ["a", "b"]
 
 
-def test_plain_tasks_are_locked_once_a_worker_looks_after_locks(bench):
+@pytest.mark.parametrize("overlap", [None, "buffer_one"], ids=["locked with others", "locked when it is sent"])
+def test_entries_of_one_plain_call_do_not_keep_one_another_from_running(bench, caplog, overlap):
+    caplog.set_level("INFO")
     backend_of(bench.app).announce("w@h", ttl=60)
+    beat = bench.scheduler()
+
+    for _ in range(2):
+        for name in ("a", "b"):
+            bench.put(name, args=["same"], **({"overlap": overlap} if overlap else {}))
+            bench.redis.hset(f"redbeat:{name}", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
+            bench.redis.zadd(SCHEDULE, {f"redbeat:{name}": 0})
+        beat.tick()
+
+    decided = {(record["entry"], record["decision"]): record for record in bench.history}
+    assert len(bench.history) == len(decided) == 4
     for name in ("a", "b"):
-        bench.put(name, args=["same"])
+        sent, skipped = decided[name, "dispatched"], decided[name, "skipped_overlap"]
+        assert (skipped["holder"], skipped["holder_entry"]) == (sent["id"], name), "its own runs do not pile up"
+        assert "of entry" not in skipped["reason"]
+    assert len(bench.redis.keys("SINGLETONLOCK_*")) == 2
 
-    bench.scheduler().tick()
 
-    assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
+@pytest.mark.parametrize("changed", [{"args": ["another"]}, {"options": {"queue": "other"}}, {"task": "elsewhere"}])
+def test_an_entry_that_makes_another_plain_call_does_not_wait_for_the_last_one(bench, changed):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    beat = bench.scheduler()
+    bench.put()
+    beat.tick()
+    bench.put(**changed)
+    bench.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    beat.tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched", "dispatched"]
+
+
+def test_the_same_entry_of_another_schedule_has_a_lock_of_its_own(server, redis, bench_on):
+    for prefix in ("one:", "two:"):
+        bench = bench_on(server, redbeat_key_prefix=prefix)
+        backend_of(bench.app).announce("w@h", ttl=60)
+        bench.put()
+        bench.scheduler().tick()
+
+    assert bench.names == ["e", "e"]
+    assert len(redis.keys("SINGLETONLOCK_*")) == 2
+
+
+def test_a_run_that_was_asked_for_takes_the_lock_of_its_entry(bench):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    beat = bench.scheduler()
+    bench.put()
+    bench.put("other", args=["e"], ago=HOUR / 4)
+    beat.tick()
+    for name in ("e", "other"):
+        Schedule(bench.app).trigger(name)
+        beat.tick()
+
+    decided = [(record["entry"], record["decision"]) for record in bench.history]
+    assert decided == [("e", "dispatched"), ("e", "skipped_overlap"), ("other", "dispatched")]
 
 
 def test_a_task_of_another_uniqueness_layer_takes_its_lock_itself(bench):
@@ -798,7 +875,7 @@ def test_what_wants_to_wait_for_a_lock_that_cannot_be_read_is_given_up_and_says_
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put("a", task=task, overlap="buffer_one")
     bench.put("b")
-    known = bench.app.tasks[SINGLE] if task == SINGLE else PlainTask(bench.app, PLAIN, {})
+    known = bench.app.tasks[SINGLE] if task == SINGLE else PlainTask(bench.app, PLAIN, {}, "a")
     bench.redis.set(known.generate_lock(task, ["a"], {}), "somebody else's")
 
     bench.scheduler().tick()
@@ -924,7 +1001,7 @@ def test_a_plain_task_that_cancels_another_waits_for_the_broker_like_any_other(
     backend = backend_of(bench.app)
     backend.announce("w@h", ttl=60)
     bench.put(overlap=overlap)
-    key = PlainTask(bench.app, PLAIN, {}).generate_lock(PLAIN, ["e"], {})
+    key = PlainTask(bench.app, PLAIN, {}, "e").generate_lock(PLAIN, ["e"], {})
     backend.begin(Ref(key, "running", nonce="n"), lease=60, memory=60, task=PLAIN, arguments="")
     scheduler = bench.scheduler()
     own_server.kill()
@@ -1268,7 +1345,7 @@ def test_what_is_not_sent_after_all_leaves_no_lock_behind_that_it_took_when_its_
     occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC) - HOUR)
     bench.redis.hset(entry.key, "pending", occurrence.encode())
     bench.redis.zadd(PENDING, {entry.key: 0})
-    key = PlainTask(bench.app, task, {}).generate_lock(task, ["e"], {})
+    key = PlainTask(bench.app, task, {}, "e").generate_lock(task, ["e"], {})
     key = bench.app.tasks[task].generate_lock(task, ["e"]) if task == SINGLE else key
     backend.acquire_many([Call(Ref(behind_key(key) if behind else key, occurrence.id), task, "", 3600)], again=True)
 
@@ -1538,7 +1615,7 @@ def test_what_was_not_sent_is_not_recorded_as_dispatched(bench, task, overlap, a
     backend.announce("w@h", ttl=60)
     entry = bench.put(task=task, overlap=overlap, max_runs=9)
     occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
-    key = PlainTask(bench.app, task, {}).generate_lock(task, ["e"], {})
+    key = PlainTask(bench.app, task, {}, "e").generate_lock(task, ["e"], {})
     key = bench.app.tasks[task].generate_lock(task, ["e"]) if task == SINGLE else key
     run = Ref(key, occurrence.id, nonce="n")
     if again:
@@ -1589,7 +1666,7 @@ def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis,
     scheduler = bench.scheduler()
     own_server.kill()
     scheduler.tick()
-    key = PlainTask(bench.app, PLAIN, {}).generate_lock(PLAIN, ["e"], {})  # as a leader leaves it that dies
+    key = PlainTask(bench.app, PLAIN, {}, "e").generate_lock(PLAIN, ["e"], {})  # as a leader leaves it that dies
     backend_of(bench.app).acquire_many([Call(Ref(key, bench.pending().id), entry.task, "", 3600)], again=True)
 
     own_server.restart()  # and no worker is left to free it

@@ -518,6 +518,7 @@ def test_a_confirmed_occurrence_is_pending_no_longer_and_in_the_history(store, c
         "term": "3",
         "holder": "",
         "leader": f"{socket.gethostname()}:{os.getpid()}",
+        "holder_entry": "",
     }
 
 

@@ -19,7 +19,8 @@ app = Celery(broker="redis://", set_as_current=False)
 
 
 def record(nominal: datetime, decision: str = "dispatched", *, kind: str = "scheduled", **fields: Any) -> Record:
-    texts = {"reason": "", "task_id": "id", "holder": "", "leader": "h:1", "term": "1", "end": None, **fields}
+    texts = {"reason": "", "task_id": "id", "holder": "", "holder_entry": "", "leader": "h:1", "term": "1"}
+    texts |= {"end": None, **fields}
     return Record(entry="e", at=nominal + timedelta(seconds=1), nominal=nominal, kind=kind, decision=decision, **texts)
 
 
@@ -71,6 +72,15 @@ def test_what_a_decision_means():
     assert "left out: the entry is paused (audit)" in said(record(NOON, "paused", reason="audit"))
     assert "never can: TypeError()" in said(record(NOON, "publish_failed", reason="TypeError()"))
     assert "does not hold the lock any more" in said(record(NOON, "skipped_overlap", holder="x", reason="held by x"))
+
+
+def test_a_skip_names_the_entry_whose_run_was_in_the_way():
+    def skipped(entry: str) -> str:
+        return said(record(NOON, "skipped_overlap", holder="x", holder_entry=entry, reason="held by x"))
+
+    assert "was skipped: the one before it was not over (held by x)." in skipped("e")
+    assert "was skipped: an equal call by entry other was not over (held by x)." in skipped("other")
+    assert "was skipped: an equal call was not over (held by x)." in skipped(""), "a program may have sent it"
 
 
 def test_workers_that_could_not_be_asked_are_not_spoken_of():
