@@ -7,10 +7,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from celery.schedules import BaseSchedule, schedstate
+from redbeat.schedules import rrule
 
 from .zone import in_utc
 
-__all__ = ("clocked",)
+__all__ = ("clocked", "comes_once")
 
 
 class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery's crontab and solar
@@ -67,3 +68,8 @@ class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery
 
     def __reduce__(self) -> tuple[type, tuple[datetime]]:
         return type(self), (self.instant,)
+
+
+def comes_once(schedule: BaseSchedule) -> bool:
+    """Return whether a schedule is known to have a single time, so that no later run stands for one that is lost."""
+    return isinstance(schedule, clocked) or (isinstance(schedule, rrule) and schedule.count == 1)

@@ -12,6 +12,8 @@ from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
 from ..locks.key import behind_key, check_sendable
 from ..log import Log
 from ..overlap import Overlap
+from ..tasks.policy import drops_by_default
+from .clocked import comes_once
 from .given import evaluated
 from .occurrence import Occurrence
 from .plain import PlainTask
@@ -44,6 +46,8 @@ class Message:
         entry = self.entry
         overlap = self.occurrence.overlap or self.stored.policy.overlap
         task = app.tasks.get(entry.task)
+        if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
+            overlap = Overlap.BUFFER_ALL  # no later run makes up for one that was skipped
         claims_by_itself = getattr(task, "claims_by_itself", None)
         if claims_by_itself is not None:
             if claims_by_itself or overlap not in {None, Overlap.SKIP}:

@@ -19,6 +19,7 @@ __all__ = (
     "Overlap",
     "check",
     "decode_arguments",
+    "drops_by_default",
     "encode_arguments",
     "equal_calls_may_differ",
     "has_continuations",
@@ -87,6 +88,19 @@ def overlap_for(task: Any, word: Any = None) -> Overlap:
         return _overlap_of(config.singlebeat_overlap, lock)
     except ConfigError:  # the app's default is for the tasks that it suits
         return Overlap.SKIP
+
+
+def drops_by_default(task: Any) -> bool:
+    """Return whether a call that meets its equal is dropped though its task does not say so, and could wait.
+
+    Args:
+        task: None, or no Singleton: one whose lock beat takes.
+    """
+    if not hasattr(task, "claims_by_itself"):
+        return True
+    if task.overlap is not None or task.raise_on_duplicate is not None:
+        return False
+    return overlap_for(task) in {Overlap.SKIP, Overlap.RAISE} and Overlap.BUFFER_ALL in TOGETHER[Lock(task.lock)]
 
 
 def check(task: Any, name: str) -> None:

@@ -14,9 +14,10 @@ from celery import Celery
 from celery.beat import Service
 from celery.schedules import crontab, schedule
 from celery.signals import after_task_publish
+from redbeat.schedules import rrule
 from redis import Redis
 
-from singlebeat import Entry, Schedule, Singleton
+from singlebeat import Entry, Schedule, Singleton, clocked
 from singlebeat.beat.entry import PARKED, Meta
 from singlebeat.beat.occurrence import Occurrence
 from singlebeat.beat.policy import Policy
@@ -393,6 +394,50 @@ def test_overlap_decides_about_calls_that_wait_in_the_queue(desk, task, overlap,
     assert desk.decisions == ["dispatched", later, later]
     assert len(desk.messages) == (1 if later == "skipped_overlap" else 3)
     assert sum(bool(ticket.get("waits")) for ticket in tickets) == waiting
+
+
+def once(kind: str) -> Any:
+    """Return a schedule whose one time was half an hour ago."""
+    at = datetime.now(UTC) - HOUR / 2
+    return clocked(at) if kind == "clocked" else rrule("DAILY", dtstart=at, count=1)
+
+
+@pytest.mark.parametrize("kind", ["clocked", "rrule"])
+@pytest.mark.parametrize(
+    ("wish", "options", "decision"),
+    [
+        (None, {}, "buffered"),
+        (None, {"lock": "while_executing"}, "dispatched"),  # it meets its equal only at its start, and waits there
+        (None, {"overlap": "skip"}, "skipped_overlap"),
+        (None, {"raise_on_duplicate": True}, "skipped_overlap"),
+        (None, {"lock": "until_executing"}, "skipped_overlap"),  # which has not started: it runs later than this one
+        ("skip", {}, "skipped_overlap"),
+        ("allow_all", {}, "dispatched"),
+    ],
+)
+def test_what_comes_once_waits_for_its_turn_unless_it_says_otherwise(desk, kind, wish, options, decision):
+    @desk.app.task(name="own", base=Singleton, shared=False, **options)
+    def own(name: str) -> None:
+        pass
+
+    own.delay("e")
+    desk.put(task="own", every=once(kind), **({"overlap": wish} if wish else {}))
+    desk.tick()
+
+    assert desk.decisions == [decision]
+    assert len(desk.messages) == (1 if decision == "skipped_overlap" else 2)
+    waits = [message["singlebeat_lock"].get("waits", False) for message in desk.messages[1:]]
+    assert waits == ([] if decision == "skipped_overlap" else [wish != "allow_all"])
+
+
+def test_a_plain_task_that_comes_once_waits_for_the_run_that_was_triggered(desk):
+    backend_of(desk.app).announce("w@h", ttl=60)
+    desk.put(every=once("clocked"))
+    desk.schedule.trigger("e")
+    desk.tick(2)
+
+    assert desk.decisions == ["dispatched", "buffered"]
+    assert desk.messages[1]["singlebeat_lock"]["waits"]
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
