@@ -15,6 +15,8 @@
 -- ARGV[6]  last      token of our last term, which we have given up: what is left of it does not keep us out
 -- ARGV[7]  standby   JSON, for people: host, pid and since when we stand by; app and statics, which the leader keeps, too
 -- ARGV[8]  stay_ms   how long a beat that stands by counts as there after its last campaign
+-- ARGV[9]  known     number of the last term that we have heard of; 0: of none. If ours is not a later one, the server has
+--                    lost what it held, and leader says so: lost is that number
 --
 -- returns  the number of our term; 0: another leads or is to lead, and nothing was written but that we stand by
 
@@ -48,5 +50,8 @@ redis.call("ZREM", standbys, standby)
 redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number)
 local about = cjson.decode(standby)
 redis.call("HSET", leader, "app", about.app or "", "statics", about.statics or "")
+if number <= tonumber(ARGV[9]) then
+  redis.call("HSET", leader, "lost", ARGV[9])
+end
 redis.call("PEXPIRE", leader, ttl)
 return number

@@ -40,6 +40,7 @@ class Term:
 
     number: int  #: fencing number: a later term has a higher one; 0 where leadership is switched off
     token: str  #: what the lock holds during this term; empty where leadership is switched off
+    lost: int = 0  #: number of an earlier term that the server has forgotten, with what it held; 0: of none is known
 
 
 def identity() -> str:
@@ -71,6 +72,7 @@ class Lease:
         self._client: Any = None
         self._term: Term | None = None
         self._last_token = ""
+        self._known = 0  #: number of the last term that we have heard of, ours or another's
         self._standby = ""
         self._trusted_until = 0.0
         self._stopped = False
@@ -97,14 +99,16 @@ class Lease:
         host, pid, since = socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
         # What is stored is the same at each campaign, and is taken back in these words.
         self._standby = self._standby or json.dumps({"host": host, "pid": str(pid), "since": since, **self._about})
-        args = (token, round(self.ttl * 1000), host, pid, since, self._last_token, self._standby, round(STAY * 1000))
+        about = (host, pid, since, self._last_token, self._standby)
+        args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known)
         self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
         number = int(script(__package__, "campaign")(self._client, keys, args))
         if not number:
             return None
         self._standby = ""
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
-        self._term = Term(number, token)
+        self._term = Term(number, token, self._known if number <= self._known else 0)
+        self._known = number
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
             self._thread.start()
@@ -172,9 +176,11 @@ class Lease:
         self._last_token = ""
 
     def leader(self) -> Mapping[str, str]:
-        """Return who leads (host, pid, since, term), empty if nobody does."""
+        """Return who leads (host, pid, since, term, perhaps lost), empty if nobody does."""
         client = self._client or self._connect()
         record: Mapping[str, str] = client.hgetall(self.keys.leader)
+        number = record.get("term", "")
+        self._known = max(self._known, int(number) if number.isdecimal() else 0)
         return record
 
     def _keep_renewing(self) -> None:

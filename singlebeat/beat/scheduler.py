@@ -111,6 +111,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._standing_by = False
         self._in_trouble = ""
         self._closed = self._ticking = self._ticked = False
+        self._vanished_in = 0  #: number of the term in which we have told that the schedule has vanished
         self._has_statics = False  #: of ``beat_schedule``, something was stored
         self._metrics: Metrics | None = None
         self._recheck_at = 0.0
@@ -233,7 +234,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._zone_turn_at = time.monotonic() + ZONE_TURN
         scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
         if due.statics_gone and self._has_statics:
-            log.warning("beat: The schedule has vanished: installing beat_schedule again", event="schedule_vanished")
+            self._tell_vanished("beat_schedule was installed, and is gone")
+            self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
         if due.more:
@@ -247,6 +249,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if term.token:
             facts = {"term": term.number, "leader": identity()}
             log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
+        if term.lost and term.lost != self._vanished_in:
+            self._tell_vanished(f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part")
         for other, count in self.statics.of_others().items():
             text = (
                 "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s: they go to its queues"
@@ -256,6 +260,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self.setup_schedule()
         self._term, self._standing_by = term, False
         signals.leadership_gained.send(sender=self.app, term=term)
+
+    def _tell_vanished(self, why: str) -> None:
+        sentence = "beat: The schedule has vanished: installing beat_schedule again"
+        log.warning(sentence, event="schedule_vanished", reason=why)
 
     def _end_term(self) -> None:
         term, self._term = self._term, None

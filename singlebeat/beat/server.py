@@ -20,7 +20,7 @@ class Server:
 
     version: str  #: of Redis, or the one that Valkey says it is compatible with
     eviction: str | None  #: ``maxmemory-policy``; None: it does not tell
-    persistent: bool | None  #: its data outlives it; None: it does not tell
+    kept: str | None  #: what outlives it: everything, snapshots, nothing; None: it does not tell
     clock_ahead: float  #: seconds by which its clock is ahead of ours
 
     @classmethod
@@ -36,8 +36,8 @@ class Server:
         ahead = seconds + microseconds / 1e6 - (asked + time.time()) / 2
         try:
             eviction = str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None
-            kept = client.config_get("appendonly"), client.config_get("save")
-            persistent = kept[0].get("appendonly") == "yes" or bool(kept[1].get("save"))
+            appends = client.config_get("appendonly").get("appendonly") == "yes"
+            kept = "everything" if appends else "snapshots" if client.config_get("save").get("save") else "nothing"
         except RedisError:  # not allowed to ask
-            eviction = persistent = None
-        return cls(str(client.info("server").get("redis_version", "?")), eviction, persistent, ahead)
+            eviction = kept = None
+        return cls(str(client.info("server").get("redis_version", "?")), eviction, kept, ahead)

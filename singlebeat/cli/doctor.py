@@ -79,10 +79,16 @@ def _server(app: Celery) -> Iterator[Finding]:
     if server.eviction not in {None, "noeviction"}:
         text = f"maxmemory-policy is {server.eviction}: entries may vanish when its memory is full; use noeviction"
         yield Finding("problem", about, text)
-    if server.persistent is False:
+    if server.kept == "nothing":
         yield Finding(
             "warning", about, "it keeps nothing on disk (appendonly no, no save): a restart loses the schedule"
         )
+    if server.kept == "snapshots":
+        text = (
+            "it keeps snapshots only (appendonly no): a restart loses what was written since the last one, so entries "
+            "may be as they were then, and runs that have ended may run once more; use appendonly yes"
+        )
+        yield Finding("warning", about, text)
     if abs(server.clock_ahead) > CLOCK_SKEW:
         text = f"its clock is {server.clock_ahead:+.1f} s off this host's: set up NTP on both"
         yield Finding("warning", about, text)
@@ -158,6 +164,13 @@ def _beat(app: Celery) -> Iterator[Finding]:
         text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
         yield Finding("warning", "beat", text)
     yield from _apps(app, state)
+    if state.leader.get("lost"):
+        text = (
+            f"when the present term began, at {state.leader.get('since')}, the server had lost the schedule, or its "
+            f"last changes: it did not know term {state.leader['lost']} any more. Entries of beat_schedule are back: "
+            "import the others from an export, and let the server write to disk (appendonly yes)"
+        )
+        yield Finding("warning", "schedule", text)
     if state.overdue:
         text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
         yield Finding("problem", "beat", text)

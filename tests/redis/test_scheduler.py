@@ -2296,6 +2296,46 @@ def test_a_schedule_that_vanishes_is_installed_again_as_far_as_it_can_be_stored(
     assert delay > 0.5
 
 
+@pytest.mark.parametrize("first", ["leader", "standby"])
+@pytest.mark.parametrize("has_statics", [True, False], ids=["with beat_schedule", "without"])
+def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
+    server, redis, bench_on, caplog, cli, first, has_statics
+):
+    given = {"beat_schedule": {"mine": {"task": PLAIN, "schedule": 3600}}} if has_statics else {}
+    bench = bench_on(server, result_expires=None, **given)
+    leader, standby = bench.scheduler(), bench.scheduler()
+    leader.tick()
+    standby.tick()
+    redis.flushall()
+    caplog.clear()
+
+    if first == "leader":
+        leader.tick()
+        assert not leader.lease.renew()
+    next_one = leader if first == "leader" else standby
+    next_one.tick()
+
+    assert next_one.lease.leader()["lost"] == "1"
+    said = [r.singlebeat for r in caplog.records if getattr(r, "singlebeat", {}).get("event") == "schedule_vanished"]
+    assert len(said) == 1
+    if first == "standby":
+        assert said[0]["reason"].startswith("term 1 follows term 1: ")
+    assert "warning  schedule: when the present term began, at 20" in cli("doctor", app=bench.app, code=None).output
+
+
+def test_a_term_that_follows_the_last_one_has_lost_nothing(bench, caplog):
+    leader, standby, third = bench.scheduler(), bench.scheduler(), bench.scheduler()
+    for beat in (leader, standby, third):
+        beat.tick()
+    for closing, following in ((leader, standby), (standby, third)):
+        closing.close()
+        following.tick()
+
+    assert third.lease.leader()["term"] == "3"
+    assert "lost" not in third.lease.leader()
+    assert "vanished" not in caplog.text
+
+
 def test_a_deploy_that_is_rolled_back_runs_nothing_again(bench):
     def leads(**entries: Any) -> None:
         app = bench.new_app()
