@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import dropwhile, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 from uuid import uuid4
 
 from ..connections import schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
+from ..locks.redis import escaped
 from ..log import Log
 from ..lua import packed, script
 from ..overlap import Overlap
@@ -190,6 +191,25 @@ class Schedule:
         self._propose(name, occurrence, timeout)
         return occurrence.id
 
+    @overload
+    def backfill(
+        self, name: str, start: datetime, end: datetime, *, dry_run: Literal[True], overlap: str = ..., limit: int = ...
+    ) -> Sequence[datetime]: ...
+
+    @overload
+    def backfill(
+        self,
+        name: str,
+        start: datetime,
+        end: datetime,
+        *,
+        overlap: str = ...,
+        limit: int = ...,
+        dry_run: Literal[False] = ...,
+        timeout: float = ...,
+        progress: Callable[[], object] = ...,
+    ) -> Sequence[Occurrence]: ...
+
     def backfill(
         self,
         name: str,
@@ -201,7 +221,7 @@ class Schedule:
         dry_run: bool = False,
         timeout: float = 10.0,
         progress: Callable[[], object] = lambda: None,
-    ) -> Sequence[Occurrence]:
+    ) -> Sequence[Occurrence] | Sequence[datetime]:
         """Let an entry run once for each of its nominal times in ``(start, end]``, in their order; return these.
 
         An interval counts from ``start``. Each run is handed to beat when that has sent the one before. A call that was
@@ -211,7 +231,7 @@ class Schedule:
         Args:
             overlap: what becomes of one that meets an equal call, a word of ``Overlap``.
             limit: more runs than that are refused before the first is sent.
-            dry_run: only return them; the ids of those that no call has begun with are not the ones they will have.
+            dry_run: only return the nominal times, in UTC, as ``next_runs`` does.
             timeout: seconds to wait for each one to be sent.
             progress: hears of each run that was handed over.
 
@@ -232,7 +252,7 @@ class Schedule:
                 f"backfill of {name!r}: {number} runs are more than the limit of {limit}; raise it if need be"
             )
         if dry_run:
-            return left
+            return [datetime.fromtimestamp(occurrence.nominal, UTC) for occurrence in left]
         for occurrence in left:
             at = replace(span, at=datetime.fromtimestamp(occurrence.nominal, UTC)).encode()
             self._propose(name, occurrence, timeout, found=found, at=at)
@@ -257,6 +277,35 @@ class Schedule:
                     yield self._entry(name, fields)
                 except EntryError as exc:
                     left_out(name, exc)
+
+    def no_place(self, name: str) -> str:
+        """Return why an entry is never due, and what to do: it has no place in the sorted set. Empty: it has one."""
+        key = self.keys.named(name)
+        if any(score is not None for score in self._client.zmscore(self.keys.schedule, [key, name])):
+            return ""
+        return (
+            f"it has no place in {self.keys.schedule}: it never runs; to let it run at once and then as scheduled: "
+            f"ZADD {self.keys.schedule} 0 {key}"
+        )
+
+    def without_place(self) -> Iterator[str]:
+        """Yield the names of entries that are stored, and never due, because they have no place in the sorted set."""
+        client, found = self._client, f"{escaped(self.keys.prefix)}*"
+        keys = (key for key in client.scan_iter(match=found, count=BATCH, _type="HASH"))
+        while page := [*islice(keys, BATCH)]:
+            names = {name: key for key in page if self.keys.is_possible(name := self.keys.name(key))}
+            if not names:
+                continue
+            scores = client.zmscore(self.keys.schedule, [*names.values(), *names])
+            placed = {
+                name
+                for name, *both in zip(names, scores[: len(names)], scores[len(names) :], strict=True)
+                if any(score is not None for score in both)
+            }
+            left = [name for name in names if name not in placed]
+            for name, fields in zip(left, self._read([names[name] for name in left]), strict=True):
+                if not isinstance(fields, str) and fields[0]:
+                    yield name
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
         """Return the last decisions about an entry, or about all, with the ends of their runs; the last one first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -88,7 +89,9 @@ def encode_definition(fields: Mapping[str, Any], given: Mapping[str, Any]) -> st
 
 
 def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the ``definition`` field of an entry; what is missing gets its default, what is unknown is left out.
+    """Read the ``definition`` field of an entry; what is missing gets its default.
+
+    ``ignored`` in what it returns says which further fields are left out; an empty string if there are none.
 
     Args:
         given: what ``beat_schedule`` says about it.
@@ -99,7 +102,13 @@ def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, An
     raw = loads_object(definition, "definition")
     fields = {name: read(raw.get(name), given) for name, read in _READERS.items()}
     check_signatures(fields["task"], fields["kwargs"])
-    return fields
+    return {**fields, "ignored": "; ".join(_ignored(name) for name in raw if name not in KNOWN)}
+
+
+def _ignored(name: str) -> str:
+    near = difflib.get_close_matches(name, _READERS, n=1)
+    hint = f": did you mean {near[0]!r}?" if near else ""
+    return f"the definition's field {name!r} is unknown and ignored{hint}"
 
 
 def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -163,6 +172,10 @@ _READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "kwargs": _kwargs,
     "options": _options,
 }
+
+
+#: The fields of a definition that need no warning: RedBeat takes those that nothing here reads.
+KNOWN = frozenset({*_READERS, "name", "relative", "last_run_at", "total_run_count"})
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:

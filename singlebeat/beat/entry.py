@@ -78,6 +78,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: Its past was read, wherever it was kept: it is no new entry.
     has_past = False
 
+    #: What its stored definition has that no beat understands, as a warning; empty: nothing.
+    ignored = ""
+
     _since: datetime | None = None
     _sent: datetime | None = None
 
@@ -137,11 +140,15 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """
         name = key.removeprefix(Config.of(app).redbeat_key_prefix)
         try:
-            return cls(name=name, app=app, **decode_definition(definition, given_for(app, name)))
+            fields = decode_definition(definition, given_for(app, name))
+            ignored = fields.pop("ignored")
+            entry = cls(name=name, app=app, **fields)
         except EntryError:
             raise
         except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
             raise EntryError(f"its definition cannot be used: {type(exc).__name__}: {exc}") from exc
+        entry.ignored = ignored
+        return entry
 
     @classmethod
     def usable(cls, key: str, definition: str, app: Celery, now: datetime) -> Entry:

@@ -49,6 +49,7 @@ class Facts:
     known_tasks: frozenset[str] | None  #: of all workers that answer
     now: datetime
     delivery: Delivery | None = None  #: of the queue of its task; None: not known
+    no_place: str = ""  #: why it is never due, and what to do; empty: it has a place in the sorted set
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -72,6 +73,8 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield from _decision(facts, record)
     elif at is None and aside is None:
         yield "Nothing was decided about it so far, or the history has lost it (singlebeat_history_limit)."
+    if facts.entry is not None and facts.entry.ignored:
+        yield f"A warning: {facts.entry.ignored}"
     if facts.entry is not None:
         yield from _task(facts, facts.entry)
         if at is None and aside is None:
@@ -226,7 +229,9 @@ def _may_wait(facts: Facts) -> bool:
 
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     upcoming = next(iter(entry.timetable.runs(entry.meta.counts_from, facts.now, count=entry.total_run_count)), None)
-    if not entry.enabled:
+    if facts.no_place:
+        yield f"{facts.no_place[0].upper()}{facts.no_place[1:]}"
+    elif not entry.enabled:
         yield "It is disabled: its times pass without a run."
     elif entry.policy.paused:
         note = f" ({entry.policy.note})" if entry.policy.note else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -20,7 +21,7 @@ from ..errors import EntryError
 from .clocked import clocked
 from .recurrence import is_known
 
-__all__ = ("Decoder", "Encoder", "have_same_times", "made")
+__all__ = ("Decoder", "Encoder", "have_same_times", "made", "why_no_crontab")
 
 CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 DATE_PARTS = ("bysetpos", "bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byweekday")
@@ -38,7 +39,10 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
         if kind == "crontab":
             _check_fields(d, CRONTAB_FIELDS)
             fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
-            d = {"__type__": kind, **fields}
+            try:
+                return super().dict_to_object({"__type__": kind, **fields})
+            except ValueError as exc:  # as its parser's own error is
+                raise ValueError(why_no_crontab(exc, fields.get("day_of_week"))) from exc
         if kind == "rrule":
             return _rule(d)
         if kind == "weekday":
@@ -65,6 +69,12 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
         if isinstance(obj, rrule):
             return {name: _plain(value, parsed=value) for name, value in raw.items()}
         return raw
+
+
+def why_no_crontab(exc: Exception, day_of_week: Any) -> str:
+    """Return why Celery takes no crontab: a cron of other programs may have another Sunday."""
+    hint = " Sunday is 0, not 7." if re.search(r"(?<!\d)7(?!\d)", str(day_of_week)) else ""
+    return f"{exc}{hint}"
 
 
 def _check_fields(d: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -21,6 +21,9 @@ __all__ = ("State", "resign")
 #: An entry whose time has passed by more than this is overdue: the leader looks every second.
 OVERDUE_AFTER = 5.0
 
+#: Overdue entries that are read to leave out those that RedBeat has disabled.
+LOOKED_AT = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -65,6 +68,9 @@ class State:
             if names:
                 pipe.hgetall(keys.quarantine)
             leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
+        if overdue and ttl > 0 and not leader:
+            idle, first = _disabled(client or schedule_client(app), keys, now, overdue)
+            due, overdue = due - idle, overdue - idle
         return cls(
             leader=leader,
             standbys=sorted((_named(text) for text in standbys), key=lambda standby: standby["since"]),
@@ -80,6 +86,24 @@ class State:
             },
             quarantined=quarantined,
         )
+
+
+def _disabled(client: Any, keys: Keys, now: float, overdue: int) -> tuple[int, Sequence[tuple[str, float]]]:
+    """Return how many of the overdue entries are disabled, of ``LOOKED_AT`` at most, and the first that is not.
+
+    Where RedBeat leads, the places of disabled entries stay behind; where a beat of ours does, they go on.
+    """
+    found = client.zrangebyscore(keys.schedule, "(0", now - OVERDUE_AFTER, start=0, num=LOOKED_AT, withscores=True)
+    rows = json.loads(script(__package__, "read")(client, [keys.entry(member) for member, _ in found], ()))
+    left = [place for place, fields in zip(found, rows, strict=True) if not _is_disabled(fields)]
+    return len(found) - len(left), left[:1]
+
+
+def _is_disabled(fields: Any) -> bool:
+    try:
+        return bool(json.loads(fields[0])["enabled"] is False)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def resign(app: Celery) -> bool:

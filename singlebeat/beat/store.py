@@ -229,6 +229,9 @@ class Store:
             if key in self.keys.own:
                 raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
             entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
+            if entry.ignored:
+                about = {"entry": entry.name, "reason": entry.ignored}
+                log.warning("beat: Entry %(entry)s has an unknown field", event="field_ignored", **about)
         return entry
 
     def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[Claimed]:

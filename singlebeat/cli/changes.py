@@ -12,6 +12,7 @@ from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
 from ..beat.entry import NOTHING, Entry
+from ..beat.kinds import why_no_crontab
 from ..beat.policy import Policy
 from ..errors import ConflictError, EntryError
 from ..overlap import Overlap
@@ -75,7 +76,7 @@ def _schedule(every: float | None, cron: str | None) -> Any:
     try:
         return crontab(**dict(zip(names, fields, strict=True)))
     except Exception as exc:  # its parser raises what it likes
-        raise click.BadParameter(f"{cron!r}: {exc}", param_hint="--cron") from None
+        raise click.BadParameter(f"{cron!r}: {why_no_crontab(exc, fields[-1])}", param_hint="--cron") from None
 
 
 def _wishes(given: Sequence[str]) -> Mapping[str, Any]:
@@ -227,11 +228,12 @@ def backfill_(
     assert first is not None  # noqa: S101 - for the type checker
     assert last is not None  # noqa: S101
     planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, dry_run=True)
+    rows: list[tuple[datetime, str | None]] = [(nominal, None) for nominal in planned]
     if not dry_run:
         click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the one before is sent", err=True)
         with progress("runs handed over", len(planned), quiet=as_json) as step:
-            planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
-    rows = [(datetime.fromtimestamp(each.nominal, UTC), None if dry_run else each.id) for each in planned]
+            sent = entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
+        rows = [(datetime.fromtimestamp(each.nominal, UTC), each.id) for each in sent]
     if as_json:
         show_json([{"nominal": nominal, "id": task_id} for nominal, task_id in rows])
         return

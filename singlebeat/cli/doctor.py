@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -40,6 +41,9 @@ VISIBILITY_TIMEOUT = 3600
 
 #: Seconds for which a queue's workers may be busy with the same runs before that is worth a word.
 BUSY_FOR = 5.0
+
+#: Entries without a place in the sorted set that are named.
+MOST_NAMED = 10
 
 #: The oldest server whose commands are enough.
 OLDEST_SERVER = (6, 2)
@@ -179,6 +183,15 @@ def _beat(app: Celery) -> Iterator[Finding]:
     for name, record in state.quarantine.items():
         text = f"is set aside since {record['since']} and does not run: {record['reason']}"
         yield Finding("problem", f"entry {name}", text)
+    entries = Schedule(app)
+    for entry in entries.list(left_out=lambda *_: None):  # another part of the doctor's names those
+        if entry.ignored:
+            yield Finding("warning", f"entry {entry.name}", entry.ignored)
+    names = [*islice(entries.without_place(), MOST_NAMED + 1)]
+    for name in names[:MOST_NAMED]:
+        yield Finding("warning", f"entry {name}", f"{entries.no_place(name)}; or delete it")
+    if len(names) > MOST_NAMED:
+        yield Finding("warning", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
 
 
 def _apps(app: Celery, state: State) -> Iterator[Finding]:

@@ -65,18 +65,19 @@ def _outlook(entry: Entry) -> tuple[datetime | None, str]:
 
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
-    """List all entries by the time of their next run, and those that are set aside; LAST is how long ago one ran."""
+    """List all entries by the time of their next run, and those that never run; LAST is how long ago one ran."""
     broken = dict[str, Mapping[str, str]]()  # also those that no beat has looked at yet
     entries = list(
         Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
     )
     aside = {**broken, **State.of(app).quarantine}
+    no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
     if as_json:
         rows = []
         for entry in entries:
             upcoming, state = _outlook(entry)
             rows.append({**as_mapping(entry), "state": state, "next": upcoming})
-        show_json({"entries": rows, "quarantine": aside})
+        show_json({"entries": rows, "quarantine": aside, "no_place": [*no_place]})
         return
     now = datetime.now(UTC)
     rows_ = []
@@ -87,6 +88,11 @@ def list_(app: Celery, as_json: bool) -> None:
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
     for name, record in aside.items():
         click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
+    for entry in entries:
+        if entry.ignored:
+            click.echo(marked(f"{entry.name}: {entry.ignored}", "warning"))
+    for name, why in no_place.items():
+        click.echo(marked(f"{name}: {why}", "problem"))
 
 
 @command("show", click.argument("name"))
@@ -101,9 +107,13 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         _show_broken(entries.salvage(name), aside or str(exc), as_json)
         return
     upcoming, state = _outlook(entry)
-    state = "set aside" if aside else state
+    if aside:
+        state = "set aside"
+    elif no_place := entries.no_place(name):
+        aside, upcoming, state = no_place, None, "no place"
     if as_json:
         why = {"reason": aside} if aside else {}
+        why |= {"warning": entry.ignored} if entry.ignored else {}
         show_json({**as_mapping(entry), "state": state, **why, "next": upcoming})
         return
     _show_rows(
@@ -121,6 +131,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         }
     )
     _show_reason(aside)
+    if entry.ignored:
+        click.echo(marked(f"{'warning':<20}{entry.ignored}", "warning"))
 
 
 def _show_broken(found: Salvage, reason: str, as_json: bool) -> None:

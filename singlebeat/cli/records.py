@@ -97,6 +97,7 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
         now=datetime.now(UTC),
         delivery=_delivery(app, entry, workers),
+        no_place=entries.no_place(name) if entry is not None else "",
     )
     sentences = list(explain(facts, when))
     if as_json:

@@ -21,7 +21,7 @@ from .key import behind_key, done_key, is_done_key, turn_key
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("RedisBackend",)
+__all__ = ("RedisBackend", "escaped")
 
 #: Keys that one step of a search through the server looks at, and locks that are read in one round trip.
 SCAN_COUNT = 500
@@ -214,7 +214,7 @@ class RedisBackend(BaseBackend):
 
     def _keys(self, key_prefix: str, kind: str) -> Iterator[str]:
         return cast(
-            "Iterator[str]", self.redis.scan_iter(match=f"{_escaped(key_prefix)}*", count=SCAN_COUNT, _type=kind)
+            "Iterator[str]", self.redis.scan_iter(match=f"{escaped(key_prefix)}*", count=SCAN_COUNT, _type=kind)
         )
 
     def _run(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
@@ -279,5 +279,6 @@ def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:
         yield page
 
 
-def _escaped(prefix: str) -> str:
+def escaped(prefix: str) -> str:
+    """Return the pattern of SCAN that means exactly a prefix."""
     return "".join(f"\\{char}" if char in "*?[]\\" else char for char in prefix)

@@ -24,7 +24,6 @@ from singlebeat.beat.policy import Policy
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
-from singlebeat.overlap import Overlap
 from tests.support import RedisServer, wait_until
 from tests.system.apps import make_app
 
@@ -647,6 +646,10 @@ def times(occurrences: Any) -> list[datetime]:
     return [datetime.fromtimestamp(occurrence.nominal, UTC) for occurrence in occurrences]
 
 
+def backfilled(at: datetime, run: str = "") -> Occurrence:
+    return Occurrence.of("redbeat:", "e", at, previous=None, kind=Kind.BACKFILL, run=run)
+
+
 def test_a_backfill_runs_every_time_after_its_start_up_to_its_end_in_order(api, redis, hourly, ticking):
     hourly()
     score, meta = redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")
@@ -670,20 +673,19 @@ def test_a_dry_run_writes_nothing_and_tells_the_same(api, redis, hourly, ticking
     planned = api.backfill("e", START, END, dry_run=True)
 
     assert redis.hgetall("redbeat:e") == before
-    assert times(planned) == times(api.backfill("e", START, END))
-    assert all(occurrence.overlap is Overlap.BUFFER_ALL for occurrence in planned)
+    assert planned == times(api.backfill("e", START, END)) == HOURS
 
 
 def test_a_backfill_keeps_to_the_bounds_of_the_policy(api, hourly):
     hourly(start_time=HOURS[1], end_time=HOURS[3], max_runs=1)
 
-    assert times(api.backfill("e", START, END, dry_run=True)) == HOURS[1:4]
+    assert api.backfill("e", START, END, dry_run=True) == HOURS[1:4]
 
 
 def test_an_interval_is_backfilled_from_the_start(api):
     api.upsert("e", PLAIN, 3600, args=["a"])
 
-    assert times(api.backfill("e", START, END, dry_run=True)) == HOURS
+    assert api.backfill("e", START, END, dry_run=True) == HOURS
 
 
 def test_a_backfill_of_too_many_runs_is_refused_before_the_first(api, redis, hourly):
@@ -727,7 +729,7 @@ def test_an_interrupted_backfill_goes_on_where_it_was(api, redis, hourly, beat):
         api.backfill("e", START, END, timeout=0)
     beat.tick()
 
-    assert times(api.backfill("e", START, END, dry_run=True)) == HOURS[2:]
+    assert api.backfill("e", START, END, dry_run=True) == HOURS[2:]
     with pytest.raises(ConflictError, match="an unfinished backfill from 2026-03-01 00:00"):
         api.backfill("e", START, END + HOUR)
     for _ in HOURS[2:4]:
@@ -766,8 +768,7 @@ def test_an_interrupted_backfill_goes_on_under_the_same_ids(api, redis, hourly, 
     hourly()
     with pytest.raises(ConflictError, match="was not sent within 0 s"):
         api.backfill("e", START, END, timeout=0)
-    planned = api.backfill("e", START, END, dry_run=True)
-    assert planned == api.backfill("e", START, END, dry_run=True)
+    run = json.loads(redis.hget("redbeat:e", "backfill"))["run"]
     for _ in HOURS[1:-1]:
         beat.tick()
         with pytest.raises(ConflictError, match="was not sent within 0 s"):
@@ -776,7 +777,7 @@ def test_an_interrupted_backfill_goes_on_under_the_same_ids(api, redis, hourly, 
     api.backfill("e", START, END, timeout=0)
     beat.tick()
 
-    assert ids(redis)[1:] == [occurrence.id for occurrence in planned]
+    assert ids(redis) == [backfilled(at, run).id for at in HOURS]
 
 
 def test_a_backfill_that_is_interrupted_at_its_very_end_runs_nothing_twice(api, redis, hourly, beat, monkeypatch):
@@ -850,14 +851,13 @@ def test_two_equal_backfills_at_once_run_nothing_twice(api, redis, hourly, ticki
 
 def test_whoever_finds_that_another_call_has_gone_on_stops(api, redis, hourly, beat):
     hourly()
-    planned = api.backfill("e", START, END, dry_run=True)
     with pytest.raises(ConflictError, match="was not sent within 0 s"):
         api.backfill("e", START, END, timeout=0)
     beat.tick()
     before = redis.hgetall("redbeat:e")
 
     with pytest.raises(ConflictError, match="'e': another call goes on with its backfill"):
-        api._propose("e", planned[0], 1.0, found="", at="mine")
+        api._propose("e", backfilled(HOURS[0]), 1.0, found="", at="mine")
 
     assert redis.hgetall("redbeat:e") == before
     assert not redis.exists(PENDING)
@@ -885,9 +885,8 @@ def test_a_place_that_cannot_be_read_says_how_to_give_it_up(api, redis, hourly):
 
 def test_an_entry_that_is_deleted_amid_its_backfill_does_not_come_back(api, redis, hourly):
     hourly()
-    occurrence = api.backfill("e", START, END, dry_run=True)[0]
     api.delete("e")
 
     with pytest.raises(UnknownEntryError):
-        api._propose("e", occurrence, 1.0)
+        api._propose("e", backfilled(HOURS[0]), 1.0)
     assert redis.dbsize() == 0

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from celery.beat import Service
 from celery.schedules import crontab, schedule
 from click.testing import Result
 from hypothesis import HealthCheck, given, settings
@@ -436,6 +437,93 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
     assert "hush" not in finding.text
 
 
+def test_an_entry_without_a_place_never_runs_and_is_named(cli, put, redis):
+    for name in ("gone", "bare", "e"):
+        put(name)
+    redis.zrem("redbeat::schedule", "redbeat:gone", "redbeat:bare")
+    redis.zadd("redbeat::schedule", {"bare": 0})  # the bare name is a place as well
+    redis.hset("redbeat:no entry", "mine", "1")
+    redis.hset("redbeat::parked:old", "definition", "{}")
+    why = "t has no place in redbeat::schedule: it never runs; to let it run at once and then as scheduled: "
+    why += "ZADD redbeat::schedule 0 redbeat:gone"
+
+    assert f"I{why}" in cli("explain", "gone").output.splitlines()
+    shown = cli("show", "gone").output
+    assert "state               no place" in shown
+    assert "next                never" in shown
+    assert f"i{why}" in shown
+    assert answer(cli("show", "gone", "--json"))["next"] is None
+    assert f"gone: i{why}" in cli("list").output.splitlines()
+    assert answer(cli("list", "--json"))["no_place"] == ["gone"]
+    found = [row for row in answer(cli("doctor", "--json", code=1)) if "place" in row["text"]]
+    assert [(row["level"], row["about"]) for row in found] == [("warning", "entry gone")]
+
+    cli("edit", "gone", "--enable")
+    assert "no place" not in cli("list").output + cli("explain", "gone").output
+    redis.zrem("redbeat::schedule", "redbeat:gone")
+    redis.execute_command(*why.rpartition(": ")[2].split())
+    assert redis.zscore("redbeat::schedule", "redbeat:gone") == 0
+
+
+def test_doctor_names_ten_entries_without_a_place(cli, put, redis):
+    for number in range(12):
+        put(f"e{number}")
+    redis.delete("redbeat::schedule")
+
+    text = cli("doctor", code=1).output
+
+    assert text.count("it has no place in") == 10
+    assert "warning  entries: more than these 10 have no place in redbeat::schedule" in text
+
+
+def test_an_unknown_field_of_a_definition_is_told_everywhere(app, cli, redis, caplog):
+    definition = {"task": TASK, "schedule": 60, "arg": ["you"]}
+    redis.hset("redbeat:e", "definition", json.dumps(definition))
+    redis.zadd("redbeat::schedule", {"redbeat:e": 0})
+    told = "the definition's field 'arg' is unknown and ignored: did you mean 'args'?"
+    beat = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    for _ in range(3):
+        beat.tick()
+    beat.close()
+
+    assert [r.singlebeat["reason"] for r in caplog.records if "field_ignored" in r.getMessage()] == [told]
+    assert f"warning             {told}" in cli("show", "e").output
+    assert answer(cli("show", "e", "--json"))["warning"] == told
+    assert f"e: {told}" in cli("list").output
+    assert f"A warning: {told}" in cli("explain", "e").output
+    assert f"warning  entry e: {told}" in cli("doctor", code=None).output
+
+
+def test_where_redbeat_leads_a_disabled_entry_is_not_overdue(app, cli, redis):
+    for name, enabled in (("off", False), ("on", True), ("odd", "?")):
+        definition = {"name": name, "task": TASK, "schedule": {"__type__": "interval", "every": 60}, "enabled": enabled}
+        redis.hset(f"redbeat:{name}", "definition", json.dumps(definition))
+    now = datetime.now(UTC).timestamp()
+    redis.zadd("redbeat::schedule", {"redbeat:off": now - 1000, "redbeat:gone": now - 600, "redbeat:on": now + 60})
+    redis.set("redbeat::lock", "of RedBeat", ex=60)
+
+    assert "1 entries are overdue, the first by 600 s" in cli("health", "--max-lag", "60", code=1).output
+
+    redis.zrem("redbeat::schedule", "redbeat:gone")
+    assert "healthy" in cli("health", "--max-lag", "60").output
+    assert "overdue     0\n" in cli("status").output
+
+    redis.hset("redbeat::leader", mapping={"host": "h", "pid": "1", "since": "now", "term": "1"})
+    assert "1 entries are overdue" in cli("health", "--max-lag", "60", code=1).output, "ours let their times go on"
+
+
+def test_an_entry_that_was_edited_before_it_ever_ran_has_no_last_run(app, cli):
+    Entry("e", TASK, schedule(3600), app=app).save()
+    cli("edit", "e", "--every", "60")
+
+    assert "last                never" in cli("show", "e").output
+    assert "runs                0" in cli("show", "e").output
+
+
+def test_a_cron_with_another_sunday_is_told_which_is_ours(app, cli):
+    assert "Sunday is 0, not 7." in cli("add", "e", TASK, "--cron", "0 9 * * 7", code=2).output
+
+
 @pytest.mark.parametrize(("locks", "entries"), [("shop:", "shop:beat:"), ("shop:beat:", "shop:"), ("shop:", "shop:")])
 def test_doctor_names_prefixes_of_locks_and_entries_that_overlap(cli, server, locks, entries):
     conf = {"redbeat_key_prefix": entries, "singleton_key_prefix": locks}
@@ -459,6 +547,21 @@ def test_doctor_lets_prefixes_overlap_on_different_servers(cli, server, own_serv
         found = {row["about"] for row in answer(cli("doctor", "--json", app=app, code=1))}
 
     assert "singleton_key_prefix" not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--save", "3600 1"), "it keeps snapshots only (appendonly no): a restart loses what was written since"),
+        (("--save", "3600 1", "--appendonly", "yes"), ""),
+    ],
+)
+def test_a_server_that_keeps_snapshots_only_is_named(cli, options, said):
+    with RedisServer(*options) as server, make_app(server.celery_url) as app:
+        text = cli("doctor", app=app, code=1).output
+
+    assert said in text
+    assert ("keeps" in text) is bool(said)
 
 
 def test_a_server_that_evicts_or_forgets_is_named(cli):

@@ -69,8 +69,15 @@ def test_enabled_may_be_a_number(app, written, enabled):
     assert decode(app, enabled=written).enabled is enabled
 
 
-def test_fields_that_nobody_knows_are_left_alone(app):
-    assert decode(app, description="of mine", last_edited_by={"id": 3}).task == "t"
+def test_fields_that_nobody_knows_are_left_alone_and_named(app):
+    entry = decode(app, description="of mine", arg=["you"])
+
+    assert entry.task == "t"
+    assert entry.ignored == (
+        "the definition's field 'description' is unknown and ignored; "
+        "the definition's field 'arg' is unknown and ignored: did you mean 'args'?"
+    )
+    assert decode(app, name="e", relative=False, last_run_at=None, total_run_count=3).ignored == ""
 
 
 def test_the_key_is_the_identity_whatever_the_name_says(app):
@@ -391,6 +398,9 @@ def test_a_bare_number_of_seconds_must_fit_into_the_calendar(app, seconds):
         ({"__type__": "interval", "every": float("inf")}, "infinity"),
         ({"__type__": "interval", "every": float("nan")}, "NaN"),
         ({"__type__": "crontab", "hour": "25"}, "25"),
+        ({"__type__": "crontab", "day_of_week": "1-7"}, r"Invalid end range: 7 > 6\. Sunday is 0, not 7\."),
+        ({"__type__": "crontab", "day_of_week": 7}, r"'7' was found\. Sunday is 0, not 7\."),
+        ({"__type__": "crontab", "day_of_week": "17"}, r"17 > 6\.$"),
         ({"__type__": "crontab", "minute": "x"}, "x"),
         ({"__type__": "crontab", "hour": {"a": 1}}, "TypeError|ValueError|Parse"),
         ({"__type__": "crontab", "hour": 4.5}, "TypeError"),
