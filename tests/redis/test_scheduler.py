@@ -754,7 +754,7 @@ def test_entries_of_one_plain_call_do_not_keep_one_another_from_running(bench, c
 
 
 @pytest.mark.parametrize("changed", [{"args": ["another"]}, {"options": {"queue": "other"}}, {"task": "elsewhere"}])
-def test_an_entry_that_makes_another_plain_call_does_not_wait_for_the_last_one(bench, changed):
+def test_an_entry_that_makes_another_plain_call_waits_for_no_run(bench, changed):
     backend_of(bench.app).announce("w@h", ttl=60)
     beat = bench.scheduler()
     bench.put()

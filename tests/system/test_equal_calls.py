@@ -21,7 +21,7 @@ def decided(app, name: str, decision: str) -> dict[str, str]:
     )
 
 
-def test_entries_of_one_plain_call_run_and_of_a_singleton_the_other_is_named(celery, app, oracle):
+def test_plain_entries_of_one_call_run_and_singletons_name_the_other(celery, app, oracle):
     for task in ("plain", "single"):
         for which in ("hourly", "nightly"):
             about = {"args": [task, 60], "run_on_start": True}
