@@ -65,7 +65,7 @@ def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], 
     if pending:
         redis.hset("redbeat:e", "pending", pending)
         redis.zadd(PENDING, {"redbeat:e": 5})
-    record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", 'a "note"', "id", "3", "", "host:1"]
+    record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", 'a "note"', "id", "3", "", "host:1", ""]
     return [PENDING, HISTORY, "redbeat:e"], [
         limit,
         600,
@@ -85,10 +85,11 @@ def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "")
     return ["redbeat:e", PENDING], ["redbeat:e", task_id, f'{{"id": "{task_id}"}}', found, at]
 
 
-def campaign(redis: Redis, *, leader: str = "") -> tuple[list[str], list[Any]]:
+def campaign(redis: Redis, *, leader: str = "", known: int = 0) -> tuple[list[str], list[Any]]:
     if leader:
         redis.set(LOCK, leader)
-    return [LOCK, LEADER, TERM, STANDBYS, RESIGNED], ["t", 9000, "host", 1, "2030-01-01", "", '{"host": "host"}', 9000]
+    args = ["t", 9000, "host", 1, "2030-01-01", "", '{"host": "host"}', 9000, known]
+    return [LOCK, LEADER, TERM, STANDBYS, RESIGNED], args
 
 
 def resigned(redis: Redis) -> tuple[list[str], list[Any]]:
@@ -124,6 +125,7 @@ def placed(redis: Redis) -> tuple[list[str], list[Any]]:
 
 CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "campaign": campaign,
+    "campaign, after a loss": lambda redis: campaign(redis, known=5),
     "campaign, another leads": lambda redis: campaign(redis, leader="another"),
     "claim": lambda redis: claim(redis, occurrence="o"),
     "claim, no leadership": lambda redis: claim(redis, token="", leads=0, occurrence="o"),
