@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,10 @@ __all__ = ("DELAYS", "Answer", "metrics_of", "new_registry", "serve")
 
 #: Upper bounds of the buckets for what comes late, in seconds.
 DELAYS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+
+
+#: Seconds that a client may take to ask, and to read its answer.
+PATIENCE = 10.0
 
 
 class Answer(NamedTuple):
@@ -58,6 +63,8 @@ def serve(host: str, port: int, answer: Callable[[str], Answer]) -> ThreadingHTT
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = PATIENCE
+
         def do_GET(self) -> None:
             code, kind, body = answer(self.path.partition("?")[0])
             self.send_response(code)
@@ -69,7 +76,13 @@ def serve(host: str, port: int, answer: Callable[[str], Answer]) -> ThreadingHTT
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
             """Say nothing."""
 
-    server = ThreadingHTTPServer((host, port), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Say nothing of a client that has gone before it was answered, as a probe does at its time-out."""
+            if not isinstance(sys.exception(), OSError):
+                super().handle_error(request, client_address)
+
+    server = Server((host, port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="singlebeat-metrics", daemon=True).start()
     return server

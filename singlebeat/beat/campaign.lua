@@ -3,7 +3,7 @@
 -- A repetition of the call, after its reply was lost, says the same; it does not prolong a term.
 --
 -- KEYS[1]  lock      string: the leader's token (the protocol of redis-py's lock, so RedBeat's beats are kept out, too)
--- KEYS[2]  leader    hash: who leads, for people; lives as long as the lock
+-- KEYS[2]  leader    hash: who leads, for people, and how far its host's clock is ahead; lives as long as the lock
 -- KEYS[3]  term      int: counts the terms of leadership
 -- KEYS[4]  standbys  zset: the beats that stand by, by the time until which they count as there (ms)
 -- KEYS[5]  resigned  string: host and pid of the beat whose term was ended so that a beat which stands by leads next
@@ -17,24 +17,31 @@
 -- ARGV[8]  stay_ms   how long a beat that stands by counts as there after its last campaign
 -- ARGV[9]  known     number of the last term that we have heard of; 0: of none. If ours is not a later one, the server has
 --                    lost what it held, and leader says so: lost is that number
+-- ARGV[10] ahead     seconds by which our host's clock is ahead of the server's, for people
+-- ARGV[11] before    the same as standby, as it was at the last campaign; empty: it has not changed
 --
--- returns  the number of our term; 0: another leads or is to lead, and nothing was written but that we stand by
+-- returns  the number of our term, and the time of the server (seconds, microseconds); 0 for the number: another leads
+--          or is to lead, and nothing was written but that we stand by
 
 local lock, leader, term, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local token, ttl, host, pid, last, standby, stay = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7], ARGV[8]
 
+local time = redis.call("TIME")
+
 local function stand_by()
-  local time = redis.call("TIME")
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  if ARGV[11] ~= "" then
+    redis.call("ZREM", standbys, ARGV[11])
+  end
   redis.call("ZREMRANGEBYSCORE", standbys, "-inf", string.format("%.0f", now))
   redis.call("ZADD", standbys, string.format("%.0f", now + stay), standby)
   redis.call("PEXPIRE", standbys, stay)
-  return 0
+  return {0, time[1], time[2]}
 end
 
 local holder = redis.call("GET", lock)
 if holder == token then
-  return tonumber(redis.call("GET", term))
+  return {tonumber(redis.call("GET", term)), time[1], time[2]}
 end
 if holder and holder ~= last then
   return stand_by()
@@ -46,12 +53,12 @@ end
 local number = redis.call("INCR", term)
 redis.call("SET", lock, token, "PX", ttl)
 redis.call("DEL", leader, resigned)
-redis.call("ZREM", standbys, standby)
-redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number)
+redis.call("ZREM", standbys, standby, ARGV[11])
+redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number, "ahead", ARGV[10])
 local about = cjson.decode(standby)
 redis.call("HSET", leader, "app", about.app or "", "statics", about.statics or "")
 if number <= tonumber(ARGV[9]) then
   redis.call("HSET", leader, "lost", ARGV[9])
 end
 redis.call("PEXPIRE", leader, ttl)
-return number
+return {number, time[1], time[2]}

@@ -1,4 +1,4 @@
-"""What the clocks of the beats that lead show, so that one which was wrong silences no entry for long."""
+"""The time by which the beats that lead have decided, so that a clock which was wrong silences no entry for long."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ log = Log("celery.beat")
 #: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
 LONGEST_STEP_BACK = timedelta(hours=3)
 
-#: How old the time may be that is stored for whoever leads next: it is compared in hours.
-STORED_EVERY = timedelta(minutes=1)
+#: How old the stored time may be: the next leader compares it in hours, and where beats share the work it is the sign
+#: of their life.
+STORED_EVERY = timedelta(seconds=10)
 
 #: Entries that one round trip reads or writes.
 BATCH = 500
@@ -35,7 +36,7 @@ LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 class Clock:
-    """The latest time that a leader's clock has shown since it was last known to be right.
+    """The latest time by which a leader has decided since it was last known to be right.
 
     Args:
         client: the client for the schedule.

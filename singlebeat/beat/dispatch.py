@@ -27,6 +27,7 @@ from .backoff import Backoff
 from .journal import tell
 from .message import Message, prepare
 from .occurrence import Decision, Occurrence, Outcome
+from .probe import acl_hint
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -46,6 +47,9 @@ RETRY_AFTER = 30.0
 
 #: Part of that time in which its first taker may still send it: after it, it belongs to the next one.
 TAKERS_SHARE = 0.8
+
+#: What keeps messages from being sent, for people.
+BROKER, LOCKS = "the broker", "the locks' server"
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -80,6 +84,7 @@ class Dispatcher:
         reaches_broker: returns whether the broker takes a connection, unless there is one.
         may_send: tells at any moment whether we lead.
         progress: hears of each step.
+        timestamp: returns the server's time in seconds since 1970.
     """
 
     def __init__(
@@ -92,12 +97,14 @@ class Dispatcher:
         reaches_broker: Callable[[], bool],
         may_send: Callable[[Term], bool],
         progress: Callable[[], None],
+        timestamp: Callable[[], float],
     ) -> None:
-        self.app, self.store = app, store
+        self.app, self.store, self._timestamp = app, store, timestamp
         self._send, self._may_send = send, may_send
         self._forget_broker, self._reaches_broker = forget_broker, reaches_broker
         self._progress = progress
         self._said_unlocked = False
+        self._unreachable = set[str]()  #: of the servers, those that were logged so
         self._backoff = Backoff()
 
     def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], term: Term, now: datetime) -> None:
@@ -126,6 +133,8 @@ class Dispatcher:
             holders: Mapping[str, Holder] = {}
             try:
                 holders = self._acquire(messages, now) if asked else {}
+                if holders:
+                    self._reached(LOCKS)
             except LockBackendError as exc:
                 away = exc
             ready = messages
@@ -173,6 +182,10 @@ class Dispatcher:
             try:
                 settled = self._settle(message, holders.get(message.occurrence.id))
                 self._backoff.succeeded(member)
+                if settled[1].is_sent:
+                    self._reached(BROKER)
+                if message.claims is not None:
+                    self._reached(LOCKS)
             except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
                 if not self._may_send(term):
                     return
@@ -239,18 +252,24 @@ class Dispatcher:
 
     def _failed(self, exc: Exception, member: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in (exc, exc.__context__))
-        server = "the locks' server" if is_of_locks else "the broker"
+        server = LOCKS if is_of_locks else BROKER
         self._forget_broker()
-        if self._backoff.failed(member):
+        if self._backoff.failed(member) and server not in self._unreachable:
+            self._unreachable.add(server)
             text = "Scheduler: Message Error: what is due stays pending until %(server)s answers"
-            log.error(text, event="unreachable", server=server, reason=exc)
+            log.error(text, event="unreachable", server=server, reason=f"{exc}{acl_hint(exc)}")
+
+    def _reached(self, server: str) -> None:
+        if server in self._unreachable:
+            self._unreachable.remove(server)
+            log.warning("Scheduler: %(server)s answers again", event="recovered", server=server)
 
     def _give_up(self, message: Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""
         self._backoff.forget(message.stored.member)
         entry, why = message.entry, safe_repr(exc.__context__ or exc)
         decision = Decision(entry.name, entry.task, message.occurrence, Outcome.PUBLISH_FAILED, why)
-        tell(decision, detail="".join(traceback.format_exception(exc)))
+        tell(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)))
         return message.stored, decision, message.past.without(message.occurrence)
 
     def _release(self, *locks: Ref) -> None:
@@ -284,6 +303,8 @@ class Dispatcher:
             seen, why = False, str(exc)
         if not seen and not self._said_unlocked:
             log.warning("beat: Tasks that are no Singleton are sent without a lock", event="unlocked", reason=why)
+        elif seen and self._said_unlocked:
+            log.warning("beat: Tasks that are no Singleton are sent with a lock from now on", event="locked")
         self._said_unlocked = not seen
         return seen
 
@@ -346,7 +367,7 @@ class Dispatcher:
             reason = f"{'waits for' if outcome is Outcome.BUFFERED else 'held by'} {shown}"
         about = (other.task_id, other.entry) if other is not None else ("", "")
         decision = Decision(entry.name, entry.task, occurrence, outcome, reason, *about)
-        tell(decision)
+        tell(decision, self._timestamp())
         return stored, decision, None if decision.is_sent else message.past.without(occurrence)
 
 

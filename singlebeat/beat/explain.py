@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .delivery import Delivery
     from .entry import Entry
     from .history import Record
+    from .occurrence import Occurrence
     from .state import State
 
 __all__ = ("Facts", "Lock", "explain", "record_at")
@@ -50,6 +51,9 @@ class Facts:
     now: datetime
     delivery: Delivery | None = None  #: of the queue of its task; None: not known
     no_place: str = ""  #: why it is never due, and what to do; empty: it has a place in the sorted set
+    pending: Occurrence | None = None  #: claimed, and not known to be sent
+    refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
+    locks_away: str = ""  #: why the locks' server could not be asked
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -62,10 +66,16 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     if aside is not None:
         yield f"It is set aside and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
         yield "Mend the entry: a beat looks at it again in every tick and takes it up by itself. It is never deleted."
-    if not facts.state.locked and not facts.state.leader:
+    if facts.refused:
+        yield f"Nothing is sent because of the schedule's server: {facts.refused.rstrip('.')}."
+    elif not facts.state.works and facts.state.is_shared:
+        yield "No beat works: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
+    elif not facts.state.works:
         yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
+    if at is None:
+        yield from _pending(facts)
     record = record_at(facts.records, at)
     if at is not None and facts.entry is not None and aside is None:
         yield from _unrecorded(facts, record, at)
@@ -79,6 +89,19 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield from _task(facts, facts.entry)
         if at is None and aside is None:
             yield from _outlook(facts, facts.entry)
+
+
+def _pending(facts: Facts) -> Iterator[str]:
+    """Say that an occurrence is claimed and waits for a server."""
+    if facts.pending is None:
+        return
+    when = _moment(datetime.fromtimestamp(facts.pending.nominal, UTC))
+    why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable)"
+    if facts.running is None:
+        why = "the broker does not answer. It is sent when the broker does"
+    elif facts.locks_away:
+        why = f"{facts.locks_away}. It is sent when that server does"
+    yield f"The run for {when} is claimed and waits to be sent, as task {facts.pending.id}: {why}."
 
 
 def record_at(records: Sequence[Record], at: datetime | None) -> Record | None:
@@ -165,7 +188,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         return
     if facts.running is not None and record.task_id in facts.running:
         yield f"It runs now, on {facts.running[record.task_id]}."
-    elif record.task_id in facts.locks:
+    elif record.task_id in facts.locks or facts.locks_away:
         yield from _holder(facts, record.task_id)
     else:
         yield (
@@ -178,6 +201,8 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     lock = facts.locks.get(task_id)
     if facts.running is not None and task_id in facts.running:
         yield f"Task {task_id} runs now, on {facts.running[task_id]}."
+    elif facts.locks_away:
+        yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:
         yield f"Task {task_id} does not hold the lock any more: the next run is free to go."
     elif lock.state == "queued":
@@ -238,6 +263,8 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         yield f"It is paused{note}: its times pass without a run. To go on: celery singlebeat resume {entry.name}"
     elif upcoming is None:
         yield "It is finished: it never runs again."
+    elif upcoming <= facts.now and facts.pending is not None:
+        yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
     elif upcoming <= facts.now:
         yield f"It is due now, for {_moment(upcoming)}."
     else:

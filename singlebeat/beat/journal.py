@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from ..log import Log, instant
@@ -28,10 +27,11 @@ _LINES = {
 }
 
 
-def tell(decision: Decision, *, detail: str = "") -> None:
+def tell(decision: Decision, now: float, *, detail: str = "") -> None:
     """Log a decision about an occurrence.
 
     Args:
+        now: seconds since 1970 by the server's clock.
         detail: more than its reason, in several lines.
     """
     level, sentence = _LINES[decision.outcome]
@@ -46,7 +46,7 @@ def tell(decision: Decision, *, detail: str = "") -> None:
         task=decision.task,
         id=occurrence.id,
         nominal=instant(occurrence.nominal),
-        lateness=time.time() - occurrence.nominal,
+        lateness=now - occurrence.nominal,
         kind=occurrence.kind,
         holder=decision.holder,
         holder_entry=decision.holder_entry if decision.holder_entry != decision.entry else "",

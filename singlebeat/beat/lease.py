@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..connections import RedisError
 from ..log import Log
 from ..lua import script
 from .keys import LeaseKeys
+from .servertime import DIFFERS_FROM, ServerTime
 
 __all__ = ("STAY", "Lease", "Term", "identity")
 
@@ -56,6 +56,7 @@ class Lease:
         ttl: seconds that leadership lasts after its last renewal.
         clock: monotonic seconds.
         about: texts that are stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
+        server_time: learns the server's time from each campaign.
     """
 
     def __init__(
@@ -66,15 +67,18 @@ class Lease:
         ttl: float,
         clock: Callable[[], float] = time.monotonic,
         about: Mapping[str, str] = MappingProxyType({}),
+        server_time: ServerTime | None = None,
     ) -> None:
         self.keys, self.ttl = keys, ttl
+        self.server_time = server_time or ServerTime()
         self._connect, self._clock, self._about = connect, clock, about
         self._client: Any = None
         self._term: Term | None = None
         self._last_token = ""
         self._known = 0  #: number of the last term that we have heard of, ours or another's
-        self._standby = ""
+        self._standby, self._since = "", ""
         self._trusted_until = 0.0
+        self._not_renewed = False
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -96,16 +100,20 @@ class Lease:
         # Trust counts from before the call: a slow reply must not stretch it.
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
-        host, pid, since = socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
+        host, pid, since = socket.gethostname(), os.getpid(), self.server_time.now().isoformat(timespec="seconds")
         # What is stored is the same at each campaign, and is taken back in these words.
-        self._standby = self._standby or json.dumps({"host": host, "pid": str(pid), "since": since, **self._about})
+        self._since = self._since or since
+        before, self._standby = self._standby, self._named(host, pid)
         about = (host, pid, since, self._last_token, self._standby)
-        args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known)
+        off = (f"{self.server_time.host_ahead:.1f}", before if before != self._standby else "")
+        args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known, *off)
         self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
-        number = int(script(__package__, "campaign")(self._client, keys, args))
+        asked = self.server_time.asked()
+        number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
+        self.server_time.heard(shown, asked)
         if not number:
             return None
-        self._standby = ""
+        self._standby = self._since = ""
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
         self._term = Term(number, token, self._known if number <= self._known else 0)
         self._known = number
@@ -113,6 +121,12 @@ class Lease:
             self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
             self._thread.start()
         return self._term
+
+    def _named(self, host: str, pid: int) -> str:
+        """Return this beat as it stands by, in JSON; how far its clock is off only where that matters."""
+        ahead = self.server_time.host_ahead
+        off = {"ahead": round(ahead)} if abs(ahead) > DIFFERS_FROM else {}
+        return json.dumps({"host": host, "pid": str(pid), "since": self._since, **self._about, **off})
 
     def term(self) -> Term | None:
         """Return the term that we may act under at this moment, or None."""
@@ -138,7 +152,8 @@ class Lease:
             return term is not None
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader)
-        if script(__package__, "renew")(self._client, keys, (term.token, round(self.ttl * 1000))):
+        args = (term.token, round(self.ttl * 1000), f"{self.server_time.host_ahead:.1f}")
+        if script(__package__, "renew")(self._client, keys, args):
             left = self._trusted_until - self._clock()
             self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
             if left < self.ttl * MARGIN:
@@ -188,7 +203,10 @@ class Lease:
         while not self._stopped:
             time.sleep(pause)
             try:
-                self.renew()
+                if self.renew() and self._not_renewed:
+                    self._not_renewed = False
+                    log.warning("beat: Renewed the lock again", event="recovered")
             except RedisError as exc:
+                self._not_renewed = True
                 left = self._trusted_until - self._clock()
                 log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=exc)

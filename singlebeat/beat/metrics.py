@@ -109,7 +109,7 @@ class Metrics:
                 state = self._state()
             except RedisError as exc:
                 return self._verdict(f"Redis does not answer: {exc}")
-            return self._verdict("" if state.locked or state.leader else "no beat leads")
+            return self._verdict(state.problem)
         return Answer.of("/metrics, /healthz or /readyz", 404)
 
     def _state(self) -> State:
@@ -138,6 +138,7 @@ class Metrics:
             ("term", "Number of the present term.", float(state.leader.get("term") or 0)),
             ("standbys", "Beats that stand by.", len(state.standbys)),
             ("lease_left_seconds", "Time until leadership ends if nobody renews it.", state.lease_left),
+            ("clock_ahead_seconds", "How far the clock of this host is ahead of the server's.", state.host_ahead),
             ("entries", "Entries of the schedule.", state.entries),
             ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
             ("lag_seconds", "How late the most overdue entry is.", state.lag),
@@ -153,7 +154,7 @@ class Metrics:
     def _decided(self, decision: Any = None, **_: Any) -> None:
         self._decisions.labels(decision.outcome.value, decision.occurrence.kind.value).inc()
         if decision.occurrence.is_scheduled and decision.outcome.value in {"dispatched", "buffered"}:
-            self._lateness.observe(max(0.0, time.time() - decision.occurrence.nominal))
+            self._lateness.observe(max(0.0, self.lease.server_time.timestamp() - decision.occurrence.nominal))
 
     def _ticked(self, seconds: float = 0.0, **_: Any) -> None:
         self.last_tick = time.monotonic()

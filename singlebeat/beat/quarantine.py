@@ -209,7 +209,7 @@ class Quarantine:
         self._refused.pop(member, None)
         if is_mended:
             about = {"entry": self.keys.name(member), "key": self.keys.entry(member)}
-            log.info("beat: Entry %(key)s is mended", event="entry_mended", **about)
+            log.warning("beat: Entry %(key)s is mended", event="entry_mended", **about)
             signals.entry_mended.send(sender=self.app, entry=member)
 
 

@@ -3,9 +3,10 @@
 -- A repetition of the call, after its reply was lost, prolongs the term again.
 --
 -- KEYS[1]  lock    string: the leader's token
--- KEYS[2]  leader  hash: who leads, for people
+-- KEYS[2]  leader  hash: who leads, for people, and how far its host's clock is ahead
 -- ARGV[1]  token   of the term
 -- ARGV[2]  ttl_ms  how long leadership lasts from now on
+-- ARGV[3]  ahead   seconds by which our host's clock is ahead of the server's, for people
 --
 -- returns  1 prolonged, 0 the term has ended
 
@@ -16,5 +17,6 @@ if redis.call("GET", lock) ~= token then
   return 0
 end
 redis.call("PEXPIRE", lock, ttl)
+redis.pcall("HSET", leader, "ahead", ARGV[3])  -- a server without free memory refuses it, and the term goes on
 redis.call("PEXPIRE", leader, ttl)
 return 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from ..config import Config
 from ..connections import RedisError, check_schedule_server, schedule_client, schedule_place
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
+from ..lua import script
 from .broker import BrokerAccess
 from .clock import Clock
 from .decide import claim_for, dropped
@@ -33,6 +35,8 @@ from .lease import Lease, Term, identity
 from .listing import Listing
 from .metrics import Metrics
 from .places import Places
+from .probe import acl_hint
+from .servertime import ServerTime
 from .statics import Statics, signature_of
 from .store import BATCH, Claim, Claimed, Due, Store, Stored
 from .timetable import is_listed_from_redis
@@ -108,7 +112,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
         self.lock_key = None
         self._term: Term | None = None
-        self._standing_by = False
+        self._standing_by = self._has_role = False
         self._in_trouble = ""
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the term in which we have told that the schedule has vanished
@@ -124,13 +128,19 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def lease(self) -> Lease:
         """Our leadership."""
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
-        connect = partial(schedule_client, self.app, timeout=timeout)
-        return Lease(connect, Keys.of(self.app).lease, ttl=self.lock_timeout, about=signature_of(self.app))
+        connect, keys = partial(schedule_client, self.app, timeout=timeout), Keys.of(self.app).lease
+        about, server_time = signature_of(self.app), self.server_time
+        return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=server_time)
+
+    @cached_property
+    def server_time(self) -> ServerTime:
+        """The time by which this beat decides."""
+        return ServerTime()
 
     @cached_property
     def store(self) -> Store:
         """The entries in Redis."""
-        return Store(self.app, schedule_client(self.app), progress=self._watched)
+        return Store(self.app, schedule_client(self.app), progress=self._watched, server_time=self.server_time)
 
     @cached_property
     def clock(self) -> Clock:
@@ -158,6 +168,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             reaches_broker=self._reaches_broker,
             may_send=lambda term: not self._closed and self.lease.term() == term,
             progress=self._watched,
+            timestamp=self.server_time.timestamp,
         )
 
     @property
@@ -192,9 +203,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._metrics = Metrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
         try:
-            delay = self._tick(datetime.now(UTC))
+            if not self.server_time.is_known:  # once in the life of a beat
+                self._ask_time()
+            term = self.lease.acquire()
+            delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
-            self._trouble(str(exc))
+            self._trouble(f"{exc}{acl_hint(exc)}")
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False
@@ -203,7 +217,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if seconds > SLOW_TICK:
                 log.warning("beat: A tick was slow", event="tick_ended", seconds=seconds)
         if self._in_trouble:
-            log.info("beat: Redis answers again", event="recovered")
+            log.warning("beat: Redis answers again", event="recovered")
             self._in_trouble = ""
         return delay
 
@@ -212,11 +226,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if self._watchdog is not None and self._ticking:
             self._watchdog.progress()
 
-    def _tick(self, now: datetime) -> float:
-        term = self.lease.acquire()
-        if term is None:
-            self._stand_by()
-            return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not march in step
+    def _ask_time(self) -> None:
+        asked = self.server_time.asked()
+        keys = (Keys.of(self.app).schedule,)
+        self.server_time.heard(script(__package__, "time")(schedule_client(self.app), keys, ()), asked)
+
+    def _tick(self, now: datetime, term: Term) -> float:
         is_new = term != self._term
         if is_new:
             self._lead(term)
@@ -240,7 +255,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             return SHORTEST_SLEEP
         if due.more:
             return SHORTEST_SLEEP
-        upcoming = min(scores) - datetime.now(UTC).timestamp() if scores else POLL_INTERVAL
+        upcoming = min(scores) - self.server_time.timestamp() if scores else POLL_INTERVAL
         asked = any(stored.pending and not stored.pending.is_scheduled for stored in due.recovered)
         return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, ASKED_INTERVAL if asked else POLL_INTERVAL))
 
@@ -248,7 +263,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._end_term()  # nobody may have led in between
         if term.token:
             facts = {"term": term.number, "leader": identity()}
-            log.info("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
+            self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
         if term.lost and term.lost != self._vanished_in:
             self._tell_vanished(f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part")
         for other, count in self.statics.of_others().items():
@@ -271,17 +286,19 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             log.warning("beat: Lost the lock: a term is over", event="leadership_lost", term=term.number)
             signals.leadership_lost.send(sender=self.app, term=term, reason="lost")
 
-    def _stand_by(self) -> None:
+    def _stand_by(self) -> float:
+        """Note that another beat leads; return when to look again."""
         self._end_term()
         if not self._standing_by and not self._closed:
             self._standing_by = True
             leader = self.lease.leader()
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
             facts = {"term": leader.get("term"), "since": leader.get("since")}
-            log.info("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
+            self._log_change("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
             if (other := leader.get("app")) and other != self.statics.owner:
                 text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s"
                 self._met_other_app(text, other)
+        return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not march in step
 
     def _met_other_app(self, text: str, other: str, **pairs: Any) -> None:
         """Say that this beat shares its schedule with another app.
@@ -299,6 +316,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             raise ConfigError(f"{(text % facts).removeprefix('beat: ')}: {why}")
         if config.singlebeat_other_app_check == "warn":
             log.warning(text, event="other_app", **facts, reason=why)
+
+    def _log_change(self, text: str, **pairs: Any) -> None:
+        """Log who leads: at its start INFO, afterwards as loudly as what has changed it."""
+        log.write(logging.WARNING if self._has_role else logging.INFO, text, **pairs)
+        self._has_role = True
 
     def _trouble(self, text: str) -> None:
         # What was claimed before it may not have been sent; but let the workers tell first what they ran meanwhile.
@@ -331,7 +353,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         decisions = [claim.decision for claim in done if claim.decision is not None]
         self.store.record([*self.store.quarantine.decided(), *decisions], term)
         for decision in (*(decision for _, decision in gone), *decisions):
-            tell(decision)
+            tell(decision, self.server_time.timestamp())
         fresh = [(c.stored, c.occurrence, c.meta or c.stored.meta) for c in done if c.occurrence]
         self.dispatcher.dispatch([taken for taken, decision in decided if decision is None] + fresh, term, now)
         return [claim.next_score for claim in done if claim.next_score >= 0]
@@ -364,11 +386,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
-        entries, now = {}, datetime.now(UTC)
+        entries, now = {}, self.server_time.now()
         for name, given in dict_.items():
             self._watched()
             try:
-                entries[str(name)] = copy.copy(self._maybe_entry(name, given))
+                entry = entries[str(name)] = copy.copy(self._maybe_entry(name, given))
+                if isinstance(given, Mapping) and not given.get("last_run_at"):
+                    entry.last_run_at = now  # and not by the clock of this host, which may be wrong
             except Exception:  # one wrong entry harms nobody else
                 about = {"entry": name, "given": given}
                 log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ class Server:
     version: str  #: of Redis, or the one that Valkey says it is compatible with
     eviction: str | None  #: ``maxmemory-policy``; None: it does not tell
     kept: str | None  #: what outlives it: everything, snapshots, nothing; None: it does not tell
-    clock_ahead: float  #: seconds by which its clock is ahead of ours
 
     @classmethod
     def of(cls, app: Celery) -> Server:
@@ -31,13 +29,10 @@ class Server:
             RedisError: it does not answer.
         """
         client = schedule_client(app)
-        asked = time.time()
-        seconds, microseconds = client.time()
-        ahead = seconds + microseconds / 1e6 - (asked + time.time()) / 2
         try:
             eviction = str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None
             appends = client.config_get("appendonly").get("appendonly") == "yes"
             kept = "everything" if appends else "snapshots" if client.config_get("save").get("save") else "nothing"
         except RedisError:  # not allowed to ask
             eviction = kept = None
-        return cls(str(client.info("server").get("redis_version", "?")), eviction, kept, ahead)
+        return cls(str(client.info("server").get("redis_version", "?")), eviction, kept)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+import math
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ..connections import schedule_client
 from ..lua import script
 from .keys import Keys
 from .lease import STAY
+from .servertime import DIFFERS_FROM, UNFIT_FROM, ServerTime
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -25,12 +27,17 @@ OVERDUE_AFTER = 5.0
 LOOKED_AT = 1000
 
 
+#: Seconds without a sign of life after which no beat works, where all share the work: each gives one in every tenth.
+SILENT_AFTER = 30.0
+
+
 @dataclass(frozen=True, slots=True)
 class State:
-    """A schedule at one moment; durations are seconds."""
+    """A schedule at one moment by the server's clock; durations are seconds."""
 
-    leader: Mapping[str, str]  #: host, pid, since, term, app, statics; empty: nobody leads
-    standbys: Sequence[Mapping[str, str]]  #: host, pid, since, app, statics of each beat of ours that stands by
+    #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty: nobody leads
+    leader: Mapping[str, str]
+    standbys: Sequence[Mapping[str, str]]  #: the same, without a term, of each beat of ours that stands by
     locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
     lease_left: float
     entries: int
@@ -40,10 +47,46 @@ class State:
     pending: int  #: occurrences that are claimed and not confirmed
     quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since; empty where only their number was wanted
     quarantined: int = 0
+    is_shared: bool = False  #: leadership is switched off: all beats share the work
+    silent: float | None = None  #: since when no beat has noted the time by which it decides; None: none ever has
+    now: float = 0.0  #: seconds since 1970
+    host_ahead: float = 0.0  #: by how much the clock of this host is ahead of the server's
+
+    @property
+    def works(self) -> bool:
+        """Whether a beat leads or, where leadership is switched off, some beat works."""
+        if self.is_shared:
+            return self.silent is not None and self.silent < SILENT_AFTER
+        return self.locked or bool(self.leader)
+
+    @property
+    def problem(self) -> str:
+        """Why the schedule is not looked after, or only by a clock that is wrong; empty: it is."""
+        if self.works:
+            return next((text for text, ahead in self.wrong_clocks() if abs(ahead) > UNFIT_FROM), "")
+        if not self.is_shared:
+            return "no beat leads"
+        since = "ever" if self.silent is None else f"for {self.silent:.0f} s"
+        return f"no beat works: there was no sign of one {since}, and none leads (redbeat_lock_key is None)"
+
+    def wrong_clocks(self, *, standbys: bool = False) -> Iterator[tuple[str, float]]:
+        """Yield whose clock differs from the server's, as a sentence, and by how much it is ahead.
+
+        Args:
+            standbys: also of the beats that stand by.
+        """
+        here = {"host": socket.gethostname(), "ahead": str(self.host_ahead)}
+        beats = [(self.leader, "which leads"), *((beat, "which stands by") for beat in self.standbys if standbys)]
+        named = set[str]()
+        for beat, role in (*beats, (here, "this host")):
+            host, ahead = beat.get("host", "?"), _number(beat.get("ahead"))
+            if abs(ahead) > DIFFERS_FROM and host not in named:
+                named.add(host)
+                yield f"the clock of {host}, {role}, is {ahead:+.1f} s off that of the schedule's server", ahead
 
     @classmethod
     def of(cls, app: Celery, *, names: bool = True, client: Any = None) -> State:
-        """Read the state of an app's schedule, in one round trip.
+        """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
 
         Args:
             names: read why each entry is in quarantine, of which there may be thousands.
@@ -52,8 +95,11 @@ class State:
         Raises:
             RedisError: the schedule's server does not answer.
         """
-        keys, now = Keys.of(app), time.time()
-        with (client or schedule_client(app)).pipeline(transaction=False) as pipe:
+        keys, server_time, client = Keys.of(app), ServerTime(quiet=True), client or schedule_client(app)
+        asked = server_time.asked()
+        server_time.heard(script(__package__, "time")(client, (keys.schedule,), ()), asked)
+        now = server_time.timestamp()
+        with client.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.lease.leader)
             # Without clocks: whoever stands by trims it, and it ends when nobody does.
             pipe.zrange(keys.lease.standbys, 0, -1)
@@ -65,11 +111,13 @@ class State:
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
             pipe.hlen(keys.quarantine)
+            pipe.get(keys.clock)
             if names:
                 pipe.hgetall(keys.quarantine)
-            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, noted, *rest = pipe.execute()
+        noted_at = _number(noted)
         if overdue and ttl > 0 and not leader:
-            idle, first = _disabled(client or schedule_client(app), keys, now, overdue)
+            idle, first = _disabled(client, keys, now, overdue)
             due, overdue = due - idle, overdue - idle
         return cls(
             leader=leader,
@@ -85,6 +133,10 @@ class State:
                 member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
             },
             quarantined=quarantined,
+            is_shared=keys.lock is None,
+            silent=max(0.0, now - noted_at) if noted_at else None,
+            now=now,
+            host_ahead=server_time.host_ahead,
         )
 
 
@@ -123,10 +175,19 @@ def _named(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
         return {name: str(raw[name]) for name in ("host", "pid", "since")} | {
-            name: str(raw[name]) for name in ("app", "statics") if name in raw
+            name: str(raw[name]) for name in ("app", "statics", "ahead") if name in raw
         }
     except (ValueError, TypeError, KeyError):
         return {"host": text, "pid": "", "since": ""}
+
+
+def _number(text: str | None) -> float:
+    """Return a number that a beat has noted, 0 if there is none: another program may write there."""
+    try:
+        number = float(text or 0)
+    except ValueError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0
 
 
 def _record(text: str) -> Mapping[str, str]:

@@ -23,6 +23,7 @@ from .lease import identity
 from .occurrence import Decision, Occurrence
 from .policy import Policy
 from .quarantine import RECHECKED_PER_TICK, Quarantine
+from .servertime import ServerTime
 from .timetable import PARKED
 from .zone import app_zone
 
@@ -113,10 +114,19 @@ class Store:
     Args:
         client: the client for the schedule.
         progress: hears of each step.
+        server_time: learns the server's time from each look at what is due.
     """
 
-    def __init__(self, app: Celery, client: Any, *, progress: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        client: Any,
+        *,
+        progress: Callable[[], object] = lambda: None,
+        server_time: ServerTime | None = None,
+    ) -> None:
         self.app, self.client, self._progress = app, client, progress
+        self._time = server_time or ServerTime()
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], Entry] = {}
@@ -152,8 +162,10 @@ class Store:
             start: leave out so many, those that have been due for the longest time.
             all_pending: return every unconfirmed occurrence, not only those whose time to be tried has come.
         """
-        keys, seconds = self.keys, now.timestamp()
+        keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
         with self.client.pipeline(transaction=False) as pipe:
+            # Not eval(), which redis-py refuses in the pipelines of clusters.
+            pipe.execute_command("EVAL", script(__package__, "time").text, 1, keys.schedule)
             pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
             bound = "+inf" if all_pending else seconds
@@ -162,7 +174,8 @@ class Store:
             pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
             pipe.exists(keys.statics)
             pipe.get(keys.zone)
-            members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
+            shown, members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
+        self._time.heard(shown, asked)
         scores, pending = dict(members), dict(waiting)
         self.quarantine.cursor, rechecked = quarantined
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))

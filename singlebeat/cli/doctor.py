@@ -17,7 +17,9 @@ from .. import __version__
 from ..beat.api import Schedule
 from ..beat.delivery import Delivery, listed, queue_of
 from ..beat.keys import Keys
+from ..beat.probe import LOCK_COMMANDS, refusal, schedule_refusal
 from ..beat.server import Server
+from ..beat.servertime import UNFIT_FROM
 from ..beat.state import State
 from ..beat.statics import Statics
 from ..config import Config
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entry import Entry
-
-#: Seconds by which clocks may differ before it matters.
-CLOCK_SKEW = 1.0
 
 #: Seconds after which kombu's Redis transport delivers a message again, unless it is told otherwise.
 VISIBILITY_TIMEOUT = 3600
@@ -93,10 +92,20 @@ def _server(app: Celery) -> Iterator[Finding]:
             "may be as they were then, and runs that have ended may run once more; use appendonly yes"
         )
         yield Finding("warning", about, text)
-    if abs(server.clock_ahead) > CLOCK_SKEW:
-        text = f"its clock is {server.clock_ahead:+.1f} s off this host's: set up NTP on both"
-        yield Finding("warning", about, text)
+    if refused := schedule_refusal(app):
+        yield Finding("problem", about, refused)
+    yield from _lock_server(app)
     yield from _prefixes(app)
+
+
+def _lock_server(app: Celery) -> Iterator[Finding]:
+    """Look whether the locks' server refuses what locks need; whether it answers is asked with the workers."""
+    with suppress(SinglebeatError):
+        backend = backend_of(app)
+        if isinstance(backend, RedisBackend):
+            key = f"{Config.of(app).singleton_key_prefix}{{doctor}}"
+            if refused := refusal(backend.redis, key, LOCK_COMMANDS):
+                yield Finding("problem", f"locks' server {masked(backend.url)}", refused)
 
 
 def _prefixes(app: Celery) -> Iterator[Finding]:
@@ -162,9 +171,14 @@ def _visibility(app: Celery) -> Iterator[Finding]:
 
 def _beat(app: Celery) -> Iterator[Finding]:
     state = State.of(app)
-    if not state.locked and not state.leader:
-        yield Finding("problem", "beat", "nobody leads: nothing is sent until one is started")
-    elif not state.standbys and Config.of(app).redbeat_lock_key is not None:
+    for text, ahead in state.wrong_clocks(standbys=True):
+        advice = f"{text}: set up NTP on both. Countdown, eta and expires of messages go by the clocks of their hosts"
+        yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", advice)
+    if not state.works and (refused := schedule_refusal(app)):
+        yield Finding("problem", "beat", f"none works, because of the schedule's server: {refused}")
+    elif not state.works:
+        yield Finding("problem", "beat", f"{state.problem}: nothing is sent until one is started")
+    elif not state.standbys and not state.is_shared:
         text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
         yield Finding("warning", "beat", text)
     yield from _apps(app, state)

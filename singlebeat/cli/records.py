@@ -10,9 +10,14 @@ import click
 
 from ..beat.api import Schedule
 from ..beat.delivery import Delivery, queue_of
-from ..beat.explain import Facts, explain, record_at
+from ..beat.explain import Facts, Lock, explain, record_at
+from ..beat.keys import Keys
+from ..beat.occurrence import Occurrence
+from ..beat.probe import schedule_refusal
 from ..beat.state import State
-from ..errors import EntryError, UnknownEntryError
+from ..connections import schedule_client
+from ..errors import EntryError, LockBackendError, UnknownEntryError
+from ..locks import backend_of
 from .locks import held_by
 from .output import command, instant, moment, printable, show_json, table
 from .workers import Workers
@@ -45,6 +50,15 @@ def _usable(entries: Schedule, name: str, state: State) -> Entry | None:
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
     queue = queue_of(app, entry) if entry is not None and workers is not None else None
     return Delivery.of(queue, workers.readers) if queue and workers is not None else None
+
+
+def _pending(app: Celery, name: str) -> Occurrence | None:
+    """Return the occurrence of an entry that is claimed and not confirmed; None if there is none to be read."""
+    text = schedule_client(app).hget(Keys.of(app).prefix + name, "pending")
+    try:
+        return Occurrence.decode(text) if text else None
+    except EntryError:
+        return None
 
 
 @command(
@@ -87,17 +101,27 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         task = record.holder
     elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
         task = record.task_id
+    locks, locks_away, pending = dict[str, Lock](), "", _pending(app, name)
+    try:
+        if pending is not None:  # it may wait for that server
+            backend_of(app).workers_seen()
+        locks = dict(held_by(app, {task} - {"", *(running or ())}))
+    except LockBackendError as exc:
+        locks_away = str(exc)
     facts = Facts(
         name=name,
         entry=entry,
         state=state,
         records=records,
-        locks=held_by(app, {task} - {"", *(running or ())}),
+        locks=locks,
         running=running,
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
-        now=datetime.now(UTC),
+        now=datetime.fromtimestamp(state.now, UTC),
         delivery=_delivery(app, entry, workers),
         no_place=entries.no_place(name) if entry is not None else "",
+        pending=pending,
+        refused=schedule_refusal(app) if state.overdue or not state.works else "",
+        locks_away=locks_away,
     )
     sentences = list(explain(facts, when))
     if as_json:

@@ -22,6 +22,9 @@ HANDOVER = 15.0
 
 def who(state: State) -> str:
     """Return who leads, for people."""
+    if state.is_shared:
+        since = "no sign of any" if state.silent is None else f"the last sign of one is {state.silent:.0f} s old"
+        return f"none: beats share the work (redbeat_lock_key is None), {since}"
     if state.leader:
         return "{host}, pid {pid}, term {term}, since {since}".format_map({**_NOBODY, **state.leader})
     return "a beat of RedBeat, or one without a name" if state.locked else "nobody"
@@ -41,9 +44,12 @@ def status_(app: Celery, as_json: bool) -> None:
     click.echo(f"standbys    {len(state.standbys)}")
     for standby in state.standbys:
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
+    for text, _ in state.wrong_clocks(standbys=True):
+        click.echo(marked(f"clock       {text}", "warning"))
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
-    click.echo(f"pending     {state.pending}")
+    waits = ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (doctor)"
+    click.echo(f"pending     {state.pending}" + (waits if state.pending else ""))
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
         click.echo(marked(f"  {name}: {record['reason']}", "problem"))
@@ -56,13 +62,18 @@ def status_(app: Celery, as_json: bool) -> None:
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""
-    state, wrong = State.of(app), ""
-    if not state.locked and not state.leader:
-        wrong = "no beat leads"
+    state = State.of(app)
+    wrong = state.problem
+    if wrong:
+        pass
+    elif role == "leader" and state.is_shared:
+        wrong = "no beat leads, all share the work (redbeat_lock_key is None): leave out --role leader"
     elif role == "leader" and state.leader.get("host") != socket.gethostname():
         wrong = f"no beat of this host leads: {who(state)}"
     elif state.lag > max_lag:
-        wrong = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
+        wrong = (
+            f"the first of {state.due} entries that are due is overdue by {state.lag:.0f} s, more than {max_lag:g} s"
+        )
     if as_json:
         show_json({"healthy": not wrong, "problem": wrong, "lag": state.lag, "leader": state.leader})
         raise SystemExit(1 if wrong else 0)

@@ -170,6 +170,8 @@ class Renewer:
                     due = time.monotonic() + self.lease / 3
                     self._renew()
                     self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
+                    if self.failing:
+                        log.warning("the locks' server answers again: locks are renewed", event="recovered")
                     self.failing = False
                     self._gate_closed_until = 0.0
             except LockBackendError as exc:

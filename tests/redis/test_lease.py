@@ -127,7 +127,7 @@ def test_the_leader_is_shown_to_everybody(make, redis):
 
     leader = second.leader()
 
-    assert set(leader) == {"host", "pid", "since", "term", "app", "statics"}
+    assert set(leader) == {"host", "pid", "since", "term", "app", "statics", "ahead"}
     assert leader["term"] == str(term.number)
     assert 0 < redis.pttl(KEYS.leader) <= 60_000
 
@@ -168,7 +168,7 @@ def test_who_stands_by_is_known_by_name_and_since_when(make, redis):
     assert first["pid"] == str(os.getpid())
 
     redis.delete(KEYS.standbys)
-    standby._standby = json.dumps({**first, "since": "long ago"})
+    standby._since = "long ago"
     standby.acquire()
     assert standbys(redis) == [{**first, "since": "long ago"}], "each campaign says the same"
 
@@ -197,7 +197,7 @@ def test_who_closes_stands_by_no_more(make, redis):
     assert redis.get(KEYS.lock) == leader.term().token
 
 
-def test_a_place_among_the_standbys_ends_by_itself(make, redis):
+def test_a_place_among_the_standbys_ends_by_itself(make, redis, monkeypatch):
     leader, dead = make(), make()
     leader.acquire()
     dead.acquire()
@@ -206,7 +206,7 @@ def test_a_place_among_the_standbys_ends_by_itself(make, redis):
     redis.zadd(KEYS.standbys, {name: redis.time()[0] * 1000})  # as after its stay
 
     other = make()
-    other._standby = '{"host": "elsewhere", "pid": "1", "since": ""}'
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     other.acquire()
 
     assert [standby["host"] for standby in standbys(redis)] == ["elsewhere"]

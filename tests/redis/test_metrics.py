@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import threading
 import time
 import urllib.request
@@ -23,6 +25,7 @@ from singlebeat.beat.metrics import Metrics
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.state import State
 from singlebeat.beat.store import Store
+from singlebeat.exposition import Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
 from singlebeat.tasks.metrics import Metrics as WorkerMetrics
 from singlebeat.tasks.renewer import Renewer
@@ -295,3 +298,26 @@ def test_a_port_that_is_in_use_does_not_keep_beat_from_leading(celery, redis):
 
         beat.wait_for("beat: Metrics are not served .*in use")
         beat.wait_for("this beat leads")
+
+
+def test_a_scraper_that_hangs_up_leaves_no_traceback(metrics, capfd):
+    """As a probe does whose time-out is over before the answer is there."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def answer(path: str) -> Answer:
+        if path == "/slow":
+            asked.set()
+            answered.wait(30)
+        return Answer.of("x" * 10_000_000)
+
+    server = serve("127.0.0.1", 0, answer)
+    with socket.create_connection(server.server_address) as scraper:
+        scraper.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        scraper.sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+        assert asked.wait(30)
+    answered.set()
+    wait_until(lambda: not [each for each in threading.enumerate() if "process_request" in each.name], timeout=30)
+    server.shutdown()
+    server.server_close()
+
+    assert capfd.readouterr().err == ""

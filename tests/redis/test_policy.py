@@ -255,7 +255,7 @@ def test_what_its_jitter_has_put_off_is_not_sent_before(desk):
     # Times that do not change: what is put off, and by how much, is a hash of them.
     entry = desk.put(jitter=3599, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
     desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.scheduler._tick(entry.last_run_at + HOUR + SECOND)
+    desk.scheduler._tick(entry.last_run_at + HOUR + SECOND, desk.scheduler.lease.acquire())
 
     assert desk.messages == []
     assert desk.score == entry.timetable.due(entry.last_run_at + HOUR).timestamp()
@@ -283,7 +283,7 @@ def test_what_jitter_has_put_off_is_late_from_when_it_was_due(desk, grace, decis
     assert 600 < late < 3590
     desk.redis.hset("redbeat:e", "policy", Policy(jitter=1800.0, misfire_grace_time=late + grace).encode())
     desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.scheduler._tick(now)
+    desk.scheduler._tick(now, desk.scheduler.lease.acquire())
 
     assert desk.decisions == [decision]
 
@@ -325,7 +325,7 @@ def test_previous_is_the_last_run_that_was_sent(desk, sent):
     def tick(decision: str) -> None:
         nonlocal at
         at += HOUR
-        desk.scheduler._tick(at)
+        desk.scheduler._tick(at, desk.scheduler.lease.acquire())
         assert desk.decisions[-1] == decision
 
     entry = desk.put(task=SINGLE, ago=HOUR / 2)

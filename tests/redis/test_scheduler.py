@@ -467,7 +467,7 @@ def test_a_last_run_far_in_the_future_is_wrong_and_the_entry_counts_from_now(ben
     scheduler.tick()
     assert bench.sent == []
     assert 0 < bench.redis.zscore(SCHEDULE, entry.key) - datetime.now(UTC).timestamp() <= 3600
-    scheduler._tick(datetime.now(UTC) + 1.5 * HOUR)
+    scheduler._tick(datetime.now(UTC) + 1.5 * HOUR, scheduler.lease.acquire())
 
     assert bench.names == ["e"]
     assert bench.meta().last_run_at < datetime.now(UTC) + 2 * HOUR
@@ -480,7 +480,7 @@ def test_a_clock_that_was_days_ahead_and_is_corrected_silences_nobody(bench, cap
     waits = datetime.now(UTC).timestamp() + 100 * 86400
     bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 48 * HOUR)
+    scheduler._tick(datetime.now(UTC) + 48 * HOUR, scheduler.lease.acquire())
     assert bench.redis.zscore(SCHEDULE, "redbeat:hourly") > datetime.now(UTC).timestamp() + 47 * 3600
 
     scheduler.tick()
@@ -499,7 +499,7 @@ def test_a_clock_that_was_ahead_when_another_beat_led_silences_nobody(bench, cap
     waits = datetime.now(UTC).timestamp() + 100 * 86400
     bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
     ahead = bench.scheduler()
-    ahead._tick(datetime.now(UTC) + 30 * 24 * HOUR)
+    ahead._tick(datetime.now(UTC) + 30 * 24 * HOUR, ahead.lease.acquire())
     ahead.close()
     others = [("redbeat:yearly", bench.redis.zscore(SCHEDULE, "redbeat:yearly")), ("redbeat:never ran", waits)]
 
@@ -519,7 +519,7 @@ def test_a_clock_that_was_ahead_when_another_beat_led_silences_nobody(bench, cap
 def test_what_is_parked_stays_parked_when_a_clock_is_set_back(bench):
     bench.put("once", every=clocked(datetime.now(UTC) + 24 * HOUR))
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 30 * 24 * HOUR)
+    scheduler._tick(datetime.now(UTC) + 30 * 24 * HOUR, scheduler.lease.acquire())
     assert bench.names == ["once"]
 
     scheduler.tick()
@@ -532,8 +532,8 @@ def test_a_leader_whose_clock_was_behind_for_a_moment_repeats_nothing(bench):
     right = bench.redis.zscore(SCHEDULE, "redbeat:e")
     for ahead in (0, -30 * 24, 0):
         scheduler = bench.scheduler()
-        scheduler._tick(datetime.now(UTC) + ahead * HOUR)
-        scheduler._tick(datetime.now(UTC) + ahead * HOUR)
+        scheduler._tick(datetime.now(UTC) + ahead * HOUR, scheduler.lease.acquire())
+        scheduler._tick(datetime.now(UTC) + ahead * HOUR, scheduler.lease.acquire())
         scheduler.close()
 
     assert bench.names == []
@@ -544,7 +544,7 @@ def test_many_steps_back_count_as_one(bench):
     bench.put(every=HOUR)
     scheduler = bench.scheduler()
     for hours in (4, 2):
-        scheduler._tick(datetime.now(UTC) + hours * HOUR)
+        scheduler._tick(datetime.now(UTC) + hours * HOUR, scheduler.lease.acquire())
 
     scheduler.tick()
 
@@ -556,7 +556,7 @@ def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
     entry = bench.put(end_time=datetime.now(UTC) + 30 * 24 * HOUR)
     scheduler = bench.scheduler()
     for _ in range(2):
-        scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR)
+        scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR, scheduler.lease.acquire())
     assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
 
     scheduler.tick()
@@ -569,7 +569,7 @@ def test_a_clock_that_was_ahead_silences_no_paused_entry_that_has_never_run(benc
     api = Schedule(bench.app)
     api.upsert("e", PLAIN, HOUR, args=["e"], paused=True, run_on_start=True)
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR)
+    scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR, scheduler.lease.acquire())
     assert bench.meta().last_run_at is None
 
     if resumed == "before":
@@ -584,7 +584,7 @@ def test_what_is_to_be_tried_again_does_not_wait_for_the_time_that_a_wrong_clock
     entry = bench.put(every=365 * 24 * HOUR)
     scheduler = bench.scheduler()
     ahead = datetime.now(UTC) + 30 * 24 * HOUR
-    scheduler._tick(ahead)
+    scheduler._tick(ahead, scheduler.lease.acquire())
     bench.redis.hset(entry.key, "pending", Occurrence.of("redbeat:", "e", ahead).encode())
     bench.redis.zadd(PENDING, {entry.key: ahead.timestamp() + 4})
 
@@ -597,7 +597,7 @@ def test_what_is_to_be_tried_again_does_not_wait_for_the_time_that_a_wrong_clock
 def test_a_clock_that_steps_back_a_little_repeats_nothing(bench):
     bench.put()
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 2 * HOUR)
+    scheduler._tick(datetime.now(UTC) + 2 * HOUR, scheduler.lease.acquire())
     score = bench.redis.zscore(SCHEDULE, "redbeat:e")
 
     scheduler.tick()
@@ -902,6 +902,15 @@ def test_without_such_a_worker_plain_tasks_are_sent_unlocked_and_it_is_said_once
     assert caplog.text.count("sent without a lock") == 1
     assert bench.redis.keys("SINGLETONLOCK_*") == []
 
+    backend_of(bench.app).announce("w@h", ttl=60)
+    for name in ("d", "e"):
+        bench.put(name)
+        scheduler.tick()
+    assert [(r.levelname, r.singlebeat["event"]) for r in caplog.records] == [
+        ("WARNING", "unlocked"),
+        ("WARNING", "locked"),
+    ]
+
 
 # ---------------------------------------------------------------- the broker is away
 
@@ -934,6 +943,8 @@ def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(server, red
     assert [record["decision"] for record in bench.history] == ["dispatched"]
     assert bench.meta() == Meta(entry.last_run_at + HOUR, 8)
     assert bench.pending() is None
+    (told,) = [record for record in caplog.records if record.singlebeat["event"] == "recovered"]
+    assert (told.levelname, told.singlebeat["server"]) == ("WARNING", "the broker")
 
 
 def test_a_broker_that_is_away_is_asked_once_in_a_tick(server, redis, own_server, bench_on, caplog, monkeypatch):
@@ -1076,7 +1087,7 @@ def test_one_that_was_not_taken_waits_longer_each_time_and_others_do_not(bench):
     scheduler, waits = bench.scheduler(app=put_refused(bench, "a")), []
     for name in ("b", "c", "d", "e"):
         now = datetime.now(UTC)
-        scheduler._tick(now)
+        scheduler._tick(now, scheduler.lease.acquire())
         waits.append(bench.redis.zscore(PENDING, "redbeat:a") - now.timestamp())
         bench.put(name)
         bench.retry_now()
@@ -1328,7 +1339,7 @@ def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 60}')
     bench.retry_now()
 
-    scheduler._tick(datetime.now(UTC) + HOUR)
+    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
 
     assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
     assert own_server.client().llen(QUEUE) == 1
@@ -1384,10 +1395,10 @@ def test_a_run_that_is_missed_when_the_next_one_is_due_is_not_counted_and_uses_u
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 60, "max_runs": 8}')
     bench.retry_now()
 
-    scheduler._tick(datetime.now(UTC) + HOUR)
+    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
     assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
     assert bench.meta() == Meta(entry.last_run_at + 2 * HOUR, 8)
-    scheduler._tick(datetime.now(UTC) + 2 * HOUR)
+    scheduler._tick(datetime.now(UTC) + 2 * HOUR, scheduler.lease.acquire())
 
     assert redis.zscore(SCHEDULE, entry.key) == PARKED
     assert len(bench.history) == 2
@@ -1412,7 +1423,7 @@ def test_without_leadership_an_entry_runs_no_more_often_than_it_wants(server, re
 
     monkeypatch.setattr(second.store, "claim", claim_late)
     for _ in range(2):
-        second._tick(now + HOUR)
+        second._tick(now + HOUR, second.lease.acquire())
 
     assert bench.sent == []
     assert len(bench.history) == 1
@@ -1428,12 +1439,12 @@ def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server
     scheduler.tick()
     redis.zadd(PENDING, {entry.key: datetime.now(UTC).timestamp() + 7200})
 
-    scheduler._tick(datetime.now(UTC) + HOUR)
+    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
     assert redis.zscore(SCHEDULE, entry.key) != PARKED  # it may yet be missed, and another run be the last one
     own_server.restart()
     bench.retry_now()
     for _ in range(2):
-        scheduler._tick(datetime.now(UTC) + HOUR)
+        scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
 
     assert [record["decision"] for record in bench.history] == ["dispatched"]
     assert redis.zscore(SCHEDULE, entry.key) == PARKED
@@ -1550,7 +1561,7 @@ def test_an_entry_that_goes_on_makes_up_for_nothing_though_no_beat_ran(bench, re
     scheduler = bench.scheduler()
     scheduler.tick()
     assert (bench.sent, bench.history) == ([], [])
-    scheduler._tick(upcoming)
+    scheduler._tick(upcoming, scheduler.lease.acquire())
     assert bench.names == ["e"]
     assert [record["kind"] for record in bench.history] == ["scheduled"]
     assert bench.meta() == Meta(upcoming, 8)
@@ -1859,6 +1870,28 @@ def test_what_was_sent_is_confirmed_though_the_locks_server_dies_amid_the_tick(
 # ---------------------------------------------------------------- leadership
 
 
+def test_a_change_of_leaders_is_a_warning_and_a_first_start_is_none(bench, caplog):
+    caplog.set_level("INFO")
+    first, second = bench.scheduler(), bench.scheduler()
+    first.tick()
+    second.tick()
+    first.close()
+    second.tick()
+    bench.redis.set(LOCK, "another", px=60_000)
+    assert not second.lease.renew()
+    second.tick()
+
+    told = [(record.singlebeat["event"], record.levelname) for record in caplog.records]
+    assert told == [
+        ("leadership_gained", "INFO"),
+        ("stands_by", "INFO"),
+        ("lock_released", "INFO"),
+        ("leadership_gained", "WARNING"),
+        ("leadership_lost", "WARNING"),
+        ("stands_by", "WARNING"),
+    ]
+
+
 def test_one_leads_and_the_other_stands_by_and_follows(bench, caplog):
     caplog.set_level("INFO")
     leader, standby = bench.scheduler(), bench.scheduler()
@@ -2157,7 +2190,7 @@ def test_beats_of_two_zones_double_nothing_and_lose_nothing(server, redis, bench
             redis.delete(LOCK)
             beat.lease._term = None
         beat._zone_turn_at = 0.0  # comes within the hour
-        beat._tick(now)
+        beat._tick(now, beat.lease.acquire())
         table = Timetable("e", crontab(hour=3, minute=0), Policy(), ZoneInfo(str(beat.app.timezone)))
         assert table.latest(bench.meta().last_run_at, now) is None, "late, or lost"
 
@@ -2671,6 +2704,43 @@ def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(
     bench.retry_now()
     scheduler.tick()
     assert bench.names == ["e"]
+    (told,) = [record for record in caplog.records if record.singlebeat["event"] == "recovered"]
+    assert (told.levelname, told.singlebeat["server"]) == ("WARNING", "the locks' server")
+
+
+def test_an_outage_is_told_once_however_often_others_are_sent(server, redis, own_server, bench_on, caplog):
+    """Entries without a lock go on, which says nothing about the locks' server."""
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    bench.put("waits", task=SINGLE)
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    for at in range(3):
+        bench.put(f"free{at}", overlap="allow_all")
+        bench.retry_now()
+        scheduler.tick()
+    own_server.restart()
+    bench.retry_now()
+    scheduler.tick()
+    scheduler.tick()
+
+    assert sorted(bench.names) == ["free0", "free1", "free2", "waits"]
+    told = [record.singlebeat["event"] for record in caplog.records]
+    assert [event for event in told if event in {"unreachable", "recovered", "trouble"}] == ["unreachable", "recovered"]
+
+
+def test_a_wrong_password_of_the_locks_server_is_told_once(server, redis, bench_on, caplog):
+    with RedisServer(password="right") as locks:
+        bench = bench_on(server, singleton_backend_url=locks.url.replace("right", "wrong"))
+        bench.put(task=SINGLE)
+        scheduler = bench.scheduler()
+        for _ in range(3):
+            bench.retry_now()
+            scheduler.tick()
+
+    told = [record.singlebeat["event"] for record in caplog.records]
+    assert told == ["unreachable"]
+    assert "wrong" not in caplog.text.replace("WRONGPASS", "")
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])

@@ -34,6 +34,7 @@ from singlebeat import Entry, Scheduler
 from singlebeat.beat.entry import Meta
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.servertime import ServerTime
 from singlebeat.beat.store import Store
 from singlebeat.locks import backend_of
 from tests.support import CeleryLauncher, CeleryProcess, Oracle, RedisServer, _oracle_client, wait_until
@@ -58,12 +59,11 @@ def _record_message(request: Any, **_: Any) -> None:
         _oracle_client().xadd(RECEIVED, {"id": request.id})
 
 
-class SteppedClock(datetime):
-    """The wall clock of a beat, which tests set forward and back."""
+class SteppedTime(ServerTime):
+    """The time by which a beat decides, from a server whose clock tests set forward and back."""
 
-    @classmethod
-    def now(cls, tz: Any = None) -> datetime:
-        return datetime.now(tz) + timedelta(seconds=float(_oracle_client().get(CLOCK) or 0))
+    def timestamp(self) -> float:
+        return super().timestamp() + float(_oracle_client().get(CLOCK) or 0)
 
 
 class SabotagedScheduler(Scheduler):
@@ -74,7 +74,7 @@ class SabotagedScheduler(Scheduler):
         self._orders = [order.split() for order in os.environ.get("SB_CHAOS", "").split(";") if order]
         self._steps: Counter[str] = Counter()
         if ["step", "clock"] in self._orders:
-            scheduler_module.datetime = SteppedClock
+            self.server_time = SteppedTime()
 
     @cached_property
     def store(self) -> Store:

@@ -351,7 +351,7 @@ def test_a_clock_that_is_set_by_an_hour_and_back_loses_and_doubles_nothing(chaos
     beats = [chaos.beat("step clock"), chaos.beat("step clock")]
     chaos.leading(*beats)
 
-    with chaos.scenario(f"clock of the beats set by {hours:+d} h and back"):
+    with chaos.scenario(f"clock of the server set by {hours:+d} h and back"):
         chaos.feed(50, over=3)
         wait_until(lambda: chaos.claimed() >= 10, what="10 claims")
         chaos.oracle._client.set(CLOCK, 3600 * hours)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from celery.schedules import schedule
 
 import singlebeat
+from singlebeat import Entry
 from singlebeat.locks import backend_of
 from tests.support import ROOT, CeleryProcess, wait_until
 
@@ -67,6 +69,7 @@ def one_answers(said: Said) -> bool:
 
 
 def test_workers_of_one_version_are_fine_and_beats_without_standby_are_not(celery, app, doctor):
+    Entry("cleanup", "celery.backend_cleanup", schedule(3600), app=app).save()
     celery("worker", "-c", "1").ready()
     celery("beat", "-S", "singlebeat.Scheduler").wait_for("this beat leads")
 
@@ -74,6 +77,7 @@ def test_workers_of_one_version_are_fine_and_beats_without_standby_are_not(celer
 
     assert said["workers"] == ("fine", "1 answer")
     assert not [about for about in said if "singlebeat" in about]
+    assert "entry cleanup" not in said, "each worker knows the tasks of Celery itself, and names none of them"
     assert said["beat"][0] == "warning"
     assert "none stands by" in said["beat"][1]
 

@@ -209,7 +209,7 @@ def test_every_decision_has_a_line_that_names_it(outcome, caplog):
     caplog.set_level("DEBUG", "celery.beat")
     occurrence = Occurrence("an-id", 1_800_000_000.0)
 
-    tell(Decision("my entry", "shop.bill", occurrence, outcome, "it is so", "another"))
+    tell(Decision("my entry", "shop.bill", occurrence, outcome, "it is so", "another"), 0.0)
 
     (record,) = caplog.records
     told = pairs(record.getMessage())

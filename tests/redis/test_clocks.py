@@ -1,0 +1,252 @@
+"""Beat decides by the server's clock; a host whose own clock is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery.beat import Service
+from celery.schedules import schedule
+
+from singlebeat import Entry
+from singlebeat.beat.keys import Keys
+from singlebeat.beat.lease import Lease
+from singlebeat.beat.metrics import Metrics
+from singlebeat.beat.servertime import ServerTime
+from singlebeat.beat.state import State
+from tests.support import APP
+from tests.system.apps import make_app
+
+HERE = socket.gethostname()
+
+
+class Clocks:
+    """A monotonic clock, and that of a host which is ahead of the server's."""
+
+    def __init__(self, ahead: float = 0.0) -> None:
+        self.now, self.ahead = 1_000.0, ahead
+
+    def host(self) -> float:
+        return 1_800_000_000.0 + self.now + self.ahead
+
+    def shown(self, later: float = 0.0) -> tuple[int, int]:
+        """What the server says, by a clock that is so much ahead of what it was."""
+        seconds = 1_800_000_000.0 + self.now + later
+        return int(seconds), round(seconds % 1 * 1e6)
+
+    def server_time(self) -> ServerTime:
+        return ServerTime(monotonic=lambda: self.now, wall=self.host)
+
+    def ask(self, time: ServerTime, *, there: float = 0.0, back: float = 0.0, later: float = 0.0) -> None:
+        """Let a question take so many seconds to the server, and the reply so many back."""
+        asked = time.asked()
+        self.now += there
+        shown = self.shown(later)
+        self.now += back
+        time.heard(shown, asked)
+
+
+@pytest.mark.parametrize("ahead", [7200, -600, 0])
+def test_the_time_is_the_servers_whatever_the_host_shows(ahead):
+    clocks = Clocks(ahead)
+    time = clocks.server_time()
+    assert time.timestamp() == clocks.host()
+
+    clocks.ask(time)
+    clocks.now += 100
+
+    assert time.timestamp() == pytest.approx(clocks.host() - ahead)
+    assert time.host_ahead == pytest.approx(ahead)
+
+
+def test_a_step_of_the_hosts_own_clock_changes_no_time_and_is_seen():
+    clocks = Clocks()
+    time = clocks.server_time()
+    clocks.ask(time)
+    clocks.ahead = 7200
+
+    assert time.timestamp() == pytest.approx(clocks.host() - 7200)
+    clocks.ask(time)
+    assert (time.timestamp(), time.host_ahead) == pytest.approx((clocks.host() - 7200, 7200))
+
+
+@pytest.mark.parametrize(("there", "back"), [(4, 0), (0, 4), (2, 2)])
+def test_a_slow_reply_neither_moves_the_time_nor_blames_the_host(there, back, caplog):
+    clocks = Clocks()
+    for first in (True, False):
+        time = clocks.server_time()
+        if not first:
+            clocks.ask(time)
+        clocks.ask(time, there=there, back=back)
+
+        assert time.timestamp() == pytest.approx(clocks.host())
+        assert time.host_ahead == pytest.approx(0, abs=1e-5)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("later", [7200, -7200, 0.5])
+def test_a_step_of_the_servers_clock_is_followed_at_once(later):
+    clocks = Clocks()
+    time = clocks.server_time()
+    clocks.ask(time)
+
+    clocks.ask(time, there=0.001, back=0.001, later=later)
+
+    assert time.timestamp() == pytest.approx(clocks.host() + later, abs=0.002)
+
+
+def test_a_host_that_differs_is_a_warning_when_it_begins_and_when_it_ends(caplog):
+    clocks = Clocks()
+    time = clocks.server_time()
+    for ahead in (0, 1.9, -2.5, -2.5, -1.5, -2.5, 0.5, 0.5):
+        clocks.ahead = ahead
+        clocks.ask(time)
+
+    told = [(record.levelname, record.singlebeat) for record in caplog.records]
+    assert told == [
+        ("WARNING", {"event": "clock_differs", "ahead": -2.5, "host": HERE}),
+        ("WARNING", {"event": "clock_agrees"}),
+    ]
+    assert "differs by -2.5 s from that of the schedule's server" in caplog.text
+
+
+# ---------------------------------------------------------------- what a beat does, and what tools say
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_waited_for(monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def beat_on(server, redis, monkeypatch):
+    """Make the scheduler of a beat on a host whose clock is so much ahead."""
+    schedulers = []
+
+    def make(ahead: float = 0.0, host: str = HERE, **conf: object):
+        app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None, **conf})
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler.server_time = ServerTime(wall=lambda: time.time() + ahead)
+        tick = scheduler.tick
+
+        def on_host() -> float:
+            with monkeypatch.context() as patch:
+                patch.setattr(socket, "gethostname", lambda: host)
+                return tick()
+
+        scheduler.tick = on_host
+        schedulers.append(scheduler)
+        return scheduler
+
+    yield make
+    for scheduler in schedulers:
+        scheduler.close()
+
+
+def near(moment: datetime | float, now: float) -> bool:
+    seconds = moment if isinstance(moment, float) else moment.timestamp()
+    return abs(seconds - now) < 60
+
+
+@pytest.mark.parametrize("ahead", [7200, -7200])
+def test_a_beat_with_a_wrong_clock_sends_what_is_due_by_the_server(beat_on, app, redis, ahead):
+    for name, ago in (("due", 90), ("not yet", 0)):
+        last = datetime.now(UTC) - timedelta(minutes=ago)
+        Entry(name, f"{APP}.plain", schedule(3600), args=[name], last_run_at=last, app=app).save()
+    before = redis.zscore("redbeat::schedule", "redbeat:not yet")
+    beat = beat_on(ahead, beat_schedule={"new": {"task": f"{APP}.plain", "schedule": 3600}})
+
+    beat.tick()
+
+    (record,) = (record for _, record in redis.xrange("redbeat::history"))
+    assert (record["entry"], record["decision"]) == ("due", "dispatched")
+    assert redis.zscore("redbeat::schedule", "redbeat:not yet") == before
+    now = time.time()
+    for name in ("new", "due"):
+        assert 0 < redis.zscore("redbeat::schedule", f"redbeat:{name}") - now <= 3600
+    assert near(Entry.from_key("redbeat:new", app=app).last_run_at, now)
+    assert near(float(redis.get("redbeat::clock")), now)
+    assert near(datetime.fromisoformat(redis.hget("redbeat::leader", "since")), now)
+
+
+def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on, app, redis):
+    Entry("e", f"{APP}.plain", schedule(1), args=["e"], run_on_start=True, app=app).save()
+    right, wrong = beat_on(), beat_on(7200)
+    right.tick()
+    wrong.tick()
+    right.close()
+
+    wrong.tick()
+    wrong.close()
+    beat_on().tick()
+
+    assert redis.zscore("redbeat::schedule", "redbeat:e") - time.time() < 2
+    assert State.of(app).overdue == 0
+
+
+def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, app, redis, cli):
+    leader, standby, other = beat_on(7200, "web1"), beat_on(-600, "web2"), beat_on(1.5, "web3")
+    for beat in (leader, standby, other, standby):
+        beat.tick()
+
+    off = dict(State.of(app).wrong_clocks(standbys=True))
+    assert {text: round(ahead) for text, ahead in off.items()} == {
+        "the clock of web1, which leads, is +7200.0 s off that of the schedule's server": 7200,
+        "the clock of web2, which stands by, is -600.0 s off that of the schedule's server": -600,
+    }
+    assert len(State.of(app).standbys) == 2
+    doctor = [row for row in json.loads(cli("doctor", "--json", code=1).stdout) if row["about"] == "clock"]
+    assert [(row["level"], row["text"].partition(",")[0]) for row in doctor] == [
+        ("problem", "the clock of web1"),
+        ("problem", "the clock of web2"),
+    ]
+    assert "clock       the clock of web1, which leads" in cli("status").output
+    assert "the clock of web1, which leads, is +7200.0 s off" in cli("health", code=1).output
+    metrics = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
+    code, _, body = metrics.answer("/readyz")
+    assert (code, "web1" in body.decode()) == (503, True)
+
+
+def test_the_renewal_of_a_term_keeps_what_is_known_of_the_clock(beat_on, redis):
+    beat = beat_on(7200)
+    beat.tick()
+    redis.hdel("redbeat::leader", "ahead")
+
+    assert beat.lease.renew()
+
+    assert float(redis.hget("redbeat::leader", "ahead")) == pytest.approx(7200, abs=1)
+
+
+@pytest.mark.parametrize(("off", "level", "code"), [(5, "warning", 0), (-5, "warning", 0), (100, "problem", 1)])
+def test_this_host_is_named_and_is_not_healthy_from_a_minute_on(
+    beat_on, redis, app, cli, monkeypatch, off, level, code
+):
+    beat_on(0, "web1").tick()
+    at = time.time
+    monkeypatch.setattr(
+        ServerTime.__init__, "__kwdefaults__", {**ServerTime.__init__.__kwdefaults__, "wall": lambda: at() + off}
+    )
+
+    found = [row for row in json.loads(cli("doctor", "--json", code=None).stdout) if row["about"] == "clock"]
+
+    assert [(row["level"], row["text"].partition(",")[0]) for row in found] == [(level, f"the clock of {HERE}")]
+    cli("health", code=code)
+    metrics = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
+    assert metrics.answer("/readyz")[0] == (503 if code else 200)
+    (line,) = [
+        line for line in metrics.answer("/metrics")[2].decode().splitlines() if line.startswith("singlebeat_clock")
+    ]
+    assert float(line.split()[-1]) == pytest.approx(off, abs=0.5)
+
+
+def test_what_another_program_writes_about_a_clock_ends_no_tool(beat_on, redis, app, cli):
+    beat_on().tick()
+    for text in ("soon", "nan", ""):
+        redis.hset("redbeat::leader", "ahead", text)
+        redis.set("redbeat::clock", text)
+        redis.zadd("redbeat::standbys", {json.dumps({"host": "h", "pid": 1, "since": "", "ahead": [text]}): 9e15})
+
+        assert list(State.of(app).wrong_clocks(standbys=True)) == []
