@@ -11,7 +11,8 @@
 --             behind     hash, as lock: the call that waits for its end
 --             turn       hash, as lock: the call that waits for its end, and runs by itself
 --             (if_held in the first and the third is what their call asked for; one that asked for nothing keeps its own
---             arguments)
+--             arguments; uncut (ms): until when its message may wait, if until is earlier; taken (ms), in the third:
+--             since when the place has been taken, by this call or by one that it has replaced)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
@@ -68,6 +69,7 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
     end
   end
   if bound then
+    redis.call("HSET", lock, "uncut", string.format("%.0f", now + ttl))
     ttl = math.max(1, math.min(ttl, bound - now))
   end
   redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
@@ -80,7 +82,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held")
+  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken")
   local by_itself = redis.pcall("HMGET", turn, "id")
   local err = record.err or ended.err or next_record.err or by_itself.err
   if err then
@@ -91,6 +93,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     return reply("done", lock, id)
   end
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
+  local taken = next_record[4] -- only whoever replaces the one that waits comes so far
 
   local in_turn = by_itself[1] ~= id and by_itself[1]
   if waits == id and holder ~= id then
@@ -112,8 +115,11 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     if stands_for_us and ((asked_for and asked_for ~= "") or payload == "") then
       redis.call("HSET", stands_for_us, "payload", payload)
       if payload ~= "" then -- they last until it starts: its expiry counts from then on
-        redis.call("HDEL", stands_for_us, "until")
-        redis.call("PEXPIRE", stands_for_us, string.format("%.0f", math.max(ttl, redis.call("PTTL", stands_for_us))))
+        local uncut = redis.call("HGET", stands_for_us, "uncut")
+        if uncut then
+          redis.call("HDEL", stands_for_us, "until", "uncut")
+          redis.call("PEXPIREAT", stands_for_us, uncut)
+        end
       end
       return reply("held", stands_for_us, id)
     end
@@ -140,6 +146,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   if is_held then
     hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry)
+    redis.call("HSET", behind, "taken", taken or now_text)
     return reply("waiting", lock, id)
   end
   ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held, entry)

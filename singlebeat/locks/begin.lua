@@ -4,7 +4,7 @@
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
 --                     of calls that lost it before they started, by the time until which they wait
 -- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
--- KEYS[4]  behind     hash, as lock, and if_held: the call that waits for the end of the holder
+-- KEYS[4]  behind     hash, as lock, and if_held, taken: the call that waits for the end of the holder
 -- KEYS[5]  turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals, higher after
@@ -49,7 +49,7 @@ end
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
-local place = redis.pcall("HMGET", behind, "id", "if_held", "since")
+local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since")
 local by_itself = redis.pcall("HMGET", turn, "id", "since")
 local err = record.err or ended.err or waiting.err or place.err or by_itself.err
 if err then
@@ -63,16 +63,16 @@ if ended[2] then
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 local other = place[2] ~= "" and place[1] ~= id and place[1]
-local in_turn = by_itself[1]
+local in_turn, taken = by_itself[1], tonumber(place[3] or place[4]) or 0
 -- Of the two that wait, the one that came first goes first.
-local turn_is_first = in_turn and (not place[1] or (tonumber(by_itself[2]) or 0) <= (tonumber(place[3]) or 0))
+local turn_is_first = in_turn and (not place[1] or (tonumber(by_itself[2]) or 0) <= taken)
 
 --- Reply who holds the lock, or waits for it and came first; the message, if it waits, takes the free turn.
 local function held(by)
   local answer = reply("held", by)
   if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id) then
     if not in_turn then
-      local since = math.max(now, (tonumber(place[3]) or 0) + 1) -- later than the one that is there already
+      local since = math.max(now, taken + 1) -- later than the one that is there already
       redis.call("HSET", turn, "id", id, "state", "queued", "task", task, "args", args,
         "entry", entry, "since", string.format("%.0f", since))
     end

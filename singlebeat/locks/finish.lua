@@ -2,9 +2,11 @@
 --
 -- A run that has promised its lock to its retry leaves it to that message.
 --
--- KEYS[1...]  two for each request:
+-- KEYS[1...]  three for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
 --             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+--             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; that of a
+--                       request which is over is free
 -- ARGV[1]  done_ms   how long the end of a run is remembered; 0: it is not
 -- ARGV[2]  ran       1: they have run, even if their locks say otherwise; 0: they may not have started
 -- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message; empty:
@@ -21,7 +23,11 @@ local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
 local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
-local function finish(lock, done, id, gen, nonce)
+local function finish(lock, done, turn, id, gen, nonce)
+  local by_itself = redis.pcall("HMGET", turn, "id", "gen")
+  if by_itself[1] == id and tonumber(by_itself[2]) <= tonumber(gen) then
+    redis.call("DEL", turn)
+  end
   local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "next", "next_ttl", "until")
   if record.err then
     return "kept"
@@ -57,6 +63,6 @@ end
 
 local replies = {}
 for i, request in ipairs(cjson.decode(ARGV[3])) do
-  replies[i] = finish(KEYS[2 * i - 1], KEYS[2 * i], unpack(request))
+  replies[i] = finish(KEYS[3 * i - 2], KEYS[3 * i - 1], KEYS[3 * i], unpack(request))
 end
 return cjson.encode(replies)

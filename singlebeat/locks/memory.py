@@ -42,6 +42,8 @@ class _Record:
     payload: str
     if_held: str = ""  #: what its call asked for
     entry: str = ""
+    uncut: float = 0.0  #: until when its message may wait, if until is earlier
+    taken: float = 0.0  #: since when the place behind has been taken, by this call or by one that it has replaced
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
 
 
@@ -80,6 +82,7 @@ class MemoryBackend(BaseBackend):
         if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
             return self._holder(Verdict.DONE, ref)
         holder, waiting = self._live(ref.key), self._live(behind.key)
+        taken = waiting.taken if waiting else self._clock()
         if holder and holder.task_id == ref.task_id:
             if holder.state == "running":
                 return self._holder(Verdict.RUNNING, ref)
@@ -100,8 +103,8 @@ class MemoryBackend(BaseBackend):
         joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
         if record and joins and (record.if_held or not call.payload):
             if call.payload:  # they last until it starts: its expiry counts from then on
-                left = record.expires - self._clock()
-                self._put(last.key, replace(record, payload=call.payload, until=None), max(call.ttl, left))
+                left = max(record.uncut, record.expires) - self._clock()
+                self._put(last.key, replace(record, payload=call.payload, until=None), left)
             else:
                 self._records[last.key] = replace(record, payload="")
             return self._holder(Verdict.HELD, last)
@@ -120,6 +123,7 @@ class MemoryBackend(BaseBackend):
         until = now + call.expiry if call.expiry else None
         owner = (ref.task_id, ref.generation, "queued", "")
         record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held, call.entry)
+        record = replace(record, uncut=now + call.ttl, taken=taken)
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
         return self._holder(Verdict.WAITING if must_wait else Verdict.ACQUIRED, ref)
 
@@ -151,7 +155,7 @@ class MemoryBackend(BaseBackend):
             place, by_itself = self._live(behind.key), self._live(turn.key)
             is_behind = place is not None and place.task_id == ref.task_id
             is_in_turn = by_itself is not None and by_itself.task_id == ref.task_id
-            turn_is_first = by_itself is not None and (place is None or by_itself.since <= place.since)
+            turn_is_first = by_itself is not None and (place is None or by_itself.since <= place.taken)
             other_waits = place is not None and not is_behind and bool(place.if_held)
             held_by = None
             if record and record.task_id != ref.task_id:
@@ -162,7 +166,7 @@ class MemoryBackend(BaseBackend):
                 held_by = turn
             if held_by:
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn):
-                    since = max(now, place.since + 0.001) if place else now  # later than the one that is there already
+                    since = max(now, place.taken + 0.001) if place else now  # later than the one that is there already
                     new = _Record(
                         ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
                     )
@@ -258,6 +262,9 @@ class MemoryBackend(BaseBackend):
                 self._finish(ref, memory, ran=ran)
 
     def _finish(self, ref: Ref, memory: float, *, ran: bool) -> None:
+        by_itself = self._live(turn_key(ref.key))
+        if by_itself and by_itself.task_id == ref.task_id and by_itself.generation <= ref.generation:
+            del self._records[turn_key(ref.key)]
         record = self._live(ref.key)
         ours = record is not None and (record.task_id, record.generation) == (ref.task_id, ref.generation)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce

@@ -38,6 +38,10 @@ def _lock_and_done(lock: str) -> tuple[str, ...]:
     return lock, done_key(lock)
 
 
+def _keys_to_finish(lock: str) -> tuple[str, ...]:
+    return lock, done_key(lock), turn_key(lock)
+
+
 def _all_keys(lock: str) -> tuple[str, ...]:
     return lock, done_key(lock), behind_key(lock), turn_key(lock)
 
@@ -151,7 +155,7 @@ class RedisBackend(BaseBackend):
 
     def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
         """Free the locks of requests that are over."""
-        self._run_many("finish", refs, _ms(memory), int(ran), rows=_requests(refs))
+        self._run_many("finish", refs, _ms(memory), int(ran), rows=_requests(refs), keys_of=_keys_to_finish)
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""

@@ -190,8 +190,7 @@ def turn_ttl(ticket: Ticket, request: Any, *, lease: float) -> float:
     if not waits_for_its_turn(ticket, request):
         return 0.0
     left = seconds_until(request.expires, datetime.now(UTC))
-    # The worker that has the message renews its turn, but none that ends with the message.
-    return lease if left is None else max(0.001, left)
+    return lease if left is None else max(0.001, min(lease, left))
 
 
 def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:

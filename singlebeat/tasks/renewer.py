@@ -221,12 +221,7 @@ class Renewer:
         return [request for weak in self._requests.valuerefs() if (request := weak()) is not None]
 
     def _renew(self) -> None:
-        held = [
-            (request, ref)
-            for request in self._living()
-            if request.ticket is not None and not request.waits_for_its_end()
-            for ref in request.ticket.refs
-        ]
+        held = [(request, ref) for request in self._living() for ref in request.renewed()]
         renewals = self.backend.renew_many([ref for _, ref in held], lease=self.lease)
         for (request, ref), renewal in zip(held, renewals, strict=True):
             if request.ticket is None or ref.key != request.ticket.key:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial, wraps
@@ -19,7 +19,7 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import time_to_start
-from ..locks.base import HEADER, Ticket, entry_of
+from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
@@ -132,9 +132,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Its arguments for people, as its message shows them."""
         return readable((), {}, self.request_dict)
 
-    def waits_for_its_end(self) -> bool:
-        """Tell whether the message has a bound on its wait, and waits still: its lock ends with that bound."""
-        return self.expires is not None and self.time_start is None
+    def renewed(self) -> Sequence[Ref]:
+        """Return the claims to be renewed: a message that expires keeps its turn alone alive while it waits."""
+        if self.ticket is None:
+            return ()
+        if self.expires is None or self.time_start is not None:
+            return self.ticket.refs
+        return self.ticket.refs[-1:] if self.ticket.waited and self.expires > datetime.now(UTC) else ()
 
     def begin_for_plain_task(self) -> bool:
         """Take the lock for a task that has no gate of its own; tell whether it may start.

@@ -61,7 +61,7 @@ class Model:
             return Verdict.DONE
         if self.record and self.record.id == ref.task_id:
             return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
-        other = self.in_turn if self.in_turn != ref.task_id else ""
+        other, place = self.in_turn if self.in_turn != ref.task_id else "", self.behind
         if self.behind and self.behind.id == ref.task_id:
             if if_held is not IfHeld.REPLACE or other or (self.record and self.record.state == "running"):
                 self.behind.if_held = if_held
@@ -81,11 +81,12 @@ class Model:
                 self.replaced.add(self.record.id)
                 self.record = None
         call = Record(ref.task_id, ref.generation, "queued", "", "", if_held)
+        replaces_first = place is not None and not self.turn_is_first
         self.in_turn = other
         if self.record is None and not other:
             self.record = call
             return Verdict.ACQUIRED
-        self.behind, self.turn_is_first = call, bool(other)
+        self.behind, self.turn_is_first = call, bool(other) and not replaces_first
         return Verdict.WAITING
 
     def wait(self, ref: Ref) -> None:

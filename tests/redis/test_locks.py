@@ -78,7 +78,7 @@ def renew(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE) -> Ren
 def finish(redis: Redis, ref: Ref = RUN, *, memory: float = MEMORY) -> str:
     """Call the script itself: the backend drops its verdict."""
     args = (round(memory * 1000), 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
-    reply = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key)), args)
+    reply = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key), turn_key(ref.key)), args)
     (verdict,) = json.loads(reply)
     return verdict
 
@@ -366,7 +366,7 @@ def test_the_latest_arguments_outlive_the_expiry_of_the_first_call(backend, redi
         waiting, place = B, BEHIND
     assert lives(LEASE / 3, place)
 
-    acquire(backend, Ref(LOCK, "c"), payload="[3]", if_held=IfHeld.JOIN, expiry=LEASE / 3)
+    acquire(backend, Ref(LOCK, "c"), ttl=2, payload="[3]", if_held=IfHeld.JOIN, expiry=LEASE / 3)
 
     assert lives(QUEUED_TTL, place)
     if state == "running":
@@ -484,6 +484,32 @@ def test_a_call_that_runs_by_itself_never_gets_the_arguments_of_another(backend,
     assert holder.verdict is Verdict.WAITING
     assert (same.verdict, same.task_id) == (Verdict.HELD, "c")
     assert "[3]" not in (redis.hget(LOCK, "payload"), redis.hget(BEHIND, "payload"))
+
+
+def test_calls_that_replace_one_another_keep_their_place_before_later_turns(backend, redis):
+    acquire(backend)
+    begin(backend)
+    acquire(backend, B, if_held=IfHeld.REPLACE)
+    by_itself = Ref(LOCK, "c", nonce="n3")
+    begin(backend, by_itself, turn_ttl=TURN_TTL)
+    acquire(backend, Ref(LOCK, "d"), if_held=IfHeld.REPLACE)
+    finish(redis)
+
+    assert begin(backend, by_itself, queued=BEHIND, turn_ttl=TURN_TTL).task_id == "d"
+    assert begin(backend, Ref(LOCK, "d", nonce="n4"), queued=BEHIND).verdict is Verdict.STARTED
+
+
+def test_a_call_that_is_over_leaves_its_turn(backend, redis):
+    acquire(backend)
+    begin(backend)
+    waiter = replace(B, nonce="n2")
+    begin(backend, waiter, turn_ttl=TURN_TTL)
+
+    backend.finish_many([replace(waiter, task_id="c")], memory=MEMORY)
+    assert redis.exists(TURN), "of another call"
+    backend.finish_many([waiter], memory=MEMORY)
+
+    assert not redis.exists(TURN)
 
 
 def test_behind_a_run_the_one_that_came_first_goes_first(backend, redis):
