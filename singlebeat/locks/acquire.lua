@@ -118,7 +118,8 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
         local uncut = redis.call("HGET", stands_for_us, "uncut")
         if uncut then
           redis.call("HDEL", stands_for_us, "until", "uncut")
-          redis.call("PEXPIREAT", stands_for_us, uncut)
+          ttl = math.max(uncut - now, redis.call("PTTL", stands_for_us))
+          redis.call("PEXPIRE", stands_for_us, string.format("%.0f", ttl))
         end
       end
       return reply("held", stands_for_us, id)

@@ -103,8 +103,8 @@ class MemoryBackend(BaseBackend):
         joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
         if record and joins and (record.if_held or not call.payload):
             if call.payload:  # they last until it starts: its expiry counts from then on
-                left = max(record.uncut, record.expires) - self._clock()
-                self._put(last.key, replace(record, payload=call.payload, until=None), left)
+                expires = max(record.expires, record.uncut if record.until else 0.0)
+                self._records[last.key] = replace(record, payload=call.payload, until=None, expires=expires)
             else:
                 self._records[last.key] = replace(record, payload="")
             return self._holder(Verdict.HELD, last)

@@ -151,6 +151,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             return self._begin(self.ticket)
         except Postponed:
+            self._leave_to_next_delivery()
             record_end(self, "postponed")
             return False
 
@@ -206,6 +207,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         renewer_of(self.app).later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
 
     def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
+        # Also of a message that could not start: a server that hung may take its lock when it goes on.
         if self.ticket is not None:
             self._over = True
             renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
@@ -222,8 +224,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if isinstance(exc, Unsent) and not self.acknowledged:
             return self._put_back()
         if isinstance(exc, Postponed):
-            self._over = True
-            renewer_of(self.app).forget(self)
+            self._leave_to_next_delivery()
             record_end(self, "postponed")
         else:
             record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), exc)

@@ -307,6 +307,23 @@ def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(app, d
     assert [[id_ for id_ in ids if id_ in text] for text in said] == [[ids[2]], [ids[3]]]
 
 
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_lock_that_is_taken_late_waits_for_the_message_and_is_not_renewed(app, deliver, own_server, base):
+    app.conf.update(singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.2)
+    task, id_ = app.task(same, name="app.task", shared=False, **({"base": base} if base else {})), uuid()
+    redis, ticket = own_server.client(), Ticket(id_, "LOCK_a", "LOCK_a", waits=True)
+    backend_of(app).acquire_many([Call(ticket.run, task.name, "", 600)])
+    request = deliver(task, ["a"], id=id_, **{HEADER: ticket.header()})
+    own_server.pause()
+
+    started(request)
+    own_server.resume()
+
+    wait_until(lambda: redis.hget("LOCK_a", "gen") and not renewer_of(app)._handovers.qsize(), what="the late script")
+    wait_until(lambda: redis.hget("LOCK_a", "state") == "queued", what="the lock of the message")
+    assert request not in renewer_of(app)._living()
+
+
 def test_the_gate_opens_as_soon_as_the_locks_server_answers_again(app, deliver, own_server):
     app.conf.singleton_backend_url = own_server.url
     plain, id_ = app.task(same, name="app.plain", shared=False), uuid()
