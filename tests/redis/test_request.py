@@ -319,7 +319,7 @@ def test_a_lock_that_is_taken_late_waits_for_the_message_and_is_not_renewed(app,
     started(request)
     own_server.resume()
 
-    wait_until(lambda: redis.hget("LOCK_a", "gen") and not renewer_of(app)._handovers.qsize(), what="the late script")
+    wait_until(lambda: redis.hget("LOCK_a", "fence"), what="the late script")
     wait_until(lambda: redis.hget("LOCK_a", "state") == "queued", what="the lock of the message")
     assert request not in renewer_of(app)._living()
 
