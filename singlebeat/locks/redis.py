@@ -29,7 +29,7 @@ SCAN_COUNT = 500
 #: Seconds for which it is known that the message of a lock may be gone.
 SUSPECTED_FOR = 600.0
 
-#: Seconds since which a worker counts as gone that says so itself: longer than any lease, shorter than it counts as seen.
+#: Seconds since which a worker that takes no further messages counts as gone: longer than a lease, no more than a day.
 RETIRED = 12 * 3600
 
 #: Fields of a lock's record that people are shown. The first three are in every one, and together in nothing else.
