@@ -54,7 +54,8 @@ PAUSE, EVERY = 5.0, 10.0
 #: Seconds to wait for the next answer of a worker.
 TIMEOUT = 2.0
 
-#: Seconds for which a worker that has answered, and announces nothing, must answer again.
+#: Seconds for which a worker that has answered, and announces nothing, must answer again; less if
+#: ``singlebeat_lost_after`` is.
 SEEN_FOR = 20.0
 
 #: Locks that one search asks about; the others wait for the next one.
@@ -138,9 +139,9 @@ class Answers:
         """Note who has answered now."""
         self.last |= dict.fromkeys(workers, time.monotonic())
 
-    def lately(self) -> set[str]:
-        """Return who must answer again."""
-        since = time.monotonic() - SEEN_FOR
+    def lately(self, seconds: float) -> set[str]:
+        """Return who has answered within so many seconds."""
+        since = time.monotonic() - seconds
         self.last = {worker: moment for worker, moment in self.last.items() if moment >= since}
         return set(self.last)
 
@@ -211,7 +212,8 @@ def _look(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, answers: 
     if rest := [lock for lock in ripe if lock.ref not in ended]:
         announced = {name: age for each, age in backend.workers().items() if (name := _ours(app, each))}
         living = {worker for worker, age in announced.items() if age < config.singlebeat_lock_lease}
-        expected = living | (answers.lately() - announced.keys())
+        lately = answers.lately(min(SEEN_FOR, config.singlebeat_lost_after or SEEN_FOR))
+        expected = living | (lately - announced.keys())
         try:
             with _Broker.reached(app) as broker:
                 yield from list(_ask(app, rest, broker, expected, answers))

@@ -13,8 +13,8 @@ from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.history import Record
-from singlebeat.beat.lost import LostMessages
-from singlebeat.locks import backend_of
+from singlebeat.beat.lost import LostMessages, Waiting, examine
+from singlebeat.locks import backend_of, worker_name
 from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
 from tests.system.apps import make_app
 
@@ -189,14 +189,23 @@ def test_no_lock_is_freed_wrongly_behind_10000_messages(celery, server, app, ora
         assert not search.search(backend, keys)
 
 
-def test_a_call_goes_on_after_its_message_was_lost(celery, server, app, oracle, redis):
-    """A refused call tells the leader of the lock that was in its way."""
+def test_a_call_goes_on_after_its_message_was_lost(celery, server, oracle, redis):
+    """A refused call tells the leader of the lock in its way, which stays while a worker that lives is silent."""
     with make_app(server.celery_url, SOON) as app:
-        single = app.tasks[f"{APP}.single"]
+        single, backend = app.tasks[f"{APP}.single"], backend_of(app)
         first = single.apply_async(("one",), queue="later")
         celery("worker", "-c", "1").ready()
-        beat = celery(*BEAT, conf={**SOON, "task_queues": {"celery": {}, "later": {}}})
         redis.delete("later")
+        backend.announce(silent := worker_name(app, "silent@host"), ttl=3600)
+
+        def found() -> str:
+            (lock,) = (Waiting.of(*each) for each in backend.read([single.generate_lock(single.name, ["one"], {})]))
+            return examine(app, [lock])[0].reason
+
+        wait_until(lambda: "worker silent@host, which may have its message, does not answer" in found(), timeout=60)
+        assert single.delay("one") == first
+        backend.retire(silent)
+        beat = celery(*BEAT, conf=SOON)
 
         again = wait_until(lambda: not (call := single.delay("one")).is_duplicate and call, timeout=A_MINUTE)
 
