@@ -200,6 +200,11 @@ class Config:
     singlebeat_queued_ttl: float = _setting(
         3600.0, _seconds, "seconds that a lock waits for its message to start, besides countdown or eta"
     )
+    singlebeat_lost_after: float | None = _setting(
+        30.0,
+        _seconds_or_none,
+        "seconds after which beat checks whether the message of a queued lock is gone; None: never",
+    )
     singlebeat_socket_timeout: float = _setting(
         5.0, _patience, "seconds that one call to Redis may take; leases use shorter ones"
     )

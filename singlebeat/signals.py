@@ -11,7 +11,8 @@ entry_set_aside       sender: the app · entry (its key, or its name), reason; o
 entry_mended          sender: the app · entry
 duplicate             sender: the task · task_id (of the holder), args, kwargs, at (``send``, or ``start`` of its run)
 run_ended             sender: the app · outcome (of ``tasks.ends.OUTCOMES``), began (in seconds since 1970, or None),
-                      headers (of its message); in a worker's main process, of calls that have a lock or come from beat
+                      headers (of its message); in a worker's main process, of calls that have a lock or come from beat;
+                      in beat: ``message_lost`` or ``ran_elsewhere``, with the id and the entry alone in the headers
 lock_lost             sender: the task's name, or ``singlebeat.exclusive`` · ref (``locks.base.Ref``)
 ===================== ============================================================================
 """

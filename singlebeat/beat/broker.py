@@ -13,7 +13,7 @@ from ..config import Config
 if TYPE_CHECKING:
     from .entry import Entry
 
-__all__ = ("BrokerAccess",)
+__all__ = ("BrokerAccess", "bounded")
 
 
 #: What bounds every wait for the broker, by driver. py-amqp has no such bound for TLS: there only the wait for the
@@ -22,6 +22,13 @@ LIMITS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
     "py-amqp": ("read_timeout", "write_timeout"),
 }
+
+
+def bounded(connection: Any, timeout: float) -> Any:
+    """Return a connection to the broker whose waits take no longer than some seconds."""
+    for name in LIMITS.get(connection.transport.driver_name, ()):
+        connection.transport_options.setdefault(name, timeout)
+    return connection
 
 
 class BrokerAccess(Scheduler):  # type: ignore[misc]
@@ -48,9 +55,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
     @cached_property
     def connection(self) -> Any:
         """The broker connection; one that hangs must not hold up a tick for long."""
-        connection, timeout = self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout
-        for name in LIMITS.get(connection.transport.driver_name, ()):
-            connection.transport_options.setdefault(name, timeout)
+        connection = bounded(self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout)
         if connection.transport.driver_name == "py-amqp":
             # Unconfirmed messages behind one that RabbitMQ refuses are lost, and seem to be sent.
             connection.transport_options.setdefault("confirm_publish", True)

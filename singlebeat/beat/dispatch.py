@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
 
@@ -17,14 +18,15 @@ from ..config import Config
 from ..connections import DataError, RedisError, ResponseError
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
-from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
-from ..locks.key import readable
+from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Verdict, unusable
+from ..locks.key import behind_key, readable
 from ..log import Log
 from ..overlap import Overlap
 from ..tasks.claim import UNSENT_TTL, claim, keep
 from ..tasks.undo import never_mind, undo_later
 from .backoff import Backoff
 from .journal import tell
+from .lost import note
 from .message import Message, prepare
 from .occurrence import Decision, Occurrence, Outcome
 from .probe import acl_hint
@@ -50,6 +52,9 @@ TAKERS_SHARE = 0.8
 
 #: What keeps messages from being sent, for people.
 BROKER, LOCKS = "the broker", "the locks' server"
+
+#: Seconds of a renewal that prolongs no lock.
+NO_LONGER = 0.001
 
 #: What a broker that is away looks like.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -85,6 +90,7 @@ class Dispatcher:
         may_send: tells at any moment whether we lead.
         progress: hears of each step.
         timestamp: returns the server's time in seconds since 1970.
+        suspect: hears of the keys of locks that keep a run waiting, though their messages may be gone.
     """
 
     def __init__(
@@ -98,14 +104,17 @@ class Dispatcher:
         may_send: Callable[[Term], bool],
         progress: Callable[[], None],
         timestamp: Callable[[], float],
+        suspect: Callable[..., object],
     ) -> None:
-        self.app, self.store, self._timestamp = app, store, timestamp
+        self.app, self.store, self._timestamp, self._suspect = app, store, timestamp, suspect
         self._send, self._may_send = send, may_send
         self._forget_broker, self._reaches_broker = forget_broker, reaches_broker
         self._progress = progress
         self._said_unlocked = False
         self._unreachable = set[str]()  #: of the servers, those that were logged so
         self._backoff = Backoff()
+        self._queues: dict[str, str] = {}  #: to which messages of this dispatch are sent, by task id
+        before_task_publish.connect(self._note_queue)
 
     def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
@@ -312,17 +321,32 @@ class Dispatcher:
         ttl = Config.of(self.app).singlebeat_queued_ttl
         return time_to_start(message.entry.options, queued_ttl=ttl, now=now)
 
+    def _note_queue(
+        self, headers: Any = None, declare: Any = None, exchange: Any = None, routing_key: str = "", **_: Any
+    ) -> None:
+        """Note to which queue a message is sent, as Celery says before it publishes one; an exchange may have many."""
+        if headers and RUN_HEADER in headers and (declare or not exchange):
+            queue = declare[0] if declare else routing_key
+            self._queues[str(headers.get("id"))] = str(getattr(queue, "name", queue))
+
     def _keep_locks(self, sent: Collection[str], messages: Sequence[Message], now: datetime) -> None:
-        """Let the locks of sent messages last for as long as the messages may wait for their start.
+        """Let the locks of sent messages last for as long as the messages may wait for their start, and say where.
 
         A lock that a worker has taken or freed meanwhile stays as it is.
         """
-        refs = defaultdict[float, list[Ref]](list)
+        refs, ttl = defaultdict[float, dict[Ref, str]](dict), Config.of(self.app).singlebeat_queued_ttl
         for message in messages:
-            if message.ticket is not None and message.occurrence.id in sent:
-                refs[self._time_to_start(message, now)].append(message.ticket.run)
+            if message.occurrence.id not in sent:
+                continue
+            # A lock that was taken when its message was sent lasts for as long as its task says.
+            seconds = self._time_to_start(message, now) if message.ticket is not None else NO_LONGER
+            delay = time_to_start({**message.entry.options, "expires": None}, queued_ttl=ttl, now=now) - ttl
+            queue = self._queues.get(message.occurrence.id, "")
+            for ref in message.locks(self.app):
+                refs[seconds][ref] = note(ref, queue=queue, delay=delay)
+        self._queues.clear()
         for seconds, locks in refs.items():  # one round trip, unless countdowns differ
-            if seconds > UNSENT_TTL:
+            if seconds == NO_LONGER or seconds > UNSENT_TTL:
                 keep(backend_of(self.app), locks, seconds)
 
     def _acquire(self, messages: Sequence[Message], now: datetime) -> Mapping[str, Holder]:
@@ -360,6 +384,10 @@ class Dispatcher:
             outcome, other = Outcome.SKIPPED_OVERLAP, holder
         else:
             outcome, other = _sent_before(message)
+        met = outcome in {Outcome.BUFFERED, Outcome.SKIPPED_OVERLAP}
+        if met and (holder is None or holder.state == "queued"):
+            keys = [lock.key for lock in message.locks(self.app)]
+            self._suspect(*keys, *map(behind_key, keys))
         reason = f"task {occurrence.id} has begun or ended before" if outcome is Outcome.RUN_BEFORE else ""
         if other is not None:
             # Of a run of its own it goes without saying.

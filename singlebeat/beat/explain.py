@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ..tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
+
 if TYPE_CHECKING:
     from .delivery import Delivery
     from .entry import Entry
     from .history import Record
+    from .lost import Found
     from .occurrence import Occurrence
     from .state import State
 
@@ -30,6 +33,8 @@ class Lock:
     state: str  #: queued or running
     left: float | None  #: seconds until it ends if nobody renews it; None: not known
     lease: float  #: seconds of a whole lease
+    renewed: float | None = None  #: seconds since its worker has renewed it last, or has started; None: not known
+    worker: str = ""  #: that has renewed it; empty: not known
 
     @property
     def seems_abandoned(self) -> bool:
@@ -54,6 +59,7 @@ class Facts:
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
     locks_away: str = ""  #: why the locks' server could not be asked
+    found: Found | None = None  #: what is known about the message of the lock, if that is queued
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -182,6 +188,9 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
     if end is not None:
         took = f" after {end.duration:.1f} s" if end.duration is not None else ""
         why = f": {end.reason}" if end.reason else ""
+        if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
+            yield f"Its lock was freed at {_moment(end.at)}, {end.outcome}{why}."
+            return
         yield f"It ended at {_moment(end.at)}{took} on {end.worker}, {end.outcome}{why}."
         if end.outcome == "unknown_task":
             yield "That worker does not know the task and has dropped the message."
@@ -206,16 +215,49 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif lock is None:
         yield f"Task {task_id} does not hold the lock any more: the next run is free to go."
     elif lock.state == "queued":
-        yield f"Task {task_id} waits in its queue and has not started: is a worker there that reads that queue?"
-    elif lock.seems_abandoned or facts.running is not None:
-        force = "" if lock.seems_abandoned else " --force"
+        yield from _queued(facts, task_id)
+    elif lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
-            f"Task {task_id} holds the lock, but no worker that answers runs it: its worker has probably died. "
-            f"The lock ends by itself {left}; to free it now: celery singlebeat unlock {task_id}{force}"
+            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}, and no worker that answers runs "
+            f"it: its worker has probably died. The lock ends by itself {left}; to free it now: "
+            f"celery singlebeat unlock {task_id}"
+        )
+    elif facts.running is not None:
+        yield (
+            f"Task {task_id} runs, as far as is known: its lock was renewed {_renewed(lock)}, so its worker lived "
+            "then. That worker does not answer: it shuts down and ends its last tasks, is too busy, or has died since "
+            "then. "
+            f"If it has died, the lock ends by itself within {lock.lease:.0f} s."
         )
     else:
-        yield f"Task {task_id} holds the lock and runs; the workers could not be asked where."
+        yield (
+            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}; the workers could not be asked "
+            "whether it runs."
+        )
+
+
+def _renewed(lock: Lock) -> str:
+    by = f" by {lock.worker}" if lock.worker else ""
+    if lock.renewed is not None:
+        return f"{lock.renewed:.0f} s ago{by}"
+    return f"{max(0.0, lock.lease - lock.left):.0f} s ago{by}" if lock.left is not None else "at a time not known"
+
+
+def _queued(facts: Facts, task_id: str) -> Iterator[str]:
+    """Say what is known about the message of a lock that has not started."""
+    found = facts.found
+    if found is None:
+        yield f"Task {task_id} has not started, and nothing more is known about its message."
+        return
+    if found.outcome:
+        what = "has run" if found.outcome == RAN_ELSEWHERE else "never starts"
+        yield (
+            f"Task {task_id} {what}: {found.reason}. Beat frees its lock when another run meets it; to free it now: "
+            f"celery singlebeat unlock {task_id}"
+        )
+        return
+    yield f"Task {task_id} is queued for {found.lock.age:.0f} s and has not started: {found.reason}."
 
 
 def _task(facts: Facts, entry: Entry) -> Iterator[str]:

@@ -32,10 +32,9 @@ SCHEDULE_COMMANDS: Sequence[Sequence[str]] = (
 
 #: The same of the locks.
 LOCK_COMMANDS: Sequence[Sequence[str]] = (
-    *(("SET", "1", "PX", "60000"), ("EXISTS",), ("DEL",)),
     *(("HSET", "a", "1"), _EXPIRE, ("PTTL",), ("HGET", "a"), ("HMGET", "a"), ("HDEL", "a"), ("UNLINK",)),
     *(("ZADD", "0", "a"), _EXPIRE, ("ZCARD",), ("ZSCORE", "a"), ("ZMSCORE", "a"), ("ZREMRANGEBYSCORE", "1", "2")),
-    *(("ZREM", "a"), ("DEL",)),
+    *(("ZRANGE", "0", "-1"), ("ZREM", "a"), ("EXISTS",), ("DEL",)),
 )
 
 

@@ -33,6 +33,7 @@ from .journal import tell
 from .keys import Keys
 from .lease import Lease, Term, identity
 from .listing import Listing
+from .lost import LostMessages
 from .metrics import Metrics
 from .places import Places
 from .probe import acl_hint
@@ -123,6 +124,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._passed = 0  #: entries that are due, and whose last occurrence waits for the broker
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout + _longest_call(config)) if timeout else None
+        self._lost_messages = LostMessages(app)
 
     @cached_property
     def lease(self) -> Lease:
@@ -169,6 +171,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             may_send=lambda term: not self._closed and self.lease.term() == term,
             progress=self._watched,
             timestamp=self.server_time.timestamp,
+            suspect=self._lost_messages.suspect,
         )
 
     @property
@@ -235,6 +238,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         is_new = term != self._term
         if is_new:
             self._lead(term)
+        self._lost_messages.poll()
         self.clock.check(now, term)
         recovered = 0 < self._recheck_at <= time.monotonic()
         if recovered:
@@ -428,6 +432,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.stop()
+        self._lost_messages.stop()
         if "lease" in self.__dict__:
             self.lease.release()
         if not self._ticking:  # else the connection may be in use: we are called again when the tick has ended

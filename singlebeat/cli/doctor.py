@@ -17,6 +17,7 @@ from .. import __version__
 from ..beat.api import Schedule
 from ..beat.delivery import Delivery, listed, queue_of
 from ..beat.keys import Keys
+from ..beat.lost import MOST, examine
 from ..beat.probe import LOCK_COMMANDS, refusal, schedule_refusal
 from ..beat.server import Server
 from ..beat.servertime import UNFIT_FROM
@@ -27,6 +28,7 @@ from ..connections import is_redis, masked, schedule_client, schedule_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
+from .locks import every, old
 from .output import command, marked, printable, progress, show_json
 from .workers import Workers
 
@@ -44,6 +46,9 @@ BUSY_FOR = 5.0
 #: Entries without a place in the sorted set that are named.
 MOST_NAMED = 10
 
+#: Locks that are looked at for one that a worker has renewed.
+MOST_LOCKS = 1000
+
 #: The oldest server whose commands are enough.
 OLDEST_SERVER = (6, 2)
 
@@ -59,7 +64,7 @@ class Finding(NamedTuple):
 @command("doctor")
 def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
-    findings, parts = list[Finding](), (_server, _settings, _beat, _workers)
+    findings, parts = list[Finding](), (_server, _settings, _beat, _workers, _locks)
     with progress("parts looked at", len(parts), quiet=as_json) as step:
         for look_at in parts:
             findings.extend(look_at(app))
@@ -246,7 +251,7 @@ def _workers(app: Celery) -> Iterator[Finding]:
         yield Finding("problem", "broker", "it does not answer: messages cannot be sent")
         return
     if not workers.known_tasks:
-        yield Finding("problem", "workers", "none answers: what is sent waits in its queue")
+        yield _none_answers(app)
         return
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
@@ -282,6 +287,38 @@ def _queues(app: Celery, entries: Sequence[Entry], workers: Workers) -> Iterator
             yield Finding("warning", f"queue {queue}", text)
 
 
+def _none_answers(app: Celery) -> Finding:
+    """Say what is known about the workers if none answers: one that ends its last tasks answers no longer."""
+    lease = Config.of(app).singlebeat_lock_lease
+    with suppress(SinglebeatError):
+        locks = (lock for lock in islice(every(app), MOST_LOCKS) if lock.state == "running")
+        renewed = [lock for lock in locks if lock.renewed is not None and not lock.seems_abandoned]
+        if lock := min(renewed, key=lambda lock: lock.renewed or 0.0, default=None):
+            text = (
+                f"none answers, but {lock.worker or 'one'} has renewed the lock of task {lock.task_id} "
+                f"{min(lock.renewed or 0.0, lease):.0f} s ago: it shuts down and ends its last tasks, or is too busy. "
+                "Without another one, what is sent waits in its queue"
+            )
+            return Finding("warning", "workers", text)
+    return Finding("problem", "workers", "none answers: what is sent waits in its queue")
+
+
+def _locks(app: Celery) -> Iterator[Finding]:
+    """Look for locks that wait for messages which are gone."""
+    try:
+        found = [each for each in examine(app, list(islice(old(app), MOST))) if each.outcome]
+    except SinglebeatError:  # which was said before
+        return
+    if found:
+        first = found[0]
+        text = (
+            f"{len(found)} of them wait for messages that never start, as that of {first.lock.task}, task "
+            f"{first.lock.ref.task_id}: {first.reason}. Equal runs and calls are refused meanwhile. To free them: "
+            "celery singlebeat unlock --stale"
+        )
+        yield Finding("problem", "locks", text)
+
+
 def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> Iterator[Finding]:
     """Compare the singlebeat of the workers with one another's and with ours.
 
@@ -292,11 +329,12 @@ def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> 
     if without and seen:
         text = (
             f"{', '.join(without)}: no singlebeat there, or its settings name no server for locks. When such a worker "
-            "runs a plain task that beat has sent, nobody frees the lock of that task, and its next runs are skipped "
-            f"for up to {queued_ttl:g} s (singlebeat_queued_ttl); how the run ended is not recorded either. Install "
+            "runs a plain task that beat has sent, it leaves the lock of that task as it is, and the next runs are "
+            "skipped until beat finds that out: most of a minute, and where messages wait in the queue up to "
+            f"{queued_ttl:g} s (singlebeat_queued_ttl). How the run ended is not recorded either. Install "
             "celery-singlebeat there, too, and start the worker again"
         )
-        yield Finding("warning", "workers without singlebeat", text)
+        yield Finding("problem", "workers without singlebeat", text)
     found = {*versions.values(), __version__} - {""}
     if len(found) > 1:
         which = {f"{version} on {worker}" for worker, version in versions.items() if version}

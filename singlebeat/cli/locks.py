@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.explain import Lock
+from ..beat.lost import MOST, Answers, Found, Waiting, examine, free, may_yet_start
 from ..config import Config
 from ..locks import backend_of
 from ..locks.base import Ref, instant, read_generation
+from ..tasks.ends import flush_ends
 from .output import command, fail, printable, progress, show_json, table
 from .workers import Workers
 
@@ -24,17 +26,42 @@ def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], Lock]]:
     config = Config.of(app)
     for key, record in backend_of(app).locks(config.singleton_key_prefix):
         left = float(record["ttl"]) if record.get("ttl") else None
-        lock = Lock(key, record.get("id", ""), record.get("state", ""), left, config.singlebeat_lock_lease)
-        yield key, record, lock
+        began, now = float(record.get("since") or 0), float(record.get("now") or 0)
+        # Of an earlier run, or of an earlier delivery of its message, the record may still name the worker.
+        renewed = float(record.get("renewed") or 0)
+        is_known, worker = renewed >= began, record.get("worker", "")
+        age = (now - max(began, renewed)) / 1000 if now and began else None
+        # Its worker may have another lease than this process; a bound (until) may have cut what is left of it.
+        is_whole = None not in (age, left) and "until" not in record
+        lease = (age or 0.0) + (left or 0.0) if is_whole else config.singlebeat_lock_lease
+        about = record.get("id", ""), record.get("state", ""), left, lease
+        yield key, record, Lock(key, *about, age, worker if is_known else "")
+
+
+def every(app: Celery) -> Iterator[Lock]:
+    """Yield every lock."""
+    return (lock for _, _, lock in _records(app))
 
 
 def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, Lock]:
     """Return the locks that task ids hold, one for each that holds any; read no more locks than that takes."""
     found: dict[str, Lock] = {}
-    locks = (lock for _, _, lock in _records(app) if lock.task_id in task_ids)
+    locks = (lock for lock in every(app) if lock.task_id in task_ids)
     while len(found) < len(task_ids) and (lock := next(locks, None)) is not None:
         found[lock.task_id] = lock
     return found
+
+
+def waiting(app: Celery, task_ids: Collection[str] | None = None) -> Iterator[Waiting]:
+    """Yield the locks whose messages have not started, of all tasks or of some."""
+    for key, record, lock in _records(app):
+        if (task_ids is None or lock.task_id in task_ids) and (found := Waiting.of(key, record)) is not None:
+            yield found
+
+
+def old(app: Celery) -> Iterator[Waiting]:
+    """Yield those that have been queued for so long that their messages may be gone."""
+    return (lock for lock in waiting(app) if not may_yet_start(lock, Config.of(app)))
 
 
 @command("locks")
@@ -62,11 +89,17 @@ def locks_(app: Celery, as_json: bool) -> None:
 
 @command(
     "unlock",
-    click.argument("which"),
+    click.argument("which", required=False),
     click.option("--force", is_flag=True, help="Also if its owner lives, or waits in a queue."),
+    click.option("--stale", is_flag=True, help="Free all locks that wait for messages which are gone."),
 )
-def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
+def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
     """Free the lock of a task id, or of a key; a lock whose owner lives only by force."""
+    if stale == (which is not None) or (stale and force):
+        raise click.UsageError("give a task id or a key, or --stale alone")
+    if which is None:
+        _unlock_stale(app, as_json=as_json)
+        return
     found = next(((record, lock) for key, record, lock in _records(app) if which in {key, lock.task_id}), None)
     if found is None:
         fail(f"no lock is held by {which}")
@@ -74,11 +107,9 @@ def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
     backend = backend_of(app)
     if force:
         backend.unlock(lock.key)
+    elif lock.state == "queued":
+        _unlock_queued(app, lock, Waiting.of(lock.key, record))
     else:
-        if lock.state == "queued":
-            fail(
-                f"task {lock.task_id} waits in its queue: when it starts it takes its lock again; --force frees it now"
-            )
         workers = Workers.ask(app)
         if workers is None:
             fail(f"the workers cannot be asked whether task {lock.task_id} runs: --force frees its lock all the same")
@@ -96,3 +127,36 @@ def unlock_(app: Celery, as_json: bool, which: str, force: bool) -> None:
         show_json({"key": lock.key, "task_id": lock.task_id, "unlocked": True})
         return
     click.echo(printable(f"{lock.key}: free; it was held by task {lock.task_id}, {lock.state}"))
+
+
+def _unlock_queued(app: Celery, lock: Lock, found: Waiting | None) -> None:
+    """Free the lock of a message that is gone; end the command if it may not be gone."""
+    results = examine(app, [found]) if found is not None else []
+    if not free(app, results):
+        why = results[0].reason if results else "nothing more is known about its message"
+        fail(
+            f"task {lock.task_id} is queued, and may start: {why}. When it starts it takes its lock again; --force "
+            "frees it now"
+        )
+    flush_ends(app)
+
+
+def _unlock_stale(app: Celery, *, as_json: bool) -> None:
+    """Free all locks that wait for messages which are gone, and tell why the others stay."""
+    locks, results, answers = list(old(app)), list[Found](), Answers()
+    with progress("locks looked at", len(locks), quiet=as_json) as step:
+        for begin in range(0, len(locks), MOST):
+            batch = examine(app, locks[begin : begin + MOST], answers=answers)
+            gone = free(app, batch)
+            results += gone + [found for found in batch if not found.outcome]
+            for _ in batch:
+                step()
+    flush_ends(app)
+    if as_json:
+        rows = [(found.lock.ref, found.outcome, found.reason) for found in results]
+        show_json([{"key": ref.key, "task_id": ref.task_id, "outcome": o, "reason": why} for ref, o, why in rows])
+        return
+    for found in results:
+        what = f"free, {found.outcome}" if found.outcome else "stays"
+        click.echo(printable(f"{found.lock.task}, task {found.lock.ref.task_id}: {what}: {found.reason}"))
+    click.echo(f"{sum(1 for found in results if found.outcome)} of {len(locks)} old queued locks were freed")

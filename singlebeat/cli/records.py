@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -12,13 +13,14 @@ from ..beat.api import Schedule
 from ..beat.delivery import Delivery, queue_of
 from ..beat.explain import Facts, Lock, explain, record_at
 from ..beat.keys import Keys
+from ..beat.lost import examine
 from ..beat.occurrence import Occurrence
 from ..beat.probe import schedule_refusal
 from ..beat.state import State
 from ..connections import schedule_client
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
-from .locks import held_by
+from .locks import held_by, waiting
 from .output import command, instant, moment, printable, show_json, table
 from .workers import Workers
 
@@ -101,11 +103,13 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         task = record.holder
     elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
         task = record.task_id
-    locks, locks_away, pending = dict[str, Lock](), "", _pending(app, name)
+    locks, locks_away, pending, found = dict[str, Lock](), "", _pending(app, name), None
     try:
         if pending is not None:  # it may wait for that server
             backend_of(app).workers_seen()
         locks = dict(held_by(app, {task} - {"", *(running or ())}))
+        if task in locks and locks[task].state == "queued":
+            found = next(iter(examine(app, list(islice(waiting(app, {task}), 1)))), None)
     except LockBackendError as exc:
         locks_away = str(exc)
     facts = Facts(
@@ -122,6 +126,7 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         pending=pending,
         refused=schedule_refusal(app) if state.overdue or not state.works else "",
         locks_away=locks_away,
+        found=found,
     )
     sentences = list(explain(facts, when))
     if as_json:

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-__all__ = ("backend_of", "clear_locks", "eager_backend_of", "new_backend", "seconds_until", "time_to_start")
+__all__ = (
+    "backend_of",
+    "clear_locks",
+    "eager_backend_of",
+    "new_backend",
+    "seconds_until",
+    "time_to_start",
+    "worker_name",
+)
 
 #: By name, because a backend that needs no Redis must not import it.
 DEFAULT_BACKEND = "singlebeat.locks.redis:RedisBackend"
@@ -64,6 +72,11 @@ def new_backend(app: Celery, *, own_connections: bool = False) -> BaseBackend:
     if isinstance(cls, type) and issubclass(cls, BaseBackend):
         return cls.of_app(app, own_connections=own_connections)
     return LegacyBackend.around(cls, app)
+
+
+def worker_name(app: Celery, hostname: str) -> str:
+    """Return how a worker announces itself: apps with different brokers may share the server of their locks."""
+    return f"{hostname} {app.connection_for_write().as_uri()}"
 
 
 def clear_locks(app: Celery) -> None:

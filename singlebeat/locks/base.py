@@ -276,6 +276,8 @@ class BaseBackend(ABC):
 
     #: Whether a call can replace another, and give it its arguments.
     replaces = True
+    #: The worker whose messages this backend renews, as a lock's record names it; empty: it belongs to no worker.
+    worker = ""
 
     @property
     def name(self) -> str:
@@ -346,6 +348,10 @@ class BaseBackend(ABC):
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Keep the locks of living requests, in one round trip."""
 
+    def note_sent(self, sent: Mapping[Ref, str], *, lease: float) -> None:
+        """Keep the locks of messages that were sent, each with a note on where its message went, where that is kept."""
+        self.renew_many(list(sent), lease=lease)
+
     @abstractmethod
     def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
         """Free the locks of requests that are over, in one round trip; only their own.
@@ -361,6 +367,24 @@ class BaseBackend(ABC):
     @abstractmethod
     def workers_seen(self) -> bool:
         """Tell whether such a worker was seen lately."""
+
+    def retire(self, worker: str) -> None:  # noqa: B027 - a backend need not know of it
+        """Say that a worker takes no further messages."""
+
+    def workers(self) -> Mapping[str, float]:
+        """Return the workers that have announced themselves, and seconds since then; none where that is not known."""
+        return {}
+
+    def suspect(self, place: str, lock: str) -> None:  # noqa: B027 - a backend need not know of it
+        """Note at a key that the message of a lock may be gone: a call was refused because of it."""
+
+    def suspects(self, place: str, count: int) -> Sequence[str]:
+        """Return so many of the locks that were noted, and note them no longer."""
+        return []
+
+    def read(self, keys: Sequence[str]) -> Sequence[tuple[str, Mapping[str, str]]]:
+        """Return those of some locks that are held, and their records; none where records cannot be read so."""
+        return []
 
     def lock(self, lock: str, task_id: str, expiry: float | None = None) -> bool:
         """Take a lock for a task id; tell whether that id holds it now. For user code, as in celery-singleton.
@@ -385,7 +409,11 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def locks(self, key_prefix: str) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Yield every lock under a prefix and its record, for people; ``ttl``: seconds left, where it is known."""
+        """Yield every lock under a prefix and its record.
+
+        Beside the fields of the record: ``ttl``, the seconds that are left, and ``now``, the server's time in
+        milliseconds, where they are known.
+        """
 
 
 def unusable(key: str, reason: str) -> str:

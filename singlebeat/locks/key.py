@@ -20,8 +20,10 @@ __all__ = (
     "digest",
     "done_key",
     "is_done_key",
+    "is_turn_key",
     "lock_key",
     "readable",
+    "suspects_key",
     "turn_key",
 )
 
@@ -114,9 +116,19 @@ def turn_key(lock: str) -> str:
     return beside(lock, "turn")
 
 
+def suspects_key(prefix: str) -> str:
+    """Return the key of the locks whose messages may be gone."""
+    return f"{prefix}:suspects"
+
+
 def is_done_key(key: str) -> bool:
     """Return whether a key looks like one of ``done_key``."""
     return key.endswith(":done") and _HASH_TAG.match(key) is not None
+
+
+def is_turn_key(key: str) -> bool:
+    """Return whether a key looks like one of ``turn_key``."""
+    return key.endswith(":turn") and _HASH_TAG.match(key) is not None
 
 
 def check_sendable(*texts: str) -> None:

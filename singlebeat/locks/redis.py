@@ -26,8 +26,17 @@ __all__ = ("RedisBackend", "escaped")
 #: Keys that one step of a search through the server looks at, and locks that are read in one round trip.
 SCAN_COUNT = 500
 
+#: Seconds for which it is known that the message of a lock may be gone.
+SUSPECTED_FOR = 600.0
+
+#: Seconds since which a worker that takes no further messages counts as gone: longer than a lease, no more than a day.
+RETIRED = 12 * 3600
+
 #: Fields of a lock's record that people are shown. The first three are in every one, and together in nothing else.
-SHOWN = ("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until", "entry")
+SHOWN = (
+    *("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until", "entry"),
+    *("worker", "renewed", "sent"),
+)
 
 # Read before there are threads and forks: whoever reads a file of a package takes a lock of the import system, and a
 # child that is forked meanwhile never gets it.
@@ -146,7 +155,15 @@ class RedisBackend(BaseBackend):
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Keep the locks of living requests."""
-        return [Renewal(reply) for reply in self._run_many("renew", refs, _ms(lease), rows=_requests(refs))]
+        return self._renew_many(refs, [""] * len(refs), lease=lease)
+
+    def note_sent(self, sent: Mapping[Ref, str], *, lease: float) -> None:
+        """Keep the locks of messages that were sent, each with a note on where its message went."""
+        self._renew_many(list(sent), list(sent.values()), lease=lease)
+
+    def _renew_many(self, refs: Sequence[Ref], notes: Sequence[str], *, lease: float) -> list[Renewal]:
+        rows = [(*request, note) for request, note in zip(_requests(refs), notes, strict=True)]
+        return [Renewal(reply) for reply in self._run_many("renew", refs, _ms(lease), rows=rows, last=(self.worker,))]
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Let a run leave its lock to its own retry when it ends."""
@@ -160,12 +177,45 @@ class RedisBackend(BaseBackend):
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""
         with self._reaching():
-            self.redis.set(WORKER_KEY, worker, px=_ms(ttl))
+            seconds, _ = self.redis.time()
+            with self.redis.pipeline(transaction=False) as pipe:
+                pipe.zadd(WORKERS_KEY, {worker: seconds})
+                pipe.zremrangebyscore(WORKERS_KEY, "-inf", seconds - ttl)
+                pipe.pexpire(WORKERS_KEY, _ms(ttl))
+                pipe.execute()
 
     def workers_seen(self) -> bool:
         """Tell whether such a worker was seen lately."""
         with self._reaching():
-            return bool(self.redis.exists(WORKER_KEY))
+            return bool(self.redis.exists(WORKERS_KEY))
+
+    def retire(self, worker: str) -> None:
+        """Say that a worker takes no further messages; that it was seen stays known."""
+        with self._reaching():
+            seconds, _ = self.redis.time()
+            self.redis.zadd(WORKERS_KEY, {worker: seconds - RETIRED}, xx=True)
+
+    def workers(self) -> Mapping[str, float]:
+        """Return the workers that have announced themselves lately, and seconds since then."""
+        with self._reaching():
+            now, _ = self.redis.time()
+            seen: list[tuple[str, float]] = self.redis.zrange(WORKERS_KEY, 0, -1, withscores=True)
+            return {worker: now - at for worker, at in seen}
+
+    def suspect(self, place: str, lock: str) -> None:
+        """Note at a key that the message of a lock may be gone: a call was refused because of it."""
+        with self._reaching(), self.redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(place, {lock: 0})
+            pipe.pexpire(place, _ms(SUSPECTED_FOR))
+            pipe.execute()
+
+    def suspects(self, place: str, count: int) -> Sequence[str]:
+        """Return so many of the locks that were noted, and note them no longer."""
+        with self._reaching():
+            noted: list[str] = self.redis.zrange(place, 0, count - 1)
+            if noted:
+                self.redis.zrem(place, *noted)
+            return noted
 
     def get(self, lock: str) -> str | None:
         """Return the task id that holds a lock, or None."""
@@ -181,7 +231,7 @@ class RedisBackend(BaseBackend):
         """Free every lock under a prefix, whoever holds it; other keys under the prefix stay."""
         with self._reaching():
             ended = (key for key in self._keys(key_prefix, "ZSET") if is_done_key(key))
-            found = (each for key, _, _ in self._records(key_prefix) for each in (key, done_key(key)))
+            found = (each for key, _ in self.locks(key_prefix) for each in (key, done_key(key)))
             for keys in (found, ended):
                 for page in _pages(keys):
                     pipe = self.redis.pipeline(transaction=False)
@@ -192,29 +242,34 @@ class RedisBackend(BaseBackend):
     def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield every lock under a prefix and its record."""
         with self._reaching():
-            for key, record, ttl_ms in self._records(key_prefix):
-                yield key, {**record, "ttl": str(max(0, ttl_ms) / 1000)}
+            for page in _pages(self._keys(key_prefix, "HASH")):
+                yield from self._read(page)
+
+    def read(self, keys: Sequence[str]) -> list[tuple[str, Mapping[str, str]]]:
+        """Return those of some locks that are held, and their records."""
+        with self._reaching():
+            return list(self._read(keys))
 
     def holds(self, key: str) -> bool:
         """Return whether the locks' database has a key, of a lock or of anything else."""
         with self._reaching():
             return bool(self.redis.exists(key))
 
-    def _records(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str], int]]:
-        """Yield key, record and milliseconds left of every lock, and of no other hash that has such a key."""
-        for page in _pages(self._keys(key_prefix, "HASH")):
-            pipe = self.redis.pipeline(transaction=False)
-            for key in page:
-                pipe.hmget(key, SHOWN)
-                pipe.pttl(key)
-            replies = pipe.execute()
-            for key, values, ttl_ms in zip(page, replies[::2], replies[1::2], strict=True):
-                if all(values[:3]):
-                    yield (
-                        key,
-                        {name: value for name, value in zip(SHOWN, values, strict=True) if value is not None},
-                        ttl_ms,
-                    )
+    def _read(self, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Yield key and record of each that is a lock, and of no other hash that has such a key."""
+        if not keys:
+            return
+        seconds, microseconds = self.redis.time()
+        now = f"{seconds}{microseconds // 1000:03}"
+        pipe = self.redis.pipeline(transaction=False)
+        for key in keys:
+            pipe.hmget(key, SHOWN)
+            pipe.pttl(key)
+        replies = pipe.execute()
+        for key, values, ttl_ms in zip(keys, replies[::2], replies[1::2], strict=True):
+            if all(values[:3]):
+                record = {name: value for name, value in zip(SHOWN, values, strict=True) if value is not None}
+                yield key, {**record, "ttl": str(max(0, ttl_ms) / 1000), "now": now}
 
     def _keys(self, key_prefix: str, kind: str) -> Iterator[str]:
         return cast(
@@ -231,6 +286,7 @@ class RedisBackend(BaseBackend):
         refs: Sequence[Ref],
         *args: int,
         rows: Sequence[Sequence[str | int]],
+        last: tuple[str, ...] = (),
         keys_of: Callable[[str], tuple[str, ...]] = _lock_and_done,
     ) -> list[Any]:
         """Run a script once for many locks, in a cluster once for each slot, with one row of values for each lock."""
@@ -241,7 +297,7 @@ class RedisBackend(BaseBackend):
             groups = same_slot(self.redis, [ref.key for ref in refs])
         for group in groups:
             keys = [key for index in group for key in keys_of(refs[index].key)]
-            found = json.loads(self._run(name, keys, (*args, packed(rows[index] for index in group))))
+            found = json.loads(self._run(name, keys, (*args, packed(rows[index] for index in group), *last)))
             replies.update(zip(group, found, strict=True))
         return [replies[index] for index in range(len(refs))]
 
@@ -263,8 +319,9 @@ class _Reaching:
             raise LockBackendError(f"the locks' server {masked(self.url)} does not answer: {exc}") from exc
 
 
-#: Says that a worker with singlebeat was seen; outside of every prefix of locks, so that clearing those leaves it.
-WORKER_KEY = "singlebeat:worker"
+#: The workers with singlebeat that were seen, by the server's time; outside of every prefix of locks, so that clearing
+#: those leaves it.
+WORKERS_KEY = "singlebeat:workers"
 
 
 def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:

@@ -1,10 +1,13 @@
 --- renew: keep the locks of requests alive while their worker lives; never take one, never resurrect one.
 --
 -- KEYS[1...]  two for each request:
---             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
+--             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
+--                       renewed (ms): who has renewed it last, and when; sent: a note of the sender
 --             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  lease_ms  how long a lock outlives the worker
--- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message]
+-- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
+--                    the sender for a lock that is queued; empty: none]
+-- ARGV[3]  worker    the worker that has the messages; empty: it is no worker that renews
 --
 -- returns  JSON, one word for each request:
 --          running  renewed; this delivery is the run that holds the lock
@@ -12,11 +15,11 @@
 --          over     this generation ended or handed over: nothing to renew
 --          lost     the lock expired or somebody else holds it
 
-local lease = tonumber(ARGV[1])
+local lease, worker = tonumber(ARGV[1]), ARGV[3]
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-local function renew(lock, done, id, gen, nonce)
+local function renew(lock, done, id, gen, nonce, note)
   local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until")
   if record.err then
     return "lost"
@@ -38,6 +41,12 @@ local function renew(lock, done, id, gen, nonce)
   end
   if record[5] then
     ttl = math.max(1, math.min(ttl, record[5] - now))
+  end
+  if worker ~= "" then
+    redis.call("HSET", lock, "worker", worker, "renewed", string.format("%.0f", now))
+  end
+  if note ~= "" and state == "queued" then
+    redis.call("HSET", lock, "sent", note)
   end
   redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
   return state

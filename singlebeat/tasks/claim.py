@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from kombu.utils.encoding import safe_repr
 
+from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks.base import (
     RUN_HEADER,
@@ -23,7 +27,7 @@ from ..locks.base import (
     generation,
     unusable,
 )
-from ..locks.key import behind_key, beside, readable
+from ..locks.key import behind_key, beside, readable, suspects_key
 from ..log import Log
 from .policy import Lock, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
 from .undo import never_mind, refused, undo_later
@@ -63,7 +67,7 @@ class Admitted:
         logged: the call is on its way, and waits for its turn.
         """
         if self.taken is not None and self.wait > UNSENT_TTL:
-            keep(task.singleton_backend, [self.taken], self.wait)
+            keep(task.singleton_backend, {self.taken: ""}, self.wait)
         if self.replacing is None:
             return self.ticket.waits_for
         about = {"task": task.name, "id": self.ticket.task_id}
@@ -196,17 +200,45 @@ def _acquire(task: Any, call: Call, *, again: bool) -> Holder:
         raise
     if holder.verdict is Verdict.UNUSABLE:
         raise UnusableLockError(unusable(ref.key, holder.task_id))
+    if holder.verdict is Verdict.HELD and holder.state == "queued":
+        _suspect(task, ref.key, holder)
     # Who holds the lock now does not concern a call that has ended.
     return dataclasses.replace(holder, task_id=ref.task_id) if holder.verdict is Verdict.DONE else holder
 
 
-def keep(backend: BaseBackend, locks: Sequence[Ref], seconds: float) -> None:
-    """Let the locks of sent messages last for so long, unless a worker has taken or freed them meanwhile."""
+def keep(backend: BaseBackend, locks: Mapping[Ref, str], seconds: float) -> None:
+    """Let the locks of sent messages last for so long, unless a worker has taken or freed them meanwhile.
+
+    Args:
+        locks: of each a note on where its message went; empty: none.
+    """
     try:
-        backend.renew_many(locks, lease=seconds)
+        backend.note_sent(locks, lease=seconds)
     except LockBackendError as exc:
         text = "beat: Locks end in %(seconds)g s unless their tasks start before"
         log.warning(text, event="unlocked", seconds=UNSENT_TTL, reason=exc)
+
+
+#: When this process has last noted a lock whose message may be gone, by its key.
+_suspected: dict[str, float] = {}
+
+#: Seconds after which it notes the same lock again, and how many of them it keeps in mind.
+SUSPECT_AGAIN, MOST_SUSPECTS = 10.0, 1000
+
+
+def _suspect(task: Any, key: str, holder: Holder) -> None:
+    """Let the beat that leads check an old lock, whose message may be gone."""
+    config, now = Config.of(task.app), time.monotonic()
+    patience, since = config.singlebeat_lost_after, holder.since
+    if patience is None or since is None or (datetime.now(UTC) - since).total_seconds() < patience:
+        return
+    if now - _suspected.get(key, -SUSPECT_AGAIN) < SUSPECT_AGAIN:
+        return
+    if len(_suspected) >= MOST_SUSPECTS:
+        _suspected.clear()
+    _suspected[key] = now
+    with suppress(LockBackendError):  # the call has its answer
+        task.singleton_backend.suspect(suspects_key(config.singleton_key_prefix), key)
 
 
 def free(task: Any, ref: Ref, *, memory: float = 0.0) -> None:

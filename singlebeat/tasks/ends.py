@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ("DUPLICATE_REFUSED", "OUTCOMES", "flush_ends", "outcome_of", "record_end", "record_end_of_message")
+__all__ = (
+    "DUPLICATE_REFUSED",
+    "MESSAGE_LOST",
+    "OUTCOMES",
+    "RAN_ELSEWHERE",
+    "flush_ends",
+    "outcome_of",
+    "record_end",
+    "record_end_of_message",
+)
 
 log = Log(__name__)
 
@@ -53,8 +62,11 @@ _OUTCOMES = {
     Terminated: "terminated",
 }
 
-#: Every word for an end; ``duplicate_refused``: an equal call runs, or this one has run; ``postponed``: its
-#: message was sent again to wait for its turn, and ends another time.
+#: Ends that no worker with singlebeat has seen: a message that is gone, and one that another worker has run.
+MESSAGE_LOST, RAN_ELSEWHERE = "message_lost", "ran_elsewhere"
+
+#: Every word for an end that a worker sees; ``duplicate_refused``: an equal call runs, or this one has run;
+#: ``postponed``: its message was sent again to wait for its turn, and ends another time.
 OUTCOMES = (
     *("success", "failure", *_OUTCOMES.values(), DUPLICATE_REFUSED, "postponed"),
     *("revoked", "expired", "unknown_task"),

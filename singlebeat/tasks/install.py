@@ -12,6 +12,7 @@ from celery.utils.imports import symbol_by_name
 
 from ..config import Config
 from ..errors import ConfigError
+from ..locks import worker_name
 from ..locks.base import Ticket
 from ..log import Log
 from .ends import flush_ends, record_end_of_message
@@ -50,7 +51,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
         for task in parent.app.tasks.values():
             task.Request = _with_locks(symbol_by_name(task.Request))
         self.renewer, renewer.timer = renewer, parent.timer
-        renewer.start()
+        renewer.serve(parent.hostname, name=worker_name(parent.app, parent.hostname))
         # Neither before now, because all who have a Singleton import this module, nor later, amid forks.
         from .. import __version__  # noqa: PLC0415
 
@@ -72,6 +73,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
         for ended in UNSEEN_ENDS:
             ended.disconnect(dispatch_uid=id(self))
         if self.renewer is not None:
+            self.renewer.retire()  # the consumer has stopped: the broker has all messages again that do not run
             self.renewer.flush()
             flush_ends(parent.app)
 

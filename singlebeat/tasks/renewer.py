@@ -57,6 +57,7 @@ class Renewer:
     def __init__(self, app: Celery) -> None:
         config = Config.of(app)
         self.lease, self.memory = config.singlebeat_lock_lease, config.singlebeat_queued_ttl
+        #: Under which it announces that its worker lives; empty: it does not.
         self.name = f"{os.uname().nodename}:{os.getpid()}"
         self.backend = new_backend(app, own_connections=True)
         self._gate = new_backend(app, own_connections=True)
@@ -75,6 +76,20 @@ class Renewer:
         if not self._started:
             self._started = True
             start_native_thread(self._run, "singlebeat-renewer")
+
+    def serve(self, worker: str, *, name: str) -> None:
+        """Start for a worker: its locks say that it renews them, and it announces itself until it stops."""
+        self.backend.worker, self.name = worker, name
+        self.start()
+
+    def retire(self) -> None:
+        """Announce no longer that the worker lives: it takes no further messages, and keeps those that run."""
+        self.name, retired = "", self.name
+        if retired and self.answers():
+            try:
+                self.gate.retire(retired)
+            except LockBackendError:
+                self.failed()
 
     def keep(self, request: Request) -> None:
         """Renew the lock of a request from now on."""
@@ -169,7 +184,7 @@ class Renewer:
                 if time.monotonic() >= due or not self.answers():
                     due = time.monotonic() + self.lease / 3
                     self._renew()
-                    self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
+                    self._announce()
                     if self.failing:
                         log.warning("the locks' server answers again: locks are renewed", event="recovered")
                     self.failing = False
@@ -215,6 +230,10 @@ class Renewer:
             self.backend.finish_many(refs, memory=self.memory, ran=has_run)
         self.backend.finish_many([ref for ticket, _ in over for ref in ticket.refs[1:]], memory=self.memory)
         self._later = later
+
+    def _announce(self) -> None:
+        if name := self.name:
+            self.backend.announce(name, ttl=ANNOUNCED_FOR)
 
     def _living(self) -> list[Request]:
         # valuerefs() copies in one step: requests come and go in other threads meanwhile.

@@ -19,7 +19,7 @@ from singlebeat import Schedule
 from singlebeat.errors import LockBackendError
 from singlebeat.locks.base import Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, lock_key, turn_key
-from singlebeat.locks.redis import WORKER_KEY, RedisBackend
+from singlebeat.locks.redis import WORKERS_KEY, RedisBackend
 from singlebeat.lua import Script, packed
 from tests.benchmarks import wire
 from tests.support import RedisServer, free_port, wait_until
@@ -1243,6 +1243,7 @@ def test_every_lock_of_a_prefix_is_listed_with_its_record(backend, redis):
         lock_key(PREFIX, "d2"): ("b", "queued"),
     }
     assert 0 < float(listed[LOCK].pop("ttl")) <= redis.pttl(LOCK) / 1000 + 1
+    assert abs(int(listed[LOCK].pop("now")) - int(listed[LOCK]["since"])) < 60_000
     assert listed[LOCK] == {name: value for name, value in redis.hgetall(LOCK).items() if name != "payload"}
 
 
@@ -1252,9 +1253,9 @@ def test_a_worker_is_seen_as_long_as_it_announces_itself(backend, redis, lives):
     backend.announce("w1@host", ttl=LEASE)
 
     assert backend.workers_seen()
-    assert redis.get(WORKER_KEY) == "w1@host"
-    assert lives(LEASE, WORKER_KEY)
-    redis.delete(WORKER_KEY)
+    assert redis.zrange(WORKERS_KEY, 0, -1) == ["w1@host"]
+    assert lives(LEASE, WORKERS_KEY)
+    redis.delete(WORKERS_KEY)
     assert not backend.workers_seen()
 
 
@@ -1269,6 +1270,12 @@ EVERY_VERB: dict[str, Callable[[RedisBackend], object]] = {
     "finish": lambda backend: backend.finish_many([RUN], memory=MEMORY),
     "announce": lambda backend: backend.announce("w", ttl=LEASE),
     "workers_seen": lambda backend: backend.workers_seen(),
+    "retire": lambda backend: backend.retire("w"),
+    "workers": lambda backend: backend.workers(),
+    "suspect": lambda backend: backend.suspect("place", LOCK),
+    "suspects": lambda backend: backend.suspects("place", 1),
+    "read": lambda backend: backend.read([LOCK]),
+    "note_sent": lambda backend: backend.note_sent({RUN: ""}, lease=LEASE),
     "get": lambda backend: backend.get(LOCK),
     "unlock": lambda backend: backend.unlock(LOCK),
     "clear": lambda backend: backend.clear(PREFIX),

@@ -34,7 +34,7 @@ def test_a_beat_and_a_worker_with_nothing_to_do_say_nothing(celery, app, redis):
     worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": 5}).ready()
     beat = celery(*BEAT, conf={"redbeat_lock_timeout": 10, "beat_max_loop_interval": 0.1})
     beat.wait_for(LEADS)
-    wait_until(lambda: redis.exists("singlebeat:worker"), what="a worker that is seen")
+    wait_until(lambda: redis.exists("singlebeat:workers"), what="a worker that is seen")
     before = beat.position, worker.position
 
     def looks() -> int:

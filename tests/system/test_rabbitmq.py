@@ -13,6 +13,7 @@ from celery.schedules import schedule
 from kombu import Exchange, Queue
 
 from singlebeat import Entry, Schedule
+from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, wait_until
 from tests.system.apps import make_app
@@ -131,6 +132,28 @@ def a_late_call_that_waits_longer_than_it_may_be_delivered(scene: Scene) -> None
     assert not worker.matches("cannot be sent again")
 
 
+def a_purged_queue(scene: Scene) -> None:
+    """The lock of a message stays while it waits in a queue or is delayed, and no longer."""
+    scene.conf = {**scene.conf, "singlebeat_lost_after": 1.5}
+    later = scene.conf["task_default_queue"] + "_later"
+    busy = {"task": SINGLE, "schedule": schedule(0.5), "args": ["busy", 60], "options": {"countdown": 3}}
+    purged = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["purged"], "options": {"queue": later}}
+    scene.start("worker", "-c", "1").ready()
+    with scene.app() as app:
+        wait_until(backend_of(app).workers_seen, timeout=60, what="the worker to say that it looks after locks")
+        beat = scene.start("beat", beat_schedule={"purged": purged, "busy": busy})
+        sent = beat.wait_for(r"event=dispatched entry=purged .* id=(\S+)", timeout=60).group(1)
+        beat.wait_for(f"holder={sent}", count=4, timeout=60)
+        with app.connection_for_write() as connection:
+            assert connection.default_channel.queue_purge(later) == 1, "its lock has stayed"
+
+        beat.wait_for(rf"event=message_lost .*id={sent}", timeout=60)
+        beat.wait_for(r"event=dispatched entry=purged", count=2, timeout=60)
+    scene.oracle.wait_started(1, "busy", timeout=60)
+    assert not beat.matches(r"event=message_lost .*entry=busy")
+    assert len(beat.matches(r"event=dispatched entry=busy")) == 1
+
+
 def no_redis_at_all(scene: Scene) -> None:
     """Equal runs exclude one another by asking the workers through RabbitMQ; results go there as well."""
     scene.conf = {
@@ -165,6 +188,7 @@ CASES: dict[str, Callable[[Scene], None]] = {
     "calls that wait for their turn": calls_that_wait_for_their_turn,
     "a chord of two equal calls": a_chord_of_two_equal_calls,
     "a late call that waits long": a_late_call_that_waits_longer_than_it_may_be_delivered,
+    "a purged queue": a_purged_queue,
     "no Redis at all": no_redis_at_all,
 }
 

@@ -1,0 +1,270 @@
+"""A lock whose message is gone is found out and freed, and in doubt it stays: with real workers, beats and queues."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from celery.schedules import schedule
+
+from singlebeat import Entry, Schedule
+from singlebeat.beat.history import Record
+from singlebeat.beat.lost import LostMessages, Waiting, examine
+from singlebeat.locks import backend_of, worker_name
+from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
+from tests.system.apps import make_app
+
+BEAT = ("beat", "-S", "singlebeat.Scheduler")
+
+#: Seconds instead of 30 after which a queued lock is looked at.
+SOON = {"singlebeat_lost_after": 1.5}
+
+#: Seconds for which no entry may be silent.
+A_MINUTE = 60.0
+
+BARE = """
+import os
+from celery import Celery
+
+app = Celery("bare", broker=os.environ["SB_TEST_URL"], backend=os.environ.get("BARE_RESULTS"))
+
+
+@app.task(name="tests.system.apps.plain")
+def plain(name, seconds=0):
+    return name
+"""
+
+
+@pytest.fixture
+def old_worker(celery, server, tmp_path: Path):
+    """Start a worker that has no singlebeat."""
+    info = tmp_path / "celery_singlebeat-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: celery-singlebeat\nVersion: 0\n")
+    (tmp_path / "bare.py").write_text(BARE)
+
+    def start(*args: str, results: bool) -> CeleryProcess:
+        env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        env |= {"BARE_RESULTS": server.celery_url} if results else {}
+        return celery("worker", "-c", "1", *args, app="bare", env=env).ready()
+
+    return start
+
+
+@pytest.fixture
+def ask(celery):
+    """Run ``celery singlebeat …`` until it prints what is awaited; return what it prints."""
+
+    def ask(*args: str, until: str) -> str:
+        def printed() -> str:
+            process: CeleryProcess = celery("singlebeat", *args, conf=SOON)
+            process.wait(60)
+            process.stop()
+            return process.text if until in process.text else ""
+
+        # To the command a worker that answers late is not there.
+        text = wait_until(printed, timeout=2 * A_MINUTE, what=until)
+        measured(f"$ celery -A shop singlebeat {' '.join(args)}\n{text}")
+        return text
+
+    return ask
+
+
+def entry(app, name: str, **fields: object) -> None:
+    fields = {"task": f"{APP}.plain", "schedule": schedule(1), "args": [name], **fields}
+    Entry(name, app=app, run_on_start=True, **fields).save()
+
+
+def records(app, name: str, decision: str) -> list[Record]:
+    return [record for record in Schedule(app).history(name, 1000) if record.decision == decision]
+
+
+def seen(app) -> None:
+    wait_until(backend_of(app).workers_seen, timeout=30, what="a worker to say that it looks after locks")
+
+
+def sent_again(app, name: str, *, after: int = 0) -> list[Record]:
+    """Return the runs of an entry, when there is one more; it must not take a minute."""
+    began = time.monotonic()
+    runs = wait_until(
+        lambda: found if len(found := records(app, name, "dispatched")) > after else [], timeout=A_MINUTE, what=name
+    )
+    measured(f"{name}: sent again after {time.monotonic() - began:.1f} s")
+    return runs
+
+
+def skipped(app, name: str, task_id: str, times: int) -> None:
+    def is_skipped() -> bool:
+        return sum(record.holder == task_id for record in records(app, name, "skipped_overlap")) >= times
+
+    wait_until(is_skipped, timeout=A_MINUTE, what=f"{times} runs skipped for {task_id}")
+
+
+def test_an_entry_goes_on_after_its_queue_was_purged(celery, app, oracle, redis):
+    """While its message waits in the queue its lock stays, however long that takes."""
+    celery("worker", "-c", "1").ready()
+    seen(app)
+    entry(app, "purged", options={"queue": "later"})
+    beat = celery(*BEAT, conf=SOON)
+    (first,) = sent_again(app, "purged")
+    skipped(app, "purged", first.task_id, 6)
+    assert len(records(app, "purged", "dispatched")) == 1, "its message waits"
+
+    assert app.control.purge() == 0
+    assert redis.llen("later") == 1
+    redis.delete("later")
+
+    sent_again(app, "purged", after=1)
+    beat.wait_for(rf"event=message_lost .*id={first.task_id}")
+    (end,) = wait_until(
+        lambda: [
+            record.end
+            for record in Schedule(app).history("purged", 1000)
+            if record.task_id == first.task_id and record.end
+        ]
+    )
+    assert end.outcome == "message_lost"
+    assert end.reason == "no worker has its message, and nothing waits in its queue later"
+    celery("worker", "-c", "1", "-Q", "later").ready()
+    oracle.wait_ended(3, "purged", timeout=A_MINUTE)
+    assert oracle.max_concurrent("purged") == 1
+
+
+@pytest.mark.parametrize("results", [True, False], ids=["results", "no results"])
+def test_old_workers_silence_no_entry_before_or_after_an_upgrade(celery, app, oracle, old_worker, results):
+    """Mixed workers, a roll-back to old ones alone, and an upgrade after that."""
+    new = celery("worker", "-c", "1").ready()
+    seen(app)
+    old = old_worker("-Q", "old", results=results)
+    entry(app, "there", options={"queue": "old"})
+    entry(app, "here")
+    beat = celery(*BEAT, conf=SOON)
+
+    (first,) = sent_again(app, "there")
+    runs = sent_again(app, "there", after=1)
+    beat.wait_for(rf"event={'ran_elsewhere' if results else 'message_lost'} .*id={first.task_id}")
+    oracle.wait_ended(3, "here")
+
+    new.terminate()
+    new.wait()
+    entry(app, "back", options={"queue": "old"})
+    sent_again(app, "there", after=len(runs) + 1)
+    sent_again(app, "back", after=1)
+
+    old.terminate()
+    old.wait()
+    celery("worker", "-c", "1", "-Q", "old,celery").ready()
+    oracle.wait_ended(2, "there", timeout=A_MINUTE)
+    oracle.wait_ended(2, "back", timeout=A_MINUTE)
+    assert not beat.matches(r"event=(message_lost|ran_elsewhere) .*entry=here")
+
+
+def test_no_lock_is_freed_wrongly_behind_10000_messages(celery, server, app, oracle, redis):
+    """Neither of calls in a long queue nor in busy workers; of a queue that is purged then, all the others are."""
+    with make_app(server.celery_url, {"singlebeat_lost_after": 0.2, "singlebeat_lock_lease": 0.2}) as impatient:
+        impatient.tasks[f"{APP}.plain"].delay("other")
+        (other,) = redis.lrange("celery", 0, 0)
+        redis.delete("celery")
+        single, names = impatient.tasks[f"{APP}.single"], [f"call {number}" for number in range(100)]
+        ids = {single.delay(name, seconds=300).id for name in names}
+        redis.lpush("celery", *[other] * 10_000)
+        keys = [single.generate_lock(single.name, [name], {"seconds": 300}) for name in names]
+        search, backend = LostMessages(impatient), backend_of(impatient)
+        assert not search.search(backend, keys), "no worker answers"
+        for _ in range(2):  # two tasks run, and sixteen are taken besides
+            celery("worker", "-c", "2", "--prefetch-multiplier", "8", conf={"singlebeat_lock_lease": 300})
+        wait_until(lambda: redis.hlen("unacked") == 32 and oracle.started() == 4, timeout=60, what="busy workers")
+
+        for _ in range(2):
+            assert not search.search(backend, keys), f"{redis.llen('celery')} messages wait"
+
+        waiting = {json.loads(raw)["headers"]["id"] for raw in redis.lrange("celery", -100, -1)} & ids
+        assert len(waiting) == len(ids) - 36
+        redis.delete("celery")
+        assert {found.lock.ref.task_id for found in search.search(backend, keys)} == waiting
+        assert not search.search(backend, keys)
+
+
+def test_a_call_goes_on_after_its_message_was_lost(celery, server, oracle, redis):
+    """A refused call tells the leader of the lock in its way, which stays while a worker that lives is silent."""
+    with make_app(server.celery_url, SOON) as app:
+        single, backend = app.tasks[f"{APP}.single"], backend_of(app)
+        first = single.apply_async(("one",), queue="later")
+        celery("worker", "-c", "1").ready()
+        redis.delete("later")
+        backend.announce(silent := worker_name(app, "silent@host"), ttl=3600)
+
+        def found() -> str:
+            (lock,) = (Waiting.of(*each) for each in backend.read([single.generate_lock(single.name, ["one"], {})]))
+            return examine(app, [lock])[0].reason
+
+        wait_until(lambda: "worker silent@host, which may have its message, does not answer" in found(), timeout=60)
+        assert single.delay("one") == first
+        backend.retire(silent)
+        beat = celery(*BEAT, conf=SOON)
+
+        again = wait_until(lambda: not (call := single.delay("one")).is_duplicate and call, timeout=A_MINUTE)
+
+        beat.wait_for(rf"event=message_lost task={APP}.single id={first.id}")
+        assert again.get(timeout=60) == "one"
+
+
+def test_what_is_known_of_a_purged_message_is_said_and_its_lock_freed(celery, app, ask, redis):
+    celery("worker", "-c", "1").ready()
+    seen(app)
+    entry(app, "purged", options={"queue": "later"})
+    celery(*BEAT, conf={"singlebeat_lost_after": None})
+    (first,) = sent_again(app, "purged")
+    skipped(app, "purged", first.task_id, 3)
+
+    waits = ask("explain", "purged", until="No worker that answers reads queue later")
+
+    assert "1 message waits in queue later" in waits
+    assert "--force" not in waits
+    ask("unlock", first.task_id, until="may start: 1 message waits in queue later. When it starts it takes its lock")
+    ask("unlock", "--stale", until="0 of 1 old queued locks were freed")
+
+    redis.delete("later")
+
+    gone = ask("explain", "purged", until=f"Task {first.task_id} never starts: no worker has its message")
+    assert "nothing waits in its queue later" in gone
+    assert f"to free it now: celery singlebeat unlock {first.task_id}" in gone
+    ask(
+        "doctor",
+        until="problem  locks: 1 of them wait for messages that never start, as that of tests.system.apps.plain",
+    )
+    rows = json.loads(ask("unlock", "--stale", "--json", until="message_lost"))
+    assert [row["task_id"] for row in rows] == [first.task_id]
+    sent_again(app, "purged", after=1)
+    redis.delete("later")
+    second = records(app, "purged", "dispatched")[0].task_id
+    skipped(app, "purged", second, 2)
+    ask("unlock", second, until=f"free; it was held by task {second}, queued")
+
+
+def test_a_worker_that_shuts_down_is_said_to_live(celery, app, oracle, ask):
+    """A run in a warm shutdown answers no question, and renews its lock: no command advises to free that."""
+    conf = {"singlebeat_lock_lease": 10}
+    worker = celery("worker", "-c", "1", conf=conf).ready()
+    seen(app)
+    entry(app, "long", args=["long", 60])
+    celery(*BEAT, conf=conf)
+    (run,) = oracle.wait_started(1, "long")
+    worker.send(signal.SIGTERM)
+    worker.wait_for("Warm shutdown")
+    skipped(app, "long", run.id, 2)
+    lives = f"Task {run.id} runs, as far as is known: its lock was renewed "
+
+    text = ask("explain", "long", until=lives)
+
+    assert "so its worker lived then. That worker does not answer: it shuts down and ends its last tasks" in text
+    assert "--force" not in text
+    assert "unlock" not in text
+    assert "probably" not in text
+    ask("doctor", until="warning  workers: none answers, but w")
+    oracle.let_go("long")
+    assert worker.wait() == 0

@@ -1,0 +1,71 @@
+"""What the record of a lock says about its message, before workers and queues are asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from singlebeat.beat.lost import Waiting, may_yet_start, note
+from singlebeat.config import Config
+from singlebeat.locks.base import Ref
+
+NOW = 2_000_000_000_000
+
+#: Of a message that beat has sent a minute ago.
+RECORD = {"id": "a", "gen": "0", "state": "queued", "since": str(NOW - 60_000), "now": str(NOW), "ttl": "3540"}
+SENT = {"sent": note(Ref("k", "a"), queue="q", delay=0)}
+
+
+def waiting(key: str = "SINGLETONLOCK_{a}", **fields: Any) -> Waiting | None:
+    return Waiting.of(key, {**RECORD, **fields})
+
+
+def reason(**fields: Any) -> str:
+    found = waiting(**fields)
+    assert found is not None
+    return may_yet_start(found, Config.of(Celery(set_as_current=False)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({}, "", id="a call"),
+        pytest.param(SENT, "", id="a run"),
+        pytest.param({"since": str(NOW - 20_000)}, "it is queued for 20 s only", id="a young one"),
+        pytest.param({"ttl": "3600"}, "by its countdown or eta; its lock ends in 3600 s", id="a countdown"),
+        pytest.param({"ttl": "0.5"}, "its message may not be sent yet", id="one that is not known to be sent"),
+        pytest.param({"ttl": "0.5", **SENT}, "", id="one that is known to be sent"),
+        pytest.param(
+            {"worker": "w", "renewed": str(NOW - 9_000)}, "worker w has its message, and has renewed", id="taken"
+        ),
+        pytest.param({"worker": "w", "renewed": str(NOW - 31_000)}, "", id="taken by a worker that is gone"),
+        pytest.param({"worker": "w", "renewed": str(NOW - 61_000)}, "", id="taken before it was queued again"),
+    ],
+)
+def test_a_message_is_missed_when_no_cause_for_its_wait_is_left(fields, expected):
+    assert expected in reason(**fields)
+    assert bool(reason(**fields)) is bool(expected)
+
+
+def test_a_delay_that_beat_knows_counts_though_the_lock_ends_before():
+    assert "queued for 60 s only" in reason(ttl="540", sent=note(Ref("k", "a"), queue="q", delay=40))
+
+
+def test_a_note_on_an_earlier_message_says_nothing_of_its_retry():
+    found = waiting(**SENT, gen="1")
+
+    assert (found.queue, found.is_noted) == ("", False)
+    assert waiting(**SENT).queue == "q"
+
+
+@pytest.mark.parametrize("sent", ["", "{", "[]", "{}", '"text"', '{"gen": 5}'])
+def test_a_note_that_cannot_be_read_says_nothing(sent):
+    assert not waiting(sent=sent).is_noted
+
+
+def test_only_a_lock_that_waits_is_looked_at():
+    assert waiting(state="running") is None
+    assert waiting("SINGLETONLOCK_{a}:turn") is None
+    assert waiting("SINGLETONLOCK_{a}:next") is not None
