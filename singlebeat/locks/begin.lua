@@ -18,6 +18,7 @@
 -- ARGV[9]  turn_ms    how long its turn lasts: if the lock is held, the message will be sent again; until then it is the
 --                     call that runs by itself, if there is none; 0: it will not be sent again
 -- ARGV[10] entry      of the schedule, that has sent the message, for people; empty: a program has
+-- ARGV[11] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}
 --          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
@@ -28,6 +29,7 @@
 --          replaced  another id took the lock from ours while it was queued
 --          held      another id holds it, or waits for it and came first; nothing was written but its turn
 --          unusable  the keys cannot be read; the second is the server's reason; nothing was written
+--          late      the deadline has passed; the fourth is the server's time; nothing was written
 --
 -- A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn.
 
@@ -38,6 +40,10 @@ local turn_ms, entry = tonumber(ARGV[9]), ARGV[10]
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+if now > tonumber(ARGV[11]) then
+  return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
+end
 
 local function reply(verdict, holds)
   local r = redis.call("HMGET", holds or lock, "id", "state", "since", "fence", "payload", "entry")
@@ -88,8 +94,15 @@ end
 if not holder and other and not (in_turn == id and turn_is_first) then
   return held(behind)
 end
-if not holder and place[1] == id and in_turn and in_turn ~= id and turn_is_first then
-  return held(turn)
+if not holder and in_turn and in_turn ~= id then
+  -- Those that run by themselves, and are sent again if they must wait, have no order among themselves.
+  local may_not = turn_ms == 0
+  if place[1] == id then
+    may_not = turn_is_first
+  end
+  if may_not then
+    return held(turn)
+  end
 end
 if holder and held_gen > gen then
   return reply("stale")

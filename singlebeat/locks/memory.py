@@ -162,7 +162,7 @@ class MemoryBackend(BaseBackend):
                 held_by = ref
             elif record is None and other_waits and not (is_in_turn and turn_is_first):
                 held_by = behind
-            elif record is None and is_behind and by_itself and not is_in_turn and turn_is_first:
+            elif record is None and by_itself and not is_in_turn and (turn_is_first if is_behind else not turn_ttl):
                 held_by = turn
             if held_by:
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn):

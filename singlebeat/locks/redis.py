@@ -116,10 +116,18 @@ class RedisBackend(BaseBackend):
             (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.if_held, c.entry)
             for owner, c in zip(_requests(refs), calls, strict=True)
         ]
+        return self._in_time(
+            lambda deadline: self._run_many("acquire", refs, int(again), deadline, rows=rows, keys_of=_all_keys)
+        )
+
+    def _in_time(self, run: Callable[[int], Sequence[Any]]) -> list[Holder]:
+        """Run a script that writes nothing after a deadline, and return its replies.
+
+        Args:
+            run: takes the server's time (ms) after which nobody waits for the reply.
+        """
         for _ in range(2):  # a wrong guess of its time is corrected by the reply
-            deadline = time.monotonic() + self._ahead + self.timeout
-            replies = self._run_many("acquire", refs, int(again), _ms(deadline), rows=rows, keys_of=_all_keys)
-            holders = [_holder(reply) for reply in replies]
+            holders = [_holder(reply) for reply in run(_ms(time.monotonic() + self._ahead + self.timeout))]
             late = [holder.since.timestamp() for holder in holders if holder.verdict is Verdict.LATE and holder.since]
             if not late:
                 return holders
@@ -139,11 +147,14 @@ class RedisBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run, or say why it must not start."""
+        """Start a run, or say why it must not start.
+
+        A server that comes to it only after the timeout leaves the lock alone, as in ``acquire_many``.
+        """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
         args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), _ms(turn_ttl), entry)
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
-        holder = _holder(self._run("begin", keys, args))
+        (holder,) = self._in_time(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))
         return holder

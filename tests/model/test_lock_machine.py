@@ -121,8 +121,10 @@ class Model:
                 if waits:
                     self.wait(ref)
                 return Verdict.HELD
-            if is_behind and self.in_turn and not is_in_turn and self.turn_is_first:
+            if self.in_turn and not is_in_turn and (self.turn_is_first if is_behind else not waits):
                 return Verdict.HELD
+        elif self.in_turn and self.in_turn != ref.task_id and not waits:
+            return Verdict.HELD
         if self.behind and self.behind.id == ref.task_id:
             payload, if_held = self.behind.payload or payload, self.behind.if_held
             self.behind = None

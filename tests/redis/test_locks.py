@@ -499,6 +499,19 @@ def test_calls_that_replace_one_another_keep_their_place_before_later_turns(back
     assert begin(backend, Ref(LOCK, "d", nonce="n4"), queued=BEHIND).verdict is Verdict.STARTED
 
 
+def test_a_message_that_is_not_to_wait_is_skipped_while_another_has_its_turn(backend, redis):
+    acquire(backend)
+    begin(backend)
+    waiter = replace(B, nonce="n2")
+    begin(backend, waiter, turn_ttl=TURN_TTL)
+    finish(redis)
+
+    skipped = begin(backend, Ref(LOCK, "c", nonce="n3"))
+
+    assert (skipped.verdict, skipped.task_id) == (Verdict.HELD, "b")
+    assert begin(backend, waiter, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
+
+
 def test_a_call_that_is_over_leaves_its_turn(backend, redis):
     acquire(backend)
     begin(backend)
