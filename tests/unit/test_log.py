@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from singlebeat.beat.journal import tell
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.log import Log, printable, without_passwords
+from singlebeat.tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
 from tests.support import ROOT
 
 LOGGER = "singlebeat.test_log"
