@@ -3,7 +3,8 @@
 -- A repetition of the call, after its reply was lost, says the same; it does not prolong a term.
 --
 -- KEYS[1]  lock      string: the leader's token (the protocol of redis-py's lock, so RedBeat's beats are kept out, too)
--- KEYS[2]  leader    hash: who leads, for people, and how far its host's clock is ahead; lives as long as the lock
+-- KEYS[2]  leader    hash: who leads, for people, and how far its host's clock is ahead; lives as long as the lock, whose
+--                    token and lease_ms it keeps
 -- KEYS[3]  term      int: counts the terms of leadership
 -- KEYS[4]  standbys  zset: the beats that stand by, by the time until which they count as there (ms)
 -- KEYS[5]  resigned  string: host and pid of the beat whose term was ended so that a beat which stands by leads next
@@ -21,7 +22,8 @@
 -- ARGV[11] before    the same as standby, as it was at the last campaign; empty: it has not changed
 --
 -- returns  the number of our term, and the time of the server (seconds, microseconds); 0 for the number: another leads
---          or is to lead, and nothing was written but that we stand by
+--          or is to lead, and nothing was written but that we stand by, and that a lock which would outlive its lease,
+--          because the server's clock was set back, ends with it
 
 local lock, leader, term, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local token, ttl, host, pid, last, standby, stay = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7], ARGV[8]
@@ -44,9 +46,16 @@ if holder == token then
   return {tonumber(redis.call("GET", term)), time[1], time[2]}
 end
 if holder and holder ~= last then
+  -- Redis keeps the end as an instant of its clock. A living leader renews the lock before this end, too.
+  local record = redis.call("HMGET", leader, "token", "lease_ms")
+  local lease = record[1] == holder and tonumber(record[2])
+  if lease and redis.call("PTTL", lock) > lease then
+    redis.call("PEXPIRE", lock, lease)
+    redis.call("PEXPIRE", leader, lease)
+  end
   return stand_by()
 end
-if redis.call("GET", resigned) == host .. ":" .. pid then
+if redis.call("GET", resigned) == host .. ":" .. pid and redis.call("PTTL", resigned) <= tonumber(stay) then
   return stand_by()
 end
 
@@ -56,6 +65,7 @@ redis.call("DEL", leader, resigned)
 redis.call("ZREM", standbys, standby, ARGV[11])
 redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number, "ahead", ARGV[10])
 local about = cjson.decode(standby)
+redis.call("HSET", leader, "token", token, "lease_ms", ttl)
 redis.call("HSET", leader, "app", about.app or "", "statics", about.statics or "")
 if number <= tonumber(ARGV[9]) then
   redis.call("HSET", leader, "lost", ARGV[9])

@@ -127,7 +127,7 @@ def test_the_leader_is_shown_to_everybody(make, redis):
 
     leader = second.leader()
 
-    assert set(leader) == {"host", "pid", "since", "term", "app", "statics", "ahead"}
+    assert set(leader) == {"host", "pid", "since", "term", "app", "statics", "ahead", "token", "lease_ms"}
     assert leader["term"] == str(term.number)
     assert 0 < redis.pttl(KEYS.leader) <= 60_000
 
@@ -391,6 +391,44 @@ def test_the_lock_ends_by_itself(make, redis):
     make(ttl=60).acquire()
 
     assert 0 < redis.pttl(KEYS.lock) <= 60_000
+
+
+HOUR = 3_600_000
+
+
+def test_a_lock_outlives_no_lease_when_the_clock_is_set_back(make, redis):
+    dead, standby = make(ttl=60), make()
+    term = dead.acquire()
+    for key in (KEYS.lock, KEYS.leader):
+        redis.pexpire(key, HOUR)  # as it is when the server's clock was set back by an hour
+
+    assert standby.acquire() is None
+
+    assert redis.get(KEYS.lock) == term.token
+    for key in (KEYS.lock, KEYS.leader):
+        assert 0 < redis.pttl(key) <= 60_000
+    assert dead.renew(), "if it lives after all"
+
+
+def test_a_lock_of_redbeat_keeps_its_end_whatever_was_left(make, redis):
+    make(ttl=60).acquire()
+    redis.set(KEYS.lock, "of RedBeat", px=HOUR)  # the record of ours is still there
+
+    assert make().acquire() is None
+
+    assert redis.pttl(KEYS.lock) > 60_000
+
+
+def test_who_was_made_to_resign_waits_no_longer_when_the_clock_is_set_back(make, app, redis):
+    leader, standby = make(), make()
+    leader.acquire()
+    standby.acquire()
+    resign(app)
+    leader.renew()
+
+    redis.pexpire(KEYS.resigned, HOUR)
+
+    assert leader.acquire().number == 2
 
 
 # ---------------------------------------------------------------- release
