@@ -22,7 +22,7 @@ from .permission import check_allowed
 from .policy import Policy
 from .recurrence import is_known, next_occurrence
 from .save import save_entries
-from .timetable import PARKED, Timetable, listed_policy, zone_of
+from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 from .zone import app_zone
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         super().__init__(*args, app=app, **kwargs)
         if policy is None and not wishes:
             self.policy = listed_policy(self.schedule) or self.policy
+        self.enabled = self.enabled and not is_listed_as_disabled(self.schedule)
         if self.policy.timezone is None:  # JSON would keep no more of the schedule's own zone than its offset
             self.policy = replace(self.policy, timezone=zone_of(self.schedule, app_zone(app)))
         if why := self.policy.contradicts(self.options):

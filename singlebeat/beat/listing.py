@@ -58,13 +58,15 @@ class Listing(Mapping[str, Entry]):
         keys = [self._keys.prefix + name for name in names]
         for name, fields in zip(names, json.loads(script(__package__, "read")(self.client, keys, ())), strict=True):
             given, stored = self._configured(name), self._stored(name, fields)
+            # Not as it is stored where the code has it: a tool that adds it again must not make a wish of the code of it.
+            wanted = given.enabled if given is not None else stored is None or stored.enabled
             if given is not None and stored is not None:
                 past, enabled = stored.meta, given.enabled and stored.enabled
                 given = given.with_past(past)
                 given.enabled = enabled
             if (entry := given or stored) is not None:
                 entry = copy.deepcopy(entry)
-                entry.schedule = as_listed(entry.schedule, entry.policy, is_static=given is not None)
+                entry.schedule = as_listed(entry.schedule, entry.policy, is_static=given is not None, enabled=wanted)
                 yield name, entry
 
     def _stored(self, name: str, fields: Any) -> Entry | None:

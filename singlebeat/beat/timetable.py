@@ -25,6 +25,7 @@ __all__ = (
     "PARKED",
     "Timetable",
     "as_listed",
+    "is_listed_as_disabled",
     "is_listed_from_redis",
     "listed_policy",
     "on_its_clock",
@@ -36,6 +37,9 @@ PARKED = -1.0
 
 #: The attribute of a listed schedule.
 _LISTED = "_singlebeat_listed"
+
+#: Its value where a schedule was not listed: policy, whether ``beat_schedule`` has the entry, whether it is enabled.
+_NOT_LISTED = (None, True, True)
 
 #: The shortest step of a nominal time.
 TICK = timedelta(microseconds=1)
@@ -69,28 +73,34 @@ def on_its_clock(schedule: Any, zone: ZoneInfo | None) -> Any:
     return schedule if zone is None or not isinstance(schedule, crontab) else _with(schedule, tz=zone)
 
 
-def as_listed(schedule: Any, policy: Policy, *, is_static: bool) -> Any:
+def as_listed(schedule: Any, policy: Policy, *, is_static: bool, enabled: bool) -> Any:
     """Return the schedule of an entry for a tool that lists entries, and may add them to ``beat_schedule`` again.
 
-    Such a tool knows no policy, so the schedule carries it.
+    Such a tool knows neither policy nor ``enabled``, so the schedule carries them.
 
     Args:
         is_static: ``beat_schedule`` has the entry.
+        enabled: whether it is enabled there, else as it is stored.
     """
     if not is_known(schedule):  # it is recognised by its identity
         return schedule
-    return _with(on_its_clock(schedule, policy.timezone), **{_LISTED: (policy, is_static)})
+    return _with(on_its_clock(schedule, policy.timezone), **{_LISTED: (policy, is_static, enabled)})
 
 
 def listed_policy(schedule: Any) -> Policy | None:
     """Return the policy that the schedule of a listed entry carries, or None."""
-    policy: Policy | None = getattr(schedule, _LISTED, (None, True))[0]
+    policy: Policy | None = getattr(schedule, _LISTED, _NOT_LISTED)[0]
     return policy
 
 
 def is_listed_from_redis(schedule: Any) -> bool:
     """Return whether a schedule comes from a listed entry that ``beat_schedule`` did not have."""
-    return not getattr(schedule, _LISTED, (None, True))[1]
+    return not getattr(schedule, _LISTED, _NOT_LISTED)[1]
+
+
+def is_listed_as_disabled(schedule: Any) -> bool:
+    """Return whether a schedule comes from a listed entry that is disabled."""
+    return not getattr(schedule, _LISTED, _NOT_LISTED)[2]
 
 
 def _with(schedule: Any, **attributes: Any) -> Any:

@@ -113,6 +113,24 @@ def test_a_tool_that_adds_entries_again_keeps_policies_and_owners(new, put, redi
     assert redis.smembers("redbeat::statics") == {"static"}, "else it would go with the tool"
 
 
+def test_a_tool_that_adds_entries_again_enables_none(new):
+    first = new(off={**STATIC, "enabled": False}, deployed=STATIC, on=STATIC)
+    first.tick()
+    first.close()
+    scheduler = new(off={**STATIC, "enabled": False}, deployed={**STATIC, "enabled": False}, on=STATIC)
+
+    cronitor(scheduler)
+    cronitor(scheduler)
+    scheduler.tick()
+
+    entries = Schedule(scheduler.app)
+    assert {name: entries.get(name).enabled for name in ("off", "deployed", "on")} == {
+        "off": False,
+        "deployed": False,
+        "on": True,
+    }
+
+
 def test_the_apply_async_that_sentry_patches_is_called_for_each_run(new, put, monkeypatch):
     calls, send = [], RedBeatScheduler.apply_async
 
