@@ -62,11 +62,13 @@ class Clock:
         # The latest, not the last: many small steps back are a large one.
         self._latest = max(self._latest, now)
         if abs(self._latest - self._stored) >= STORED_EVERY:
+            self._progress()
             self.client.set(self.keys.clock, repr(self._latest.timestamp()))
             self._stored = self._latest
         self._term = term
 
     def _shown_before(self) -> datetime:
+        self._progress()
         try:
             return datetime.fromtimestamp(float(self.client.get(self.keys.clock) or "nan"), UTC)
         except (ValueError, OverflowError, OSError):  # nobody has led yet, and anybody may write there

@@ -88,7 +88,7 @@ class Dispatcher:
         forget_broker: drops a broker connection that failed.
         reaches_broker: returns whether the broker takes a connection, unless there is one.
         may_send: tells at any moment whether we lead.
-        progress: hears of each step.
+        progress: hears of each step, before each call to a server: one may be repeated for long.
         timestamp: returns the server's time in seconds since 1970.
         suspect: hears of the keys of locks that keep a run waiting, though their messages may be gone.
     """
@@ -284,6 +284,7 @@ class Dispatcher:
     def _release(self, *locks: Ref) -> None:
         if not locks:
             return
+        self._progress()
         try:
             backend_of(self.app).finish_many(locks, memory=Config.of(self.app).singlebeat_queued_ttl)
         except LockBackendError:
@@ -306,6 +307,7 @@ class Dispatcher:
 
     def _workers_look_after_locks(self) -> bool:
         """Tell whether a worker was seen that frees the locks of plain tasks: else they would stay for an hour."""
+        self._progress()
         try:
             seen, why = backend_of(self.app).workers_seen(), "no worker with singlebeat installed was seen"
         except ConfigError as exc:
@@ -347,6 +349,7 @@ class Dispatcher:
         self._queues.clear()
         for seconds, locks in refs.items():  # one round trip, unless countdowns differ
             if seconds == NO_LONGER or seconds > UNSENT_TTL:
+                self._progress()
                 keep(backend_of(self.app), locks, seconds)
 
     def _acquire(self, messages: Sequence[Message], now: datetime) -> Mapping[str, Holder]:
@@ -364,6 +367,7 @@ class Dispatcher:
         ]
         for call in calls:
             never_mind(call.ref)
+        self._progress()
         holders = backend_of(self.app).acquire_many(calls, again=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 

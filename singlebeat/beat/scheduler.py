@@ -270,11 +270,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
         if term.lost and term.lost != self._vanished_in:
             self._tell_vanished(f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part")
+        self._watched()
         for other, count in self.statics.of_others().items():
             text = (
                 "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s: they go to its queues"
             )
             self._met_other_app(text, other, entries=count)
+        self._watched()
         self.store.check_eviction()
         self.setup_schedule()
         self._term, self._standing_by = term, False

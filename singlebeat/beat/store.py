@@ -113,7 +113,7 @@ class Store:
 
     Args:
         client: the client for the schedule.
-        progress: hears of each step.
+        progress: hears of each step, before each call to the server: one may be repeated for long.
         server_time: learns the server's time from each look at what is due.
     """
 
@@ -162,6 +162,7 @@ class Store:
             start: leave out so many, those that have been due for the longest time.
             all_pending: return every unconfirmed occurrence, not only those whose time to be tried has come.
         """
+        self._progress()
         keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
         with self.client.pipeline(transaction=False) as pipe:
             # Not eval(), which redis-py refuses in the pipelines of clusters.
@@ -184,6 +185,7 @@ class Store:
         waits = {keys.entry(member): member for member in pending if member in stored and stored[member].pending}
         forgotten = set(pending) - set(waits.values())
         if forgotten:  # the entry was deleted, or made anew
+            self._progress()
             self.client.zrem(keys.pending, *forgotten)
         return Due(
             entries=[stored[member] for member in scores if member in stored],
@@ -199,6 +201,7 @@ class Store:
     ) -> Iterable[Stored]:
         if not members:
             return
+        self._progress()
         replies = json.loads(
             script(__package__, "read")(self.client, [self.keys.entry(member) for member in members], ())
         )
@@ -251,6 +254,7 @@ class Store:
         """Move entries on, each in one step that nobody else can have taken; one round trip."""
         if not claims:
             return []
+        self._progress()
         keys = self.keys
         # Where leadership is switched off, beats of one zone share the work: what was decided in another is refused.
         lock, token = (keys.lock, term.token) if keys.lock else (keys.zone, str(app_zone(self.app)))
@@ -277,6 +281,7 @@ class Store:
     def _record(self, decisions: Sequence[tuple[str, str, str, Decision]], term: Term) -> None:
         if not decisions:
             return
+        self._progress()
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
         leader = identity()
         rows = packed((*row, decision.values(term.number, leader), decision.sent) for *row, decision in decisions)
@@ -290,6 +295,7 @@ class Store:
         """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""
         if not recovered:
             return []
+        self._progress()
         keys = self.keys
         wishes = packed((stored.member, stored.pending_score) for stored in recovered)
         touched, args = (keys.lock or keys.lease.leader, keys.pending), (term.token, repr(retry_at.timestamp()), wishes)
@@ -299,5 +305,6 @@ class Store:
     def postpone(self, retries: Mapping[str, datetime]) -> None:
         """Try unconfirmed occurrences again at other times."""
         if retries:
+            self._progress()
             scores = {member: retry_at.timestamp() for member, retry_at in retries.items()}
             self.client.zadd(self.keys.pending, scores, xx=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
@@ -22,6 +23,7 @@ from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from redbeat.schedules import rrule
 from redis import Redis
+from redis.client import Pipeline
 
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
@@ -2859,6 +2861,38 @@ def test_the_watchdog_waits_for_calls_that_are_repeated(setting):
     app = make_app("redis://unused", {"singlebeat_watchdog_timeout": 20, setting: {"retry_period": 60}})
 
     assert Scheduler(app)._watchdog.timeout == 80
+
+
+def test_the_watchdog_hears_before_each_call_of_a_tick_to_a_server(bench, monkeypatch):
+    """Each call may be repeated for ``retry_period``, so no two of them may fall into one wait of the watchdog."""
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    bench.put("single", task=SINGLE)
+    bench.put("plain")
+    events = list[str]()
+    for part in (scheduler.store, scheduler.store.quarantine, scheduler.clock, scheduler.dispatcher):
+        monkeypatch.setattr(part, "_progress", lambda: events.append("progress"))
+    pools = {scheduler.store.client.connection_pool, backend_of(scheduler.app).redis.connection_pool}
+
+    def heard(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def call(client: Any, *args: Any, **kwargs: Any) -> Any:
+            # A script that the server does not know is sent at once again, as EVAL.
+            if client.connection_pool in pools and args[:1] != ("EVAL",):
+                events.append(str(args[:1] or name))
+            return real(client, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, call)
+
+    heard(Redis, "execute_command")
+    heard(Pipeline, "execute")
+    scheduler.tick()
+
+    seen = events[:]
+    assert sorted(bench.names) == ["plain", "single"]
+    assert len([event for event in seen if event != "progress"]) > 5
+    assert [pair for pair in itertools.pairwise(["progress", *seen]) if "progress" not in pair] == []
 
 
 def test_the_lock_has_redbeats_interface(bench):
