@@ -26,6 +26,7 @@ from .occurrence import Kind, Occurrence
 from .policy import Policy
 from .salvage import Salvage
 from .save import ATTEMPTS, BATCH, save_entries
+from .servertime import server_now
 from .zone import given_instant
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class Schedule:
     def _client(self) -> Any:
         return schedule_client(self.app)
 
+    def _now(self) -> datetime:
+        """Return the time of the schedule's server: the clock of this host may be wrong."""
+        return server_now(self._client, self.keys.schedule)
+
     def get(self, name: str) -> Entry:
         """Return an entry.
 
@@ -93,7 +98,7 @@ class Schedule:
             ConflictError: somebody else has changed the entry since it was read.
             EntryError: a value cannot be stored.
         """
-        problem = save_entries(self._client, self.keys, {entry.name: entry}, datetime.now(UTC))[entry.name]
+        problem = save_entries(self._client, self.keys, {entry.name: entry}, self._now())[entry.name]
         if problem is not None:
             raise problem
         return entry
@@ -163,7 +168,7 @@ class Schedule:
             UnknownEntryError, EntryError: as ``get``; or ``after`` has no time zone, or lies outside of the calendar.
         """
         after = None if after is None else given_instant("after", after)
-        entry, now = self.get(name), datetime.now(UTC)
+        entry, now = self.get(name), self._now()
         # Without a number of runs to count, all that lies before it can be left out at once.
         from_when = now if after is None or entry.policy.max_runs is not None else max(now, after)
         runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
@@ -184,7 +189,7 @@ class Schedule:
             UnknownEntryError, EntryError: as ``get``.
             ConflictError: another occurrence of the entry was on its way for all that time.
         """
-        entry, now = self.get(name), datetime.now(UTC)
+        entry, now = self.get(name), self._now()
         last = entry.meta.last_run
         previous = None if last is None else last.timestamp()
         occurrence = Occurrence(str(uuid4()), now.timestamp(), previous, Kind.MANUAL)
@@ -354,7 +359,7 @@ class Schedule:
 
         Its times pass while a beat leads; here those pass that came while none did.
         """
-        now, score = datetime.now(UTC), self._client.zscore(self.keys.schedule, self.keys.named(name))
+        now, score = self._now(), self._client.zscore(self.keys.schedule, self.keys.named(name))
         try:
             entry = self._entry(name, fields)
             before, past = entry.meta, entry.timetable.passed(entry.meta, now)

@@ -22,6 +22,7 @@ from .permission import check_allowed
 from .policy import Policy
 from .recurrence import is_known, next_occurrence
 from .save import save_entries
+from .servertime import server_now
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 from .zone import app_zone
 
@@ -81,6 +82,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: What its stored definition has that no beat understands, as a warning; empty: nothing.
     ignored = ""
 
+    last_run_at: Any
+    _made_at: datetime | None = None
     _since: datetime | None = None
     _sent: datetime | None = None
 
@@ -93,11 +96,14 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         wishes = {name: kwargs.pop(name) for name in Policy.names() & kwargs.keys()}
         self.policy = policy or Policy.of(wishes)
         # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
-        kwargs["last_run_at"] = kwargs.get("last_run_at") or datetime.now(UTC)
+        made_at = datetime.now(UTC)
+        kwargs["last_run_at"] = kwargs.get("last_run_at") or made_at
+        self._made_at = made_at
         super().__init__(*args, app=app, **kwargs)
         if policy is None and not wishes:
             self.policy = listed_policy(self.schedule) or self.policy
-        self.enabled = self.enabled and not is_listed_as_disabled(self.schedule)
+        if is_listed_as_disabled(self.schedule):
+            self.enabled = False
         if self.policy.timezone is None:  # JSON would keep no more of the schedule's own zone than its offset
             self.policy = replace(self.policy, timezone=zone_of(self.schedule, app_zone(app)))
         if why := self.policy.contradicts(self.options):
@@ -121,6 +127,14 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count}
         entry.__dict__.update(past, _since=meta.since, _sent=meta.sent, has_past=True)
         return entry
+
+    def count_from(self, now: datetime) -> None:
+        """Let a new entry count from now, if so far it does by the clock of this host."""
+        if self._made_at is not None and self.last_run_at is self._made_at:
+            self.last_run_at = self._made_at = now
+
+    def _now(self) -> datetime:
+        return server_now(schedule_client(self.app), Keys.of(self.app).schedule)
 
     @property
     def is_constant(self) -> bool:
@@ -271,7 +285,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             ConflictError: somebody else has changed the entry since it was read.
             EntryError: a value cannot be stored.
         """
-        results = save_entries(schedule_client(self.app), Keys.of(self.app), {self.name: self}, datetime.now(UTC))
+        results = save_entries(schedule_client(self.app), Keys.of(self.app), {self.name: self}, self._now())
         for problem in results.values():
             if problem is not None:
                 raise problem
@@ -299,12 +313,12 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
         """Count the entry's time from another moment, by default from now."""
-        self.last_run_at, self._since = last_run_at or datetime.now(UTC), None
+        self.last_run_at, self._since = last_run_at or self._now(), None
         self._store_meta()
 
     def _next_instance(self, last_run_at: datetime | None = None, only_update_last_run_at: bool = False) -> Entry:
         entry = copy.copy(self)
-        entry.last_run_at, entry._since = last_run_at or datetime.now(UTC), None
+        entry.last_run_at, entry._since = last_run_at or self._now(), None
         entry.total_run_count = self.total_run_count + (0 if only_update_last_run_at else 1)
         entry._store_meta()
         return entry

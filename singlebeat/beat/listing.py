@@ -58,7 +58,7 @@ class Listing(Mapping[str, Entry]):
         keys = [self._keys.prefix + name for name in names]
         for name, fields in zip(names, json.loads(script(__package__, "read")(self.client, keys, ())), strict=True):
             given, stored = self._configured(name), self._stored(name, fields)
-            # Not as it is stored where the code has it: a tool that adds it again must not make a wish of the code of it.
+            # As the code has it: what an operator has disabled is no wish of the code when a tool adds it.
             wanted = given.enabled if given is not None else stored is None or stored.enabled
             if given is not None and stored is not None:
                 past, enabled = stored.meta, given.enabled and stored.enabled

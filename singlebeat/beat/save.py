@@ -164,6 +164,7 @@ def _wish(
     was_off = not enabled or (wanted is not None and wanted.paused)
     goes_on = was_off and entry.enabled and not entry.policy.paused
     if past is None:
+        entry.count_from(now)
         at_once = entry.policy.run_on_start and not entry.has_past
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
     elif definition and not same_times:

@@ -22,7 +22,6 @@ from ..config import Config
 from ..connections import RedisError, check_schedule_server, schedule_client, schedule_place
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
-from ..lua import script
 from .broker import BrokerAccess
 from .clock import Clock
 from .decide import claim_for, dropped
@@ -116,7 +115,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._standing_by = self._has_role = False
         self._in_trouble = ""
         self._closed = self._ticking = self._ticked = False
-        self._vanished_in = 0  #: number of the term in which we have told that the schedule has vanished
+        self._vanished_in = 0  #: number of the present term, if we have told in it that the schedule has vanished
         self._has_statics = False  #: of ``beat_schedule``, something was stored
         self._metrics: Metrics | None = None
         self._recheck_at = 0.0
@@ -230,9 +229,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._watchdog.progress()
 
     def _ask_time(self) -> None:
-        asked = self.server_time.asked()
-        keys = (Keys.of(self.app).schedule,)
-        self.server_time.heard(script(__package__, "time")(schedule_client(self.app), keys, ()), asked)
+        self.server_time.ask(schedule_client(self.app), Keys.of(self.app).schedule)
 
     def _tick(self, now: datetime, term: Term) -> float:
         is_new = term != self._term
@@ -271,6 +268,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if term.lost and term.lost != self._vanished_in:
             self._tell_vanished(f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part")
         self._watched()
+        self._vanished_in = 0  # the numbers begin anew
         for other, count in self.statics.of_others().items():
             text = (
                 "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s: they go to its queues"
@@ -392,13 +390,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
-        entries, now = {}, self.server_time.now()
+        entries, now = dict[str, BeatEntry](), self.server_time.now()
         for name, given in dict_.items():
             self._watched()
             try:
-                entry = entries[str(name)] = copy.copy(self._maybe_entry(name, given))
-                if isinstance(given, Mapping) and not given.get("last_run_at"):
-                    entry.last_run_at = now  # and not by the clock of this host, which may be wrong
+                entries[str(name)] = copy.copy(self._maybe_entry(name, given))
             except Exception:  # one wrong entry harms nobody else
                 about = {"entry": name, "given": given}
                 log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)

@@ -6,10 +6,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from ..log import Log
+from ..lua import script
 
-__all__ = ("DIFFERS_FROM", "UNFIT_FROM", "ServerTime")
+__all__ = ("DIFFERS_FROM", "UNFIT_FROM", "ServerTime", "server_now")
 
 log = Log("celery.beat")
 
@@ -45,6 +47,18 @@ class ServerTime:
         self.is_known = False
         #: Seconds by which the clock of this host was ahead of the server's at the last reply.
         self.host_ahead = 0.0
+
+    def ask(self, client: Any, key: str) -> None:
+        """Ask the server for its time, in a round trip of its own.
+
+        Args:
+            key: any of the schedule.
+
+        Raises:
+            RedisError: the server does not answer.
+        """
+        asked = self.asked()
+        self.heard(script(__package__, "time")(client, (key,), ()), asked)
 
     def asked(self) -> float:
         """Return what ``heard`` needs to know about the moment of a question."""
@@ -90,3 +104,18 @@ class ServerTime:
                 ahead=self.host_ahead,
                 host=socket.gethostname(),
             )
+
+
+def server_now(client: Any, key: str) -> datetime:
+    """Ask the schedule's server for its time, by which whatever changes a schedule decides.
+
+    Args:
+        client: for the schedule.
+        key: any of the schedule.
+
+    Raises:
+        RedisError: the server does not answer.
+    """
+    server_time = ServerTime(quiet=True)
+    server_time.ask(client, key)
+    return server_time.now()

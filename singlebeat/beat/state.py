@@ -96,8 +96,7 @@ class State:
             RedisError: the schedule's server does not answer.
         """
         keys, server_time, client = Keys.of(app), ServerTime(quiet=True), client or schedule_client(app)
-        asked = server_time.asked()
-        server_time.heard(script(__package__, "time")(client, (keys.schedule,), ()), asked)
+        server_time.ask(client, keys.schedule)
         now = server_time.timestamp()
         with client.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.lease.leader)

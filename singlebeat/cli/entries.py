@@ -48,11 +48,11 @@ def as_mapping(entry: Entry) -> Mapping[str, Any]:
     }
 
 
-def _outlook(entry: Entry) -> tuple[datetime | None, str]:
+def _outlook(entry: Entry, now: datetime) -> tuple[datetime | None, str]:
     """Return the next time of an entry, None if there is none or its schedule fails, and one word for its state."""
     past, upcoming, fails = entry.meta, None, False
     try:
-        runs = entry.timetable.runs(past.counts_from, datetime.now(UTC), count=past.total_run_count)
+        runs = entry.timetable.runs(past.counts_from, now, count=past.total_run_count)
         upcoming = next(iter(runs), None)
     except Exception:  # of a user's own schedule: why is with what is set aside
         fails = True
@@ -70,19 +70,19 @@ def list_(app: Celery, as_json: bool) -> None:
     entries = list(
         Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
     )
-    aside = {**broken, **State.of(app).quarantine}
+    state_of_all = State.of(app)
+    aside, now = {**broken, **state_of_all.quarantine}, datetime.fromtimestamp(state_of_all.now, UTC)
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
     if as_json:
         rows = []
         for entry in entries:
-            upcoming, state = _outlook(entry)
+            upcoming, state = _outlook(entry, now)
             rows.append({**as_mapping(entry), "state": state, "next": upcoming})
         show_json({"entries": rows, "quarantine": aside, "no_place": [*no_place]})
         return
-    now = datetime.now(UTC)
     rows_ = []
     for entry in entries:
-        upcoming, state = _outlook(entry)
+        upcoming, state = _outlook(entry, now)
         last, when = age(entry.meta.last_run, now), readable_schedule(entry.schedule)
         rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
@@ -98,7 +98,8 @@ def list_(app: Celery, as_json: bool) -> None:
 @command("show", click.argument("name"))
 def show_(app: Celery, as_json: bool, name: str) -> None:
     """Show one entry with its policy and its past; one that cannot be read, as far as it can."""
-    entries, aside = Schedule(app), State.of(app).quarantine.get(name, {}).get("reason", "")
+    entries, found = Schedule(app), State.of(app)
+    aside, now = found.quarantine.get(name, {}).get("reason", ""), datetime.fromtimestamp(found.now, UTC)
     try:
         entry = entries.get(name)
     except UnknownEntryError:
@@ -106,7 +107,7 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     except EntryError as exc:
         _show_broken(entries.salvage(name), aside or str(exc), as_json)
         return
-    upcoming, state = _outlook(entry)
+    upcoming, state = _outlook(entry, now)
     if aside:
         state = "set aside"
     elif no_place := entries.no_place(name):

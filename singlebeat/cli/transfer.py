@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -14,6 +14,7 @@ from ..beat.api import Schedule
 from ..beat.clocked import clocked
 from ..beat.entry import Entry
 from ..beat.save import BATCH, save_entries
+from ..beat.servertime import server_now
 from ..beat.state import State
 from ..beat.zone import app_zone
 from ..connections import schedule_client
@@ -55,11 +56,12 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
         fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata")
     named = list(rows_of(rows, app_zone(app)) if is_dump(rows) else _ours(rows))
     stored, problems, seen = list[str](), dict[str, str](), set[str]()
+    now = server_now(schedule_client(app), Schedule(app).keys.schedule)
     with progress("entries", len(named), quiet=as_json) as step:
         for at in range(0, len(named), BATCH):
             batch = named[at : at + BATCH]
-            read = _read(app, batch, problems, seen)
-            failed = _store(app, read, dry_run)
+            read = _read(app, batch, problems, seen, now)
+            failed = _store(app, read, dry_run, now)
             problems.update(failed)
             stored.extend(name for name in read if name not in failed)
             step(len(batch))
@@ -85,7 +87,7 @@ def _ours(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Callable[[], Ma
         yield name if isinstance(name, str) else f"entry number {number}", row.copy
 
 
-def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str]) -> dict[str, Entry]:
+def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], now: datetime) -> dict[str, Entry]:
     """Return the entries by name that can be understood, and note why the others cannot.
 
     Args:
@@ -104,7 +106,6 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str]) 
             fields = [json.dumps(row[f]) if row.get(f) else None for f in ("definition", "meta", "policy")]
             entry = Entry.from_fields(key + name, *fields, app=app)
             entry.version = None  # whatever is there is replaced
-            now = datetime.now(UTC)
             if not row.get("meta") and isinstance(entry.schedule, clocked) and entry.schedule.instant <= now:
                 entry = entry.with_past(replace(entry.meta, since=now))  # as when it is saved: else it would run now
             _ = entry.score  # it can be calculated
@@ -115,8 +116,7 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str]) 
     return entries
 
 
-def _store(app: Celery, entries: Mapping[str, Entry], dry_run: bool) -> Mapping[str, str]:
+def _store(app: Celery, entries: Mapping[str, Entry], dry_run: bool, now: datetime) -> Mapping[str, str]:
     """Store entries, and return why some could not be, by name."""
-    client, now = schedule_client(app), datetime.now(UTC)
-    results = save_entries(client, Schedule(app).keys, entries, now, dry_run=dry_run)
+    results = save_entries(schedule_client(app), Schedule(app).keys, entries, now, dry_run=dry_run)
     return {name: str(problem) for name, problem in results.items() if problem is not None}

@@ -2358,6 +2358,22 @@ def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
     assert "warning  schedule: when the present term began, at 20" in cli("doctor", app=bench.app, code=None).output
 
 
+def test_each_loss_of_the_schedule_is_said(server, redis, bench_on, caplog):
+    bench = bench_on(server, result_expires=None, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
+    scheduler = bench.scheduler()
+    scheduler.tick()
+
+    for noticed in ("in a tick", "by the lock", "by the lock", "in a tick", "by the lock"):
+        caplog.clear()
+        redis.flushall()
+        if noticed == "in a tick":
+            scheduler.tick()
+        assert not scheduler.lease.renew()
+        scheduler.tick()
+
+        assert caplog.text.count("The schedule has vanished") == 1, noticed
+
+
 def test_a_term_that_follows_the_last_one_has_lost_nothing(bench, caplog):
     leader, standby, third = bench.scheduler(), bench.scheduler(), bench.scheduler()
     for beat in (leader, standby, third):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.state import State
-from tests.support import APP, CeleryProcess, wait_until
+from tests.support import APP, ROOT, CeleryProcess, wait_until
 
 BEAT = ("beat", "-S", "singlebeat.Scheduler", "-l", "WARNING")
 HERE = socket.gethostname()
@@ -35,6 +38,49 @@ def beat_at(celery, libfaketime):
         return celery(*BEAT, env=env if ahead else None)
 
     return start
+
+
+#: What a program does to the schedule.
+ELSEWHERE = """
+import json, sys, time
+from celery.schedules import crontab, schedule
+from singlebeat import Entry, Schedule
+from singlebeat.cli import main
+from tests.support import APP
+from tests.system.apps import make_app
+
+app = make_app(sys.argv[1], {})
+entries = Schedule(app)
+entries.upsert("upserted", f"{APP}.plain", schedule(60))
+Entry("saved", f"{APP}.plain", schedule(60), app=app).save()
+entries.resume("paused")
+entry = entries.get("edited")
+entry.schedule = schedule(60)
+entries.save(entry)
+print(json.dumps([time.time(), *(entries.next_runs(name, 1)[0].timestamp() for name in ("upserted", "old"))]))
+"""
+
+
+@pytest.mark.parametrize("ahead", [86_400, -86_400])
+def test_a_program_with_a_wrong_clock_stores_entries_by_the_servers(server, app, redis, libfaketime, ahead):
+    for name in ("paused", "edited", "old"):
+        Entry(name, f"{APP}.plain", schedule(3600 if name == "edited" else 60), app=app).save()
+    Schedule(app).pause("paused")
+    redis.zadd("redbeat::schedule", {"redbeat:paused": 1})  # as where no beat has led for long
+
+    env = {**os.environ, "LD_PRELOAD": libfaketime, "FAKETIME": f"{ahead:+d}s"}
+    program = [sys.executable, "-c", ELSEWHERE, server.celery_url]
+    shown, *upcoming = json.loads(subprocess.check_output(program, cwd=ROOT, env=env, text=True))
+
+    now = time.time()
+    assert abs(shown - now - ahead) < 60
+    places = dict(redis.zrange("redbeat::schedule", 0, -1, withscores=True))
+    del places["redbeat:paused"]
+    assert {name: abs(at - now) < 120 for name, at in places.items()} == dict.fromkeys(places, True)
+    assert [abs(at - now) < 120 for at in upcoming] == [True, True]
+    for name in ("upserted", "saved", "paused", "edited"):
+        counts_from = Schedule(app).get(name).meta.counts_from
+        assert abs(counts_from.timestamp() - now) < 120, name
 
 
 def test_beats_with_wrong_clocks_send_on_time_and_are_named(celery, app, beat_at):
