@@ -207,6 +207,7 @@ class Lease:
                     self._not_renewed = False
                     log.warning("beat: Renewed the lock again", event="recovered")
             except RedisError as exc:
-                self._not_renewed = True
-                left = self._trusted_until - self._clock()
-                log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=exc)
+                if not self._not_renewed:
+                    self._not_renewed = True
+                    left = self._trusted_until - self._clock()
+                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=exc)

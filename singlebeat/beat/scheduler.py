@@ -59,6 +59,9 @@ ASKED_INTERVAL = 0.1
 #: Seconds between two looks of a beat that stands by; how soon it follows a leader that has left.
 STANDBY_INTERVAL = 0.3
 
+#: Seconds between two looks of a beat that stands by at who leads: it may be another app's by now.
+LOOK_INTERVAL = 5.0
+
 #: Seconds after which a tick that met trouble is tried again.
 TROUBLE_INTERVAL = 1.0
 
@@ -112,8 +115,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
         self.lock_key = None
         self._term: Term | None = None
-        self._standing_by = self._has_role = False
-        self._in_trouble = ""
+        self._stands_by_for, self._look_at = "", 0.0  #: which beat led when we looked last, and when to look again
+        self._has_role = False
+        self._in_trouble = set[str]()  #: kinds of errors that were logged since ticks succeed no more
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the present term, if we have told in it that the schedule has vanished
         self._has_statics = False  #: of ``beat_schedule``, something was stored
@@ -210,7 +214,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             term = self.lease.acquire()
             delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
-            self._trouble(f"{exc}{acl_hint(exc)}")
+            self._trouble(type(exc).__name__, f"{exc}{acl_hint(exc)}")
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False
@@ -220,7 +224,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                 log.warning("beat: A tick was slow", event="tick_ended", seconds=seconds)
         if self._in_trouble:
             log.warning("beat: Redis answers again", event="recovered")
-            self._in_trouble = ""
+            self._in_trouble.clear()
         return delay
 
     def _watched(self) -> None:
@@ -277,7 +281,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._watched()
         self.store.check_eviction()
         self.setup_schedule()
-        self._term, self._standing_by = term, False
+        self._term, self._stands_by_for, self._look_at = term, "", 0.0
         signals.leadership_gained.send(sender=self.app, term=term)
 
     def _tell_vanished(self, why: str) -> None:
@@ -293,10 +297,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _stand_by(self) -> float:
         """Note that another beat leads; return when to look again."""
         self._end_term()
-        if not self._standing_by and not self._closed:
-            self._standing_by = True
+        if time.monotonic() >= self._look_at and not self._closed:
+            self._look_at = time.monotonic() + LOOK_INTERVAL
             leader = self.lease.leader()
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
+            if name == self._stands_by_for:
+                return STANDBY_INTERVAL
+            self._stands_by_for = name
             facts = {"term": leader.get("term"), "since": leader.get("since")}
             self._log_change("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
             if (other := leader.get("app")) and other != self.statics.owner:
@@ -326,12 +333,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         log.write(logging.WARNING if self._has_role else logging.INFO, text, **pairs)
         self._has_role = True
 
-    def _trouble(self, text: str) -> None:
+    def _trouble(self, kind: str, text: str) -> None:
         # What was claimed before it may not have been sent; but let the workers tell first what they ran meanwhile.
         self._recheck_at = time.monotonic() + RECHECK_AFTER
-        if text != self._in_trouble:
+        if kind not in self._in_trouble:  # its words change from try to try
             log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
-            self._in_trouble = text
+            self._in_trouble.add(kind)
 
     def _work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
         """Do what is due; return when the entries that this has moved on are due next."""

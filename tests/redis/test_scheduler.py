@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
+from unittest.mock import Mock
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -24,6 +25,7 @@ from celery.signals import after_task_publish, beat_init, before_task_publish
 from redbeat.schedules import rrule
 from redis import Redis
 from redis.client import Pipeline
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
@@ -35,6 +37,7 @@ from singlebeat.beat.plain import PlainTask
 from singlebeat.beat.policy import Policy
 from singlebeat.beat.scheduler import POLL_INTERVAL, SHORTEST_SLEEP
 from singlebeat.beat.timetable import Timetable
+from singlebeat.errors import ConfigError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
@@ -2356,6 +2359,34 @@ def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
     if first == "standby":
         assert said[0]["reason"].startswith("term 1 follows term 1: ")
     assert "warning  schedule: when the present term began, at 20" in cli("doctor", app=bench.app, code=None).output
+
+
+def test_a_standby_notices_that_another_app_leads_now(server, redis, bench_on, monkeypatch, caplog):
+    monkeypatch.setattr("singlebeat.beat.scheduler.LOOK_INTERVAL", 0.0)
+    bench = bench_on(server, singlebeat_other_app_check="raise")
+    leader, standby = bench.scheduler(), bench.scheduler()
+    caplog.set_level("INFO", "celery.beat")
+    leader.tick()
+    for _ in range(3):
+        standby.tick()
+    assert caplog.text.count("Standing by: ") == 1
+    redis.hset(LEADER, mapping={"host": "elsewhere", "pid": "1", "app": "other"})
+
+    with pytest.raises(ConfigError, match="stands by for a beat of app other"):
+        standby.tick()
+
+
+def test_a_trouble_whose_words_change_is_said_once(bench, monkeypatch, caplog):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    with monkeypatch.context() as patch:
+        for text in ("closed by server", "reset by peer", "closed by server"):
+            patch.setattr(scheduler.lease, "acquire", Mock(side_effect=RedisConnectionError(text)))
+            scheduler.tick()
+    scheduler.tick()
+
+    assert caplog.text.count("Trouble with Redis") == 1
+    assert caplog.text.count("Redis answers again") == 1
 
 
 def test_each_loss_of_the_schedule_is_said(server, redis, bench_on, caplog):
