@@ -46,7 +46,7 @@ class Clock:
     def __init__(self, client: Any, keys: Keys, *, progress: Callable[[], None]) -> None:
         self.client, self.keys, self._progress = client, keys, progress
         self._term: Term | None = None
-        self._latest = self._stored = LONG_AGO
+        self._latest = self._stored = self._alive = LONG_AGO
 
     def check(self, now: datetime, term: Term) -> None:
         """Make those entries due that a clock has moved on which was hours ahead: a tick then counts them from now.
@@ -65,6 +65,10 @@ class Clock:
             self._progress()
             self.client.set(self.keys.clock, repr(self._latest.timestamp()))
             self._stored = self._latest
+        if not term.token and abs(now - self._alive) >= STORED_EVERY:  # the latest may lie ahead for hours
+            self._progress()
+            self.client.set(self.keys.alive, repr(now.timestamp()))
+            self._alive = now
         self._term = term
 
     def _shown_before(self) -> datetime:

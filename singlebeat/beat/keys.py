@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Keys", "LeaseKeys")
 
-_OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs", "clock", "zone", "doctor")
+_OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs", "clock", "alive", "zone", "doctor")
 #: What the names of the keys of parked entries begin with.
 _PARKED = ":parked:"
 _LEASE = ("leader", "term", "standbys", "resigned")
@@ -45,6 +45,7 @@ class Keys:
     history: str = field(init=False)
     runs: str = field(init=False)
     clock: str = field(init=False)
+    alive: str = field(init=False)
     zone: str = field(init=False)
     doctor: str = field(init=False)
     own: frozenset[str | None] = field(init=False)  #: all of the schedule itself: none of them can be an entry's

@@ -110,11 +110,16 @@ class State:
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
             pipe.hlen(keys.quarantine)
-            pipe.get(keys.clock)
+            pipe.get(keys.alive)
+            pipe.get(keys.clock)  # older beats write this one only
             if names:
                 pipe.hgetall(keys.quarantine)
-            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, noted, *rest = pipe.execute()
-        noted_at = _number(noted)
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
+                pipe.execute()
+            )
+        noted_at = _number(alive or clock)
+        if noted_at > now + SILENT_AFTER:  # by a clock that was wrong: a beat that works would have written it anew
+            noted_at = 0.0
         if overdue and ttl > 0 and not leader:
             idle, first = _disabled(client, keys, now, overdue)
             due, overdue = due - idle, overdue - idle

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 from celery.beat import Service
@@ -233,7 +234,7 @@ def test_beats_that_share_the_work_are_missed_when_none_works(cli, shared, redis
     put(shared)
     if ever:
         beat_of(shared).tick()
-        redis.incrbyfloat("redbeat::clock", -1000)
+        redis.incrbyfloat("redbeat::alive", -1000)
     since = r"for 10\d\d s" if ever else "ever"
 
     code, text = ready(shared, redis)
@@ -247,14 +248,27 @@ def test_beats_that_share_the_work_are_missed_when_none_works(cli, shared, redis
     assert "No beat works: nothing is sent until one is started" in cli("explain", "e", app=shared).output
 
 
+def test_a_sign_of_life_by_a_clock_that_was_ahead_hides_no_dead_beat(shared, redis, beat_of):
+    beat = beat_of(shared)
+    beat.tick()
+    now, term = beat.server_time.now(), beat.lease.acquire()
+
+    beat._tick(now + timedelta(hours=1), term)
+    assert not State.of(shared).works
+    beat._tick(now, term)
+
+    assert State.of(shared).works
+    assert float(redis.get("redbeat::clock")) > now.timestamp() + 3000
+
+
 def test_a_beat_that_shares_the_work_gives_signs_of_life_in_time(shared, redis, beat_of):
     beat = beat_of(shared)
     beat.tick()
-    first = float(redis.get("redbeat::clock"))
+    first = float(redis.get("redbeat::alive"))
     now = beat.server_time.now()
 
     beat._tick(now + STORED_EVERY, beat.lease.acquire())
 
-    assert float(redis.get("redbeat::clock")) > first
+    assert float(redis.get("redbeat::alive")) > first
     assert STORED_EVERY.total_seconds() * 2 < SILENT_AFTER
     assert State.of(shared).works
