@@ -121,7 +121,8 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
         # worker died, the broker may deliver its message again.
         run = Ref(lock.key, lock.task_id, read_generation(record.get("gen") or "0"), record.get("nonce", ""))
         backend.finish_many([run], memory=0)
-    if holder := backend.get(lock.key):
+    # What waited for a lost message is free; the next run may have taken it since.
+    if (force or lock.state != "queued") and (holder := backend.get(lock.key)):
         fail(f"{lock.key} is not free: task {holder} holds it")
     if as_json:
         show_json({"key": lock.key, "task_id": lock.task_id, "unlocked": True})

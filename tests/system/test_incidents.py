@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -57,14 +58,18 @@ def test_a_run_is_skipped_because_the_one_before_it_is_not_over(celery, app, ora
     assert run.id in ask("locks", "--json")
 
 
-def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, app, oracle, ask):
+def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, app, oracle, redis, ask):
     nightly(app)
-    worker = celery("worker", "-c", "2", conf={"singlebeat_lock_lease": 20}).ready()
+    worker = celery("worker", "-c", "2", conf={"singlebeat_lock_lease": 120}).ready()
     celery(*BEAT)
     (run,) = oracle.wait_started(1)
     worker.kill_group()
     worker.wait()
     decided(app, "skipped_overlap")
+    (lock,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    a_minute_ago = int(time.time() * 1000) - 60_000
+    redis.hset(lock, mapping={"since": a_minute_ago, "renewed": a_minute_ago})
+    redis.pexpire(lock, 60_000)
 
     text = ask("explain", "nightly", until="its worker has probably died. The lock ends by itself in ")
     assert "was skipped: the one before it was not over" in text
