@@ -42,13 +42,14 @@ local function renew(lock, done, id, gen, nonce, note)
   if record[5] then
     ttl = math.max(1, math.min(ttl, record[5] - now))
   end
+  redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
+  -- For people, and refused by a server whose memory is full, which renews all the same.
   if worker ~= "" then
-    redis.call("HSET", lock, "worker", worker, "renewed", string.format("%.0f", now))
+    redis.pcall("HSET", lock, "worker", worker, "renewed", string.format("%.0f", now))
   end
   if note ~= "" and state == "queued" then
-    redis.call("HSET", lock, "sent", note)
+    redis.pcall("HSET", lock, "sent", note)
   end
-  redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
   return state
 end
 

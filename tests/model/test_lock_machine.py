@@ -52,7 +52,7 @@ class Model:
         self.record: Record | None = None
         self.behind: Record | None = None  # the one call that waits for the end of a run
         self.in_turn = ""  # the one message that waits and runs by itself
-        self.turn_is_first = False
+        self.turn_is_first, self.turn_gen = False, 0
         self.done: set[tuple[str, int]] = set()
         self.replaced: set[str] = set()
 
@@ -94,7 +94,7 @@ class Model:
             return
         if not self.in_turn:
             self.turn_is_first = self.behind is None
-        self.in_turn = ref.task_id
+        self.in_turn, self.turn_gen = ref.task_id, ref.generation
 
     def begin(self, ref: Ref, *, waits: bool) -> Verdict:
         if (ref.task_id, ref.generation) in self.done:
@@ -154,7 +154,10 @@ class Model:
         if ref.key == BEHIND:
             if self.behind and self.behind.id == ref.task_id:
                 self.behind = None
-        elif self._is_of(ref):
+            return
+        if self.in_turn == ref.task_id and self.turn_gen <= ref.generation:
+            self.in_turn = ""
+        if self._is_of(ref):
             freed, self.record = self.record, None
             if freed.state == "running":
                 self.done.add((freed.id, freed.gen))

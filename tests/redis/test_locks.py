@@ -1057,6 +1057,17 @@ def test_no_renewal_goes_past_the_expiry(backend, redis, lives):
     assert lives(LEASE / 3)
 
 
+def test_locks_are_renewed_although_the_servers_memory_is_full(own_server):
+    backend, client = RedisBackend(own_server.url), own_server.client()
+    backend.worker = "w@h"
+    acquire(backend)
+    begin(backend, lease=10)
+    client.config_set("maxmemory", 1)
+
+    assert renew(backend) is Renewal.RUNNING
+    assert client.ttl(LOCK) > 10
+
+
 def test_each_of_many_locks_is_renewed_on_its_own(backend, redis):
     refs = [Ref(lock_key(PREFIX, str(n)), f"task {n}", nonce=f"n{n}") for n in range(4)]
     for ref in refs[:2]:

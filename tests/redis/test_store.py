@@ -193,7 +193,7 @@ def test_a_look_at_all_entries_tells_of_its_progress(app, put, redis):
     clock.check(NOW, TERM)
     clock.check(NOW - timedelta(days=1), TERM)
 
-    assert len(steps) == 3
+    assert len(steps) >= 3, "one for each batch at least"
 
 
 def test_claims_and_confirmations_take_one_round_trip_each(app, put, round_trips):
