@@ -71,7 +71,10 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     aside = facts.state.quarantine.get(facts.name)
     if aside is not None:
         yield f"It is set aside and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
-        yield "Mend the entry: a beat looks at it again in every tick and takes it up by itself. It is never deleted."
+        yield (
+            "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by itself; "
+            f"to delete it: celery singlebeat delete {facts.name}"
+        )
     if facts.refused:
         yield f"Nothing is sent because of the schedule's server: {facts.refused.rstrip('.')}."
     elif not facts.state.works and facts.state.is_shared:
@@ -257,7 +260,7 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
             f"celery singlebeat unlock {task_id}"
         )
         return
-    yield f"Task {task_id} is queued for {found.lock.age:.0f} s and has not started: {found.reason}."
+    yield f"Task {task_id} is queued for {found.lock.age:.0f} s, and its lock stays: {found.reason}."
 
 
 def _task(facts: Facts, entry: Entry) -> Iterator[str]:

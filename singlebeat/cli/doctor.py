@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from ..locks import backend_of
 from ..locks.redis import RedisBackend
 from .locks import every, old
 from .output import command, marked, printable, progress, show_json
+from .records import AGAIN
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -197,8 +199,9 @@ def _beat(app: Celery) -> Iterator[Finding]:
     if state.overdue:
         text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
         yield Finding("problem", "beat", text)
-    if state.pending:
-        yield Finding("warning", "beat", f"{state.pending} occurrences are claimed and not yet sent (broker away?)")
+    if pending := _stays_pending(app):
+        text = f"{pending} occurrences are claimed and not sent: the broker or the locks' server may be unreachable"
+        yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
         text = f"is set aside since {record['since']} and does not run: {record['reason']}"
         yield Finding("problem", f"entry {name}", text)
@@ -235,6 +238,15 @@ def _apps(app: Celery, state: State) -> Iterator[Finding]:
             f'with different code: {advice}, or a name (Celery("shop"))'
         )
         yield Finding("warning", about, text)
+
+
+def _stays_pending(app: Celery) -> int:
+    """Return how many occurrences are claimed and not sent; in every tick there are some for a moment."""
+    client, key = schedule_client(app), Keys.of(app).pending
+    before = set(client.zrange(key, 0, -1))
+    if before:
+        time.sleep(AGAIN)
+    return len(before.intersection(client.zrange(key, 0, -1))) if before else 0
 
 
 def _workers(app: Celery) -> Iterator[Finding]:

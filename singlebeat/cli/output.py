@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import click
 from kombu.exceptions import OperationalError
 
-from ..connections import RedisError
+from ..beat.probe import acl_hint
+from ..connections import RedisError, schedule_place
 from ..errors import ConfigError, LockBackendError, SinglebeatError
 
 __all__ = (
@@ -74,7 +75,10 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
                 ctx.color = False  # for all that click prints; on what is no terminal it never prints colours
             try:
                 function(ctx.obj.app, **kwargs)
-            except (ConfigError, LockBackendError, RedisError, OperationalError) as exc:
+            except RedisError as exc:
+                server = f"the schedule's server {schedule_place(ctx.obj.app)}"
+                fail(f"{server}: {exc}{acl_hint(exc)}", UNANSWERED)
+            except (ConfigError, LockBackendError, OperationalError) as exc:
                 fail(str(exc), UNANSWERED)
             except SinglebeatError as exc:
                 fail(str(exc))

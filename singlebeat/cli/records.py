@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
     from ..beat.entry import Entry
 
+#: Seconds after which a command looks again at what may be true for a moment only.
+AGAIN = 1.0
+
 #: Records of an entry that an explanation looks at.
 EXPLAINED = 1000
 
@@ -55,8 +59,15 @@ def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Deli
 
 
 def _pending(app: Celery, name: str) -> Occurrence | None:
-    """Return the occurrence of an entry that is claimed and not confirmed; None if there is none to be read."""
-    text = schedule_client(app).hget(Keys.of(app).prefix + name, "pending")
+    """Return the occurrence of an entry that is claimed and stays unconfirmed; None if there is none to be read.
+
+    In every tick there is one for a moment, so it is looked for twice.
+    """
+    client, key = schedule_client(app), Keys.of(app).prefix + name
+    text = client.hget(key, "pending")
+    if text:
+        time.sleep(AGAIN)
+        text = text if client.hget(key, "pending") == text else None
     try:
         return Occurrence.decode(text) if text else None
     except EntryError:
@@ -86,16 +97,15 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows, wide=(0, 3))
 
 
-@command(
-    "explain",
-    click.argument("name"),
-    click.option("--at", help="A moment in ISO 8601; without offset it is in UTC. Default: the last run."),
-)
-def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
-    """Say in sentences why an entry ran, did not run, or will run."""
-    entries, state, when = Schedule(app), State.of(app), instant(at)
-    entry = _usable(entries, name, state)
-    workers, records = Workers.ask(app), entries.history(name, EXPLAINED if when else 1)
+def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
+    """Return what is known about an entry; the workers are asked first, because that takes longest.
+
+    Raises:
+        UnknownEntryError: there is no such entry.
+    """
+    workers, entries = Workers.ask(app), Schedule(app)
+    pending, state = _pending(app, name), State.of(app)
+    entry, records = _usable(entries, name, state), entries.history(name, EXPLAINED if when else 1)
     running = workers.running if workers else None
     # The task whose lock the explanation asks for: the one that was in the way, or the one that has not ended.
     record, task = record_at(records, when), ""
@@ -103,7 +113,7 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         task = record.holder
     elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
         task = record.task_id
-    locks, locks_away, pending, found = dict[str, Lock](), "", _pending(app, name), None
+    locks, locks_away, found = dict[str, Lock](), "", None
     try:
         if pending is not None:  # it may wait for that server
             backend_of(app).workers_seen()
@@ -112,7 +122,7 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
             found = next(iter(examine(app, list(islice(waiting(app, {task}), 1)))), None)
     except LockBackendError as exc:
         locks_away = str(exc)
-    facts = Facts(
+    return Facts(
         name=name,
         entry=entry,
         state=state,
@@ -128,6 +138,19 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
         locks_away=locks_away,
         found=found,
     )
+
+
+@command(
+    "explain",
+    click.argument("name"),
+    click.option("--at", help="A moment in ISO 8601; without offset it is in UTC. Default: the last run."),
+)
+def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
+    """Say in sentences why an entry ran, did not run, or will run."""
+    when = instant(at)
+    facts = _facts(app, name, when)
+    if any(lock.state == "running" for lock in facts.locks.values()):
+        facts = _facts(app, name, when)  # the run may have begun after the workers were asked
     sentences = list(explain(facts, when))
     if as_json:
         show_json(

@@ -146,6 +146,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     redis.call("DEL", turn)
   end
   if is_held then
+    redis.call("DEL", behind) -- of a call that asked for nothing, nothing is left
     hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry)
     redis.call("HSET", behind, "taken", taken or now_text)
     return reply("waiting", lock, id)
