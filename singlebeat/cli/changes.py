@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..beat.salvage import Salvage
 
 NAME = click.argument("name")
-WORDS = [word.value for word in Overlap]  # click shows the names of an enum
 DEFINITION: Sequence[Callable[[Any], Any]] = (
     click.option("--every", type=Seconds(min=0, min_open=True), help="Seconds between two runs."),
     click.option("--cron", help="Five fields: minute, hour, day of month, month, day of week."),
