@@ -301,14 +301,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._look_at = time.monotonic() + LOOK_INTERVAL
             leader = self.lease.leader()
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
-            if name == self._stands_by_for:
-                return STANDBY_INTERVAL
-            self._stands_by_for = name
-            facts = {"term": leader.get("term"), "since": leader.get("since")}
-            self._log_change("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
-            if (other := leader.get("app")) and other != self.statics.owner:
-                text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s"
-                self._met_other_app(text, other)
+            if name != self._stands_by_for:
+                self._stands_by_for = name
+                facts = {"term": leader.get("term"), "since": leader.get("since")}
+                self._log_change("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
+                if (other := leader.get("app")) and other != self.statics.owner:
+                    text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s"
+                    self._met_other_app(text, other)
         return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not march in step
 
     def _met_other_app(self, text: str, other: str, **pairs: Any) -> None:
