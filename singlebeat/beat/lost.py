@@ -116,7 +116,7 @@ class Waiting:
 def _sent(record: Mapping[str, str]) -> Mapping[str, Any]:
     try:
         sent = json.loads(record.get("sent") or "{}")
-    except ValueError:  # whoever can write there may write anything
+    except ValueError:  # any program may write there
         return {}
     return sent if isinstance(sent, Mapping) else {}
 

@@ -47,7 +47,7 @@ def refusal(client: Any, key: str, commands: Sequence[Sequence[str]]) -> str:
     """Return what a server refuses, and what to do; empty if it runs all these commands.
 
     Args:
-        key: to try them on; whatever it holds is lost.
+        key: to try them on; its value is lost.
     """
     try:
         refused = json.loads(script(__package__, "probe")(client, (key,), (json.dumps(commands),)))

@@ -29,7 +29,7 @@ class ServerTime:
     own clock. Until the server has told its time it is the time of this host.
 
     Args:
-        monotonic: seconds of a clock that nobody sets.
+        monotonic: seconds of a clock that is never set.
         wall: seconds since 1970 by the clock of this host.
         quiet: do not log that the two differ: it is not a beat's.
     """
@@ -107,7 +107,7 @@ class ServerTime:
 
 
 def server_now(client: Any, key: str) -> datetime:
-    """Ask the schedule's server for its time, by which whatever changes a schedule decides.
+    """Ask the schedule's server for its time, by which commands and programs decide.
 
     Args:
         client: for the schedule.

@@ -93,7 +93,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     return reply("done", lock, id)
   end
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
-  local taken = next_record[4] -- only whoever replaces the one that waits comes so far
+  local taken = next_record[4] -- a call that replaces the waiting one takes this over
 
   local in_turn = by_itself[1] ~= id and by_itself[1]
   if waits == id and holder ~= id then

@@ -25,7 +25,7 @@ local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
 local function finish(lock, done, turn, id, gen, nonce)
   local by_itself = redis.pcall("HMGET", turn, "id", "gen")
-  if by_itself[1] == id and tonumber(by_itself[2]) <= tonumber(gen) then
+  if by_itself[1] == id and (tonumber(by_itself[2]) or 0) <= tonumber(gen) then
     redis.call("DEL", turn)
   end
   local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "next", "next_ttl", "until")

@@ -124,7 +124,7 @@ class RedisBackend(BaseBackend):
         """Run a script that writes nothing after a deadline, and return its replies.
 
         Args:
-            run: takes the server's time (ms) after which nobody waits for the reply.
+            run: takes the server's time (ms) after which no caller waits for the reply.
         """
         for _ in range(2):  # a wrong guess of its time is corrected by the reply
             holders = [_holder(reply) for reply in run(_ms(time.monotonic() + self._ahead + self.timeout))]

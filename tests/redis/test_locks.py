@@ -512,6 +512,16 @@ def test_a_message_that_is_not_to_wait_is_skipped_while_another_has_its_turn(bac
     assert begin(backend, waiter, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
 
 
+def test_a_turn_of_another_shape_keeps_no_lock_from_being_freed(backend, redis):
+    acquire(backend)
+    begin(backend)
+    redis.hset(TURN, "id", RUN.task_id)  # written by another program, without a generation
+
+    backend.finish_many([RUN], memory=MEMORY)
+
+    assert not redis.exists(LOCK)
+
+
 def test_a_call_that_is_over_leaves_its_turn(backend, redis):
     acquire(backend)
     begin(backend)

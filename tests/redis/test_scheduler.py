@@ -1201,7 +1201,7 @@ def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed
 @pytest.mark.parametrize("overlap", [None, "buffer_one", "buffer_all", "cancel_other"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
 def test_a_lock_lasts_a_minute_until_its_message_is_sent(bench, redis, task, overlap):
-    """A beat that is killed between the two leaves it to nobody."""
+    """A beat that is killed between the two cannot free it."""
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put(task=task, overlap=overlap)
     before = []
