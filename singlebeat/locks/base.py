@@ -248,13 +248,14 @@ class Ticket:
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """Every claim of the message: the one of its run comes first."""
-        keys = [self.key]
-        if self.queued not in {"", self.key}:
-            keys.append(self.queued)
-        if self.waited:
-            keys.append(turn_key(self.key))
-        return tuple(replace(self.run, key=key) for key in keys)
+        """Its claims to locks: the one of its run, then the one that it has while it waits, if that is another."""
+        waiting = replace(self.run, key=self.queued)
+        return (self.run,) if self.queued in {"", self.key} else (self.run, waiting)
+
+    @property
+    def turn(self) -> Ref | None:
+        """The claim to its turn, of a message that waits by itself; it is freed with the lock of its run."""
+        return replace(self.run, key=turn_key(self.key)) if self.waited else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,11 +134,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def renewed(self) -> Sequence[Ref]:
         """Return the claims to be renewed: a message that expires keeps its turn alone alive while it waits."""
-        if self.ticket is None:
+        ticket = self.ticket
+        if ticket is None:
             return ()
+        turn = (ticket.turn,) if ticket.turn is not None else ()
         if self.expires is None or self.time_start is not None:
-            return self.ticket.refs
-        return self.ticket.refs[-1:] if self.ticket.waited and self.expires > datetime.now(UTC) else ()
+            return (*ticket.refs, *turn)
+        return turn if self.expires > datetime.now(UTC) else ()
 
     def begin_for_plain_task(self) -> bool:
         """Take the lock for a task that has no gate of its own; tell whether it may start.
