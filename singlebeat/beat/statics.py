@@ -67,11 +67,12 @@ class Statics:
         gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, [self.owner])]
         for at in range(0, len(gone), BATCH):
             self._park(gone[at : at + BATCH], owners)
-        if not stored:
+        new = [name for name in stored if name not in known or self.owner not in owners.get(name, ())]
+        if not new:
             return
         with self.client.pipeline() as pipe:
-            pipe.sadd(self.keys.statics, *stored)
-            ours = {name: "\n".join(sorted({self.owner, *owners.get(name, ())})) for name in stored}
+            pipe.sadd(self.keys.statics, *new)
+            ours = {name: "\n".join(sorted({self.owner, *owners.get(name, ())})) for name in new}
             pipe.hset(self.keys.owners, mapping=ours)
             pipe.execute()
 
@@ -86,10 +87,11 @@ class Statics:
         One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
         its next time. One that was parked is as it was, and what passed meanwhile is not made up for.
         """
-        results = dict[str, EntryError | None](self._refused(entries))
+        possible = [name for name in entries if self.keys.is_possible(name)]
+        owners = self._owners(possible)
+        results = dict[str, EntryError | None](self._refused(entries, owners))
         entries = {name: entry for name, entry in entries.items() if name not in results}
-        known: Collection[str] = self.client.smembers(self.keys.statics)
-        absent = [name for name in entries if name not in known and self.keys.is_possible(name)]
+        absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
         for at in range(0, len(absent), BATCH):
             self._unpark(absent[at : at + BATCH], now)
         results.update(save_entries(self.client, self.keys, entries, now, keep_disabled=True))
@@ -100,13 +102,16 @@ class Statics:
                 )
         return [name for name, problem in results.items() if problem is None]
 
-    def _owners(self) -> Mapping[str, Sequence[str]]:
-        """Return the apps that each entry comes from."""
-        return {name: text.split("\n") for name, text in self.client.hgetall(self.keys.owners).items()}
+    def _owners(self, names: Collection[str] | None = None) -> Mapping[str, Sequence[str]]:
+        """Return the apps that entries come from, of all entries or of some."""
+        if names is None:
+            found = self.client.hgetall(self.keys.owners)
+        else:
+            found = dict(zip(names, self.client.hmget(self.keys.owners, names), strict=True)) if names else {}
+        return {name: text.split("\n") for name, text in found.items() if text is not None}
 
-    def _refused(self, entries: Mapping[str, Entry]) -> Mapping[str, EntryError]:
+    def _refused(self, entries: Mapping[str, Entry], owners: Mapping[str, Sequence[str]]) -> Mapping[str, EntryError]:
         """Return which entries another app has, and otherwise than this one wants them."""
-        owners = self._owners()
         others = {name: {*owners.get(name, ())} - {self.owner} for name in entries}
         names = [name for name in entries if others[name]]
         refused = dict[str, EntryError]()

@@ -2236,6 +2236,22 @@ def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_
     assert redis.zcard(SCHEDULE) == 1001
 
 
+def test_a_start_reads_the_whole_of_beat_schedule_once_however_long_it_is(server, redis, bench_on, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.scheduler.BATCH", 10)
+    scheduler = bench_on(
+        server, beat_schedule={f"e{at}": {"task": PLAIN, "schedule": 3600} for at in range(100)}
+    ).scheduler()
+
+    def run() -> dict[str, int]:
+        redis.config_resetstat()
+        scheduler.setup_schedule()
+        stats = redis.info("commandstats")
+        return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("hgetall", "smembers", "sadd")}
+
+    assert run() == {"hgetall": 1, "smembers": 1, "sadd": 1}
+    assert run() == {"hgetall": 1, "smembers": 1, "sadd": 0}, "what is unchanged is not written again"
+
+
 def test_storing_entries_outside_of_a_tick_starts_no_watchdog(server, redis, bench_on):
     scheduler = bench_on(server, singlebeat_watchdog_timeout=60).scheduler()
 
