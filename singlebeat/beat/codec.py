@@ -16,7 +16,7 @@ from celery.utils.saferepr import saferepr
 
 from ..errors import EntryError
 from ..locks.base import HEADER, RUN_HEADER
-from .given import marked, restored
+from .given import marked, restored, restored_schedule
 from .kinds import Decoder, Encoder, made
 from .options import check_signatures, check_values
 from .recurrence import is_known
@@ -142,7 +142,7 @@ def _enabled(value: Any, _: Mapping[str, Any]) -> bool:
 
 
 def _schedule(value: Any, given: Mapping[str, Any]) -> BaseSchedule:
-    when = restored({"schedule": made(value), "args": (), "kwargs": {}}, given)["schedule"]
+    when = restored_schedule(made(value), given)
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
     # A user's own may compute its times without any interval.
@@ -152,11 +152,11 @@ def _schedule(value: Any, given: Mapping[str, Any]) -> BaseSchedule:
 
 
 def _args(value: Any, given: Mapping[str, Any]) -> Any:
-    return restored({"schedule": None, "args": _typed(value, list, "args"), "kwargs": {}}, given)["args"]
+    return restored("args", _typed(value, list, "args"), given)
 
 
 def _kwargs(value: Any, given: Mapping[str, Any]) -> Any:
-    return restored({"schedule": None, "args": (), "kwargs": _typed(value, dict, "kwargs")}, given)["kwargs"]
+    return restored("kwargs", _typed(value, dict, "kwargs"), given)
 
 
 def _options(value: Any, _: Mapping[str, Any]) -> dict[str, Any]:

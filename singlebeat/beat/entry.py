@@ -104,8 +104,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             self.policy = listed_policy(self.schedule) or self.policy
         if is_listed_as_disabled(self.schedule):
             self.enabled = False
-        if self.policy.timezone is None:  # JSON would keep no more of the schedule's own zone than its offset
-            self.policy = replace(self.policy, timezone=zone_of(self.schedule, app_zone(app)))
+        if self.policy.timezone is None and (zone := zone_of(self.schedule, app_zone(app))) is not None:
+            # JSON would keep no more of the schedule's own zone than its offset.
+            self.policy = replace(self.policy, timezone=zone)
         if why := self.policy.contradicts(self.options):
             raise EntryError(f"entry {self.name!r}: {why}")
 

@@ -14,7 +14,7 @@ from .recurrence import is_known
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("evaluated", "given_for", "has_lazy", "marked", "restored")
+__all__ = ("evaluated", "given_for", "has_lazy", "marked", "restored", "restored_schedule")
 
 #: What stands for such an object.
 MARK = {"__type__": "given"}
@@ -41,25 +41,33 @@ def marked(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, 
     return {**fields, "schedule": when, "args": mark("args"), "kwargs": mark("kwargs")}
 
 
-def restored(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a definition with the objects in the place of their marks.
+def restored_schedule(when: Any, given: Mapping[str, Any]) -> Any:
+    """Return a schedule, that of ``beat_schedule`` if a mark is in its place.
+
+    Raises:
+        EntryError: ``beat_schedule`` does not give it.
+    """
+    if not isinstance(when, Mapping) or when.get("__type__") != MARK["__type__"]:
+        return when
+    if not isinstance(given.get("schedule"), BaseSchedule):
+        raise EntryError(f"its schedule is a {when.get('class')}, which the beat_schedule of this app must give")
+    return given["schedule"]
+
+
+def restored(what: str, values: Any, given: Mapping[str, Any]) -> Any:
+    """Return the arguments of an entry with the objects in the place of their marks.
+
+    Args:
+        what: args or kwargs.
 
     Raises:
         EntryError: ``beat_schedule`` does not give one of them.
     """
-    when = fields["schedule"]
-    if isinstance(when, Mapping) and when.get("__type__") == MARK["__type__"]:
-        name, when = when.get("class"), given.get("schedule")
-        if not isinstance(when, BaseSchedule):
-            raise EntryError(f"its schedule is a {name}, which the beat_schedule of this app must give")
-
-    def restore(what: str) -> Any:
-        ours = dict(_items(given.get(what)))
-        if any(value == MARK and at not in ours for at, value in _items(fields[what])):
-            raise EntryError(f"there is a BeatLazyFunc in its {what}, which the beat_schedule of this app must give")
-        return _map(fields[what], lambda at, value: ours[at] if value == MARK else value)
-
-    return {**fields, "schedule": when, "args": restore("args"), "kwargs": restore("kwargs")}
+    marks = [at for at, value in _items(values) if value == MARK]
+    ours = dict(_items(given.get(what))) if marks else {}
+    if any(at not in ours for at in marks):
+        raise EntryError(f"there is a BeatLazyFunc in its {what}, which the beat_schedule of this app must give")
+    return _map(values, lambda at, value: ours[at] if value == MARK else value) if marks else values
 
 
 def evaluated(values: Any) -> Any:

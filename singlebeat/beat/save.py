@@ -145,8 +145,8 @@ def _wish(
     if stored is not None:
         when, enabled = stored.schedule, stored.enabled
     else:
-        whatever, _ = salvaged(definition or "", given_for(entry.app, entry.name))
-        when, enabled = whatever.get("schedule"), whatever.get("enabled", True)
+        readable, _ = salvaged(definition, given_for(entry.app, entry.name)) if definition else ({}, {})
+        when, enabled = readable.get("schedule"), readable.get("enabled", True)
     if keep_disabled and entry.enabled and not enabled:
         entry.enabled = False
         encoded = entry.encode()
