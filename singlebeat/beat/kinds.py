@@ -25,7 +25,9 @@ __all__ = ("Decoder", "Encoder", "have_same_times", "made", "why_no_crontab")
 
 CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 DATE_PARTS = ("bysetpos", "bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byweekday")
-RRULE_FIELDS = ("freq", "interval", "wkst", "count", *DATE_PARTS, "byhour", "byminute", "bysecond")
+#: What the parts of a rule that name a time of day are below: Python and dateutil know no leap second.
+TIMES_END = {"byhour": 24, "byminute": 60, "bysecond": 60}
+RRULE_FIELDS = ("freq", "interval", "wkst", "count", *DATE_PARTS, *TIMES_END)
 
 
 class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
@@ -111,6 +113,11 @@ def _rule(d: Mapping[str, Any]) -> rrule:
     freq = fields["freq"]
     if (freq.upper() if isinstance(freq, str) else freq) not in {*rrule.FREQ_MAP, *rrule.FREQ_MAP.values()}:
         raise ValueError(f"the freq of an rrule is one of {', '.join(rrule.FREQ_MAP)} or 0 to 6, not {freq!r}")
+    for name, end in TIMES_END.items():
+        given = fields.get(name)
+        for value in given if isinstance(given, list) else [] if given is None else [given]:
+            if not isinstance(value, int) or not 0 <= value < end:
+                raise ValueError(f"{name} of an rrule is 0 to {end - 1}, not {value!r}")
     if isinstance(fields.get("byweekday"), list):
         fields["byweekday"] = [_weekday(day) for day in fields["byweekday"]]
     for name in ("byweekday", "wkst"):

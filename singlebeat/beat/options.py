@@ -131,6 +131,14 @@ def _is_in_the_calendar(value: Any) -> bool:
     return True
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_name, value))
+
+
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "time_limit": (_is_limit, "a number of seconds, 0 or more"),
     "soft_time_limit": (_is_limit, "a number of seconds, 0 or more"),
@@ -138,4 +146,6 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "eta": (_is_moment, "an ISO 8601 date"),
     "expires": (lambda value: _is_wait(value) or _is_moment(value), "a number of seconds or an ISO 8601 date"),
     "delivery_mode": (lambda value: value in DELIVERY_MODES, "one of 1, 2, transient, persistent"),
+    **dict.fromkeys(("queue", "exchange", "routing_key"), (_is_name, "a name")),
+    "stamped_headers": (_are_names, "a list of names"),
 }

@@ -193,12 +193,16 @@ def _comes(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool:
 
 def _by_day(rule: _Rule, after: datetime) -> Iterator[datetime]:
     """Go from one day on which the rule may come to the next."""
-    without = 0
+    without, empty = 0, set[timedelta]()
     for begin in _begins(rule, max(after, rule[4])):
         without += 1
-        for wall in _in_day(rule, begin) if begin is not None else ():
+        # Days that begin alike have the same times: where one has none, to walk through the others would take minutes.
+        offset = begin - _floor(begin, DAILY) if begin is not None else None
+        for wall in _in_day(rule, begin) if begin is not None and offset not in empty else ():
             without = 0
             yield wall
+        if without and offset is not None and begin is not None and begin > rule[4]:
+            empty.add(offset)
         if without == MOST_DAYS:
             return
 

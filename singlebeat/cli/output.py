@@ -205,7 +205,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequ
 
 def is_terminal() -> bool:
     """Return whether people read what is printed, and not another program."""
-    return sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()  # it is None where the caller has closed it
 
 
 def _width(text: str) -> int:

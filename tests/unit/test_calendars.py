@@ -243,6 +243,14 @@ def test_a_rule_may_name_its_zone() -> None:
     assert {moment.astimezone(BERLIN).hour for moment in islice(occurrences(plan, NOON), 300)} == {9}
 
 
+@pytest.mark.parametrize(
+    ("part", "value"), [("bysecond", 60), ("bysecond", [0, 61]), ("byminute", [60]), ("byhour", [24]), ("byhour", -1)]
+)
+def test_a_rule_with_a_time_that_no_day_has_is_refused(part: str, value: object) -> None:
+    with pytest.raises(EntryError, match=f"{part} of an rrule is 0 to (23|59), not "):
+        read({"__type__": "rrule", "freq": "SECONDLY", "dtstart": 0, part: value})
+
+
 def test_a_rule_without_a_start_is_refused_because_each_beat_would_have_its_own() -> None:
     with pytest.raises(EntryError, match="an rrule needs freq and dtstart"):
         read({"__type__": "rrule", "freq": "DAILY"})

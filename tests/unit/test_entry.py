@@ -307,6 +307,8 @@ UNUSABLE_OPTIONS = [
     *(("eta", value) for value in (0, False, 5, "", "soon", [], {})),
     *(("expires", value) for value in ("", "60", "soon", [], {}, 1e18)),
     *(("delivery_mode", value) for value in ("x", 1.5, 300, [1], {"a": 1})),
+    *((name, value) for name in ("queue", "exchange", "routing_key") for value in (5, {"a": 1}, ["q"], True)),
+    *(("stamped_headers", value) for value in (5, "name", [1])),
 ]
 
 
@@ -353,6 +355,7 @@ def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
         {"delivery_mode": "transient"},
         {"eta": "2030-01-01T00:00:00+00:00", "expires": "2030-01-02 00:00"},
         {"link": "the name of a task", "link_error": None, "chain": [3]},
+        {"queue": "slow", "exchange": "", "routing_key": None, "stamped_headers": ["group"]},
     ],
     ids=str,
 )
