@@ -330,7 +330,7 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         yield f"It is paused{note}: its times pass without a run. To go on: celery singlebeat resume {entry.name}"
     elif upcoming is None:
         yield "It is finished: it never runs again."
-    elif upcoming <= facts.now and facts.pending is not None:
+    elif upcoming <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
     elif upcoming <= facts.now:
         yield f"It is due now, for {_moment(upcoming)}."

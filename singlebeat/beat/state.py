@@ -30,15 +30,15 @@ MAX_LAG = 60.0
 #: Entries that are read to leave out those that RedBeat does not send yet, although their places are over.
 LOOKED_AT = 1000
 
+#: Seconds without a sign of life after which no beat works, where all share the work: each gives one in every tenth.
+SILENT_AFTER = 30.0
+
 #: What it means that a beat of RedBeat leads.
 REDBEAT_LEADS = (
     "a beat of RedBeat leads. It knows no policy: it sends what is paused, and no overlap, misfire_grace_time, jitter, "
     "timezone, start_time, end_time or max_runs holds. It takes no locks for plain tasks and records no history. What "
     "was triggered or backfilled waits until a beat of singlebeat leads"
 )
-
-#: Seconds without a sign of life after which no beat works, where all share the work: each gives one in every tenth.
-SILENT_AFTER = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class State:
 
     #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty: nobody leads
     leader: Mapping[str, str]
-    standbys: Sequence[Mapping[str, str]]  #: the same, without a term, of each beat of ours that stands by
+    #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
+    standbys: Sequence[Mapping[str, str]]
     locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
     lease_left: float
     entries: int
@@ -68,6 +69,11 @@ class State:
         if self.is_shared:
             return self.silent is not None and self.silent < SILENT_AFTER
         return self.locked or bool(self.leader)
+
+    @property
+    def role(self) -> str:
+        """What each beat among ``standbys`` does."""
+        return "shares the work" if self.is_shared else "stands by"
 
     @property
     def is_unused(self) -> bool:
@@ -113,7 +119,7 @@ class State:
             standbys: also of the beats that stand by.
         """
         here = {"host": socket.gethostname(), "ahead": str(self.host_ahead)}
-        beats = [(self.leader, "which leads"), *((beat, "which stands by") for beat in self.standbys if standbys)]
+        beats = [(self.leader, "which leads"), *((beat, f"which {self.role}") for beat in self.standbys if standbys)]
         named = set[str]()
         for beat, role in (*beats, (here, "this host")):
             host, ahead = beat.get("host", "?"), _number(beat.get("ahead"))

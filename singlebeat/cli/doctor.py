@@ -212,10 +212,15 @@ def _leadership(app: Celery, state: State) -> Iterator[Finding]:
     if not state.works and (refused := schedule_refusal(app)):
         yield Finding("problem", "beat", f"none works, because of the schedule's server: {refused}")
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
-        yield Finding("fine", "beat", "none was ever there, and none is needed: the schedule has no entry")
+        yield Finding("fine", "beat", "none was ever there, and no entry in the schedule needs one")
     elif not state.works:
         yield Finding("problem", "beat", f"{state.problem()}: nothing is sent until one is started")
-    elif not state.standbys and not state.is_shared:
+    elif state.is_shared:
+        named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
+        text = f"{len(state.standbys)} share the work{named and ': '}{named}. One that dies is missing here"
+        text += " after 20 s, and no tool knows how many you have started: probe the /healthz of each"
+        yield Finding("fine" if len(state.standbys) > 1 else "warning", "beat", text)
+    elif not state.standbys:
         text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
         yield Finding("warning", "beat", text)
     if state.redbeat_leads:
@@ -236,7 +241,7 @@ def _apps(app: Celery, state: State) -> Iterator[Finding]:
         for other, count in statics.of_others().items():
             text = f"{count} entries there are of app {other}, not of {statics.owner}: the beat that leads sends all"
             yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
-        for beat, role in ((state.leader, "leads"), *((standby, "stands by") for standby in state.standbys)):
+        for beat, role in ((state.leader, "leads"), *((standby, state.role) for standby in state.standbys)):
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")

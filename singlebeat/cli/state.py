@@ -44,7 +44,7 @@ def status_(app: Celery, as_json: bool) -> None:
         show_json(asdict(state))
         return
     click.echo(f"leader      {printable(who(state))}")
-    click.echo(f"standbys    {len(state.standbys)}")
+    click.echo(f"{'beats' if state.is_shared else 'standbys':<12}{len(state.standbys)}")
     for standby in state.standbys:
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
     if state.redbeat_silent:
