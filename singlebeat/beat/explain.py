@@ -105,10 +105,10 @@ def _leadership(facts: Facts) -> Iterator[str]:
         yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
     elif facts.state.redbeat_silent:
         yield f"{_sentence(facts.state.redbeat_silent)}."
+    elif facts.state.redbeat_leads:
+        yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
-    if facts.state.redbeat_leads:
-        yield f"{_sentence(REDBEAT_LEADS)}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:

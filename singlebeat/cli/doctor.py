@@ -190,7 +190,7 @@ def _beat(app: Celery) -> Iterator[Finding]:
             "import the others from an export, and let the server write to disk (appendonly yes)"
         )
         yield Finding("warning", "schedule", text)
-    if pending := _stays_pending(app):
+    if not state.redbeat_leads and (pending := _stays_pending(app)):  # RedBeat sends none of them
         text = f"{pending} occurrences are claimed and not sent: the broker or the locks' server may be unreachable"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
@@ -223,10 +223,10 @@ def _leadership(app: Celery, state: State) -> Iterator[Finding]:
     elif not state.standbys:
         text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
         yield Finding("warning", "beat", text)
-    if state.redbeat_leads:
-        yield Finding("warning", "beat", REDBEAT_LEADS)
     if state.redbeat_silent:
         yield Finding("problem", "beat", state.redbeat_silent)
+    elif state.redbeat_leads:
+        yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
         text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
         yield Finding("problem", "beat", text)

@@ -53,7 +53,8 @@ def status_(app: Celery, as_json: bool) -> None:
         click.echo(marked(f"clock       {text}", "warning"))
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
-    waits = ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (doctor)"
+    waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
+    waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (doctor)"
     click.echo(f"pending     {state.pending}" + (waits if state.pending else ""))
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
