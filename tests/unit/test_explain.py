@@ -127,7 +127,5 @@ def test_a_redbeat_that_was_killed_is_told_with_what_to_do():
     text = said(state=State({}, [], True, 900.0, 3, 2, 2, 42.0, 0, {}))
 
     assert "A beat of RedBeat holds the lock, which has no name, and 2 entries are overdue, the first by 42 s" in text
-    assert (
-        "Its lock ends by itself in 900 s. If no process of RedBeat runs any more, end it now: celery singleb" in text
-    )
+    assert "Its lock ends by itself in 900 s. If no process of RedBeat runs any more, end it now: " in text
     assert "Beat is behind" not in text
