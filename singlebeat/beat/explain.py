@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ..tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
+from .policy import Policy
+from .state import REDBEAT_LEADS
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -75,14 +77,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
             "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by itself; "
             f"to delete it: celery singlebeat delete {facts.name}"
         )
-    if facts.refused:
-        yield f"Nothing is sent because of the schedule's server: {facts.refused.rstrip('.')}."
-    elif not facts.state.works and facts.state.is_shared:
-        yield "No beat works: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
-    elif not facts.state.works:
-        yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
-    elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
+    yield from _leadership(facts)
     if at is None:
         yield from _pending(facts)
     record = record_at(facts.records, at)
@@ -100,11 +95,30 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
             yield from _outlook(facts, facts.entry)
 
 
+def _leadership(facts: Facts) -> Iterator[str]:
+    """Say what keeps beat from sending anything in time, and which beat it is if it is not one of ours."""
+    if facts.refused:
+        yield f"Nothing is sent because of the schedule's server: {facts.refused.rstrip('.')}."
+    elif not facts.state.works and facts.state.is_shared:
+        yield "No beat works: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
+    elif not facts.state.works:
+        yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
+    elif facts.state.redbeat_silent:
+        yield f"{_sentence(facts.state.redbeat_silent)}."
+    elif facts.state.redbeat_leads:
+        yield f"{_sentence(REDBEAT_LEADS)}."
+    elif facts.state.overdue:
+        yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
+
+
 def _pending(facts: Facts) -> Iterator[str]:
     """Say that an occurrence is claimed and waits for a server."""
     if facts.pending is None:
         return
     when = _moment(datetime.fromtimestamp(facts.pending.nominal, UTC))
+    if facts.state.redbeat_leads:
+        yield f"The run for {when} is claimed and waits until a beat of singlebeat leads, as task {facts.pending.id}."
+        return
     why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable)"
     if facts.running is None:
         why = "the broker does not answer. It is sent when the broker does"
@@ -298,24 +312,36 @@ def _may_wait(facts: Facts) -> bool:
 
 
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
-    upcoming = next(iter(entry.timetable.runs(entry.meta.counts_from, facts.now, count=entry.total_run_count)), None)
+    timetable, since = entry.timetable, entry.meta.counts_from
+    if facts.state.redbeat_leads:
+        timetable, since = replace(timetable, policy=Policy()), entry.meta.last_run_at
+    upcoming = next(iter(timetable.runs(since, facts.now, count=entry.total_run_count)), None)
     if facts.no_place:
         yield f"{facts.no_place[0].upper()}{facts.no_place[1:]}"
     elif not entry.enabled:
         yield "It is disabled: its times pass without a run."
+    elif entry.policy.paused and facts.state.redbeat_leads:
+        yield (
+            "It is paused, and runs all the same while a beat of RedBeat leads, unless you disable it: "
+            f"celery singlebeat edit {entry.name} --disable"
+        )
     elif entry.policy.paused:
         note = f" ({entry.policy.note})" if entry.policy.note else ""
         yield f"It is paused{note}: its times pass without a run. To go on: celery singlebeat resume {entry.name}"
     elif upcoming is None:
         yield "It is finished: it never runs again."
-    elif upcoming <= facts.now and facts.pending is not None:
+    elif upcoming <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
     elif upcoming <= facts.now:
         yield f"It is due now, for {_moment(upcoming)}."
     else:
-        due = entry.timetable.due(upcoming)
+        due = timetable.due(upcoming)
         jitter = f", at {_moment(due)} because of its jitter" if due != upcoming else ""
         yield f"It runs next for {_moment(upcoming)}{jitter}, in {(due - facts.now).total_seconds():.0f} s."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
 
 
 def _moment(when: datetime) -> str:

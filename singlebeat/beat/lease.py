@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from ..lua import script
 from .keys import LeaseKeys
 from .servertime import DIFFERS_FROM, ServerTime
 
-__all__ = ("STAY", "Lease", "Term", "identity")
+__all__ = ("SHARE_EVERY", "SHARE_STAY", "STAY", "Lease", "Term", "identity")
 
 log = Log("celery.beat")
 
@@ -32,6 +33,9 @@ MARGIN = 0.1
 
 #: Seconds for which a beat that stands by counts as there after its last campaign: it makes several in each second.
 STAY = 5.0
+
+#: Where leadership is switched off: seconds between two signs of life of a beat, and for how long one counts.
+SHARE_EVERY, SHARE_STAY = 5.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class Lease:
         self._known = 0  #: number of the last term that we have heard of, ours or another's
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
+        self._share_at = 0.0  #: when to give the next sign of life; at once
         self._not_renewed = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -91,6 +96,7 @@ class Lease:
         if self._stopped:
             return None
         if self.keys.lock is None:
+            self._share()
             return Term(0, "")
         if (term := self.term()) is not None:
             return term
@@ -100,7 +106,7 @@ class Lease:
         # Trust counts from before the call: a slow reply must not stretch it.
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
-        host, pid, since = socket.gethostname(), os.getpid(), self.server_time.now().isoformat(timespec="seconds")
+        host, pid, since = socket.gethostname(), os.getpid(), self._now()
         # What is stored is the same at each campaign, and is taken back in these words.
         self._since = self._since or since
         before, self._standby = self._standby, self._named(host, pid)
@@ -121,6 +127,29 @@ class Lease:
             self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
             self._thread.start()
         return self._term
+
+    def _now(self) -> str:
+        return self.server_time.now().isoformat(timespec="seconds")
+
+    def _share(self) -> None:
+        """Let people see that this beat shares the work, where leadership is switched off."""
+        if self._clock() < self._share_at:
+            return
+        if self._client is None:
+            self._client = self._connect()
+        self._since = self._since or self._now()
+        before, self._standby = self._standby, self._named(socket.gethostname(), os.getpid())
+        now, key = self.server_time.timestamp() * 1000, self.keys.standbys
+        until = now + SHARE_STAY * 1000
+        with self._client.pipeline(transaction=False) as pipe:
+            if before != self._standby:
+                pipe.zrem(key, before)
+            pipe.zremrangebyscore(key, "-inf", now)
+            pipe.zremrangebyscore(key, f"({until!r}", "+inf")  # of before the server's clock was set back
+            pipe.zadd(key, {self._standby: until})
+            pipe.pexpire(key, round(SHARE_STAY * 1000))
+            pipe.execute()
+        self._share_at = self._clock() + SHARE_EVERY
 
     def _named(self, host: str, pid: int) -> str:
         """Return this beat as it stands by, in JSON; how far its clock is off only where that matters."""
@@ -172,6 +201,10 @@ class Lease:
         the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and for the server.
         """
         token, self._term, self._stopped = self._last_token, None, True
+        if self.keys.lock is None and self._standby:
+            with suppress(RedisError):  # it ends by itself
+                self._connect().zrem(self.keys.standbys, self._standby)
+                self._standby = ""
         if not token or self.keys.lock is None:
             return
         try:

@@ -109,7 +109,7 @@ class Metrics:
                 state = self._state()
             except RedisError as exc:
                 return self._verdict(f"Redis does not answer: {exc}")
-            return self._verdict(state.problem)
+            return self._verdict(state.problem())
         return Answer.of("/metrics, /healthz or /readyz", 404)
 
     def _state(self) -> State:

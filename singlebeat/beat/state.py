@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..connections import schedule_client
 from ..lua import script
+from .entry import Entry
 from .keys import Keys
 from .lease import STAY
 from .servertime import DIFFERS_FROM, UNFIT_FROM, ServerTime
@@ -18,17 +19,26 @@ from .servertime import DIFFERS_FROM, UNFIT_FROM, ServerTime
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("State", "resign")
+__all__ = ("MAX_LAG", "REDBEAT_LEADS", "State", "resign")
 
 #: An entry whose time has passed by more than this is overdue: the leader looks every second.
 OVERDUE_AFTER = 5.0
 
-#: Overdue entries that are read to leave out those that RedBeat has disabled.
-LOOKED_AT = 1000
+#: Seconds by which an entry may be overdue before its schedule is not healthy.
+MAX_LAG = 60.0
 
+#: Entries that are read to leave out those that RedBeat does not send yet, although their places are over.
+LOOKED_AT = 1000
 
 #: Seconds without a sign of life after which no beat works, where all share the work: each gives one in every tenth.
 SILENT_AFTER = 30.0
+
+#: What it means that a beat of RedBeat leads.
+REDBEAT_LEADS = (
+    "a beat of RedBeat leads. It knows no policy: it sends what is paused, and no overlap, misfire_grace_time, jitter, "
+    "timezone, start_time, end_time or max_runs holds. It takes no locks for plain tasks and records no history. What "
+    "was triggered or backfilled waits until a beat of singlebeat leads"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,8 @@ class State:
 
     #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty: nobody leads
     leader: Mapping[str, str]
-    standbys: Sequence[Mapping[str, str]]  #: the same, without a term, of each beat of ours that stands by
+    #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
+    standbys: Sequence[Mapping[str, str]]
     locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
     lease_left: float
     entries: int
@@ -60,8 +71,40 @@ class State:
         return self.locked or bool(self.leader)
 
     @property
-    def problem(self) -> str:
-        """Why the schedule is not looked after, or only by a clock that is wrong; empty: it is."""
+    def role(self) -> str:
+        """What each beat among ``standbys`` does."""
+        return "shares the work" if self.is_shared else "stands by"
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether there is no entry, and no sign that any beat was ever there."""
+        return not (self.works or self.entries or self.standbys or self.silent is not None)
+
+    @property
+    def redbeat_leads(self) -> bool:
+        """Whether the lock has no name: a beat of RedBeat holds it."""
+        return self.locked and not self.leader and not self.is_shared
+
+    @property
+    def redbeat_silent(self) -> str:
+        """Why a beat of RedBeat that holds the lock seems to be dead, and what to do; empty: it does not."""
+        if not (self.redbeat_leads and self.overdue):
+            return ""
+        return (
+            f"a beat of RedBeat holds the lock, which has no name, and {self.overdue} entries are overdue, the first "
+            f"by {self.lag:.0f} s: that beat was probably killed, or hangs. (If it lives, it has not noticed a new or "
+            "changed entry yet: it looks every 300 s, or as beat_max_loop_interval says.) Its lock ends by itself in "
+            f"{self.lease_left:.0f} s. If no process of RedBeat runs any more, end it now: celery singlebeat resign"
+        )
+
+    def problem(self, max_lag: float = MAX_LAG) -> str:
+        """Return why the schedule is not looked after, or only by a clock that is wrong; empty: it is.
+
+        Args:
+            max_lag: seconds by which entries may be overdue while a beat of RedBeat holds the lock.
+        """
+        if self.works and self.lag > max_lag and self.redbeat_silent:
+            return self.redbeat_silent
         if self.works:
             return next((text for text, ahead in self.wrong_clocks() if abs(ahead) > UNFIT_FROM), "")
         if not self.is_shared:
@@ -76,7 +119,7 @@ class State:
             standbys: also of the beats that stand by.
         """
         here = {"host": socket.gethostname(), "ahead": str(self.host_ahead)}
-        beats = [(self.leader, "which leads"), *((beat, "which stands by") for beat in self.standbys if standbys)]
+        beats = [(self.leader, "which leads"), *((beat, f"which {self.role}") for beat in self.standbys if standbys)]
         named = set[str]()
         for beat, role in (*beats, (here, "this host")):
             host, ahead = beat.get("host", "?"), _number(beat.get("ahead"))
@@ -121,7 +164,7 @@ class State:
         if noted_at > now + SILENT_AFTER:  # by a clock that was wrong: a beat that works would have written it anew
             noted_at = 0.0
         if overdue and ttl > 0 and not leader:
-            idle, first = _disabled(client, keys, now, overdue)
+            idle, first = _idle(app, client, keys, now)
             due, overdue = due - idle, overdue - idle
         return cls(
             leader=leader,
@@ -144,22 +187,37 @@ class State:
         )
 
 
-def _disabled(client: Any, keys: Keys, now: float, overdue: int) -> tuple[int, Sequence[tuple[str, float]]]:
-    """Return how many of the overdue entries are disabled, of ``LOOKED_AT`` at most, and the first that is not.
+def _idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
+    """Return how many entries RedBeat need not have sent, of those whose places are over, and the first of the others.
 
-    Where RedBeat leads, the places of disabled entries stay behind; where a beat of ours does, they go on.
+    Where RedBeat leads, the places of disabled entries stay behind. After its start places are too early by the age of
+    the last run (sibson/redbeat#210), so the time itself is computed. ``LOOKED_AT`` entries are read at most.
     """
     found = client.zrangebyscore(keys.schedule, "(0", now - OVERDUE_AFTER, start=0, num=LOOKED_AT, withscores=True)
     rows = json.loads(script(__package__, "read")(client, [keys.entry(member) for member, _ in found], ()))
-    left = [place for place, fields in zip(found, rows, strict=True) if not _is_disabled(fields)]
-    return len(found) - len(left), left[:1]
+    times = [
+        (member, _due_by_redbeat(app, keys.entry(member), place, fields))
+        for (member, place), fields in zip(found, rows, strict=True)
+    ]
+    late = [(member, due) for member, due in times if due is not None and due <= now - OVERDUE_AFTER]
+    return len(found) - len(late), [min(late, key=lambda each: each[1])] if late else []
 
 
-def _is_disabled(fields: Any) -> bool:
+def _due_by_redbeat(app: Celery, key: str, place: float, fields: Any) -> float | None:
+    """Return since when RedBeat should have sent an entry, in seconds since 1970; None: it never sends it.
+
+    One that cannot be used is due at its place: RedBeat removes it, or ends because of it.
+    """
     try:
-        return bool(json.loads(fields[0])["enabled"] is False)
-    except (ValueError, TypeError, KeyError):
-        return False
+        definition, meta, *_ = fields
+        entry = Entry.from_fields(key, definition, meta, None, app=app)  # RedBeat knows no policy
+        if not entry.enabled:
+            return None
+        last = entry.meta.last_run_at
+        nominal = place if last is None else entry.timetable.next(last)
+    except Exception:  # a user's own schedule may do anything
+        return place
+    return nominal if nominal is None or isinstance(nominal, float) else max(place, nominal.timestamp())
 
 
 def resign(app: Celery) -> bool:

@@ -22,7 +22,7 @@ from ..beat.lost import MOST, examine
 from ..beat.probe import LOCK_COMMANDS, refusal, schedule_refusal
 from ..beat.server import Server
 from ..beat.servertime import UNFIT_FROM
-from ..beat.state import State
+from ..beat.state import REDBEAT_LEADS, State
 from ..beat.statics import Statics
 from ..config import Config
 from ..connections import is_redis, masked, schedule_client, schedule_place
@@ -181,13 +181,7 @@ def _beat(app: Celery) -> Iterator[Finding]:
     for text, ahead in state.wrong_clocks(standbys=True):
         advice = f"{text}: set up NTP on both. Countdown, eta and expires of messages go by the clocks of their hosts"
         yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", advice)
-    if not state.works and (refused := schedule_refusal(app)):
-        yield Finding("problem", "beat", f"none works, because of the schedule's server: {refused}")
-    elif not state.works:
-        yield Finding("problem", "beat", f"{state.problem}: nothing is sent until one is started")
-    elif not state.standbys and not state.is_shared:
-        text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
-        yield Finding("warning", "beat", text)
+    yield from _leadership(app, state)
     yield from _apps(app, state)
     if state.leader.get("lost"):
         text = (
@@ -196,10 +190,7 @@ def _beat(app: Celery) -> Iterator[Finding]:
             "import the others from an export, and let the server write to disk (appendonly yes)"
         )
         yield Finding("warning", "schedule", text)
-    if state.overdue:
-        text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
-        yield Finding("problem", "beat", text)
-    if pending := _stays_pending(app):
+    if not state.redbeat_leads and (pending := _stays_pending(app)):  # RedBeat sends none of them
         text = f"{pending} occurrences are claimed and not sent: the broker or the locks' server may be unreachable"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
@@ -216,6 +207,31 @@ def _beat(app: Celery) -> Iterator[Finding]:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
 
 
+def _leadership(app: Celery, state: State) -> Iterator[Finding]:
+    """Look who leads, and whether that beat sends entries in time."""
+    if not state.works and (refused := schedule_refusal(app)):
+        yield Finding("problem", "beat", f"none works, because of the schedule's server: {refused}")
+    elif not state.works and state.is_unused and not app.conf.beat_schedule:
+        yield Finding("fine", "beat", "none was ever there, and no entry in the schedule needs one")
+    elif not state.works:
+        yield Finding("problem", "beat", f"{state.problem()}: nothing is sent until one is started")
+    elif state.is_shared:
+        named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
+        text = f"{len(state.standbys)} share the work{named and ': '}{named}. One that dies is missing here"
+        text += " after 20 s, and no tool knows how many you have started: probe the /healthz of each"
+        yield Finding("fine" if len(state.standbys) > 1 else "warning", "beat", text)
+    elif not state.standbys:
+        text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
+        yield Finding("warning", "beat", text)
+    if state.redbeat_silent:
+        yield Finding("problem", "beat", state.redbeat_silent)
+    elif state.redbeat_leads:
+        yield Finding("warning", "beat", REDBEAT_LEADS)
+    elif state.overdue:
+        text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
+        yield Finding("problem", "beat", text)
+
+
 def _apps(app: Celery, state: State) -> Iterator[Finding]:
     """Look for another app under the same prefix, and for two apps of one name."""
     about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
@@ -225,7 +241,7 @@ def _apps(app: Celery, state: State) -> Iterator[Finding]:
         for other, count in statics.of_others().items():
             text = f"{count} entries there are of app {other}, not of {statics.owner}: the beat that leads sends all"
             yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
-        for beat, role in ((state.leader, "leads"), *((standby, "stands by") for standby in state.standbys)):
+        for beat, role in ((state.leader, "leads"), *((standby, state.role) for standby in state.standbys)):
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")

@@ -12,7 +12,7 @@ import click
 from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
-from ..beat.state import State
+from ..beat.state import REDBEAT_LEADS, State
 from ..errors import EntryError, UnknownEntryError
 from .output import age, command, instant, marked, moment, printable, show_json, table
 
@@ -78,7 +78,8 @@ def list_(app: Celery, as_json: bool) -> None:
         for entry in entries:
             upcoming, state = _outlook(entry, now)
             rows.append({**as_mapping(entry), "state": state, "next": upcoming})
-        show_json({"entries": rows, "quarantine": aside, "no_place": [*no_place]})
+        led = {"warning": REDBEAT_LEADS} if state_of_all.redbeat_leads else {}
+        show_json({"entries": rows, "quarantine": aside, "no_place": [*no_place], **led})
         return
     rows_ = []
     for entry in entries:
@@ -86,6 +87,8 @@ def list_(app: Celery, as_json: bool) -> None:
         last, when = age(entry.meta.last_run, now), readable_schedule(entry.schedule)
         rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
+    if state_of_all.redbeat_leads:
+        click.echo(marked(f"NEXT and STATE hold for singlebeat, but {REDBEAT_LEADS}", "warning"))
     for name, record in aside.items():
         click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
     for entry in entries:
@@ -112,9 +115,10 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         state = "set aside"
     elif no_place := entries.no_place(name):
         aside, upcoming, state = no_place, None, "no place"
+    warnings = [text for text in (entry.ignored, found.redbeat_leads and REDBEAT_LEADS) if text]
     if as_json:
         why = {"reason": aside} if aside else {}
-        why |= {"warning": entry.ignored} if entry.ignored else {}
+        why |= {"warning": "; ".join(warnings)} if warnings else {}
         show_json({**as_mapping(entry), "state": state, **why, "next": upcoming})
         return
     _show_rows(
@@ -132,8 +136,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         }
     )
     _show_reason(aside)
-    if entry.ignored:
-        click.echo(marked(f"{'warning':<20}{entry.ignored}", "warning"))
+    for warning in warnings:
+        click.echo(marked(f"{'warning':<20}{warning}", "warning"))
 
 
 def _show_broken(found: Salvage, reason: str, as_json: bool) -> None:

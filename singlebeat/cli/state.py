@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..beat.state import State, resign
+from ..beat.state import MAX_LAG, State, resign
 from .output import Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ def who(state: State) -> str:
         return f"none: beats share the work (redbeat_lock_key is None), {since}"
     if state.leader:
         return "{host}, pid {pid}, term {term}, since {since}".format_map({**_NOBODY, **state.leader})
-    return "a beat of RedBeat, or one without a name" if state.locked else "nobody"
+    if state.redbeat_leads:
+        left = f"{state.lease_left:.0f} s"
+        return f"a beat of RedBeat, which leaves no name; its lock ends in {left} if it is not prolonged"
+    return "nobody"
 
 
 _NOBODY = {"host": "?", "pid": "?", "term": "?", "since": "?"}
@@ -41,14 +44,17 @@ def status_(app: Celery, as_json: bool) -> None:
         show_json(asdict(state))
         return
     click.echo(f"leader      {printable(who(state))}")
-    click.echo(f"standbys    {len(state.standbys)}")
+    click.echo(f"{'beats' if state.is_shared else 'standbys':<12}{len(state.standbys)}")
     for standby in state.standbys:
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
+    if state.redbeat_silent:
+        click.echo(marked(f"problem     {state.redbeat_silent}", "problem"))
     for text, _ in state.wrong_clocks(standbys=True):
         click.echo(marked(f"clock       {text}", "warning"))
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
-    waits = ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (doctor)"
+    waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
+    waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (doctor)"
     click.echo(f"pending     {state.pending}" + (waits if state.pending else ""))
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
@@ -58,12 +64,12 @@ def status_(app: Celery, as_json: bool) -> None:
 @command(
     "health",
     click.option("--role", type=click.Choice(["any", "leader"]), default="any", help="leader: of this host."),
-    click.option("--max-lag", type=Seconds(min=0), default=60.0, show_default=True, help="Seconds."),
+    click.option("--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="Seconds."),
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""
     state = State.of(app)
-    wrong = state.problem
+    wrong = state.problem(max_lag)
     if wrong:
         pass
     elif role == "leader" and state.is_shared:
@@ -83,7 +89,11 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
 
 @command("resign")
 def resign_(app: Celery, as_json: bool) -> None:
-    """End the present term of leadership; a beat that stands by begins the next, or the same one if there is none."""
+    """End the present term of leadership; a beat that stands by begins the next, or the same one if there is none.
+
+    Use it for a beat of RedBeat that was killed, too: its lock lasts for up to 25 minutes. Stop one that lives instead:
+    it would end with an error in its next tick, and what it sends just now could be sent twice.
+    """
     before, ended = State.of(app), resign(app)
     if not ended:
         fail("nobody leads")

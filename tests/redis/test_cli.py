@@ -21,6 +21,7 @@ from singlebeat.beat import save
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Lease, Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.state import State
 from singlebeat.beat.store import Store
 from singlebeat.cli import COMMANDS
 from singlebeat.cli.workers import Workers
@@ -442,6 +443,29 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
         (finding,) = _settings(app)
     assert "clear" in finding.text
     assert "hush" not in finding.text
+
+
+def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app):
+    from singlebeat.cli.doctor import _leadership
+
+    def of_beat(app=app) -> list[str]:
+        return [finding.level for finding in _leadership(app, State.of(app))]
+
+    assert "no beat leads" in cli("health", code=1).output
+    found = cli("doctor", code=1).output
+    assert "fine     beat: none was ever there, and no entry in the schedule needs one" in found
+    assert "problem  beat" not in found
+    with make_app(server.celery_url, {"beat_schedule": {"e": {"task": TASK, "schedule": 60}}}) as configured:
+        assert of_beat(configured) == ["problem"]
+    put()
+    assert of_beat() == ["problem"]
+    Schedule(app).delete("e")
+    assert of_beat() == ["fine"]
+    beat = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    beat.tick()
+    beat.close()
+    Schedule(app).delete("celery.backend_cleanup")
+    assert of_beat() == ["problem"], "a beat was there"
 
 
 def test_an_entry_without_a_place_never_runs_and_is_named(cli, put, redis):

@@ -15,7 +15,7 @@ from redis import Redis
 from redis.exceptions import LockError, RedisError
 
 from singlebeat.beat.keys import LeaseKeys
-from singlebeat.beat.lease import STAY, Lease, Term
+from singlebeat.beat.lease import SHARE_EVERY, SHARE_STAY, STAY, Lease, Term
 from singlebeat.beat.state import resign
 from tests.support import RedisServer, wait_until
 
@@ -624,11 +624,8 @@ def test_the_thread_outlives_an_outage(own_server, lease_on, caplog):
 
 
 def test_without_a_lock_everybody_always_leads(make, redis, clock):
-    def connect():
-        raise AssertionError("no connection is needed")
-
     keys = replace(KEYS, lock=None)
-    one, other = (make(keys=keys, clock=clock, connect=connect) for _ in range(2))
+    one, other = (make(keys=keys, clock=clock) for _ in range(2))
 
     assert one.acquire() == other.acquire() == Term(0, "")
     clock.advance(10 * LONG)
@@ -636,7 +633,33 @@ def test_without_a_lock_everybody_always_leads(make, redis, clock):
     assert other.owned()
     one.release()
     assert one.acquire() is None
+    other.release()
     assert redis.dbsize() == 0
+
+
+def test_beats_that_share_the_work_are_named_while_they_live(make, redis, clock, monkeypatch):
+    keys, shown = replace(KEYS, lock=None), redis.time()
+    one, other = (make(keys=keys, clock=clock) for _ in range(2))
+    for lease in (one, other):
+        lease.server_time.heard(shown, lease.server_time.asked())
+    one.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "elsewhere")
+        other.acquire()
+    assert {standby["host"] for standby in standbys(redis)} == {socket.gethostname(), "elsewhere"}
+    assert 0 < redis.pttl(KEYS.standbys) <= SHARE_STAY * 1000
+
+    one.acquire()
+    sent = redis.info("commandstats")["cmdstat_zadd"]["calls"]
+    one.acquire()
+    assert redis.info("commandstats")["cmdstat_zadd"]["calls"] == sent, "between two signs of life it says nothing"
+
+    (dead,) = [name for name in redis.zrange(KEYS.standbys, 0, -1) if "elsewhere" in name]
+    for noted in (shown[0] - 1, shown[0] + 3600):  # its stay is over; the server's clock was set back
+        redis.zadd(KEYS.standbys, {dead: noted * 1000})
+        clock.advance(SHARE_EVERY)
+        one.acquire()
+        assert [standby["host"] for standby in standbys(redis)] == [socket.gethostname()]
 
 
 # ---------------------------------------------------------------- RedBeat's protocol

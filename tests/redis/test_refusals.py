@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -221,7 +223,10 @@ def test_beats_that_share_the_work_are_healthy_in_every_tool(cli, shared, redis,
         "leader      none: beats share the work (redbeat_lock_key is None), the last sign"
         in cli("status", app=shared).output
     )
-    assert findings(cli, shared, "beat") == []
+    ((level, text),) = findings(cli, shared, "beat")
+    assert level == "warning"
+    assert f"1 share the work: {socket.gethostname()} (pid {os.getpid()}, since 20" in text
+    assert f"beats       1\n  {socket.gethostname()}, pid {os.getpid()}, since 20" in cli("status", app=shared).output
     assert [level for level, _ in findings(cli, shared, "redbeat_lock_key")] == ["warning"]
     explained = cli("explain", "e", app=shared).output
     assert "No beat" not in explained

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from singlebeat.beat.state import State
 from tests.support import RedisServer, free_port, wait_until
 from tests.system.chaos import CLOCK, PLAIN, SINGLE, Chaos, steady
 
@@ -150,6 +151,13 @@ def test_beats_without_a_lock_share_the_work(chaos_on, server):
         shares = [len(beat.matches("Sending due task")) for beat in beats]
         remarks.append("shares {} and {}".format(*shares))
     assert all(shares)
+
+    def named() -> list[int]:
+        return [int(beat["pid"]) for beat in State.of(chaos.app).standbys]
+
+    assert set(named()) == {beat.pid for beat in beats}
+    beats[0].kill_group()
+    wait_until(lambda: named() == [beats[1].pid], timeout=60)
 
 
 def test_a_beat_that_is_stuck_ends_itself_with_its_stacks_in_the_log(chaos):

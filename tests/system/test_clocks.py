@@ -109,8 +109,8 @@ def test_beats_with_wrong_clocks_send_on_time_and_are_named(celery, app, beat_at
         (off,) = [int(float(State.of(app).leader["ahead"]))]
         assert abs(off - ahead) < 3
         problem = f"the clock of {HERE}, which leads, is {off:+d}" if ahead else ""
-        assert State.of(app).problem.startswith(problem)
-        assert bool(State.of(app).problem) is bool(ahead)
+        assert State.of(app).problem().startswith(problem)
+        assert bool(State.of(app).problem()) is bool(ahead)
         differs = [json.loads(match[1]) for match in beat.matches(r"WARNING.*event=clock_differs ahead=(\S+) host=")]
         assert [abs(seconds - ahead) < 3 for seconds in differs] == [True] * bool(ahead)
         leader = beat

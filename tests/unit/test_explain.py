@@ -9,8 +9,11 @@ from celery import Celery
 from celery.schedules import schedule
 
 from singlebeat import Entry
+from singlebeat.beat.codec import Meta
 from singlebeat.beat.explain import Facts, explain
 from singlebeat.beat.history import End, Record
+from singlebeat.beat.occurrence import Occurrence
+from singlebeat.beat.policy import Policy
 from singlebeat.beat.state import State
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
@@ -102,3 +105,27 @@ def test_an_unknown_task_is_explained_with_the_nearest_name():
         record(NOON), entry=entry, known_tasks=known
     )
     assert "Did you mean" not in said(record(NOON), entry=entry, known_tasks=frozenset({"other"}))
+
+
+def test_while_redbeat_leads_no_policy_holds_and_pending_runs_wait_for_singlebeat():
+    entry = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, paused=True, max_runs=1).with_past(Meta(NOON, 1))
+    state = State({}, [], True, 900.0, 1, 0, 0, 0.0, 1, {})
+    about = {"state": state, "pending": Occurrence("id", NOON.timestamp(), None), "running": None}
+
+    text = said(entry=entry, **about)
+    assert "A beat of RedBeat leads. It knows no policy" in text
+    assert "The run for 2026-12-01 12:00:00Z is claimed and waits until a beat of singlebeat leads, as task id." in text
+    assert "the broker does not answer" not in text
+    assert "It is paused, and runs all the same" in text
+
+    entry.policy = Policy(max_runs=1)
+    assert "It runs next for 2026-12-01 13:00:00Z, in 1800 s." in said(entry=entry, **about)
+    assert "It is finished" in said(entry=entry)
+
+
+def test_a_redbeat_that_was_killed_is_told_with_what_to_do():
+    text = said(state=State({}, [], True, 900.0, 3, 2, 2, 42.0, 0, {}))
+
+    assert "A beat of RedBeat holds the lock, which has no name, and 2 entries are overdue, the first by 42 s" in text
+    assert "Its lock ends by itself in 900 s. If no process of RedBeat runs any more, end it now: " in text
+    assert "Beat is behind" not in text
