@@ -142,8 +142,8 @@ class Dispatcher:
             holders: Mapping[str, Holder] = {}
             try:
                 holders = self._acquire(messages, now) if asked else {}
-                if holders:
-                    self._reached(LOCKS)
+                if any(holder.verdict is Verdict.ACQUIRED for holder in holders.values()):
+                    self._reached(LOCKS)  # that a lock is held is only read, which a server does that refuses to write
             except LockBackendError as exc:
                 away = exc
             ready = messages
@@ -193,8 +193,6 @@ class Dispatcher:
                 self._backoff.succeeded(member)
                 if settled[1].is_sent:
                     self._reached(BROKER)
-                if message.claims is not None:
-                    self._reached(LOCKS)
             except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
                 if not self._may_send(term):
                     return
@@ -242,6 +240,8 @@ class Dispatcher:
                 is_own = claimed.task_id == occurrence.id
                 return _sent_before(message) if is_own else (Outcome.SKIPPED_OVERLAP, claimed)
             admitted = claimed
+            if admitted.taken is not None:
+                self._reached(LOCKS)
             entry.options["headers"][HEADER] = admitted.ticket.header()
         try:
             result = self._send(entry)

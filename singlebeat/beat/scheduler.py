@@ -19,7 +19,7 @@ from redbeat import RedBeatScheduler
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError, check_schedule_server, schedule_client, schedule_place
+from ..connections import RedisError, ResponseError, check_schedule_server, schedule_client, schedule_place
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
 from .broker import BrokerAccess
@@ -35,7 +35,7 @@ from .listing import Listing
 from .lost import LostMessages
 from .metrics import Metrics
 from .places import Places
-from .probe import acl_hint
+from .probe import acl_hint, schedule_refusal
 from .servertime import ServerTime
 from .statics import Statics, signature_of
 from .store import BATCH, Claim, Claimed, Due, Store, Stored
@@ -118,6 +118,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._stands_by_for, self._look_at = "", 0.0  #: which beat led when we looked last, and when to look again
         self._has_role = False
         self._in_trouble = set[str]()  #: kinds of errors that were logged since ticks succeed no more
+        self._is_refused = False  #: the schedule's server has answered the last tick that failed with an error
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the present term, if we have told in it that the schedule has vanished
         self._has_statics = False  #: of ``beat_schedule``, something was stored
@@ -214,6 +215,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             term = self.lease.acquire()
             delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
+            self._is_refused = isinstance(exc, ResponseError)
             self._trouble(type(exc).__name__, f"{exc}{acl_hint(exc)}")
             return TROUBLE_INTERVAL
         finally:
@@ -222,10 +224,17 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             signals.tick_ended.send(sender=self.app, seconds=seconds)
             if seconds > SLOW_TICK:
                 log.warning("beat: A tick was slow", event="tick_ended", seconds=seconds)
-        if self._in_trouble:
+        if self._in_trouble and self._is_recovered(term):
             log.warning("beat: Redis answers again", event="recovered")
             self._in_trouble.clear()
         return delay
+
+    def _is_recovered(self, term: Term | None) -> bool:
+        """Return whether a tick that succeeds ends the trouble: a server that refuses to write lets it read."""
+        if not self._is_refused:
+            return True
+        is_retried = term is None or not self._recheck_at
+        return is_retried and not schedule_refusal(self.app)
 
     def _watched(self) -> None:
         # Only in a tick: a program that stores entries through a scheduler is no beat, and nothing would end its watch.

@@ -95,8 +95,10 @@ class Keeper:
                 if not self._held or not self._may_start():
                     return
             try:
-                self._renew()
-                due, failing = time.monotonic() + self._pause(), False
+                if self._renew() and failing:
+                    failing = False
+                    log.warning("exclusive locks are renewed again", event="recovered")
+                due = time.monotonic() + self._pause()
             except LockBackendError as exc:
                 due = time.monotonic() + min(RETRY_AFTER, self._pause())
                 if not failing:
@@ -115,7 +117,8 @@ class Keeper:
     def _pause(self) -> float:
         return min((lock.lease / RENEWALS_PER_LEASE for lock in self._locks()), default=LINGER)
 
-    def _renew(self) -> None:
+    def _renew(self) -> bool:
+        """Renew all locks; return whether there was one."""
         locks = self._locks()
         for lease in {lock.lease for lock in locks}:
             equal = [lock for lock in locks if lock.lease == lease]
@@ -123,6 +126,7 @@ class Keeper:
             renewals = self._backend.renew_many([lock.ref for lock in equal], lease=lease)
             for lock, renewal in zip(equal, renewals, strict=True):
                 lock.note(renewal, asked_at)
+        return bool(locks)
 
 
 _keepers: WeakKeyDictionary[Celery, Keeper] = WeakKeyDictionary()

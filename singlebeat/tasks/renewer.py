@@ -69,7 +69,7 @@ class Renewer:
         self._gate_closed_until = 0.0
         self._started = False
         self.timer: Any = None  #: of the worker, once there is one: it acts where messages may be acknowledged
-        self.failing = False  #: the locks' server did not answer the last time
+        self.failing = False  #: the locks' server is unreachable or refuses, and has not done since what failed
 
     def start(self) -> None:
         """Start the thread, once; native even where gevent or eventlet have patched threads."""
@@ -175,7 +175,7 @@ class Renewer:
                 log.warning("the worker ends before its last locks are free: they end by themselves", event="lock_kept")
 
     def _run(self) -> None:
-        due = 0.0
+        due, renewed = 0.0, False
         while True:
             soon = min([due, *(moment for moment, _, _ in self._later)])
             waiting = self._wait(max(0.0, soon - time.monotonic()))
@@ -185,11 +185,14 @@ class Renewer:
                     due = time.monotonic() + self.lease / 3
                     self._renew()
                     self._announce()
-                    if self.failing:
-                        log.warning("the locks' server answers again: locks are renewed", event="recovered")
-                    self.failing = False
                     self._gate_closed_until = 0.0
+                    renewed = True
+                # A server may renew a lock that it does not free: ends that it has refused are still to be told.
+                if self.failing and renewed and not self._later:
+                    self.failing = False
+                    log.warning("locks are renewed and freed again", event="recovered")
             except LockBackendError as exc:
+                renewed = False
                 due = min(due, time.monotonic() + RETRY_AFTER)
                 if not self.failing:
                     log.warning("locks that are not renewed end by themselves", event="not_renewed", reason=exc)

@@ -11,7 +11,7 @@ import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from unittest.mock import Mock
@@ -42,7 +42,7 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
 from singlebeat.tasks import undo
-from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until
+from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until, without
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
@@ -2771,6 +2771,59 @@ def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(
     assert bench.names == ["e"]
     (told,) = [record for record in caplog.records if record.singlebeat["event"] == "recovered"]
     assert (told.levelname, told.singlebeat["server"]) == ("WARNING", "the locks' server")
+
+
+@pytest.fixture
+def refusing(server, redis, bench_on, monkeypatch):
+    """Yield a bench whose schedule's or locks' server lacks a command, by its URL, and a function that grants that."""
+    monkeypatch.setattr("singlebeat.beat.scheduler.RECHECK_AFTER", 0.2)
+    with ExitStack() as stack:
+
+        def make(setting: str, command: str) -> tuple[Bench, Callable[[], object]]:
+            url = stack.enter_context(without(server, command)).replace("redis+socket://", "unix://")
+            return bench_on(server, **{setting: url}), lambda: redis.acl_setuser("mute", commands=[f"+{command}"])
+
+        yield make
+
+
+def told(caplog) -> list[str]:
+    events = [record.singlebeat["event"] for record in caplog.records if hasattr(record, "singlebeat")]
+    return [event for event in events if event in {"unreachable", "recovered", "trouble"}]
+
+
+def test_a_schedule_that_can_only_be_read_has_not_recovered(refusing, caplog):
+    """A tick with nothing to do succeeds on a server that refuses to record what the one before has done."""
+    bench, grant = refusing("redbeat_redis_url", "xadd")
+    bench.put()
+    scheduler = bench.scheduler()
+
+    for _ in range(3):
+        scheduler.tick()
+    assert told(caplog) == ["trouble"]
+
+    grant()
+    wait_until(lambda: scheduler.tick() and "recovered" in told(caplog))
+    assert told(caplog) == ["trouble", "recovered"]
+
+
+def test_locks_that_can_only_be_read_have_not_recovered(refusing, caplog):
+    """That a lock is held can be read, and says nothing about the next one that is to be taken."""
+    bench, grant = refusing("singleton_backend_url", "hset")
+    with make_app(bench.server.celery_url) as caller:
+        caller.tasks[SINGLE].delay("held")
+    scheduler = bench.scheduler()
+    free = bench.put("free", task=SINGLE)
+    scheduler.tick()
+    held = bench.put("held", task=SINGLE)
+    scheduler.tick()
+    assert [record["entry"] for record in bench.history] == [held.name]
+    assert told(caplog) == ["unreachable"]
+
+    grant()
+    bench.retry_now()
+    scheduler.tick()
+    assert bench.names[-1] == free.name
+    assert told(caplog) == ["unreachable", "recovered"]
 
 
 def test_an_outage_is_told_once_however_often_others_are_sent(server, redis, own_server, bench_on, caplog):

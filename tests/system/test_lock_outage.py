@@ -12,7 +12,7 @@ from singlebeat.errors import LockBackendError
 from singlebeat.locks.base import HEADER
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.tasks import undo
-from tests.support import RedisServer, wait_until
+from tests.support import APP, RedisServer, wait_until, without
 from tests.system.singles import PATIENCE, make_app, served, task_name
 
 #: Seconds that one call to a server may take, and that a call of a task may then last: it may ask more than once.
@@ -169,3 +169,20 @@ def test_a_task_whose_lock_cannot_be_asked_for_waits_until_it_can_if_so_asked(po
         assert first.get(timeout=PATIENCE) is None
         at.free(lock, on=client)
     at.over(name, [first.id])
+
+
+def test_a_worker_recovers_when_it_frees_locks_again_and_not_before(celery, server, app, oracle):
+    """Its server renews locks all the while, and refuses to free them."""
+    with without(server, "del") as url:
+        conf = {"singleton_backend_url": url.replace("redis+socket://", "unix://"), "singlebeat_lock_lease": 0.9}
+        worker = celery("worker", "-c", "1", conf=conf).ready()
+        for count in range(1, 5):
+            app.tasks[f"{APP}.single"].delay(str(count))
+            oracle.wait_ended(count)
+        worker.wait_for("event=not_renewed .*refuses")
+        assert not worker.matches("event=recovered")
+
+        server.client().acl_setuser("mute", commands=["+del"])
+
+        worker.wait_for("locks are renewed and freed again event=recovered")
+        assert len(worker.matches("event=not_renewed")) == len(worker.matches("event=recovered")) == 1
