@@ -62,6 +62,7 @@ class Facts:
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
     locks_away: str = ""  #: why the locks' server could not be asked
     found: Found | None = None  #: what is known about the message of the lock, if that is queued
+    silent: str = ""  #: that all its last runs failed, or were skipped; empty: they did not
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -206,7 +207,8 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         took = f" after {end.duration:.1f} s" if end.duration is not None else ""
         why = f": {end.reason}" if end.reason else ""
         if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
-            yield f"Its lock was freed at {_moment(end.at)}, {end.outcome}{why}."
+            what = "Its message was lost" if end.outcome == MESSAGE_LOST else "A worker without singlebeat has run it"
+            yield f"{what}, and beat freed its lock at {_moment(end.at)}{why}."
             return
         yield f"It ended at {_moment(end.at)}{took} on {end.worker}, {end.outcome}{why}."
         if end.outcome == "unknown_task":
@@ -267,14 +269,13 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     if found is None:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
+    sentence = str(found)
+    yield f"{sentence[0].upper()}{sentence[1:]}."
     if found.outcome:
-        what = "has run" if found.outcome == RAN_ELSEWHERE else "never starts"
         yield (
-            f"Task {task_id} {what}: {found.reason}. Beat frees its lock when another run meets it; to free it now: "
+            "Beat frees the lock when another run meets it, unless singlebeat_lost_after is None. To free it now: "
             f"celery singlebeat unlock {task_id}"
         )
-        return
-    yield f"Task {task_id} is queued for {found.lock.age:.0f} s, and its lock stays: {found.reason}."
 
 
 def _task(facts: Facts, entry: Entry) -> Iterator[str]:
@@ -284,7 +285,7 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
     elif known is not None and entry.task not in known:
         near = difflib.get_close_matches(entry.task, known, n=1)
         yield (
-            f"No worker that answers knows the task {entry.task}: whoever gets the message drops it. "
+            f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it. "
             + (f"Did you mean {near[0]}? " if near else "")
             + "Correct the name in the entry, or start a worker that has the task."
         )
@@ -296,7 +297,7 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
     """Say what keeps a message in the queue of the entry's task, or from being run there."""
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
-        yield f"N{delivery.unread[1:]}: what is sent there waits. To mend it: {hint}."
+        yield f"N{delivery.unread[1:]}: messages wait there. To correct it: {hint}."
     elif wrong := delivery.without(entry.task):
         yield f"N{wrong[1:]}. Let one worker have both."
     elif delivery.full and _may_wait(facts):
@@ -312,6 +313,8 @@ def _may_wait(facts: Facts) -> bool:
 
 
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
+    if facts.silent and not facts.state.redbeat_leads:
+        yield f"{facts.silent[0].upper()}{facts.silent[1:].rstrip('.')}."
     timetable, since = entry.timetable, entry.meta.counts_from
     if facts.state.redbeat_leads:
         timetable, since = replace(timetable, policy=Policy()), entry.meta.last_run_at

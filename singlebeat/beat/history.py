@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..connections import schedule_client
 from .keys import Keys
@@ -15,10 +15,13 @@ from .keys import Keys
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("End", "History", "Record")
+__all__ = ("End", "History", "Own", "Record")
 
 #: Records of a stream that one round trip reads.
 PAGE = 1000
+
+#: Entries whose own records one round trip reads.
+BATCH = 500
 
 #: What became of a message that did not run, or not yet.
 NO_END = {"duplicate_refused", "postponed"}
@@ -58,6 +61,13 @@ class Record:
     end: End | None
 
 
+class Own(NamedTuple):
+    """What an entry keeps itself, the last one first: its last few decisions, and the last few ends of its runs."""
+
+    decisions: Sequence[Record]
+    ends: Sequence[End]
+
+
 class History:
     """The records of an app's schedule, as many as its server still has."""
 
@@ -85,6 +95,19 @@ class History:
         if any(fields["id"] and fields["id"] not in ends for _, fields in rows):
             ends = _ends(self._stream(self.keys.runs, name)) | ends
         return _joined(rows, ends)
+
+    def own(self, names: Iterable[str]) -> Iterator[tuple[str, Own]]:
+        """Yield names of entries with what each keeps itself, which is little; one round trip for ``BATCH`` of them."""
+        left = iter(names)
+        while batch := [*islice(left, BATCH)]:
+            with schedule_client(self.app).pipeline(transaction=False) as pipe:
+                for name in batch:
+                    pipe.hmget(self.keys.prefix + name, "history", "runs")
+                found = pipe.execute()
+            for name, (history, runs) in zip(batch, found, strict=True):
+                ends = _ends(_lines(runs, _OF_END))
+                rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
+                yield name, Own(_joined(rows, ends), [_end(*end) for end in ends.values()])
 
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"

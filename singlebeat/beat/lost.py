@@ -62,6 +62,13 @@ SEEN_FOR = 20.0
 MOST = 500
 
 
+#: What is logged when a lock is freed.
+_FREED = {
+    MESSAGE_LOST: "beat: The message of a task is lost: its lock is free",
+    RAN_ELSEWHERE: "beat: A worker without singlebeat has run a task: its lock is free",
+}
+
+
 def note(ref: Ref, *, queue: str, delay: float) -> str:
     """Return what the lock of a message says once beat has sent it.
 
@@ -128,6 +135,17 @@ class Found(NamedTuple):
     outcome: str  #: MESSAGE_LOST or RAN_ELSEWHERE; empty: it may yet start, so its lock stays
     reason: str
 
+    def __str__(self) -> str:
+        """Return a sentence without its full stop."""
+        task, age = f"task {self.lock.ref.task_id}", f"{self.lock.age:.0f} s"
+        match self.outcome:
+            case "":
+                return f"{task} was queued {age} ago, and its lock is not freed: {self.reason}"
+            case word if word == MESSAGE_LOST:
+                return f"the message of {task} was queued {age} ago and is lost: {self.reason}"
+            case _:
+                return f"{task} has run, and its lock was not freed: {self.reason}"
+
 
 @dataclass
 class Answers:
@@ -164,7 +182,9 @@ def examine(
         time.sleep(min(PAUSE, (Config.of(app).singlebeat_lost_after or PAUSE) / 6))
         again = [each for lock in lost if (each := _again(lock, backend)) is not None]
         gone = {lock.ref for lock in lost} - {lock.ref for lock in again}
-        found |= {ref: Found(found[ref].lock, "", "its message has started, or its lock is free") for ref in gone}
+        found |= {
+            ref: Found(found[ref].lock, "", "it has started meanwhile, or its lock is free already") for ref in gone
+        }
         found |= {each.lock.ref: each for each in _look(app, again, backend, answers)}
     return [found[lock.ref] for lock in locks]
 
@@ -184,7 +204,7 @@ def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = N
     freed = [f for f in over if (f.lock.ref.key, f.lock.ref.task_id, str(f.lock.ref.generation)) not in held]
     for lock, outcome, reason in freed:
         about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry, "reason": reason}
-        log.warning("beat: The lock of a message that never started is free", event=outcome, **about)
+        log.warning(_FREED[outcome], event=outcome, **about)
         headers = {"id": lock.ref.task_id, RUN_HEADER: {"entry": lock.entry}}
         record_end_of_message(app, headers, outcome, reason)
     return freed
@@ -219,20 +239,20 @@ def _look(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, answers: 
                 yield from list(_ask(app, rest, broker, expected, answers))
         except Exception as exc:  # transports raise what they like
             log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
-            yield from (Found(lock, "", "the broker does not answer") for lock in rest)
+            yield from (Found(lock, "", "the broker cannot be asked for its message") for lock in rest)
 
 
 def may_yet_start(lock: Waiting, config: Config) -> str:
     """Return why the message of a lock is not missed yet, by the lock's record; empty: it is."""
     patience = config.singlebeat_lost_after or PAUSE
     if lock.renewed is not None and lock.renewed < config.singlebeat_lock_lease:
-        return f"worker {lock.worker} has its message, and has renewed its lock {lock.renewed:.0f} s ago"
+        return f"worker {lock.worker} has its message, and renewed the lock {lock.renewed:.0f} s ago"
     if lock.age < lock.delay + patience:
-        return f"it is queued for {lock.age:.0f} s only"
+        return f"its message counts as late only after {lock.delay + patience:g} s"
     if lock.left > config.singlebeat_queued_ttl - patience:  # of a countdown or an eta, which last longer
-        return f"its message may not start yet, by its countdown or eta; its lock ends in {lock.left:.0f} s"
+        return "its countdown or eta is not over, or ended just now"
     if not lock.is_noted and lock.age + lock.left <= UNSENT_TTL + 1:
-        return f"its message may not be sent yet; its lock ends in {lock.left:.0f} s"
+        return f"it is not known whether its message was sent; if not, the lock ends by itself in {lock.left:.0f} s"
     return ""
 
 
@@ -248,7 +268,7 @@ def _ended(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
             break
         # An id may have run before, with another message.
         if meta.get("status") in READY_STATES and (_instant(meta.get("date_done")) or 0) >= lock.since:
-            ended[lock.ref] = f"it has ended with {meta['status']} on a worker that does not look after locks"
+            ended[lock.ref] = f"it ended with {meta['status']} on a worker without singlebeat, which frees no lock"
     return ended
 
 
@@ -289,7 +309,7 @@ def _ask(
             if has:
                 reasons[lock.ref] = f"worker {has} has its message"
             elif not known:
-                reasons[lock.ref] = "no worker answers"
+                reasons[lock.ref] = "no worker answers, and one may have its message"
             elif silent:
                 reasons[lock.ref] = f"worker {silent[0]}, which may have its message, does not answer"
     for lock in locks:
@@ -343,7 +363,8 @@ class _Broker:
         """Return how many messages wait in the first of some queues that is not empty; empty: all are."""
         for queue in queues:
             if count := self._count(queue):
-                return f"{count} messages wait in queue {queue}" if count > 1 else f"1 message waits in queue {queue}"
+                many, one = f"{count} messages wait in queue {queue}", f"1 message waits in queue {queue}"
+                return f"{many}, perhaps its own among them" if count > 1 else f"{one}, perhaps its own"
         return ""
 
     def _count(self, queue: str) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,11 +19,13 @@ import click
 from .. import __version__
 from ..beat.api import Schedule
 from ..beat.delivery import Delivery, listed, queue_of
+from ..beat.history import History
 from ..beat.keys import Keys
 from ..beat.lost import MOST, examine
 from ..beat.probe import LOCK_COMMANDS, refusal, schedule_refusal
 from ..beat.server import Server
-from ..beat.servertime import UNFIT_FROM
+from ..beat.servertime import DIFFERS_FROM, UNFIT_FROM, ServerTime
+from ..beat.silence import silence
 from ..beat.state import REDBEAT_LEADS, State
 from ..beat.statics import Statics
 from ..config import Config
@@ -29,6 +33,7 @@ from ..connections import is_redis, masked, schedule_client, schedule_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
+from ..tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
 from .locks import every, old
 from .output import command, marked, printable, progress, show_json
 from .records import AGAIN
@@ -48,8 +53,11 @@ BUSY_FOR = 5.0
 #: Entries without a place in the sorted set that are named.
 MOST_NAMED = 10
 
-#: Locks that are looked at for one that a worker has renewed.
-MOST_LOCKS = 1000
+#: Entries whose own history is read.
+MOST_HISTORIES = 10_000
+
+#: Locks that are looked at for one that a worker has renewed, and for those that are old.
+MOST_LOCKS, MOST_OLD_LOCKS = 1000, 10_000
 
 #: The oldest server whose commands are enough.
 OLDEST_SERVER = (6, 2)
@@ -66,7 +74,9 @@ class Finding(NamedTuple):
 @command("doctor")
 def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
-    findings, parts = list[Finding](), (_server, _settings, _beat, _workers, _locks)
+    entries = _Entries(app)
+    of_entries, of_workers = partial(_entries, entries=entries), partial(_workers, entries=entries)
+    findings, parts = list[Finding](), (_server, _settings, _beat, of_entries, of_workers, _locks)
     with progress("parts looked at", len(parts), quiet=as_json) as step:
         for look_at in parts:
             findings.extend(look_at(app))
@@ -196,13 +206,29 @@ def _beat(app: Celery) -> Iterator[Finding]:
     for name, record in state.quarantine.items():
         text = f"is set aside since {record['since']} and does not run: {record['reason']}"
         yield Finding("problem", f"entry {name}", text)
-    entries = Schedule(app)
-    for entry in entries.list(left_out=lambda *_: None):  # another part of the doctor's names those
+
+
+class _Entries:
+    """The entries that can be used, read once for all parts that ask for them."""
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+
+    @cached_property
+    def usable(self) -> Sequence[Entry]:
+        return [*Schedule(self.app).list(left_out=lambda *_: None)]  # the part about beat names the others
+
+
+def _entries(app: Celery, entries: _Entries) -> Iterator[Finding]:
+    """Look for fields that mean nothing, entries that are never due, and those whose runs fail or are skipped."""
+    for entry in entries.usable:
         if entry.ignored:
             yield Finding("warning", f"entry {entry.name}", entry.ignored)
-    names = [*islice(entries.without_place(), MOST_NAMED + 1)]
+    yield from _silent(app, entries.usable)
+    schedule = Schedule(app)
+    names = [*islice(schedule.without_place(), MOST_NAMED + 1)]
     for name in names[:MOST_NAMED]:
-        yield Finding("warning", f"entry {name}", f"{entries.no_place(name)}; or delete it")
+        yield Finding("warning", f"entry {name}", f"{schedule.no_place(name)}; or delete it")
     if len(names) > MOST_NAMED:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
 
@@ -230,6 +256,19 @@ def _leadership(app: Celery, state: State) -> Iterator[Finding]:
     elif state.overdue:
         text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
         yield Finding("problem", "beat", text)
+
+
+def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
+    """Look for entries whose last runs all failed, or were skipped, in the history that each keeps itself."""
+    by_name = {entry.name: entry for entry in entries[:MOST_HISTORIES]}
+    found = ((name, text) for name, own in History(app).own(by_name) if (text := silence(by_name[name], own)))
+    for name, text in islice(found, MOST_NAMED):
+        yield Finding("warning", f"entry {name}", f"{text} (celery singlebeat explain {shlex.quote(name)})")
+    if more := sum(1 for _ in found):
+        yield Finding("warning", "entries", f"the last runs of {more} more entries all failed, or were skipped")
+    if len(entries) > MOST_HISTORIES:
+        text = f"whether all their runs fail was looked up for the first {MOST_HISTORIES} of {len(entries)} only"
+        yield Finding("fine", "entries", text)
 
 
 def _apps(app: Celery, state: State) -> Iterator[Finding]:
@@ -265,7 +304,7 @@ def _stays_pending(app: Celery) -> int:
     return len(before.intersection(client.zrange(key, 0, -1))) if before else 0
 
 
-def _workers(app: Celery) -> Iterator[Finding]:
+def _workers(app: Celery, entries: _Entries) -> Iterator[Finding]:
     seen = False
     try:
         seen = backend_of(app).workers_seen()
@@ -284,11 +323,11 @@ def _workers(app: Celery) -> Iterator[Finding]:
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
-    entries = [*Schedule(app).list()]
-    yield from _queues(app, entries, workers)
-    for entry in entries:
+    yield from _clocks(app, workers)
+    yield from _queues(app, entries.usable, workers)
+    for entry in entries.usable:
         if entry.task not in known:
-            text = f"no worker that answers knows its task {entry.task}: whoever gets the message drops it"
+            text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
             yield Finding("problem", f"entry {entry.name}", text)
 
 
@@ -322,29 +361,51 @@ def _none_answers(app: Celery) -> Finding:
         locks = (lock for lock in islice(every(app), MOST_LOCKS) if lock.state == "running")
         renewed = [lock for lock in locks if lock.renewed is not None and not lock.seems_abandoned]
         if lock := min(renewed, key=lambda lock: lock.renewed or 0.0, default=None):
+            since = f"{max(1.0, min(lock.renewed or 0.0, lease)):.0f} s"
             text = (
-                f"none answers, but {lock.worker or 'one'} has renewed the lock of task {lock.task_id} "
-                f"{min(lock.renewed or 0.0, lease):.0f} s ago: it shuts down and ends its last tasks, or is too busy. "
-                "Without another one, what is sent waits in its queue"
+                f"none answers, but {lock.worker or 'one'} renewed the lock of task {lock.task_id} {since} ago: it "
+                f"shuts down and ends its last tasks, is too busy, or has died within the last {since}. Without "
+                "another worker, messages wait in their queues"
             )
             return Finding("warning", "workers", text)
-    return Finding("problem", "workers", "none answers: what is sent waits in its queue")
+    return Finding("problem", "workers", "none answers: messages wait in their queues")
 
 
 def _locks(app: Celery) -> Iterator[Finding]:
-    """Look for locks that wait for messages which are gone."""
+    """Look for locks whose messages are lost, or were run by workers that free no lock."""
     try:
-        found = [each for each in examine(app, list(islice(old(app), MOST))) if each.outcome]
+        found = examine(app, list(islice(old(app, most=MOST_OLD_LOCKS), MOST)))
     except SinglebeatError:  # which was said before
         return
-    if found:
-        first = found[0]
+    for outcome, what in _STALE.items():
+        stale = [each for each in found if each.outcome == outcome]
+        if stale:
+            text = (
+                f"{len(stale)} {what}, such as task {stale[0].lock.ref.task_id} ({stale[0].lock.task}): "
+                f"{stale[0].reason}. Equal runs and calls are refused meanwhile. To free them: "
+                "celery singlebeat unlock --stale"
+            )
+            yield Finding("problem", "locks", text)
+
+
+#: What was found out about the message of a lock.
+_STALE = {
+    MESSAGE_LOST: "locks wait for messages that are lost",
+    RAN_ELSEWHERE: "locks are held by tasks that have run on workers without singlebeat",
+}
+
+
+def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
+    """Look for workers whose clock differs from that of the schedule's server, by which beat decides."""
+    server_time = ServerTime(quiet=True)
+    server_time.ask(schedule_client(app), Keys.of(app).schedule)
+    ahead_of_us = server_time.timestamp() - time.monotonic()
+    for worker, ahead in workers.wrong_clocks(ahead_of_us, more_than=DIFFERS_FROM):
         text = (
-            f"{len(found)} of them wait for messages that never start, as that of {first.lock.task}, task "
-            f"{first.lock.ref.task_id}: {first.reason}. Equal runs and calls are refused meanwhile. To free them: "
-            "celery singlebeat unlock --stale"
+            f"the clock of worker {worker} is about {ahead:+.0f} s off that of the schedule's server: set up NTP on "
+            "both. Countdown, eta and expires of messages go by the clocks of their hosts"
         )
-        yield Finding("problem", "locks", text)
+        yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", text)
 
 
 def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> Iterator[Finding]:

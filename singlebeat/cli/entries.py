@@ -65,7 +65,7 @@ def _outlook(entry: Entry, now: datetime) -> tuple[datetime | None, str]:
 
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
-    """List all entries by the time of their next run, and those that never run; LAST is how long ago one ran."""
+    """List all entries by their next run, and those that never run; LAST is how long ago the last run was due."""
     broken = dict[str, Mapping[str, str]]()  # also those that no beat has looked at yet
     entries = list(
         Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -52,16 +53,24 @@ def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, Lock]:
     return found
 
 
-def waiting(app: Celery, task_ids: Collection[str] | None = None) -> Iterator[Waiting]:
-    """Yield the locks whose messages have not started, of all tasks or of some."""
-    for key, record, lock in _records(app):
+def waiting(app: Celery, task_ids: Collection[str] | None = None, *, most: int | None = None) -> Iterator[Waiting]:
+    """Yield the locks whose messages have not started, of all tasks or of some.
+
+    Args:
+        most: locks that are read; None: all.
+    """
+    for key, record, lock in islice(_records(app), most):
         if (task_ids is None or lock.task_id in task_ids) and (found := Waiting.of(key, record)) is not None:
             yield found
 
 
-def old(app: Celery) -> Iterator[Waiting]:
-    """Yield those that have been queued for so long that their messages may be gone."""
-    return (lock for lock in waiting(app) if not may_yet_start(lock, Config.of(app)))
+def old(app: Celery, *, most: int | None = None) -> Iterator[Waiting]:
+    """Yield those that have been queued for so long that their messages may be gone.
+
+    Args:
+        most: as ``waiting``.
+    """
+    return (lock for lock in waiting(app, most=most) if not may_yet_start(lock, Config.of(app)))
 
 
 @command("locks")
@@ -81,17 +90,17 @@ def locks_(app: Celery, as_json: bool) -> None:
         since = instant(record["since"]) if record.get("since", "").isdigit() else None
         age = f"{max(0.0, (now - since).total_seconds()):.0f} s" if since else "?"
         left = "?" if lock.left is None else f"{lock.left:.0f} s"
-        what = f"{record.get('task', '')}{record.get('args', '')}"
+        what = f"{record.get('task', '')} {record.get('args', '')}".strip()
         state = lock.state + ("?" if lock.seems_abandoned else "")
         cells.append((what, record.get("entry") or "-", lock.task_id, state, age, left))
-    table(("TASK", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells)
+    table(("TASK (ARGS)", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells)
 
 
 @command(
     "unlock",
     click.argument("which", required=False),
     click.option("--force", is_flag=True, help="Also if its owner lives, or waits in a queue."),
-    click.option("--stale", is_flag=True, help="Free all locks that wait for messages which are gone."),
+    click.option("--stale", is_flag=True, help="Free all locks whose messages are lost."),
 )
 def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
     """Free the lock of a task id, or of a key; a lock whose owner lives only by force."""
@@ -134,16 +143,14 @@ def _unlock_queued(app: Celery, lock: Lock, found: Waiting | None) -> None:
     """Free the lock of a message that is gone; end the command if it may not be gone."""
     results = examine(app, [found]) if found is not None else []
     if not free(app, results):
-        why = results[0].reason if results else "nothing more is known about its message"
-        fail(
-            f"task {lock.task_id} is queued, and may start: {why}. When it starts it takes its lock again; --force "
-            "frees it now"
-        )
+        unknown = f"the lock of task {lock.task_id} is not freed: nothing more is known about its message"
+        why = str(results[0]) if results else unknown
+        fail(f"{why}. --force frees it now; a message that starts later takes its lock again")
     flush_ends(app)
 
 
 def _unlock_stale(app: Celery, *, as_json: bool) -> None:
-    """Free all locks that wait for messages which are gone, and tell why the others stay."""
+    """Free all locks whose messages are lost or have run elsewhere, and say why the others stay."""
     locks, results, answers = list(old(app)), list[Found](), Answers()
     with progress("locks looked at", len(locks), quiet=as_json) as step:
         for begin in range(0, len(locks), MOST):
@@ -158,6 +165,6 @@ def _unlock_stale(app: Celery, *, as_json: bool) -> None:
         show_json([{"key": ref.key, "task_id": ref.task_id, "outcome": o, "reason": why} for ref, o, why in rows])
         return
     for found in results:
-        what = f"free, {found.outcome}" if found.outcome else "stays"
+        what = f"freed, {found.outcome}" if found.outcome else "not freed"
         click.echo(printable(f"{found.lock.task}, task {found.lock.ref.task_id}: {what}: {found.reason}"))
     click.echo(f"{sum(1 for found in results if found.outcome)} of {len(locks)} old queued locks were freed")

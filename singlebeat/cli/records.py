@@ -13,10 +13,12 @@ import click
 from ..beat.api import Schedule
 from ..beat.delivery import Delivery, queue_of
 from ..beat.explain import Facts, Lock, explain, record_at
+from ..beat.history import History
 from ..beat.keys import Keys
 from ..beat.lost import examine
 from ..beat.occurrence import Occurrence
 from ..beat.probe import schedule_refusal
+from ..beat.silence import silence
 from ..beat.state import State
 from ..connections import schedule_client
 from ..errors import EntryError, LockBackendError, UnknownEntryError
@@ -137,6 +139,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         refused=schedule_refusal(app) if state.overdue or not state.works else "",
         locks_away=locks_away,
         found=found,
+        silent=next((silence(entry, own) for _, own in History(app).own([name])), "") if entry is not None else "",
     )
 
 

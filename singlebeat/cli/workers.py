@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Workers:
     known_tasks: Mapping[str, frozenset[str]]  #: worker -> tasks, Celery's own among them
     versions: Mapping[str, str]  #: worker -> its singlebeat; empty: it has none, or no server for its locks
     readers: Mapping[str, Reader]  #: worker -> its queues, tasks and slots; without those that answered in part
+    clocks: Mapping[str, float]  #: worker -> what its clock has shown while it was asked, in seconds since 1970
+    asked: tuple[float, float]  #: when that began and ended, by this process's monotonic clock
 
     @classmethod
     def ask(cls, app: Celery) -> Workers | None:
@@ -37,9 +40,11 @@ class Workers:
             with app.connection_for_write() as connection:
                 # First, because Celery would try for ever to send the question.
                 connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT)
+            began = time.monotonic()
             # At once, because each question takes all of its time.
             with ThreadPoolExecutor(len(QUESTIONS)) as pool:
                 answers = [*pool.map(_asking(app), QUESTIONS)]
+            asked = began, time.monotonic()
         except Exception:  # transports raise what they like
             return None
         known, active, queues, stats = answers
@@ -59,7 +64,24 @@ class Workers:
                 )
                 for worker in sorted(known.keys() & active.keys() & queues.keys() & stats.keys())
             },
+            {worker: shown for worker, stat in stats.items() if (shown := stat.get("singlebeat", {}).get("time"))},
+            asked,
         )
+
+    def wrong_clocks(self, ahead_of_us: float, *, more_than: float) -> Iterator[tuple[str, float]]:
+        """Yield workers whose clock is certainly wrong, and by about how many seconds it is ahead.
+
+        A worker reads its clock between its question and its answer, however slow it is: a clock that is right shows a
+        time in between.
+
+        Args:
+            ahead_of_us: seconds by which the time that is right is ahead of this process's monotonic clock.
+            more_than: seconds that a clock may be wrong.
+        """
+        began, ended = (moment + ahead_of_us for moment in self.asked)
+        for worker, shown in sorted(self.clocks.items()):
+            if not began - more_than <= shown <= ended + more_than:
+                yield worker, shown - began
 
 
 def _asking(app: Celery) -> Callable[[str], Mapping[str, Any]]:

@@ -44,8 +44,8 @@ BATCH, MOST = 500, 10_000
 #: Seconds that the schedule's server may take, and that it is left alone after it did not answer.
 TIMEOUT, PAUSE = 2.0, 10.0
 
-#: What an entry keeps of the ends of its runs: about four.
-ENDS_BYTES = 600
+#: Ends of its last runs that an entry keeps: enough to see that they fail one after the other.
+KEPT_ENDS = 4
 
 #: Characters of a reason that are recorded.
 LONGEST_REASON = 200
@@ -175,7 +175,7 @@ class _Writer:
     def _write(self, rows: Sequence[tuple[str, ...]]) -> None:
         self._client = self._client or self._connect(self.app, timeout=TIMEOUT)
         entries = [self.prefix + row[0] for row in rows]
-        self._script(self._client, [f"{self.prefix}:runs", *entries], (self.limit, ENDS_BYTES, self._packed(rows)))
+        self._script(self._client, [f"{self.prefix}:runs", *entries], (self.limit, KEPT_ENDS, self._packed(rows)))
 
 
 _writers: dict[tuple[Celery, int], _Writer] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def info(self, parent: Any) -> Mapping[str, Any]:
         """Return what ``celery inspect stats`` says about this worker; nothing if it does not look after locks."""
-        return self.said
+        return {name: {**about, "time": time.time()} for name, about in self.said.items()}
 
     def stop(self, parent: Any) -> None:
         """Free what is over before the process ends."""

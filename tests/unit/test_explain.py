@@ -101,7 +101,7 @@ def test_an_unknown_task_is_explained_with_the_nearest_name():
     entry = Entry("e", "shop.bil", schedule(3600), app=app, last_run_at=NOON)
     known = frozenset({"shop.bill", "celery.ping"})
 
-    assert "knows the task shop.bil: whoever gets the message drops it. Did you mean shop.bill? " in said(
+    assert "knows the task shop.bil: a worker that gets the message drops it. Did you mean shop.bill? " in said(
         record(NOON), entry=entry, known_tasks=known
     )
     assert "Did you mean" not in said(record(NOON), entry=entry, known_tasks=frozenset({"other"}))

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from singlebeat.beat.lost import Waiting, may_yet_start, note
+from singlebeat.beat.lost import Found, Waiting, may_yet_start, note
 from singlebeat.config import Config
 from singlebeat.locks.base import Ref
+from singlebeat.tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
 
 NOW = 2_000_000_000_000
 
@@ -33,12 +34,16 @@ def reason(**fields: Any) -> str:
     [
         pytest.param({}, "", id="a call"),
         pytest.param(SENT, "", id="a run"),
-        pytest.param({"since": str(NOW - 20_000)}, "it is queued for 20 s only", id="a young one"),
-        pytest.param({"ttl": "3600"}, "by its countdown or eta; its lock ends in 3600 s", id="a countdown"),
-        pytest.param({"ttl": "0.5"}, "its message may not be sent yet", id="one that is not known to be sent"),
+        pytest.param({"since": str(NOW - 20_000)}, "its message counts as late only after 30 s", id="a young one"),
+        pytest.param({"ttl": "3600"}, "its countdown or eta is not over, or ended just now", id="a countdown"),
+        pytest.param(
+            {"ttl": "0.5"}, "it is not known whether its message was sent", id="one that is not known to be sent"
+        ),
         pytest.param({"ttl": "0.5", **SENT}, "", id="one that is known to be sent"),
         pytest.param(
-            {"worker": "w", "renewed": str(NOW - 9_000)}, "worker w has its message, and has renewed", id="taken"
+            {"worker": "w", "renewed": str(NOW - 9_000)},
+            "worker w has its message, and renewed the lock 9 s ago",
+            id="taken",
         ),
         pytest.param({"worker": "w", "renewed": str(NOW - 31_000)}, "", id="taken by a worker that is gone"),
         pytest.param({"worker": "w", "renewed": str(NOW - 61_000)}, "", id="taken before it was queued again"),
@@ -50,7 +55,7 @@ def test_a_message_is_missed_when_no_cause_for_its_wait_is_left(fields, expected
 
 
 def test_a_delay_that_beat_knows_counts_though_the_lock_ends_before():
-    assert "queued for 60 s only" in reason(ttl="540", sent=note(Ref("k", "a"), queue="q", delay=40))
+    assert "counts as late only after 70 s" in reason(ttl="540", sent=note(Ref("k", "a"), queue="q", delay=40))
 
 
 def test_a_note_on_an_earlier_message_says_nothing_of_its_retry():
@@ -69,3 +74,15 @@ def test_only_a_lock_that_waits_is_looked_at():
     assert waiting(state="running") is None
     assert waiting("SINGLETONLOCK_{a}:turn") is None
     assert waiting("SINGLETONLOCK_{a}:next") is not None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        ("", "task a was queued 60 s ago, and its lock is not freed: REASON"),
+        (MESSAGE_LOST, "the message of task a was queued 60 s ago and is lost: REASON"),
+        (RAN_ELSEWHERE, "task a has run, and its lock was not freed: REASON"),
+    ],
+)
+def test_what_was_found_out_is_a_sentence_of_its_own(outcome, expected):
+    assert str(Found(waiting(), outcome, "REASON")) == expected

@@ -1,0 +1,84 @@
+"""Whether an entry is silent though beat does its work: all its last runs failed, or were skipped; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from ..tasks.ends import MESSAGE_LOST
+
+if TYPE_CHECKING:
+    from .entry import Entry
+    from .history import End, Own
+
+__all__ = ("silence",)
+
+#: Ends that are none yet, or that say nothing about a run: they are left out.
+_PASSED_OVER = {"retry", "postponed", "duplicate_refused"}
+
+#: Ends of runs that have done nothing, or not all, and what all of them have in common.
+_FAILED = {
+    "failure": "failed",
+    "time_limit": "exceeded their time limit",
+    "worker_lost": "lost their worker process",
+    "rejected": "were rejected",
+    "terminated": "were terminated",
+    "revoked": "were revoked",
+    "expired": "expired before a worker started them",
+    "unknown_task": "were dropped by a worker that does not know the task",
+    MESSAGE_LOST: "were lost with their messages",
+}
+
+#: Runs in a row that must have failed, and occurrences in a row that must have been skipped.
+LEAST_FAILED, LEAST_SKIPPED = 2, 4
+
+#: For how long occurrences must have been skipped: a run may take a little longer than its interval.
+SKIPPED_FOR = timedelta(minutes=1)
+
+
+def silence(entry: Entry, own: Own) -> str:
+    """Return a sentence without its full stop if an entry is silent, else nothing.
+
+    Args:
+        own: the last decisions about it and the last ends of its runs.
+    """
+    if not entry.enabled or entry.policy.paused:
+        return ""
+    return _skipped(entry, own) or _failed(own.ends)
+
+
+def _failed(ends: Sequence[End]) -> str:
+    ends = [end for end in ends if end.outcome not in _PASSED_OVER]
+    if len(ends) < LEAST_FAILED or any(end.outcome not in _FAILED for end in ends):
+        return ""
+    last, words = ends[0], {end.outcome for end in ends}
+    what = _FAILED[last.outcome] if len(words) == 1 else "failed"
+    where = f" on {last.worker}" if last.worker else ""
+    why = ": ".join(["", *([last.outcome] if len(words) > 1 else []), *([last.reason] if last.reason else [])])
+    return f"its last {len(ends)} runs all {what}, the last one at {_moment(last.at)}{where}{why}"
+
+
+def _skipped(entry: Entry, own: Own) -> str:
+    last, sent = next(iter(own.decisions), None), entry.meta.last_run
+    if last is None or last.decision != "skipped_overlap":
+        return ""
+    if sent is not None and last.nominal - sent < max(SKIPPED_FOR, _time_of(entry, sent, LEAST_SKIPPED) - sent):
+        return ""
+    since = f"since {_moment(sent)}" if sent is not None else "so far"
+    return f"no run of it was sent {since}; its last time, {_moment(last.nominal)}, was skipped: {last.reason}"
+
+
+def _time_of(entry: Entry, after: datetime, number: int) -> datetime:
+    """Return the nominal time of so many occurrences later; the end of all times if there is none, or not known."""
+    never, found = datetime.max.replace(tzinfo=UTC), after
+    for _ in range(number):
+        try:
+            found = entry.timetable.next(found) or never
+        except Exception:  # a user's own schedule may raise anything
+            return never
+    return found
+
+
+def _moment(when: datetime) -> str:
+    return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
