@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from celery.schedules import schedule
+from click.testing import CliRunner
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.state import State
+from singlebeat.cli import main
 from tests.support import APP, ROOT, CeleryProcess, wait_until
 
 BEAT = ("beat", "-S", "singlebeat.Scheduler", "-l", "WARNING")
@@ -116,3 +120,17 @@ def test_beats_with_wrong_clocks_send_on_time_and_are_named(celery, app, beat_at
         leader = beat
 
     assert Schedule(app).get("e").due_at.timestamp() - time.time() < 5
+
+
+def test_the_doctor_names_a_worker_with_a_wrong_clock(celery, app, libfaketime):
+    worker = celery("worker", "-P", "solo", env={"LD_PRELOAD": libfaketime, "FAKETIME": "-90s"}).ready()
+    name = worker.wait_for(r"(w\d+@\S+) ready").group(1)
+
+    def found() -> list[str]:
+        rows = json.loads(CliRunner().invoke(main, ["doctor", "--json"], obj=SimpleNamespace(app=app)).stdout)
+        return ["{level} {text}".format(**row) for row in rows if "the clock of worker" in row["text"]]
+
+    # To the doctor a worker that answers late is not there.
+    (text,) = wait_until(found, timeout=40, what="a clock that is wrong")
+
+    assert re.match(rf"problem the clock of worker {name} is about -\d\d s off that of the schedule's server", text)

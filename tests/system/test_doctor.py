@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery.schedules import schedule
@@ -13,13 +15,14 @@ from celery.schedules import schedule
 import singlebeat
 from singlebeat import Entry
 from singlebeat.locks import backend_of
-from tests.support import ROOT, CeleryProcess, wait_until
+from tests.support import APP, ROOT, CeleryProcess, wait_until
 
 #: What the doctor says: level and text of each thing.
 Said = dict[str, tuple[str, str]]
 
 BARE = """
 import os
+import re
 from celery import Celery
 
 app = Celery("bare", broker=os.environ["SB_TEST_URL"])
@@ -77,6 +80,7 @@ def test_workers_of_one_version_are_fine_and_beats_without_standby_are_not(celer
 
     assert said["workers"] == ("fine", "1 answer")
     assert not [about for about in said if "singlebeat" in about]
+    assert "clock" not in said
     assert "entry cleanup" not in said, "each worker knows the tasks of Celery itself, and names none of them"
     assert said["beat"][0] == "warning"
     assert "none stands by" in said["beat"][1]
@@ -114,3 +118,33 @@ def test_where_no_worker_has_singlebeat_nobody_speaks_of_locks_that_stay(celery,
 
     assert "workers without singlebeat" not in said
     assert said["workers"] == ("fine", "1 answer")
+
+
+def test_entries_whose_runs_all_fail_or_never_start_are_named(celery, app, doctor):
+    """Each is sent in time, so that beat is healthy all the while."""
+    app.tasks[f"{APP}.single"].delay("long", 300)
+    entries: dict[str, dict[str, Any]] = {
+        "fails": {"task": f"{APP}.fail"},
+        "expires": {"options": {"countdown": 1, "expires": 0.5}},
+        "waits": {"task": f"{APP}.single", "args": ["long", 300]},
+        "works": {},
+    }
+    for name, own in entries.items():
+        fields = {"task": f"{APP}.plain", "schedule": schedule(1), "args": [name], **own}
+        Entry(name, app=app, run_on_start=True, **fields).save()
+    celery("worker", "-c", "2").ready()
+    celery("beat", "-S", "singlebeat.Scheduler")
+
+    said = doctor(lambda said: "its last 4 runs" in str(said.get("entry expires")) and "entry fails" in said)
+
+    at = r"at \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ on w\S+"
+    assert re.match(rf"its last 4 runs all failed, the last one {at}: RuntimeError", said["entry fails"][1])
+    assert re.match(
+        rf"its last 4 runs all expired before a worker started them, the last one {at}", said["entry expires"][1]
+    )
+    assert re.match(r"no run of it was sent so far; .* was skipped: held by task ", said["entry waits"][1])
+    assert {said[f"entry {name}"][0] for name in ("fails", "expires", "waits")} == {"warning"}
+    assert "entry works" not in said
+    explain = celery("singlebeat", "explain", "fails")
+    explain.wait(60)
+    assert explain.matches(r"(?m)^Its last 4 runs all failed, the last one at .*\.$")

@@ -1,0 +1,98 @@
+"""When the last runs of an entry say that it is silent."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.schedules import BaseSchedule, schedule
+
+from singlebeat import Entry
+from singlebeat.beat.history import End, Own, Record
+from singlebeat.beat.silence import silence
+
+NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+app = Celery(broker="redis://", set_as_current=False)
+
+
+def end(outcome: str, reason: str = "why") -> End:
+    return End(outcome, reason, "", 1.0, "w1", NOON)
+
+
+def skipped(nominal: datetime) -> Record:
+    texts = {"reason": "held by task x", "task_id": "id", "holder": "x", "holder_entry": "", "leader": "", "term": "1"}
+    return Record("e", nominal, nominal, "scheduled", "skipped_overlap", end=None, **texts)
+
+
+def said(*ends: End, decisions: tuple[Record, ...] = (), **fields: Any) -> str:
+    fields = {"schedule": schedule(60), "last_run_at": NOON, "total_run_count": 1, **fields}
+    return silence(Entry("e", "t", app=app, **fields), Own(decisions, ends))
+
+
+def failed(*outcomes: str, **fields: Any) -> str:
+    return said(*map(end, outcomes), **fields)
+
+
+def test_runs_that_all_failed_are_said_with_the_last_reason():
+    at = "the last one at 2026-12-01 12:00:00Z on w1"
+
+    assert failed(*["failure"] * 4) == f"its last 4 runs all failed, {at}: why"
+    assert failed("time_limit", "failure") == f"its last 2 runs all failed, {at}: time_limit: why"
+    assert (
+        said(end("expired", ""), end("expired", ""))
+        == f"its last 2 runs all expired before a worker started them, {at}"
+    )
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        pytest.param(["failure"], id="one may fail"),
+        pytest.param(["success", "failure", "failure"], id="the last one did not"),
+        pytest.param(["failure", "failure", "ignored"], id="one before has ended well"),
+        pytest.param(["failure", "ran_elsewhere"], id="one ended where nothing is known of it"),
+        pytest.param(["failure", "retry", "duplicate_refused", "postponed"], id="only one of them is an end"),
+        pytest.param([], id="none is known"),
+    ],
+)
+def test_runs_that_did_not_all_fail_are_not_spoken_of(outcomes):
+    assert failed(*outcomes) == ""
+
+
+def test_an_entry_that_does_not_run_is_not_spoken_of():
+    assert failed("failure", "failure", enabled=False) == ""
+    assert failed("failure", "failure", paused=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("every", "later", "expected"),
+    [(1, 59, False), (1, 60, True), (60, 239, False), (60, 240, True), (86_400, 86_400, False)],
+)
+def test_four_occurrences_in_a_row_are_skipped_for_a_minute_at_least(every, later, expected):
+    last = skipped(NOON + timedelta(seconds=later))
+
+    text = said(decisions=(last,), schedule=schedule(every))
+
+    assert bool(text) is expected
+    if expected:
+        assert text.startswith("no run of it was sent since 2026-12-01 12:00:00Z; its last time, 2026-12-01 12:0")
+        assert text.endswith(", was skipped: held by task x")
+
+
+def test_an_entry_that_was_always_skipped_is_spoken_of_at_once():
+    text = said(decisions=(skipped(NOON),), total_run_count=0)
+
+    assert text == "no run of it was sent so far; its last time, 2026-12-01 12:00:00Z, was skipped: held by task x"
+
+
+def test_a_schedule_that_raises_hides_no_failures():
+    class Broken(BaseSchedule):
+        def is_due(self, last_run_at: datetime) -> Any:
+            raise KeyError("mine")
+
+    broken = Broken(app=app)
+
+    assert said(end("failure"), end("failure"), decisions=(skipped(NOON + MINUTE),), schedule=broken)
