@@ -361,6 +361,24 @@ def test_unlock_and_explain_read_few_locks_of_many(cli, app, put, redis, monkeyp
     assert explain.round_trips < 20
 
 
+def test_doctor_reads_entries_once_and_few_locks_of_many(cli, app, put, redis, monkeypatch):
+    put("e")
+    refs = [Ref(f"SINGLETONLOCK_{{{n}}}", str(n)) for n in range(5_000)]
+    backend_of(app).acquire_many([Call(ref, "t", "", 60) for ref in refs])
+    asked = Workers({}, {"w": frozenset({"other"})}, {"w": ""}, {}, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda app, **kwargs: asked)
+    monkeypatch.setattr("singlebeat.cli.doctor.MOST_OLD_LOCKS", 1_000)
+    lists, locks, list_, read = [], [], Schedule.list, RedisBackend._read
+    monkeypatch.setattr(Schedule, "list", lambda *args, **kwargs: lists.append(1) or list_(*args, **kwargs))
+    monkeypatch.setattr(RedisBackend, "_read", lambda self, keys: locks.extend(keys) or read(self, keys))
+
+    said = cli("doctor", code=1).output
+
+    assert "entry e: no worker that answers knows its task" in said
+    assert len(lists) == 1
+    assert 1_000 <= len(locks) < 2_000
+
+
 def test_explain_reads_no_locks_where_none_is_asked_for(cli, app, put, redis, monkeypatch):
     put("e")
     decided(app, redis, Outcome.PAUSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -268,6 +269,7 @@ def test_a_worker_that_shuts_down_is_said_to_live(celery, app, oracle, ask):
     assert "--force" not in text
     assert "unlock" not in text
     assert "probably" not in text
-    ask("doctor", until="warning  workers: none answers, but w")
+    said = ask("doctor", until="warning  workers: none answers, but w")
+    assert re.search(r"is too busy, or has died within the last \d+ s\. Without another worker, messages wait", said)
     oracle.let_go("long")
     assert worker.wait() == 0
