@@ -455,6 +455,7 @@ def test_a_lock_outlives_an_outage_that_is_shorter_than_its_lease(away, lost, ca
         away.server.restart()
         redis = away.server.client()
         wait_until(lambda: redis.pttl(lock_of("a")) > 20_000, what="a renewal")
+        wait_until(lambda: "exclusive locks are renewed again event=recovered" in caplog.text)
         assert not lock.is_lost()
     assert len([record for record in caplog.records if "does not answer" in record.getMessage()]) == 1
     assert lock_of("a") not in {key for _, key in lost}

@@ -8,9 +8,12 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
+from singlebeat.beat.history import History
 from singlebeat.beat.lease import Term
 from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.store import HISTORY_BYTES, Store
+from singlebeat.locks.base import RUN_HEADER
+from singlebeat.tasks.ends import flush_ends, record_end_of_message
 from tests.support import APP, wait_until
 from tests.system.apps import make_app
 
@@ -49,6 +52,20 @@ def test_records_are_joined_from_both_places_and_none_is_there_twice(app, redis)
     recorded(Store(app, redis), "e", 30)
 
     assert [r.nominal for r in Schedule(app).history("e", 30)] == [NOON + timedelta(seconds=29 - s) for s in range(30)]
+
+
+def test_an_entry_keeps_its_last_four_ends_however_long_their_reasons_are(app, redis):
+    put(app, "e", "never")
+    for number in range(6):
+        headers = {"id": str(number), RUN_HEADER: {"entry": "e"}}
+        record_end_of_message(app, headers, "failure", "x" * 5000, worker="w")
+    flush_ends(app)
+
+    (_, own), (_, none) = History(app).own(["e", "never"])
+
+    assert [end.reason for end in own.ends] == ["x" * 200] * 4
+    assert redis.hget("redbeat:e", "runs").count("\n") == 4
+    assert none == ([], [])
 
 
 def test_a_long_reason_cannot_push_out_the_record_itself(app, redis):
