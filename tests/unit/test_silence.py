@@ -96,3 +96,9 @@ def test_a_schedule_that_raises_hides_no_failures():
     broken = Broken(app=app)
 
     assert said(end("failure"), end("failure"), decisions=(skipped(NOON + MINUTE),), schedule=broken)
+
+
+def test_an_entry_that_redbeat_has_run_since_its_last_skip_is_not_spoken_of():
+    text = said(decisions=(skipped(NOON),), last_run_at=NOON + timedelta(hours=1), total_run_count=0)
+
+    assert text == ""
