@@ -46,6 +46,7 @@ __all__ = (
     "native",
     "private",
     "shared",
+    "what_it_does",
 )
 
 #: Options that say where the servers are, in the words of RedBeat and of Celery's transports.
@@ -172,6 +173,18 @@ def masked(url: str) -> str:
 def _masked(url: str) -> str:
     # In what is mistyped nothing tells a password from the rest before the @.
     return _PASSWORD.sub(r"\1:**@", url) if _URL.match(url) else re.sub(r".*@", "**@", url, flags=re.DOTALL)
+
+
+def what_it_does(exc: BaseException) -> str:
+    """Return what a server does, Redis or a broker, that has caused an error: it refuses, or does not answer."""
+    cause: BaseException | None = exc
+    while cause is not None:
+        # A wrong password is a ConnectionError to redis-py. What has a reply code is py-amqp's.
+        is_answer = isinstance(cause, (ResponseError, redis_errors.AuthenticationError, redis_errors.BusyLoadingError))
+        if is_answer or getattr(cause, "reply_code", None):
+            return "refuses"
+        cause = cause.__cause__  # not its context: that a script was not known says nothing about the call after it
+    return "does not answer"
 
 
 def native(url: str) -> str:

@@ -18,6 +18,7 @@ from .clients import (
     masked,
     private,
     shared,
+    what_it_does,
 )
 from .cluster import keeps_together, same_slot
 from .config import Config
@@ -41,6 +42,7 @@ __all__ = (
     "schedule_server",
     "schedule_url",
     "shared",
+    "what_it_does",
 )
 
 

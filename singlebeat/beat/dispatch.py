@@ -15,7 +15,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
 
 from ..config import Config
-from ..connections import DataError, RedisError, ResponseError
+from ..connections import DataError, RedisError, ResponseError, what_it_does
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
 from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Verdict, unusable
@@ -265,13 +265,16 @@ class Dispatcher:
         self._forget_broker()
         if self._backoff.failed(member) and server not in self._unreachable:
             self._unreachable.add(server)
-            text = "Scheduler: Message Error: what is due stays pending until %(server)s answers"
+            # Celery's own error has the real one behind it.
+            refuses = any(cause is not None and what_it_does(cause) == "refuses" for cause in (exc, exc.__context__))
+            until = "takes it" if refuses else "answers"
+            text = f"Scheduler: Message Error: what is due stays pending until %(server)s {until}"
             log.error(text, event="unreachable", server=server, reason=f"{exc}{acl_hint(exc)}")
 
     def _reached(self, server: str) -> None:
         if server in self._unreachable:
             self._unreachable.remove(server)
-            log.warning("Scheduler: %(server)s answers again", event="recovered", server=server)
+            log.warning("Scheduler: %(server)s works again", event="recovered", server=server)
 
     def _give_up(self, message: Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
         """Decide about a message that can never be sent, whatever the broker does."""

@@ -60,7 +60,9 @@ class Facts:
     no_place: str = ""  #: why it is never due, and what to do; empty: it has a place in the sorted set
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
+    broker_away: str = ""  #: why the workers could not be asked
     locks_away: str = ""  #: why the locks' server could not be asked
+    locks_refused: str = ""  #: what it refuses, though it could be asked
     found: Found | None = None  #: what is known about the message of the lock, if that is queued
     silent: str = ""  #: that all its last runs failed, or were skipped; empty: they did not
 
@@ -79,6 +81,8 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
             f"to delete it: celery singlebeat delete {facts.name}"
         )
     yield from _leadership(facts)
+    if facts.locks_refused:
+        yield f"Runs may not be sent or started because of {facts.locks_refused.rstrip('.')}."
     if at is None:
         yield from _pending(facts)
     record = record_at(facts.records, at)
@@ -122,9 +126,9 @@ def _pending(facts: Facts) -> Iterator[str]:
         return
     why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable)"
     if facts.running is None:
-        why = "the broker does not answer. It is sent when the broker does"
+        why = f"{facts.broker_away.rstrip('.') or 'the broker does not answer'}. It is sent when that is over"
     elif facts.locks_away:
-        why = f"{facts.locks_away}. It is sent when that server does"
+        why = f"{facts.locks_away.rstrip('.')}. It is sent when that is over"
     yield f"The run for {when} is claimed and waits to be sent, as task {facts.pending.id}: {why}."
 
 

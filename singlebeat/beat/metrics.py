@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError, schedule_client
+from ..connections import RedisError, schedule_client, what_it_does
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
 from ..log import Log
 from .occurrence import Kind, Outcome
@@ -108,7 +108,7 @@ class Metrics:
             try:
                 state = self._state()
             except RedisError as exc:
-                return self._verdict(f"Redis does not answer: {exc}")
+                return self._verdict(f"Redis {what_it_does(exc)}: {exc}")
             return self._verdict(state.problem())
         return Answer.of("/metrics, /healthz or /readyz", 404)
 

@@ -35,7 +35,7 @@ from .listing import Listing
 from .lost import LostMessages
 from .metrics import Metrics
 from .places import Places
-from .probe import acl_hint, schedule_refusal
+from .probe import TICKS, acl_hint, schedule_refusal
 from .servertime import ServerTime
 from .statics import Statics, signature_of
 from .store import BATCH, Claim, Claimed, Due, Store, Stored
@@ -114,7 +114,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         # whoever leads, and nothing is connected here.
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
         self.lock_key = None
-        self._term: Term | None = None
+        self._gained: Term | None = None  #: the term that we have, once that is logged
+        self._checked: Term | None = None  #: the same, once it is known whose entries there are
+        self._term: Term | None = None  #: the same, once ``beat_schedule`` is installed
         self._stands_by_for, self._look_at = "", 0.0  #: which beat led when we looked last, and when to look again
         self._has_role = False
         self._in_trouble = set[str]()  #: kinds of errors that were logged since ticks succeed no more
@@ -225,7 +227,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if seconds > SLOW_TICK:
                 log.warning("beat: A tick was slow", event="tick_ended", seconds=seconds)
         if self._in_trouble and self._is_recovered(term):
-            log.warning("beat: Redis answers again", event="recovered")
+            log.warning("beat: Redis works again", event="recovered")
             self._in_trouble.clear()
         return delay
 
@@ -234,7 +236,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if not self._is_refused:
             return True
         is_retried = term is None or not self._recheck_at
-        return is_retried and not schedule_refusal(self.app)
+        return is_retried and not schedule_refusal(self.app, needs=TICKS)
 
     def _watched(self) -> None:
         # Only in a tick: a program that stores entries through a scheduler is no beat, and nothing would end its watch.
@@ -274,34 +276,45 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, ASKED_INTERVAL if asked else POLL_INTERVAL))
 
     def _lead(self, term: Term) -> None:
-        self._end_term()  # nobody may have led in between
-        if term.token:
-            facts = {"term": term.number, "leader": identity()}
-            self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
-        if term.lost and term.lost != self._vanished_in:
-            self._tell_vanished(f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part")
+        """Do what a term begins with; after an error it is called again, and what was logged is not logged again."""
+        if term != self._gained:
+            self._end_term()  # nobody may have led in between
+            if term.token:
+                facts = {"term": term.number, "leader": identity()}
+                self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
+            if term.lost and term.lost != self._vanished_in:
+                why = f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part"
+                self._tell_vanished(why)
+            self._vanished_in = 0  # the numbers begin anew
+            self._gained = term
         self._watched()
-        self._vanished_in = 0  # the numbers begin anew
+        if term != self._checked:
+            self._check_others()
+            self.store.check_eviction()
+            self._checked = term
+        self.setup_schedule()
+        self._term, self._stands_by_for, self._look_at = term, "", 0.0
+        signals.leadership_gained.send(sender=self.app, term=term)
+
+    def _check_others(self) -> None:
         for other, count in self.statics.of_others().items():
             text = (
                 "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s: they go to its queues"
             )
             self._met_other_app(text, other, entries=count)
         self._watched()
-        self.store.check_eviction()
-        self.setup_schedule()
-        self._term, self._stands_by_for, self._look_at = term, "", 0.0
-        signals.leadership_gained.send(sender=self.app, term=term)
 
     def _tell_vanished(self, why: str) -> None:
         sentence = "beat: The schedule has vanished: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
 
     def _end_term(self) -> None:
-        term, self._term = self._term, None
-        if term is not None:
-            log.warning("beat: Lost the lock: a term is over", event="leadership_lost", term=term.number)
-            signals.leadership_lost.send(sender=self.app, term=term, reason="lost")
+        gained, began = self._gained, self._term
+        self._gained = self._checked = self._term = None
+        if gained is not None:
+            log.warning("beat: Lost the lock: a term is over", event="leadership_lost", term=gained.number)
+        if began is not None:
+            signals.leadership_lost.send(sender=self.app, term=began, reason="lost")
 
     def _stand_by(self) -> float:
         """Note that another beat leads; return when to look again."""

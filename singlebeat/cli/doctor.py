@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -22,22 +22,30 @@ from ..beat.delivery import Delivery, listed, queue_of
 from ..beat.history import History
 from ..beat.keys import Keys
 from ..beat.lost import MOST, examine
-from ..beat.probe import LOCK_COMMANDS, refusal, schedule_refusal
+from ..beat.probe import (
+    lock_place,
+    lock_refusal,
+    lock_server_says,
+    refuses_writes,
+    schedule_refusal,
+    schedule_server_says,
+)
 from ..beat.server import Server
 from ..beat.servertime import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
 from ..beat.state import REDBEAT_LEADS, State
 from ..beat.statics import Statics
 from ..config import Config
-from ..connections import is_redis, masked, schedule_client, schedule_place
-from ..errors import SinglebeatError
+from ..connections import ResponseError, is_redis, masked, schedule_client, schedule_place
+from ..errors import LockBackendError, SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
 from ..tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
 from .locks import every, old
 from .output import command, marked, printable, progress, show_json
 from .records import AGAIN
-from .workers import Workers
+from .state import who
+from .workers import BrokerError, Workers
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -76,17 +84,37 @@ def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
     entries = _Entries(app)
     of_entries, of_workers = partial(_entries, entries=entries), partial(_workers, entries=entries)
-    findings, parts = list[Finding](), (_server, _settings, _beat, of_entries, of_workers, _locks)
+    parts = (_server, _rights, _prefixes, _settings, _beat, of_entries, of_workers, _locks)
+    found = dict[Finding, None]()
     with progress("parts looked at", len(parts), quiet=as_json) as step:
         for look_at in parts:
-            findings.extend(look_at(app))
+            found |= dict.fromkeys(_on_any_server(app, look_at))  # what many parts meet is said once
             step()
+    findings = list(found)
     if as_json:
         show_json([finding._asdict() for finding in findings])
     else:
         for level, about, text in findings:
             click.echo(f"{marked(f'{level:<8}', level)} {printable(about)}: {printable(text)}")
     raise SystemExit(1 if any(finding.level == "problem" for finding in findings) else 0)
+
+
+def _on_any_server(app: Celery, look_at: Callable[[Celery], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yield what a part finds, and what a server refuses that this part asks."""
+    try:
+        yield from look_at(app)
+    except ResponseError as exc:
+        yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule_server_says(app, exc))
+    except LockBackendError as exc:
+        yield _of_locks(app, exc)
+
+
+def _of_locks(app: Celery, exc: LockBackendError) -> Finding:
+    """Return what an error of the locks' server says."""
+    refused = lock_refusal(app, exc) if isinstance(exc.__cause__, ResponseError) else ""
+    if refused:
+        return Finding("problem", f"locks' server {lock_place(app)}", refused)
+    return Finding("problem", "locks", lock_server_says(app, exc))
 
 
 def _server(app: Celery) -> Iterator[Finding]:
@@ -109,20 +137,14 @@ def _server(app: Celery) -> Iterator[Finding]:
             "may be as they were then, and runs that have ended may run once more; use appendonly yes"
         )
         yield Finding("warning", about, text)
+
+
+def _rights(app: Celery) -> Iterator[Finding]:
+    """Look whether a server refuses what is needed; whether that of the locks answers is asked with the workers."""
     if refused := schedule_refusal(app):
-        yield Finding("problem", about, refused)
-    yield from _lock_server(app)
-    yield from _prefixes(app)
-
-
-def _lock_server(app: Celery) -> Iterator[Finding]:
-    """Look whether the locks' server refuses what locks need; whether it answers is asked with the workers."""
-    with suppress(SinglebeatError):
-        backend = backend_of(app)
-        if isinstance(backend, RedisBackend):
-            key = f"{Config.of(app).singleton_key_prefix}{{doctor}}"
-            if refused := refusal(backend.redis, key, LOCK_COMMANDS):
-                yield Finding("problem", f"locks' server {masked(backend.url)}", refused)
+        yield Finding("problem", f"schedule's server {schedule_place(app)}", refused)
+    if refused := lock_refusal(app):
+        yield Finding("problem", f"locks' server {lock_place(app)}", refused)
 
 
 def _prefixes(app: Celery) -> Iterator[Finding]:
@@ -235,8 +257,13 @@ def _entries(app: Celery, entries: _Entries) -> Iterator[Finding]:
 
 def _leadership(app: Celery, state: State) -> Iterator[Finding]:
     """Look who leads, and whether that beat sends entries in time."""
-    if not state.works and (refused := schedule_refusal(app)):
-        yield Finding("problem", "beat", f"none works, because of the schedule's server: {refused}")
+    refused = schedule_refusal(app)
+    if state.works and refuses_writes(refused):
+        led = "beats share the work" if state.is_shared else f"{who(state)}, leads"
+        text = f"{led} at this moment, and can send nothing while the schedule's server refuses to write"
+        yield Finding("problem", "beat", text)
+    elif not state.works and refused:
+        yield Finding("problem", "beat", f"{state.problem()}. The schedule's server may be why: {refused}")
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
         yield Finding("fine", "beat", "none was ever there, and no entry in the schedule needs one")
     elif not state.works:
@@ -311,11 +338,14 @@ def _workers(app: Celery, entries: _Entries) -> Iterator[Finding]:
         if not seen:
             text = "none with singlebeat was seen: plain tasks are sent without a lock; install it in the workers, too"
             yield Finding("warning", "workers", text)
+    except LockBackendError as exc:
+        yield _of_locks(app, exc)
     except SinglebeatError as exc:
         yield Finding("problem", "locks", str(exc))
-    workers = Workers.ask(app)
-    if workers is None:
-        yield Finding("problem", "broker", "it does not answer: messages cannot be sent")
+    try:
+        workers = Workers.ask(app)
+    except BrokerError as exc:
+        yield Finding("problem", "broker", f"it {exc}; messages cannot be sent")
         return
     if not workers.known_tasks:
         yield _none_answers(app)

@@ -17,7 +17,7 @@ from ..locks import backend_of
 from ..locks.base import Ref, instant, read_generation
 from ..tasks.ends import flush_ends
 from .output import command, fail, printable, progress, show_json, table
-from .workers import Workers
+from .workers import BrokerError, Workers
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -119,9 +119,13 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
     elif lock.state == "queued":
         _unlock_queued(app, lock, Waiting.of(lock.key, record))
     else:
-        workers = Workers.ask(app)
-        if workers is None:
-            fail(f"the workers cannot be asked whether task {lock.task_id} runs: --force frees its lock all the same")
+        try:
+            workers = Workers.ask(app)
+        except BrokerError as exc:
+            fail(
+                f"the workers cannot be asked whether task {lock.task_id} runs (the broker {exc}): --force frees its "
+                "lock all the same"
+            )
         if lock.task_id in workers.running:
             fail(f"task {lock.task_id} runs on {workers.running[lock.task_id]}: --force frees its lock all the same")
         if lock.left is not None and not lock.seems_abandoned:  # its worker may just be too busy to answer

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 from kombu.exceptions import OperationalError
 
-from ..beat.probe import acl_hint
+from ..beat.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConfigError, LockBackendError, SinglebeatError
 
@@ -76,9 +76,11 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
             try:
                 function(ctx.obj.app, **kwargs)
             except RedisError as exc:
-                server = f"the schedule's server {schedule_place(ctx.obj.app)}"
-                fail(f"{server}: {exc}{acl_hint(exc)}", UNANSWERED)
-            except (ConfigError, LockBackendError, OperationalError) as exc:
+                app = ctx.obj.app
+                fail(f"the schedule's server {schedule_place(app)}: {schedule_server_says(app, exc)}", UNANSWERED)
+            except LockBackendError as exc:
+                fail(lock_server_says(ctx.obj.app, exc), UNANSWERED)
+            except (ConfigError, OperationalError) as exc:
                 fail(str(exc), UNANSWERED)
             except SinglebeatError as exc:
                 fail(str(exc))

@@ -17,7 +17,7 @@ from ..beat.history import History
 from ..beat.keys import Keys
 from ..beat.lost import examine
 from ..beat.occurrence import Occurrence
-from ..beat.probe import schedule_refusal
+from ..beat.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
 from ..beat.silence import silence
 from ..beat.state import State
 from ..connections import schedule_client
@@ -25,7 +25,7 @@ from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from .locks import held_by, waiting
 from .output import command, instant, moment, printable, show_json, table
-from .workers import Workers
+from .workers import BrokerError, Workers
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -105,7 +105,11 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
     Raises:
         UnknownEntryError: there is no such entry.
     """
-    workers, entries = Workers.ask(app), Schedule(app)
+    workers, entries, broker_away = None, Schedule(app), ""
+    try:
+        workers = Workers.ask(app)
+    except BrokerError as exc:
+        broker_away = f"the broker {exc}"
     pending, state = _pending(app, name), State.of(app)
     entry, records = _usable(entries, name, state), entries.history(name, EXPLAINED if when else 1)
     running = workers.running if workers else None
@@ -123,7 +127,9 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         if task in locks and locks[task].state == "queued":
             found = next(iter(examine(app, list(islice(waiting(app, {task}), 1)))), None)
     except LockBackendError as exc:
-        locks_away = str(exc)
+        locks_away = lock_server_says(app, exc)
+    # A run that is not over may be kept from being sent, or started.
+    locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
     return Facts(
         name=name,
         entry=entry,
@@ -137,7 +143,9 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         no_place=entries.no_place(name) if entry is not None else "",
         pending=pending,
         refused=schedule_refusal(app) if state.overdue or not state.works else "",
+        broker_away=broker_away,
         locks_away=locks_away,
+        locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
         found=found,
         silent=next((silence(entry, own) for _, own in History(app).own([name])), "") if entry is not None else "",
     )

@@ -11,6 +11,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..beat.delivery import Busy, Reader
+from ..beat.probe import advice
+from ..connections import what_it_does
+from ..log import without_passwords
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -20,6 +23,10 @@ TIMEOUT = 1.0
 
 #: What is asked of them. ``active_queues`` and ``stats`` tell who reads which queue, and how many slots there are.
 QUESTIONS = ("registered", "active", "active_queues", "stats")
+
+
+class BrokerError(Exception):
+    """Workers cannot be asked; says in words that follow the broker's name what it does, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +41,12 @@ class Workers:
     asked: tuple[float, float]  #: when that began and ended, by this process's monotonic clock
 
     @classmethod
-    def ask(cls, app: Celery) -> Workers | None:
-        """Ask all workers, which takes ``TIMEOUT`` seconds; None if the broker does not answer."""
+    def ask(cls, app: Celery) -> Workers:
+        """Ask all workers, which takes ``TIMEOUT`` seconds.
+
+        Raises:
+            BrokerError: the broker does not answer, or refuses.
+        """
         try:
             with app.connection_for_write() as connection:
                 # First, because Celery would try for ever to send the question.
@@ -45,8 +56,8 @@ class Workers:
             with ThreadPoolExecutor(len(QUESTIONS)) as pool:
                 answers = [*pool.map(_asking(app), QUESTIONS)]
             asked = began, time.monotonic()
-        except Exception:  # transports raise what they like
-            return None
+        except Exception as exc:  # transports raise what they like
+            raise BrokerError(f"{what_it_does(exc)}: {without_passwords(str(exc))}{advice(exc)}") from exc
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, and names none of them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}

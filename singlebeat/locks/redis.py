@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import Config
-from ..connections import RedisError, ResponseError, lock_server, masked, private, same_slot, shared
+from ..connections import RedisError, lock_server, masked, private, same_slot, shared, what_it_does
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
@@ -327,8 +327,7 @@ class _Reaching:
 
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         if isinstance(exc, RedisError):
-            what = "refuses" if isinstance(exc, ResponseError) else "does not answer"
-            raise LockBackendError(f"the locks' server {masked(self.url)} {what}: {exc}") from exc
+            raise LockBackendError(f"the locks' server {masked(self.url)} {what_it_does(exc)}: {exc}") from exc
 
 
 #: The workers with singlebeat that were seen, by the server's time; outside of every prefix of locks, so that clearing

@@ -154,7 +154,7 @@ class Renewer:
             LockBackendError: the locks' server did not answer a moment ago, so it is not asked now.
         """
         if not self.answers():
-            raise LockBackendError("the locks' server did not answer a moment ago")
+            raise LockBackendError("a moment ago the locks' server did not answer, or refused")
         return self._gate
 
     def answers(self) -> bool:

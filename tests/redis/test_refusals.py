@@ -6,8 +6,10 @@ import json
 import os
 import re
 import socket
+import time
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 from celery.beat import Service
@@ -18,13 +20,24 @@ from singlebeat.beat.clock import STORED_EVERY
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Lease
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.probe import LOCK_COMMANDS, SCHEDULE_COMMANDS
+from singlebeat.beat.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.beat.state import SILENT_AFTER, State
-from tests.support import APP, ROOT, RedisServer, without
+from singlebeat.cli.workers import Workers
+from singlebeat.locks import backend_of
+from singlebeat.signals import leadership_gained, leadership_lost
+from tests.support import APP, ROOT, RedisServer, wait_until, without
 from tests.system.apps import make_app
 
-#: Of the rights that README asks for, those that no script or call uses on a key.
-OF_NO_KEY = {"eval", "evalsha", "multi", "exec", "select", "ping", "client|setname", "time", "scan", "info"}
+
+def rights() -> list[str]:
+    """Return the commands that README lets its user run."""
+    text = (ROOT / "README.rst").read_text("utf-8")
+    rules = re.search(r"ACL SETUSER singlebeat on >\S+ (.+?)\n\n", text, re.DOTALL)[1].split()
+    return [rule[1:] for rule in rules if rule.startswith("+")]
+
+
+def needed(needs: Needs) -> set[str]:
+    return {*needs.calls, *(command.lower() for command, *_ in needs.commands)}
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +59,17 @@ def beat_of():
         scheduler.close()
 
 
+@contextmanager
+def signals(*, gained, lost):
+    leadership_gained.connect(gained, weak=False)
+    leadership_lost.connect(lost, weak=False)
+    try:
+        yield
+    finally:
+        leadership_gained.disconnect(gained)
+        leadership_lost.disconnect(lost)
+
+
 def keys(redis) -> set[str]:
     return {key for key in redis.scan_iter() if not key.startswith("_kombu")}
 
@@ -63,14 +87,8 @@ def put(app, **fields) -> Entry:
 
 
 def test_the_doctor_tries_every_command_that_the_readme_asks_rights_for():
-    text = (ROOT / "README.rst").read_text("utf-8")
-    rights = re.search(r"ACL SETUSER singlebeat on >\S+ (.+?)\n\n", text, re.DOTALL)[1].split()
-    granted = {rule[1:] for rule in rights if rule.startswith("+")}
-
-    tried = {command.lower() for command, *_ in SCHEDULE_COMMANDS}
-
-    assert tried == granted - OF_NO_KEY
-    assert {command.lower() for command, *_ in LOCK_COMMANDS} <= granted
+    assert needed(SCHEDULE) == {*rights()} - {"select"}, "which a connection needs, if at all"
+    assert needed(LOCKS) <= needed(SCHEDULE)
 
 
 def test_the_doctor_finds_nothing_refused_on_a_server_that_is_well_and_leaves_nothing(cli, app, redis):
@@ -82,21 +100,62 @@ def test_the_doctor_finds_nothing_refused_on_a_server_that_is_well_and_leaves_no
     assert keys(redis) == before
 
 
-@pytest.mark.parametrize("command", ["zadd", "pexpire", "del", "xadd", "hscan"])
-def test_the_doctor_names_the_command_that_the_acl_lacks(cli, server, redis, command):
-    with without(server, command) as url, make_app(url) as app:
-        found = findings(cli, app, "schedule's server")
-
-    (text,) = [text for level, text in found if level == "problem"]
-    assert text == f"the ACL of its user lacks {command.upper()}: grant +{command} (README, Rights)"
-    redis.flushall()
+def grant(command: str) -> str:
+    return f"the ACL of its user lacks {command.upper()}: grant +{command} (README, Rights)"
 
 
-def test_the_doctor_names_a_call_and_a_prefix_that_the_acl_lacks(cli, server, redis):
-    with without(server, "evalsha") as url, make_app(url, {"singleton_backend_url": server.url}) as app:
-        result = cli("doctor", app=app, code=2)
-    assert "evalsha" in result.output
+@contextmanager
+def lacking(server, command, **conf):
+    """Yield an app whose user lacks a command on the schedule's and the locks' server, and what names the two."""
+    with without(server, command) as mute:
+        url = mute.replace("redis+socket", "unix")
+        conf = {"redbeat_redis_url": url, "singleton_backend_url": url, **conf}
+        with make_app(server.celery_url, conf) as app:
+            yield app, [f"the {which} server {url.replace(':any@', ':**@')}" for which in ("schedule's", "locks'")]
 
+
+#: Commands that ask no workers, which takes its time; those that write come last.
+COMMANDS = (
+    *("status", "health", "list", "show e", "next e", "history", "history e", "locks", "export"),
+    *("add f shop.bill --every 60", "edit e --every 7200", "pause e", "resume e", "trigger e", "delete e", "unlock a"),
+)
+
+
+@pytest.mark.parametrize("command", rights())
+def test_every_tool_names_the_command_that_the_acl_lacks(cli, app, server, redis, monkeypatch, command):
+    monkeypatch.setattr(
+        Workers, "ask", lambda _: Workers({}, {}, {}, {}, {}, (0.0, 0.0))
+    )  # kombu waits a second for answers
+    put(app)
+    with lacking(server, command) as (mute, servers):
+        rows = json.loads(cli("doctor", "--json", app=mute, code=1).stdout)
+        outputs = [(tool, cli(*tool.split(), app=mute, code=None)) for tool in COMMANDS]
+
+    said = {(row["about"], row["text"]) for row in rows if row["level"] == "problem" and "server " in row["about"]}
+    lack = [where for where, needs in zip(servers, (SCHEDULE, LOCKS), strict=True) if command in needed(needs)]
+    assert said == {(where.removeprefix("the "), grant(command)) for where in lack}
+    assert {"workers"} <= {row["about"] for row in rows}, "the other parts go on"
+    lines = {f"Error: {server}: {grant(command)}" for server in servers}
+    for tool, result in outputs:
+        text = result.output.strip()
+        assert result.exit_code < 2 or text in lines, f"{tool}: {text}"
+        assert "permission" not in text, f"{tool}: {text}"
+        assert "can't run" not in text, f"{tool}: {text}"
+
+
+@pytest.mark.parametrize(("command", "option"), [("select", "db=1"), ("client|setname", "client_name=ours")])
+def test_the_doctor_names_the_command_that_connections_lack(cli, server, redis, command, option):
+    with without(server, command) as mute:
+        url = mute.replace("redis+socket", "unix")
+        conf = {"redbeat_redis_url": f"{url}?{option}", "singleton_backend_url": f"{url}?{option}"}
+        with make_app(server.celery_url, conf) as app:
+            rows = json.loads(cli("doctor", "--json", app=app, code=1).stdout)
+
+    said = [row["text"] for row in rows if row["level"] == "problem" and "server " in row["about"]]
+    assert said == [grant(command)] * 2
+
+
+def test_the_doctor_names_a_prefix_that_the_acl_lacks(cli, server, redis):
     redis.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], keys=["redbeat:*"])
     url = server.celery_url.replace("://", "://mute:any@")
     with make_app(url, {"redbeat_redis_url": url.replace("redis+socket", "unix")}) as app:
@@ -146,13 +205,102 @@ def test_tools_say_that_the_server_refuses_and_not_that_a_beat_is_to_be_started(
     assert says in explained
 
 
+@pytest.mark.parametrize(
+    ("refusing", "advice"),
+    [
+        (full, "Its memory is full: free some, or raise maxmemory"),
+        (replica, "It is a replica: name the primary, or the Sentinels that know it"),
+    ],
+)
+def test_the_doctor_says_that_the_broker_refuses_and_who_leads(cli, app, own_server, beat_of, refusing, advice):
+    """The broker and the schedule are on one server, as most users have it."""
+    with make_app(own_server.celery_url, {"singleton_backend_url": app.conf.broker_url}) as app:
+        put(app, overlap="allow_all")
+        beat = beat_of(app)
+        beat.lease.acquire()
+        with refusing(own_server):
+            found = findings(cli, app, "broker") + findings(cli, app, "beat")
+
+    (broker, *beats) = [text for level, text in found if level == "problem"]
+    assert re.fullmatch(rf"it refuses: .+\. {advice}; messages cannot be sent", broker)
+    assert any(
+        "leads at this moment, and can send nothing while the schedule's server refuses to write" in b for b in beats
+    )
+    assert "no beat" not in "".join(beats)
+
+
+def test_a_broker_that_refuses_is_not_said_to_be_away(cli, server, redis, own_server, beat_of, caplog):
+    conf = {"broker_url": own_server.celery_url, "task_publish_retry": False}
+    with make_app(server.celery_url, {"redbeat_redis_url": server.url, **conf}) as app, full(own_server):
+        put(app, overlap="allow_all")
+        beat_of(app).tick()
+        explained = cli("explain", "e", app=app).output
+
+    (told,) = [record for record in caplog.records if record.singlebeat["event"] == "unreachable"]
+    assert "stays pending until the broker takes it" in told.getMessage()
+    assert "is claimed and waits to be sent" in explained
+    assert "the broker refuses: " in explained
+    assert "Its memory is full: free some, or raise maxmemory. It is sent when that is over" in explained
+    assert "does not answer" not in explained
+
+
 def test_beat_says_where_the_refused_command_is_named(server, redis, beat_of, caplog):
     with without(server, "zadd") as url, make_app(server.celery_url, {"redbeat_redis_url": url}) as app:
         redis.set("redbeat::lock", "another", px=60_000)
         beat_of(app).tick()
 
     (told,) = [record.singlebeat for record in caplog.records if record.singlebeat["event"] == "trouble"]
-    assert "ACL LOG on the server names the command; README, Rights" in told["reason"]
+    named = r"'zadd' command.*: grant \+zadd \(README, Rights\)"
+    assert re.search(rf"{named}|ACL LOG on the server names the command; README, Rights", told["reason"])
+
+
+@pytest.mark.parametrize("command", ["sadd", "smembers", "hscan", "hdel"])
+def test_a_beat_that_ticks_cannot_serve_logs_each_event_once(server, redis, beat_of, caplog, monkeypatch, command):
+    monkeypatch.setattr("singlebeat.beat.scheduler.RECHECK_AFTER", 0.05)
+    caplog.set_level("INFO", "celery.beat")
+    gained, lost = Mock(), Mock()
+    entries = {"x": {"task": f"{APP}.plain", "schedule": schedule(0.05), "args": ["x"]}}
+    with lacking(server, command, beat_schedule=entries) as (app, _), signals(gained=gained, lost=lost):
+        beat = beat_of(app)
+        for _ in range(6):
+            beat.tick()
+            time.sleep(0.02)
+        told = [record.singlebeat["event"] for record in caplog.records]
+        assert [told.count(event) for event in ("leadership_gained", "trouble", "recovered")] == [1, 1, 0]
+        (trouble,) = [record.singlebeat for record in caplog.records if record.singlebeat["event"] == "trouble"]
+        assert f"grant +{command}" in trouble["reason"] or "ACL LOG" in trouble["reason"]
+
+        redis.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], keys=["*"])
+        wait_until(lambda: beat.tick() and not beat._in_trouble, what="a tick that does all there is to do")
+
+    told = [record.singlebeat["event"] for record in caplog.records]
+    assert [told.count(event) for event in ("leadership_gained", "recovered")] == [1, 1]
+    assert gained.call_count == 1
+    assert lost.call_count == 0
+
+
+def test_a_term_that_ends_before_it_could_begin_is_logged(server, redis, beat_of, caplog):
+    caplog.set_level("INFO", "celery.beat")
+    with lacking(server, "sadd", beat_schedule={"x": {"task": f"{APP}.plain", "schedule": 3600}}) as (app, _):
+        beat = beat_of(app)
+        beat.tick()
+        redis.set("redbeat::lock", "another", px=60_000)
+        beat.lease.renew()
+        beat.tick()
+
+    told = [record.singlebeat["event"] for record in caplog.records]
+    assert [told.count(event) for event in ("leadership_gained", "leadership_lost", "stands_by")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("command", ["exists", "hset", "time", "zmscore"])
+def test_explain_names_the_right_that_the_locks_server_lacks(cli, server, redis, beat_of, app, command):
+    backend_of(app).announce("w", ttl=60)
+    with lacking(server, command, redbeat_redis_url=server.url) as (mute, (_, locks)):
+        put(mute)
+        beat_of(mute).tick()
+        explained = cli("explain", "e", app=mute).output
+
+    assert f"{locks}: {grant(command)}" in explained
 
 
 # ---------------------------------------------------------------- servers that are away

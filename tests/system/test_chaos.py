@@ -281,7 +281,7 @@ def test_a_redis_that_is_read_only_for_a_while_costs_nothing(chaos_on, own_serve
         beats[0].wait_for("trying again", after=position)
         time.sleep(3)
         chaos.redis.replicaof("NO", "ONE")
-        beats[0].wait_for("Redis answers again", after=position)
+        beats[0].wait_for("Redis works again", after=position)
         chaos.settle()
     assert [beat.returncode for beat in beats] == [None, None]
 
