@@ -247,7 +247,7 @@ def test_b6_rabbitmq_and_redis_that_are_away_are_named(
                 beat.metric("pending_occurrences", "1.0"),
                 tools.say("status", "^pending +1, claimed and not yet sent"),
                 tools.say("doctor", "^problem  broker: it does not answer: messages cannot be sent", code=1),
-                tools.say("explain steady", waits, never="It is due now|No beat"),
+                tools.say("explain steady", waits, gone="It is due now|No beat"),
                 tools.say("health", f"^healthy: .*{beat.leads}"),
                 beat.ready("^200 ok$"),
             )
