@@ -81,6 +81,15 @@ def app(server: RedisServer, redis: Redis) -> Iterator[Celery]:
             renewer.backend = MemoryBackend()
 
 
+@pytest.fixture(scope="session")
+def libfaketime() -> str:
+    """The library that gives a process that preloads it another clock."""
+    found = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+    if found is None:
+        pytest.skip("libfaketime is not installed")
+    return str(found)
+
+
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
     """The name of the test, for what is its own where many tests share a worker."""

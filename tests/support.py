@@ -278,9 +278,10 @@ class RedisServer(Server):
             self._process.kill()
             self._process.wait()
 
-    def restart(self) -> None:
-        """Kill the server if it runs, and start it again at the same address."""
+    def restart(self, *args: str) -> None:
+        """Kill the server if it runs, and start it again at the same address, with other options if any are given."""
         self.kill()
+        self._args = args or self._args
         self.start()
 
     def pause(self) -> None:

@@ -79,6 +79,15 @@ class RabbitMQ(Server):
         finally:
             self._control("set_vm_memory_high_watermark", "0.4")
 
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Let the server refuse connections for a while; durable queues and their messages outlive it."""
+        self._control("stop_app")
+        try:
+            yield
+        finally:
+            self._control("start_app")
+
     def _control(self, *command: str) -> None:
         control = Path(find_rabbitmq()[0]).with_name("rabbitmqctl")
         subprocess.run([str(control), *command], env=self._environment, check=True, capture_output=True)

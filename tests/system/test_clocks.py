@@ -1,15 +1,13 @@
-"""Beats on hosts whose clocks are wrong, by libfaketime: no entry falls silent, and tools name the host."""
+"""Programs and workers on hosts with a wrong clock, by libfaketime; beats are B13 of ``test_incidents.py``."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,32 +15,8 @@ from celery.schedules import schedule
 from click.testing import CliRunner
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.state import State
 from singlebeat.cli import main
-from tests.support import APP, ROOT, CeleryProcess, wait_until
-
-BEAT = ("beat", "-S", "singlebeat.Scheduler", "-l", "WARNING")
-HERE = socket.gethostname()
-
-
-@pytest.fixture(scope="module")
-def libfaketime() -> str:
-    found = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-    if found is None:
-        pytest.skip("libfaketime is not installed")
-    return str(found)
-
-
-@pytest.fixture
-def beat_at(celery, libfaketime):
-    """Start a beat whose clock is so many seconds ahead; it logs at Celery's own default level."""
-
-    def start(ahead: int) -> CeleryProcess:
-        env = {"LD_PRELOAD": libfaketime, "FAKETIME": f"{ahead:+d}s"}
-        return celery(*BEAT, env=env if ahead else None)
-
-    return start
-
+from tests.support import APP, ROOT, wait_until
 
 #: What a program does to the schedule.
 ELSEWHERE = """
@@ -85,41 +59,6 @@ def test_a_program_with_a_wrong_clock_stores_entries_by_the_servers(server, app,
     for name in ("upserted", "saved", "paused", "edited"):
         counts_from = Schedule(app).get(name).meta.counts_from
         assert abs(counts_from.timestamp() - now) < 120, name
-
-
-def test_beats_with_wrong_clocks_send_on_time_and_are_named(celery, app, beat_at):
-    Entry("e", f"{APP}.plain", schedule(1), args=["e"], overlap="allow_all", run_on_start=True, app=app).save()
-
-    def sends(beat: CeleryProcess, count: int = 3) -> None:
-        def sent() -> bool:
-            records = [r for r in Schedule(app).history("e", 100) if r.leader == f"{HERE}:{beat.pid}"]
-            assert all(abs(record.nominal.timestamp() - record.at.timestamp()) < 60 for record in records)
-            return len([record for record in records if record.decision == "dispatched"]) >= count
-
-        wait_until(sent, timeout=40, what=f"{count} runs that were sent by {beat.pid}")
-
-    def stands_by(beat: CeleryProcess) -> bool:
-        return str(beat.pid) in [standby["pid"] for standby in State.of(app).standbys]
-
-    leader = beat_at(0)
-    sends(leader, 1)
-    for ahead in (7200, -600, 0):
-        beat = beat_at(ahead)
-        wait_until(lambda beat=beat: stands_by(beat), timeout=40)
-        leader.terminate()
-        leader.wait()
-        beat.wait_for("WARNING.*beat: Acquired lock: this beat leads event=leadership_gained")
-        sends(beat)
-        (off,) = [int(float(State.of(app).leader["ahead"]))]
-        assert abs(off - ahead) < 3
-        problem = f"the clock of {HERE}, which leads, is {off:+d}" if ahead else ""
-        assert State.of(app).problem().startswith(problem)
-        assert bool(State.of(app).problem()) is bool(ahead)
-        differs = [json.loads(match[1]) for match in beat.matches(r"WARNING.*event=clock_differs ahead=(\S+) host=")]
-        assert [abs(seconds - ahead) < 3 for seconds in differs] == [True] * bool(ahead)
-        leader = beat
-
-    assert Schedule(app).get("e").due_at.timestamp() - time.time() < 5
 
 
 def test_the_doctor_names_a_worker_with_a_wrong_clock(celery, app, libfaketime):

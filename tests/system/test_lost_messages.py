@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import time
 from pathlib import Path
 
@@ -248,28 +246,3 @@ def test_what_is_known_of_a_purged_message_is_said_and_its_lock_freed(celery, ap
     second = records(app, "purged", "dispatched")[0].task_id
     skipped(app, "purged", second, 2)
     ask("unlock", second, until=f"free; it was held by task {second}, queued")
-
-
-def test_a_worker_that_shuts_down_is_said_to_live(celery, app, oracle, ask):
-    """A run in a warm shutdown answers no question, and renews its lock: no command advises to free that."""
-    conf = {"singlebeat_lock_lease": 10}
-    worker = celery("worker", "-c", "1", conf=conf).ready()
-    seen(app)
-    entry(app, "long", args=["long", 60])
-    celery(*BEAT, conf=conf)
-    (run,) = oracle.wait_started(1, "long")
-    worker.send(signal.SIGTERM)
-    worker.wait_for("Warm shutdown")
-    skipped(app, "long", run.id, 2)
-    lives = f"Task {run.id} runs, as far as is known: its lock was renewed "
-
-    text = ask("explain", "long", until=lives)
-
-    assert "so its worker lived then. That worker does not answer: it shuts down and ends its last tasks" in text
-    assert "--force" not in text
-    assert "unlock" not in text
-    assert "probably" not in text
-    said = ask("doctor", until="warning  workers: none answers, but w")
-    assert re.search(r"is too busy, or has died within the last \d+ s\. Without another worker, messages wait", said)
-    oracle.let_go("long")
-    assert worker.wait() == 0

@@ -15,9 +15,11 @@ from kombu import Exchange, Queue
 from singlebeat import Entry, Schedule
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
-from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, wait_until
+from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
 from tests.system.rabbitmq import RabbitMQ, find_rabbitmq
+from tests.system.tools import Beat, Incident, Tools
+from tests.system.topologies import each_decided_and_started_once
 
 SINGLE, IN_TURN = f"{APP}.single", f"{APP}.in_turn"
 
@@ -221,6 +223,60 @@ def test_beat_outlives_an_alarm_of_rabbitmq(
     assert meanwhile.returncode is None
     ids = [run.id for run in oracle.runs("tick")]
     assert len(set(ids)) == len(ids)
+
+
+def test_b6_rabbitmq_and_redis_that_are_away_are_named(
+    rabbit: RabbitMQ, celery: CeleryLauncher, oracle: Oracle, server: RedisServer
+) -> None:
+    """One of the sixteen incidents of ``test_incidents.py``: RabbitMQ, then the Redis of schedule and locks as well."""
+    steady = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["steady"]}
+    with RedisServer("--appendonly", "yes", "--appendfsync", "always") as redis:
+        port = free_port()
+        conf = {**conf_of(rabbit, redis), **on_classic_queue("outage"), "result_backend": server.celery_url}
+        conf |= {"redbeat_lock_timeout": 3, "singlebeat_socket_timeout": 1, "singlebeat_metrics_port": port}
+        conf |= {"broker_connection_max_retries": None}
+        scene = Scene(celery, oracle, conf)
+        worker = scene.start("worker", "-c", "2", singlebeat_metrics_port=None).ready()
+        beat = Beat(scene.start("beat", "-l", "WARNING", beat_schedule={"steady": steady}), port)
+        tools = Tools(scene.app())
+        oracle.wait_ended(2, "steady", timeout=60)
+        waits = "is claimed and waits to be sent, as task .*: the broker does not answer"
+        with rabbit.outage():
+            Incident("B6 RabbitMQ stopped").until(
+                beat.logs("ERROR.*stays pending until the broker answers event=unreachable server=.?the broker"),
+                beat.metric("pending_occurrences", "1.0"),
+                tools.say("status", "^pending +1, claimed and not yet sent"),
+                tools.say("doctor", "^problem  broker: it does not answer: messages cannot be sent", code=1),
+                tools.say("explain steady", waits, gone="It is due now|No beat"),
+                tools.say("health", f"^healthy: .*{beat.leads}"),
+                beat.ready("^200 ok$"),
+            )
+            redis.kill()
+            Incident("B6 Redis killed, too").until(
+                beat.logs("ERROR.*Trouble with Redis: trying again event=trouble"),
+                beat.ready("^503 Redis does not answer"),
+                tools.say("health", f"^Error: the schedule's server {redis.url}: ", code=2),
+                tools.say("explain steady", f"^Error: the schedule's server {redis.url}: ", code=2),
+            )
+            redis.start()
+            Incident("B6 Redis is back").until(
+                beat.logs("WARNING.*Redis answers again event=recovered"),
+                beat.ready("^200 ok$"),
+                tools.say("health", f"^healthy: .*{beat.pid}"),
+                tools.say("explain steady", waits),
+            )
+        incident, ended = Incident("B6 RabbitMQ is back"), oracle.ended("steady")
+        incident.until(
+            beat.logs("WARNING.*the broker answers again event=recovered"),
+            beat.metric("pending_occurrences", "0.0"),
+            tools.say("status", "^pending +0$"),
+            tools.say("doctor", "^fine     workers: 1 answer", gone="unreachable"),
+            tools.say("explain steady", "^The run for .* was sent"),
+            timeout=60,
+        )
+        oracle.wait_ended(ended + 3, "steady", timeout=60)
+        assert beat.process.returncode is worker.returncode is None
+        each_decided_and_started_once(oracle, redis.client().xrange("redbeat::history"), "steady")
 
 
 @pytest.mark.parametrize(

@@ -79,16 +79,3 @@ def test_after_a_resignation_the_only_beat_leads_again(celery, app):
     assert command.wait(60) == 0
     beat.wait_for("this beat leads event=leadership_gained term=2")
     assert State.of(app).leader["pid"] == str(beat.pid)
-
-
-def test_a_standby_that_leads_next_says_that_redis_has_lost_the_schedule(two, celery, redis):
-    leader, standby = two
-    leader.pause()
-    redis.flushall()
-
-    standby.wait_for('The schedule has vanished: .* event=schedule_vanished reason="term 1 follows term 1: ')
-
-    doctor = celery("singlebeat", "doctor")
-    doctor.wait(60)
-    assert "warning  schedule: when the present term began, at 20" in doctor.text
-    assert "it did not know term 1 any more" in doctor.text

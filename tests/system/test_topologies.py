@@ -1,107 +1,35 @@
-"""Beat, worker and Singleton on real servers of every kind: sentinels, a cluster, TLS, a user with few rights."""
+"""Beat, worker and Singleton on real servers of every kind; sentinels are B5 of ``test_incidents.py``."""
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import trustme
 from celery import Celery
 from celery.schedules import schedule
-from kombu.exceptions import OperationalError
 from redis import Redis, RedisCluster
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from singlebeat import Scheduler
 from singlebeat.connections import private, schedule_client
-from singlebeat.errors import ConfigError, LockBackendError
+from singlebeat.errors import ConfigError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Renewal, Verdict
-from tests.support import APP, ROOT, CeleryLauncher, CeleryProcess, Oracle, RedisServer, wait_until
+from tests.support import APP, ROOT, RedisServer, wait_until
 from tests.system.apps import make_app
-from tests.system.topologies import PASSWORD, Cluster, Sentinels, tls_port
-
-TICK = {"task": f"{APP}.single", "schedule": schedule(0.5), "args": ["tick"]}
-
-#: Quick to notice that a server is gone, and patient enough for a slow machine to find the next one.
-COMMON = {
-    "beat_schedule": {"tick": TICK},
-    "singlebeat_socket_timeout": 2,
-    "redbeat_lock_timeout": 5,
-    # What a worker has taken from a Redis broker and not yet read is lost with that server: its lock ends by itself.
-    "singlebeat_queued_ttl": 15,
-    "broker_connection_max_retries": None,
-    "redbeat_redis_url": None,
-    "singleton_backend_url": None,
-}
-
-
-@contextmanager
-def running(celery: CeleryLauncher, conf: Mapping[str, Any]) -> Iterator[tuple[Celery, CeleryProcess, CeleryProcess]]:
-    """Start a worker and a beat; yields an app to send from, worker and beat."""
-    conf = {**COMMON, **conf}
-    worker, beat = celery("worker", "-c", "2", conf=conf), celery("beat", conf=conf)
-    worker.ready()
-    with make_app(celery.server.celery_url, conf) as app:
-        yield app, worker, beat
-        gc.collect()  # a result that is freed after its server has gone looks for it
-
-
-def prove(app: Celery, oracle: Oracle, name: str = "one") -> None:
-    """Let beat send, the worker run, and a call meet its equal."""
-    single = app.tasks[f"{APP}.single"]
-    oracle.wait_ended(oracle.ended("tick") + 2, "tick", timeout=60)
-    first = single.delay(name, seconds=60)
-    oracle.wait_started(1, name)
-    again = single.delay(name, seconds=60)
-    assert (first.is_duplicate, again.is_duplicate, again.id) == (False, True, first.id)
-    oracle.let_go(name)
-    assert first.get(timeout=60) == name
-    assert oracle.started(name) == oracle.max_concurrent(name) == oracle.max_concurrent("tick") == 1
-
-
-def each_decided_and_started_once(oracle: Oracle, history: list[tuple[str, Mapping[str, str]]]) -> None:
-    occurrences = [record["id"] for _, record in history]
-    assert len(set(occurrences)) == len(occurrences) > 3
-    started = [run.id for run in oracle.runs("tick")]
-    assert len(set(started)) == len(started) > 3
-
-
-def test_sentinels_lead_beat_worker_and_locks_to_the_next_master(celery, oracle):
-    with Sentinels() as sentinels:
-        urls = dict.fromkeys(("broker_url", "result_backend"), sentinels.url)
-        options = dict.fromkeys(("broker_transport_options", "result_backend_transport_options"), sentinels.options)
-        with running(celery, {**urls, **options}) as (app, worker, beat):
-            prove(app, oracle)
-            single = app.tasks[f"{APP}.single"]
-            call = single.delay("over", seconds=60)
-            oracle.wait_started(1, "over")
-
-            sentinels.fail_over()
-
-            wait_until(lambda: ask(single, "over") == call.id, timeout=60, what="the lock on the next master")
-            oracle.wait_started(oracle.started("tick") + 2, "tick", timeout=60)
-            oracle.let_go("over")
-            oracle.wait_ended(1, "over")
-            assert oracle.max_concurrent("over") == oracle.started("over") == 1
-            each_decided_and_started_once(oracle, sentinels.replica.client().xrange("redbeat::history"))
-        assert beat.returncode is worker.returncode is None
-        assert PASSWORD not in beat.text + worker.text
-
-
-def ask(single: Any, name: str) -> str:
-    """Return the id of the call that is queued or running, or of a new one; empty while no server answers."""
-    try:
-        return single.delay(name, seconds=60).id
-    except (LockBackendError, OperationalError):
-        return ""
-
+from tests.system.topologies import (
+    COMMON,
+    PASSWORD,
+    Cluster,
+    Sentinels,
+    each_decided_and_started_once,
+    prove,
+    running,
+    tls_port,
+)
 
 #: Rights besides.
 IN_A_CLUSTER = "+cluster|slots +command"

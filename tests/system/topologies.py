@@ -1,7 +1,8 @@
-"""Servers that are more than one: sentinels with their master, a cluster, a port that speaks TLS."""
+"""Servers that are more than one: sentinels with their master, a cluster, TLS; beat and worker that use them."""
 
 from __future__ import annotations
 
+import gc
 import select
 import socket
 import ssl
@@ -12,9 +13,23 @@ from pathlib import Path
 from typing import Any, Self
 
 import trustme
+from celery import Celery
+from celery.schedules import schedule
+from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from tests.support import RedisServer, free_port, server_binary, wait_until
+from singlebeat.errors import LockBackendError
+from tests.support import (
+    APP,
+    CeleryLauncher,
+    CeleryProcess,
+    Oracle,
+    RedisServer,
+    free_port,
+    server_binary,
+    wait_until,
+)
+from tests.system.apps import make_app
 
 MASTER = "the-master"
 SENTINELS_PASSWORD = "sentinels-only"
@@ -212,3 +227,61 @@ def _pump(front: ssl.SSLSocket, behind: socket.socket) -> None:
                     return
             except (BlockingIOError, ssl.SSLWantReadError):
                 continue
+
+
+# ---------------------------------------------------------------- beat, worker and Singleton on them
+
+TICK = {"task": f"{APP}.single", "schedule": schedule(0.5), "args": ["tick"]}
+
+#: Quick to notice that a server is gone, and patient enough for a slow machine to find the next one.
+COMMON = {
+    "beat_schedule": {"tick": TICK},
+    "singlebeat_socket_timeout": 2,
+    "redbeat_lock_timeout": 5,
+    # What a worker has taken from a Redis broker and not yet read is lost with that server: its lock ends by itself.
+    "singlebeat_queued_ttl": 15,
+    "broker_connection_max_retries": None,
+    "redbeat_redis_url": None,
+    "singleton_backend_url": None,
+}
+
+
+@contextmanager
+def running(celery: CeleryLauncher, conf: Mapping[str, Any]) -> Iterator[tuple[Celery, CeleryProcess, CeleryProcess]]:
+    """Start a worker and a beat; yields an app to send from, worker and beat."""
+    conf = {**COMMON, **conf}
+    worker, beat = celery("worker", "-c", "2", conf=conf), celery("beat", conf=conf)
+    worker.ready()
+    with make_app(celery.server.celery_url, conf) as app:
+        yield app, worker, beat
+        gc.collect()  # a result that is freed after its server has gone looks for it
+
+
+def prove(app: Celery, oracle: Oracle, name: str = "one") -> None:
+    """Let beat send, the worker run, and a call meet its equal."""
+    single = app.tasks[f"{APP}.single"]
+    oracle.wait_ended(oracle.ended("tick") + 2, "tick", timeout=60)
+    first = single.delay(name, seconds=60)
+    oracle.wait_started(1, name)
+    again = single.delay(name, seconds=60)
+    assert (first.is_duplicate, again.is_duplicate, again.id) == (False, True, first.id)
+    oracle.let_go(name)
+    assert first.get(timeout=60) == name
+    assert oracle.started(name) == oracle.max_concurrent(name) == oracle.max_concurrent("tick") == 1
+
+
+def each_decided_and_started_once(
+    oracle: Oracle, history: list[tuple[str, Mapping[str, str]]], name: str = "tick"
+) -> None:
+    occurrences = [record["id"] for _, record in history]
+    assert len(set(occurrences)) == len(occurrences) > 3
+    started = [run.id for run in oracle.runs(name)]
+    assert len(set(started)) == len(started) > 3
+
+
+def ask(single: Any, name: str) -> str:
+    """Return the id of the call that is queued or running, or of a new one; empty while no server answers."""
+    try:
+        return single.delay(name, seconds=60).id
+    except (LockBackendError, OperationalError):
+        return ""
