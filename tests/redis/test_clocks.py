@@ -293,8 +293,8 @@ def ready(app, redis) -> tuple[int, str, str]:
     return code, body.decode(), line.split()[-1]
 
 
-def test_every_tool_says_that_entries_wait_for_a_clock_that_was_set_back(set_back, app, redis, cli, caplog):
-    beat, term = set_back(7200)
+def test_every_tool_says_that_entries_wait_for_a_clock_that_was_set_back(set_back, app, redis, cli):
+    set_back(7200)
     until = datetime.fromtimestamp(float(redis.get("redbeat::clock")), UTC)
     waits = f"entries wait until {until:%Y-%m-%d %H:%M:%SZ}, for 7"
 
