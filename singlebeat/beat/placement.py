@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from ..connections import schedule_client
 from ..errors import EntryError
 from ..lua import script
 from .clock import LAST_INSTANT
-from .clocked import clocked
 from .decide import claim_for
 from .entry import Entry
 from .keys import Keys
@@ -144,14 +143,8 @@ def _compare(
 
 
 def _due_at(entry: Entry, now: datetime, zone: tzinfo) -> float | None:
-    """Return when a beat that looked at an entry now would run it next, in seconds since 1970; None: never.
-
-    One that has never run is due at its place: it counts from now here, so that a place before its next time is right.
-    """
-    past = entry.meta
-    if past.counts_from is None and not isinstance(entry.schedule, clocked):
-        past = replace(past, since=now)
-    claim = claim_for(Stored(entry.key, 0, (), entry, past, entry.policy, None), now, zone=zone, prefix="")
+    """Return when a beat that looked at an entry now would run it next, in seconds since 1970; None: never."""
+    claim = claim_for(Stored(entry.key, 0, (), entry, entry.meta, entry.policy, None), now, zone=zone, prefix="")
     if claim.occurrence is not None or claim.decision is not None:
         return now.timestamp()
     return None if claim.next_score < 0 else claim.next_score

@@ -113,7 +113,8 @@ def list_(app: Celery, as_json: bool) -> None:
     for name, why in no_place.items():
         click.echo(marked(f"{name}: {why}", "problem"))
     for name, place in late.items():
-        click.echo(marked(f"{name}: {place}", "problem" if place.is_wrong else "warning"))
+        if place.is_wrong:
+            click.echo(marked(f"{name}: {place}", "problem"))
 
 
 @command("show", click.argument("name"))

@@ -345,8 +345,11 @@ def test_a_leader_that_begins_while_entries_wait_says_so_as_well(set_back, beat_
     assert [each["event"] for each in told_of(caplog, "clock_set_back")] == ["clock_set_back"]
 
 
-def test_no_tool_says_that_entries_wait_after_a_clock_was_days_ahead(set_back, app, redis, cli):
+@pytest.mark.parametrize("noted", [None, "1e300"])
+def test_no_tool_says_that_entries_wait_after_a_clock_was_days_ahead(set_back, app, redis, cli, noted):
     set_back(2 * 86_400)
+    if noted:
+        redis.set("redbeat::clock", noted)
 
     assert clock_findings(cli) == []
     cli("health")
