@@ -11,19 +11,23 @@ from ..errors import EntryError
 from ..log import Log
 from ..lua import script
 from .codec import Meta
+from .servertime import UNFIT_FROM
 from .timetable import PARKED
 
 if TYPE_CHECKING:
     from .keys import Keys
     from .lease import Term
 
-__all__ = ("LONGEST_STEP_BACK", "Clock")
+__all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "Clock")
 
 log = Log("celery.beat")
 
 #: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
 #: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
 LONGEST_STEP_BACK = timedelta(hours=3)
+
+#: The last second before the year 10000: a place that is later is no time in seconds since 1970.
+LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 
 #: How old the stored time may be: the next leader compares it in hours, and where beats share the work it is the sign
 #: of their life.
@@ -38,6 +42,8 @@ LONG_AGO = datetime.min.replace(tzinfo=UTC)
 class Clock:
     """The latest time by which a leader has decided since it was last known to be right.
 
+    While the clock is behind that time, by up to ``LONGEST_STEP_BACK``, entries that were decided by then wait.
+
     Args:
         client: the client for the schedule.
         progress: hears of each step.
@@ -46,30 +52,49 @@ class Clock:
     def __init__(self, client: Any, keys: Keys, *, progress: Callable[[], None]) -> None:
         self.client, self.keys, self._progress = client, keys, progress
         self._term: Term | None = None
-        self._latest = self._stored = self._alive = LONG_AGO
+        self._latest = self._noted = LONG_AGO
+        self._waits = False  #: it was logged that entries wait for the clock to catch up
 
     def check(self, now: datetime, term: Term) -> None:
         """Make those entries due that a clock has moved on which was hours ahead: a tick then counts them from now.
 
         Such a clock is known by what it has shown, here or to whoever led before: to look at the entries is dear, as
-        there may be a million whose next time is rightly far ahead.
+        there may be a million whose next time is rightly far ahead. Places that are no times at all are cheap to find.
         """
         if term != self._term:
-            self._latest = self._stored = self._shown_before()
+            self._latest = self._noted = self._shown_before()
         if now + LONGEST_STEP_BACK < self._latest:
             self._look_again(now)
             self._latest = now
+        elif (self._latest - now).total_seconds() > UNFIT_FROM and not self._waits:
+            self._waits = True
+            about = {"before": self._latest, "now": now, "reason": "entries that were decided by then wait until then"}
+            log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
+            self._try_again(now)
         # The latest, not the last: many small steps back are a large one.
         self._latest = max(self._latest, now)
-        if abs(self._latest - self._stored) >= STORED_EVERY:
-            self._progress()
-            self.client.set(self.keys.clock, repr(self._latest.timestamp()))
-            self._stored = self._latest
-        if not term.token and abs(now - self._alive) >= STORED_EVERY:  # the latest may lie ahead for hours
-            self._progress()
-            self.client.set(self.keys.alive, repr(now.timestamp()))
-            self._alive = now
+        if self._waits and self._latest == now:
+            self._waits = False
+            log.warning("beat: The clock has caught up: no entry waits for it any longer", event="clock_caught_up")
+        if abs(now - self._noted) >= STORED_EVERY:
+            self._note(now, term)
+            self._noted = now
         self._term = term
+
+    def _note(self, now: datetime, term: Term) -> None:
+        self._progress()
+        keys = self.keys
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.zrangebyscore(keys.schedule, f"({LAST_INSTANT!r}", "+inf", start=0, num=BATCH, withscores=True)
+            pipe.set(keys.clock, repr(self._latest.timestamp()))
+            if not term.token:
+                pipe.set(keys.alive, repr(now.timestamp()))  # the latest may lie ahead for hours
+            places, *_ = pipe.execute()
+        if places:
+            self.client.zadd(keys.schedule, {member: 0 for member, _ in places}, xx=True)
+        for member, score in places:
+            about = {"entry": keys.name(member), "place": score, "reason": "no time in seconds since 1970"}
+            log.warning("beat: The place of '%(entry)s' is corrected", event="place_corrected", **about)
 
     def _shown_before(self) -> datetime:
         self._progress()
@@ -92,6 +117,10 @@ class Clock:
             found = zip(members, json.loads(script(__package__, "read")(self.client, entries, ())), strict=True)
             if ahead := [member for member, fields in found if _counts_from(fields, now) > limit]:
                 self.client.zadd(self.keys.schedule, dict.fromkeys(ahead, 0), xx=True)
+        self._try_again(now)
+
+    def _try_again(self, now: datetime) -> None:
+        """Let the time come at which pending occurrences are tried again: by a clock that was ahead it is far ahead."""
         if untried := self.client.zrangebyscore(self.keys.pending, f"({now.timestamp()!r}", "+inf"):
             self.client.zadd(self.keys.pending, dict.fromkeys(untried, 0), xx=True)
 

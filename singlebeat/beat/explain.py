@@ -57,6 +57,7 @@ class Facts:
     known_tasks: frozenset[str] | None  #: of all workers that answer
     now: datetime
     delivery: Delivery | None = None  #: of the queue of its task; None: not known
+    late_place: str = ""  #: why it is not looked at in time, and what to do; empty: its place is not late
     no_place: str = ""  #: why it is never due, and what to do; empty: it has a place in the sorted set
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
@@ -337,6 +338,10 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         yield f"It is paused{note}: its times pass without a run. To go on: celery singlebeat resume {entry.name}"
     elif upcoming is None:
         yield "It is finished: it never runs again."
+    elif facts.late_place and not facts.state.redbeat_leads:
+        yield _sentence(facts.late_place)
+    elif facts.state.waits and since is not None and since > facts.now:
+        yield f"It waits for the clock: {facts.state.waits}. To run it now: celery singlebeat trigger {entry.name}"
     elif upcoming <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
     elif upcoming <= facts.now:

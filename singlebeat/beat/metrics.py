@@ -139,6 +139,7 @@ class Metrics:
             ("standbys", "Beats that stand by.", len(state.standbys)),
             ("lease_left_seconds", "Time until leadership ends if nobody renews it.", state.lease_left),
             ("clock_ahead_seconds", "How far the clock of this host is ahead of the server's.", state.host_ahead),
+            ("clock_set_back_seconds", "For how long entries wait: the server's clock was set back.", state.set_back),
             ("entries", "Entries of the schedule.", state.entries),
             ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
             ("lag_seconds", "How late the most overdue entry is.", state.lag),

@@ -7,10 +7,12 @@ import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..connections import schedule_client
 from ..lua import script
+from .clock import LONGEST_STEP_BACK
 from .entry import Entry
 from .keys import Keys
 from .lease import STAY
@@ -62,6 +64,7 @@ class State:
     silent: float | None = None  #: since when no beat has noted the time by which it decides; None: none ever has
     now: float = 0.0  #: seconds since 1970
     host_ahead: float = 0.0  #: by how much the clock of this host is ahead of the server's
+    set_back: float = 0.0  #: by how much the server's clock is behind the latest time by which a beat has decided
 
     @property
     def works(self) -> bool:
@@ -97,6 +100,18 @@ class State:
             f"{self.lease_left:.0f} s. If no process of RedBeat runs any more, end it now: celery singlebeat resign"
         )
 
+    @property
+    def waits(self) -> str:
+        """Until when entries wait, and why, if the server's clock was set back; empty: none waits for that."""
+        if not self.set_back:
+            return ""
+        until = datetime.fromtimestamp(self.now + self.set_back, UTC)
+        return (
+            f"entries wait until {until:%Y-%m-%d %H:%M:%SZ}, for {self.set_back:.0f} s: the clock of the schedule's "
+            "server was set back, or a server whose clock is behind has taken over, and times that beat has decided "
+            "before are not decided twice"
+        )
+
     def problem(self, max_lag: float = MAX_LAG) -> str:
         """Return why the schedule is not looked after, or only by a clock that is wrong; empty: it is.
 
@@ -106,7 +121,8 @@ class State:
         if self.works and self.lag > max_lag and self.redbeat_silent:
             return self.redbeat_silent
         if self.works:
-            return next((text for text, ahead in self.wrong_clocks() if abs(ahead) > UNFIT_FROM), "")
+            wrong = next((text for text, ahead in self.wrong_clocks() if abs(ahead) > UNFIT_FROM), "")
+            return wrong or (self.waits if self.set_back > UNFIT_FROM else "")
         if not self.is_shared:
             return "no beat leads"
         since = "ever" if self.silent is None else f"for {self.silent:.0f} s"
@@ -160,6 +176,9 @@ class State:
             leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
                 pipe.execute()
             )
+        set_back = _number(clock) - now
+        if not DIFFERS_FROM < set_back <= LONGEST_STEP_BACK.total_seconds():
+            set_back = 0.0  # by more, no entry waits: the beat that leads makes them count from now
         noted_at = _number(alive or clock)
         if noted_at > now + SILENT_AFTER:  # by a clock that was wrong: a beat that works would have written it anew
             noted_at = 0.0
@@ -184,6 +203,7 @@ class State:
             silent=max(0.0, now - noted_at) if noted_at else None,
             now=now,
             host_ahead=server_time.host_ahead,
+            set_back=set_back,
         )
 
 

@@ -22,6 +22,7 @@ from ..beat.delivery import Delivery, listed, queue_of
 from ..beat.history import History
 from ..beat.keys import Keys
 from ..beat.lost import MOST, examine
+from ..beat.placement import late_places
 from ..beat.probe import (
     lock_place,
     lock_refusal,
@@ -213,6 +214,9 @@ def _beat(app: Celery) -> Iterator[Finding]:
     for text, ahead in state.wrong_clocks(standbys=True):
         advice = f"{text}: set up NTP on both. Countdown, eta and expires of messages go by the clocks of their hosts"
         yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", advice)
+    if state.waits:
+        advice = f"{state.waits}. To run one now: celery singlebeat trigger NAME. Set up NTP on that server"
+        yield Finding("problem" if state.set_back > UNFIT_FROM else "warning", "clock", advice)
     yield from _leadership(app, state)
     yield from _apps(app, state)
     if state.leader.get("lost"):
@@ -242,17 +246,29 @@ class _Entries:
 
 
 def _entries(app: Celery, entries: _Entries) -> Iterator[Finding]:
-    """Look for fields that mean nothing, entries that are never due, and those whose runs fail or are skipped."""
+    """Look for fields that mean nothing, entries that are late or never due, and runs that fail or are skipped."""
     for entry in entries.usable:
         if entry.ignored:
             yield Finding("warning", f"entry {entry.name}", entry.ignored)
     yield from _silent(app, entries.usable)
+    yield from _late(app, entries.usable)
     schedule = Schedule(app)
     names = [*islice(schedule.without_place(), MOST_NAMED + 1)]
     for name in names[:MOST_NAMED]:
         yield Finding("warning", f"entry {name}", f"{schedule.no_place(name)}; or delete it")
     if len(names) > MOST_NAMED:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
+
+
+def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
+    """Look for places in the schedule that are later than the times of their entries."""
+    if State.of(app, names=False).redbeat_leads:
+        return  # it has times of its own
+    wrong = ((name, place) for name, place in late_places(app, entries) if place.is_wrong)
+    for name, place in islice(wrong, MOST_NAMED):
+        yield Finding("problem", f"entry {name}", str(place))
+    if next(wrong, None):
+        yield Finding("problem", "entries", f"more than these {MOST_NAMED} have places that are later than their times")
 
 
 def _leadership(app: Celery, state: State) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import click
 from celery.schedules import crontab, schedule
 
 from ..beat.api import Schedule
+from ..beat.placement import LatePlace, late_places
 from ..beat.state import REDBEAT_LEADS, State
 from ..errors import EntryError, UnknownEntryError
 from .output import age, command, instant, marked, moment, printable, show_json, table
@@ -48,8 +49,14 @@ def as_mapping(entry: Entry) -> Mapping[str, Any]:
     }
 
 
-def _outlook(entry: Entry, now: datetime) -> tuple[datetime | None, str]:
-    """Return the next time of an entry, None if there is none or its schedule fails, and one word for its state."""
+def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[datetime | None, str]:
+    """Return the next time of an entry, None if there is none or its schedule fails, and a word for its state.
+
+    Args:
+        place: None if it is not too late.
+    """
+    if place is not None:
+        return place.at, "late place" if place.is_wrong else "active"
     past, upcoming, fails = entry.meta, None, False
     try:
         runs = entry.timetable.runs(past.counts_from, now, count=past.total_run_count)
@@ -73,17 +80,26 @@ def list_(app: Celery, as_json: bool) -> None:
     state_of_all = State.of(app)
     aside, now = {**broken, **state_of_all.quarantine}, datetime.fromtimestamp(state_of_all.now, UTC)
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
+    late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
     if as_json:
         rows = []
         for entry in entries:
-            upcoming, state = _outlook(entry, now)
+            upcoming, state = _outlook(entry, now, late.get(entry.name))
             rows.append({**as_mapping(entry), "state": state, "next": upcoming})
         led = {"warning": REDBEAT_LEADS} if state_of_all.redbeat_leads else {}
-        show_json({"entries": rows, "quarantine": aside, "no_place": [*no_place], **led})
+        show_json(
+            {
+                "entries": rows,
+                "quarantine": aside,
+                "no_place": [*no_place],
+                "late_place": [name for name, place in late.items() if place.is_wrong],
+                **led,
+            }
+        )
         return
     rows_ = []
     for entry in entries:
-        upcoming, state = _outlook(entry, now)
+        upcoming, state = _outlook(entry, now, late.get(entry.name))
         last, when = age(entry.meta.last_run, now), readable_schedule(entry.schedule)
         rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
@@ -96,6 +112,9 @@ def list_(app: Celery, as_json: bool) -> None:
             click.echo(marked(f"{entry.name}: {entry.ignored}", "warning"))
     for name, why in no_place.items():
         click.echo(marked(f"{name}: {why}", "problem"))
+    for name, place in late.items():
+        if place.is_wrong:
+            click.echo(marked(f"{name}: {place}", "problem"))
 
 
 @command("show", click.argument("name"))
@@ -110,11 +129,14 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     except EntryError as exc:
         _show_broken(entries.salvage(name), aside or str(exc), as_json)
         return
-    upcoming, state = _outlook(entry, now)
+    late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
+    upcoming, state = _outlook(entry, now, late)
     if aside:
         state = "set aside"
     elif no_place := entries.no_place(name):
         aside, upcoming, state = no_place, None, "no place"
+    elif late is not None and late.is_wrong:
+        aside = str(late)
     warnings = [text for text in (entry.ignored, found.redbeat_leads and REDBEAT_LEADS) if text]
     if as_json:
         why = {"reason": aside} if aside else {}

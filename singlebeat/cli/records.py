@@ -17,6 +17,7 @@ from ..beat.history import History
 from ..beat.keys import Keys
 from ..beat.lost import examine
 from ..beat.occurrence import Occurrence
+from ..beat.placement import late_places
 from ..beat.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
 from ..beat.silence import silence
 from ..beat.state import State
@@ -141,6 +142,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         now=datetime.fromtimestamp(state.now, UTC),
         delivery=_delivery(app, entry, workers),
         no_place=entries.no_place(name) if entry is not None else "",
+        late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,
         refused=schedule_refusal(app) if state.overdue or not state.works else "",
         broker_away=broker_away,

@@ -51,6 +51,8 @@ def status_(app: Celery, as_json: bool) -> None:
         click.echo(marked(f"problem     {state.redbeat_silent}", "problem"))
     for text, _ in state.wrong_clocks(standbys=True):
         click.echo(marked(f"clock       {text}", "warning"))
+    if state.waits:
+        click.echo(marked(f"clock       {state.waits}", "warning"))
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
     waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""

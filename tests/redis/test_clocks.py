@@ -237,7 +237,9 @@ def test_this_host_is_named_and_is_not_healthy_from_a_minute_on(
     metrics = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
     assert metrics.answer("/readyz")[0] == (503 if code else 200)
     (line,) = [
-        line for line in metrics.answer("/metrics")[2].decode().splitlines() if line.startswith("singlebeat_clock")
+        line
+        for line in metrics.answer("/metrics")[2].decode().splitlines()
+        if line.startswith("singlebeat_clock_ahead")
     ]
     assert float(line.split()[-1]) == pytest.approx(off, abs=0.5)
 
@@ -250,3 +252,117 @@ def test_what_another_program_writes_about_a_clock_ends_no_tool(beat_on, redis, 
         redis.zadd("redbeat::standbys", {json.dumps({"host": "h", "pid": 1, "since": "", "ahead": [text]}): 9e15})
 
         assert list(State.of(app).wrong_clocks(standbys=True)) == []
+
+
+# ---------------------------------------------------------------- the server's clock was set back
+
+
+@pytest.fixture
+def set_back(beat_on, app, redis):
+    """Return a beat that has decided by a clock which was so many seconds ahead, and sees it set right."""
+
+    def make(seconds: float):
+        Entry("e", f"{APP}.plain", schedule(2), args=["e"], run_on_start=True, app=app).save()
+        beat = beat_on()
+        term = beat.lease.acquire()
+        beat._tick(datetime.now(UTC) + timedelta(seconds=seconds), term)
+        beat.tick()
+        return beat, term
+
+    return make
+
+
+def told_of(caplog, *events: str) -> list[dict]:
+    pairs = [getattr(record, "singlebeat", {}) for record in caplog.records]
+    return [each for each in pairs if each.get("event") in events]
+
+
+def clock_findings(cli) -> list[tuple[str, str]]:
+    rows = json.loads(cli("doctor", "--json", code=None).stdout)
+    return [(row["level"], row["text"]) for row in rows if row["about"] == "clock"]
+
+
+def ready(app, redis) -> tuple[int, str, str]:
+    metrics = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
+    code, _, body = metrics.answer("/readyz")
+    (line,) = [
+        line
+        for line in metrics.answer("/metrics")[2].decode().splitlines()
+        if line.startswith("singlebeat_clock_set_back_seconds")
+    ]
+    return code, body.decode(), line.split()[-1]
+
+
+def test_every_tool_says_that_entries_wait_for_a_clock_that_was_set_back(set_back, app, redis, cli):
+    set_back(7200)
+    until = datetime.fromtimestamp(float(redis.get("redbeat::clock")), UTC)
+    waits = f"entries wait until {until:%Y-%m-%d %H:%M:%SZ}, for 7"
+
+    ((level, text),) = clock_findings(cli)
+    assert (level, text.startswith(waits)) == ("problem", True)
+    assert "the clock of the schedule's server was set back" in text
+    assert "trigger NAME" in text
+    assert f"clock       {waits}" in cli("status").output
+    assert waits in cli("health", code=1).output
+    assert json.loads(cli("health", "--json", code=1).stdout)["healthy"] is False
+    code, text, seconds = ready(app, redis)
+    assert (code, waits in text, 7100 < float(seconds) <= 7200) == (503, True, True)
+    explained = cli("explain", "e").output
+    assert f"It waits for the clock: {waits}" in explained
+    assert "celery singlebeat trigger e" in explained
+
+
+def test_a_clock_that_was_set_back_is_one_line_and_its_catching_up_another(set_back, redis, caplog):
+    beat, term = set_back(7200)
+    until = datetime.fromtimestamp(float(redis.get("redbeat::clock")), UTC)
+    beat.tick()
+    (told,) = told_of(caplog, "clock_set_back", "clock_caught_up")
+    assert (told["event"], "entries that were decided by then wait" in told["reason"]) == ("clock_set_back", True)
+    assert datetime.fromisoformat(told["before"]) == pytest.approx(until, abs=timedelta(milliseconds=1))
+
+    for seconds in (-1, 1, 2):
+        beat._tick(until + timedelta(seconds=seconds), term)
+
+    events = [each["event"] for each in told_of(caplog, "clock_set_back", "clock_caught_up")]
+    assert events == ["clock_set_back", "clock_caught_up"]
+
+
+def test_a_clock_that_was_set_back_by_seconds_is_no_problem_and_a_warning(set_back, app, redis, cli, caplog):
+    set_back(50)
+
+    assert [level for level, _ in clock_findings(cli)] == ["warning"]
+    cli("health")
+    assert ready(app, redis)[0] == 200
+    assert told_of(caplog, "clock_set_back") == []
+
+
+def test_a_leader_that_begins_while_entries_wait_says_so_as_well(set_back, beat_on, caplog):
+    set_back(7200)[0].close()
+    caplog.clear()
+
+    beat_on().tick()
+
+    assert [each["event"] for each in told_of(caplog, "clock_set_back")] == ["clock_set_back"]
+
+
+@pytest.mark.parametrize("noted", [None, "1e300"])
+def test_no_tool_says_that_entries_wait_after_a_clock_was_days_ahead(set_back, app, redis, cli, noted):
+    set_back(2 * 86_400)
+    if noted:
+        redis.set("redbeat::clock", noted)
+
+    assert clock_findings(cli) == []
+    cli("health")
+    assert ready(app, redis)[::2] == (200, "0.0")
+    assert "waits for the clock" not in cli("explain", "e").output
+
+
+def test_an_occurrence_is_tried_again_at_once_after_the_clock_was_set_back(set_back, redis):
+    beat, term = set_back(0)
+    ahead = datetime.now(UTC) + timedelta(hours=2)
+    beat._tick(ahead, term)
+    redis.zadd("redbeat::pending", {"redbeat:e": ahead.timestamp() + 4})
+
+    beat.clock.check(datetime.now(UTC), term)
+
+    assert redis.zscore("redbeat::pending", "redbeat:e") == 0

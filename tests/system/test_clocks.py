@@ -15,14 +15,19 @@ from celery.schedules import schedule
 from click.testing import CliRunner
 
 from singlebeat import Entry, Schedule
+from singlebeat.beat.state import State
 from singlebeat.cli import main
-from tests.support import APP, ROOT, wait_until
+from tests.support import APP, ROOT, RedisServer, wait_until
+from tests.system.apps import make_app
+
+BEAT = ("beat", "-S", "singlebeat.Scheduler", "-l", "WARNING")
 
 #: What a program does to the schedule.
 ELSEWHERE = """
 import json, sys, time
 from celery.schedules import crontab, schedule
 from singlebeat import Entry, Schedule
+from singlebeat.beat.state import State
 from singlebeat.cli import main
 from tests.support import APP
 from tests.system.apps import make_app
@@ -73,3 +78,49 @@ def test_the_doctor_names_a_worker_with_a_wrong_clock(celery, app, libfaketime):
     (text,) = wait_until(found, timeout=40, what="a clock that is wrong")
 
     assert re.match(rf"problem the clock of worker {name} is about -\d\d s off that of the schedule's server", text)
+
+
+@pytest.fixture
+def clocked_server(libfaketime, tmp_path, monkeypatch):
+    """A server whose clock a test sets: ``ahead(seconds)``."""
+    shown = tmp_path / "ahead"
+
+    def ahead(seconds: int) -> None:
+        (tmp_path / "new").write_text(f"{seconds:+d}s\n")
+        (tmp_path / "new").replace(shown)
+
+    ahead(0)
+    faked = {"LD_PRELOAD": libfaketime, "FAKETIME_TIMESTAMP_FILE": str(shown)}
+    with monkeypatch.context() as patch:
+        for name, value in {**faked, "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}.items():
+            patch.setenv(name, value)
+        server = RedisServer().start()
+    yield server, ahead
+    server.stop()
+
+
+def test_entries_that_wait_for_the_servers_clock_are_told_of_until_they_run(celery, clocked_server):
+    server, ahead = clocked_server
+    with make_app(server.celery_url) as app:
+        Entry("e", f"{APP}.plain", schedule(1), args=["e"], overlap="allow_all", run_on_start=True, app=app).save()
+        beat = celery(*BEAT, server=server, conf={"redbeat_lock_timeout": 2})
+
+        def sent(after: float) -> list[float]:
+            records = Schedule(app).history("e", 100)
+            return [r.nominal.timestamp() for r in records if r.decision == "dispatched" and r.at.timestamp() > after]
+
+        wait_until(lambda: sent(0), timeout=40, what="a run")
+        ahead(7200)
+        wait_until(lambda: sent(time.time() + 3600), timeout=40, what="a run by the clock that is ahead")
+        ahead(0)
+        beat.wait_for("WARNING.*event=clock_set_back")
+        # Until its lease is renewed, what the leader has noted of its host's clock is of before.
+        wait_until(lambda: State.of(app).problem().startswith("entries wait until"), timeout=40, what="the problem")
+        assert 7000 < State.of(app).set_back <= 7300
+        assert beat.matches("event=clock_caught_up") == []
+        ahead(7300)
+        beat.wait_for("WARNING.*event=clock_caught_up")
+        wait_until(lambda: sent(time.time() + 7290), timeout=40, what="a run after that")
+        wait_until(lambda: not State.of(app).set_back, timeout=40)
+        nominal = sent(0)
+        assert len(nominal) == len(set(nominal)), "no time is decided twice"

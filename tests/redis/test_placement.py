@@ -1,0 +1,251 @@
+"""Places in the schedule that are later than their entries' times: tools name them, beat corrects milliseconds."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery.beat import Service
+from celery.schedules import crontab, schedule
+
+from singlebeat import Entry, Schedule, clocked
+from singlebeat.beat import placement
+from singlebeat.beat.placement import late_places
+from tests.support import APP
+from tests.system.apps import make_app
+
+SCHEDULE = "redbeat::schedule"
+WEEK, HOUR = timedelta(days=7), timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_waited_for(monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def beat(app):
+    app.conf.singlebeat_watchdog_timeout = None
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+def put(app, redis):
+    """Store an entry, by default with a run a minute ago and an hour between runs, at a place."""
+
+    def make(name: str = "e", when=None, *, place: float | None = None, **fields: object) -> Entry:
+        last = datetime.now(UTC) - timedelta(minutes=1)
+        fields = {"last_run_at": last, "total_run_count": 1, "args": [name], **fields}
+        entry = Entry(name, f"{APP}.plain", when or schedule(3600), app=app, **fields).save()
+        if place is not None:
+            redis.zadd(SCHEDULE, {entry.key: place})
+        return entry
+
+    return make
+
+
+def late(app) -> dict[str, str]:
+    return {name: str(place) for name, place in late_places(app, Schedule(app).list())}
+
+
+def findings(cli, about: str) -> list[tuple[str, str]]:
+    rows = json.loads(cli("doctor", "--json", code=None).stdout)
+    return [(row["level"], row["text"]) for row in rows if row["about"] == about]
+
+
+@pytest.mark.parametrize("overdue", [False, True])
+def test_every_tool_names_a_place_that_is_a_week_too_late(app, redis, put, cli, beat, overdue):
+    put(last_run_at=datetime.now(UTC) - (2 if overdue else 0.5) * HOUR)
+    beat.tick()
+    due_at = redis.zscore(SCHEDULE, "redbeat:e")
+    at = datetime.fromtimestamp(time.time() // 1, UTC) + WEEK
+    redis.zadd(SCHEDULE, {"redbeat:e": at.timestamp()})
+    time_of = f"{datetime.fromtimestamp(due_at, UTC):%Y-%m-%d %H:%M:%SZ}"
+    why = f"ts place in {SCHEDULE} is {at:%Y-%m-%d %H:%M:%SZ}, later than its time, {time_of}: it does not run before "
+    advice = f"to let beat correct it: ZADD {SCHEDULE} 0 redbeat:e"
+
+    beat.tick()
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == at.timestamp(), "no beat sees it"
+    listed, shown, explained = cli("list").output, cli("show", "e").output, cli("explain", "e").output
+    assert f"e: i{why}" in listed
+    assert "late place" in listed
+    assert f"problem             i{why}" in shown
+    assert f"{at:%Y-%m-%d %H:%M:%SZ}" in shown
+    assert f"I{why}" in explained
+    assert "due now" not in explained
+    assert [advice in text for text in (listed, shown, explained)] == [True] * 3
+    data = json.loads(cli("list", "--json").stdout)
+    assert data["late_place"] == ["e"]
+    assert [row["state"] for row in data["entries"] if row["name"] == "e"] == ["late place"]
+    ((level, text),) = findings(cli, "entry e")
+    assert (level, why in text) == ("problem", True)
+
+    redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    beat.tick()
+    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(due_at)
+    assert late(app) == {}
+    assert "late place" not in cli("list").output
+
+
+def test_tools_name_a_place_in_milliseconds_while_no_beat_runs(app, put, cli):
+    put(place=(time.time() + 3600) * 1000)
+    put("new", place=(time.time() + 3600) * 1000, last_run_at=None, total_run_count=0, run_on_start=True)
+    why = "which is no time in seconds since 1970 (is it in milliseconds?): it never runs"
+
+    for name in ("e", "new"):
+        assert why in cli("explain", name).output
+        assert [why in text for _, text in findings(cli, f"entry {name}")] == [True]
+    listed = cli("list").output
+    assert (listed.count(why), listed.count("never")) == (2, 5)  # NEXT, LAST of the new one, and the sentences
+
+
+@pytest.mark.parametrize("place", [1.8e12, float("inf")])
+def test_beat_corrects_a_place_that_is_no_time(app, redis, put, beat, caplog, place):
+    put()
+    put("other")
+    beat.tick()
+    right = redis.zscore(SCHEDULE, "redbeat:e")
+    redis.zadd(SCHEDULE, {"redbeat:e": place})
+
+    now, term = beat.server_time.now(), beat.lease.acquire()
+    beat._tick(now + timedelta(seconds=11), term)
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(right)
+    (told,) = [
+        record.singlebeat
+        for record in caplog.records
+        if getattr(record, "singlebeat", {}).get("event") == "place_corrected"
+    ]
+    assert (told["entry"], told["place"], "seconds since 1970" in told["reason"]) == ("e", place, True)
+
+
+def test_places_that_beat_has_given_are_never_late(app, redis, put, beat):
+    now = datetime.now(UTC)
+    zone = ZoneInfo("Pacific/Auckland")
+    put("overdue", last_run_at=now - 5 * HOUR)
+    put("never ran", run_on_start=True, last_run_at=None, total_run_count=0)
+    put("jitter", jitter=3000)
+    put("jitter late", jitter=3000, last_run_at=now - 5 * HOUR)
+    put("starts", start_time=now + WEEK)
+    put("starts new", start_time=now + WEEK, run_on_start=True, last_run_at=None, total_run_count=0)
+    put("ends", end_time=now + HOUR / 2)
+    put("ends late", end_time=now + 3 * HOUR, last_run_at=now - 5 * HOUR)
+    put("finished", max_runs=1)
+    put("last", max_runs=2, last_run_at=now - 5 * HOUR)
+    put("paused", paused=True, last_run_at=now - 5 * HOUR)
+    put("disabled", enabled=False, last_run_at=now - 5 * HOUR)
+    put("cron", crontab(hour=4, minute=30), last_run_at=now - 30 * HOUR)
+    put("cron there", crontab(hour=4, minute=30), timezone=zone, last_run_at=now - 30 * HOUR)
+    put("once", clocked(now + WEEK), total_run_count=0)
+    put("missed", misfire_grace_time=1, last_run_at=now - 5 * HOUR)
+    put("skipped", overlap="skip", last_run_at=now - 5 * HOUR)
+    Schedule(app).upsert("upserted", f"{APP}.plain", crontab(0, 0, 1, 1, 1))
+
+    assert late(app) == {}
+    for _ in range(3):
+        beat.tick()
+        assert late(app) == {}
+    assert min(redis.zmscore(SCHEDULE, ["redbeat:once", "redbeat:starts new"])) > (now + WEEK).timestamp() - 1
+
+
+@pytest.mark.parametrize("hours", [2, 48])
+def test_entries_whose_clock_was_set_back_have_no_late_places(app, put, beat, hours):
+    put(last_run_at=datetime.now(UTC) - 5 * HOUR)
+    beat._tick(datetime.now(UTC) + hours * HOUR, beat.lease.acquire())
+
+    beat.tick()
+
+    assert late(app) == {}
+
+
+def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, put, beat, redis):
+    """A beat of RedBeat may have written it by a clock that was ahead; one of ours corrects it when it looks."""
+    ahead = datetime.now(UTC) + WEEK
+    put(last_run_at=ahead, place=(ahead + HOUR).timestamp())
+
+    assert [*late(app)] == ["e"]
+    redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    beat.tick()
+
+    assert late(app) == {}
+    assert redis.zscore(SCHEDULE, "redbeat:e") < time.time() + 3601
+
+
+@pytest.mark.parametrize("later", [HOUR / 2, WEEK])
+def test_a_first_run_that_another_program_puts_off_is_no_problem(put, cli, redis, later):
+    put(last_run_at=None, total_run_count=0, run_on_start=True)
+    at = datetime.fromtimestamp(time.time() // 1, UTC) + later
+    redis.zadd(SCHEDULE, {"redbeat:e": at.timestamp()})
+    why = f"It has never run, and by its place in {SCHEDULE} it does not run before {at:%Y-%m-%d %H:%M:%SZ}"
+
+    explained = cli("explain", "e").output
+    assert why in explained
+    assert "due now" not in explained
+    (row,) = json.loads(cli("list", "--json").stdout)["entries"]
+    assert (row["state"], row["next"]) == ("active", at.isoformat())
+    assert "place" not in cli("list").output
+    assert findings(cli, "entry e") == []
+
+
+def test_an_entry_that_beat_moves_on_while_it_is_read_has_no_late_place(app, put, redis, beat, monkeypatch):
+    put(last_run_at=datetime.now(UTC) - 2 * HOUR)
+    read_before = [*Schedule(app).list()]
+    beat.tick()
+    assert redis.zscore(SCHEDULE, "redbeat:e") > time.time() + 5
+
+    assert [*late_places(app, read_before)] == []
+
+    read = placement._read
+    redis.zadd(SCHEDULE, {"redbeat:e": time.time() + 10 * 86_400})
+
+    def while_a_writer_corrects_it(*args):
+        found = [*read(*args)]
+        redis.zadd(SCHEDULE, {"redbeat:e": time.time() + 9 * 86_400})
+        return found
+
+    monkeypatch.setattr(placement, "_read", while_a_writer_corrects_it)
+    assert late(app) == {}
+
+
+def test_places_are_compared_by_the_zone_of_the_last_leader(server, redis):
+    """What comes within the hour in Lisbon comes in the early morning in Tokyo, many hours later."""
+    here, last = datetime.now(ZoneInfo("Europe/Lisbon")), datetime.now(UTC) - timedelta(minutes=1)
+    when = crontab(minute=(here.minute + 30) % 60, hour=(here + HOUR / 2).hour)
+    with make_app(server.celery_url, {"timezone": "Asia/Tokyo", "singlebeat_watchdog_timeout": None}) as tokyo:
+        Entry("e", f"{APP}.plain", when, args=["e"], last_run_at=last, app=tokyo).save()
+        beat = Service(tokyo, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        beat.tick()
+        beat.close()
+    assert redis.zscore(SCHEDULE, "redbeat:e") > time.time() + 7200
+
+    with make_app(server.celery_url, {"timezone": "Europe/Lisbon"}) as lisbon:
+        assert late(lisbon) == {}
+
+
+def test_the_doctor_names_ten_late_places_and_says_that_there_are_more(put, cli, redis):
+    for number in range(12):
+        put(f"e{number}", place=time.time() + 10**6)
+
+    text = cli("doctor", code=1).output
+
+    assert text.count("later than its time") == 10
+    assert "problem  entries: more than these 10 have places that are later than their times" in text
+
+
+def test_the_places_of_a_batch_are_read_in_one_round_trip(app, put, redis):
+    for number in range(30):
+        put(f"e{number}")
+
+    def calls() -> int:
+        return redis.info("commandstats").get("cmdstat_zmscore", {"calls": 0})["calls"]
+
+    entries, before = [*Schedule(app).list()], calls()
+
+    assert [*late_places(app, entries)] == []
+    assert calls() == before + 1
