@@ -24,7 +24,7 @@ from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
 from .ends import DUPLICATE_REFUSED, outcome_of, record_end
-from .gate import LONGEST_WAIT, Postponed, Refused, Unsent, may_start, postpone, turn_ttl
+from .gate import Postponed, Refused, Unsent, may_start, postpone_unlocked, turn_ttl
 from .policy import overlap_for
 from .renewer import renewer_of
 
@@ -170,14 +170,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 arguments=self.shown,
                 entry=entry_of(self.request_dict),
             )
-        except UnusableLockError as exc:
-            self._tell_unlocked(exc)
-            return True
         except LockBackendError as exc:
-            if renewer.answers():
+            if renewer.answers() and not isinstance(exc, UnusableLockError):
                 renewer.failed()
             if ticket.waits:  # for the end of another run, which may go on
-                postpone(self.task, self._context, ticket, countdown=LONGEST_WAIT, why=str(exc))
+                postpone_unlocked(self.task, self._context, ticket, exc)
             self._tell_unlocked(exc)
             return True
         return may_start(self.task, ticket, holder, self._context)

@@ -290,21 +290,58 @@ def test_a_lock_that_cannot_be_read_opens_the_gate_for_its_own_task_alone(app, d
     assert not held.begin_for_plain_task()
 
 
-def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(app, deliver, redis, own_server, caplog):
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(app, deliver, redis, own_server, caplog, base):
     app.conf.singleton_backend_url = own_server.url
-    plain, ids = app.task(same, name="app.plain", shared=False), [uuid() for _ in range(4)]
+    task, ids = app.task(same, name="app.task", shared=False, **based(base)), [uuid() for _ in range(4)]
     requests = [
-        deliver(plain, ["a"], id=id_, **{HEADER: Ticket(id_, "LOCK_a", "LOCK_a", waits=waits).header()})
+        deliver(task, ["a"], id=id_, **{HEADER: Ticket(id_, "LOCK_a", "LOCK_a", waits=waits).header()})
         for id_, waits in zip(ids, [True, True, False, False], strict=True)
     ]
     own_server.kill()
 
-    begun = [request.begin_for_plain_task() for request in requests]
+    for request in requests:
+        started(request)
 
-    assert begun == [False, False, True, True]
+    assert [app.AsyncResult(id_).state for id_ in ids] == [states.PENDING] * 2 + [states.SUCCESS] * 2
     assert redis.llen("celery") == 2, "those that wait were sent again"
     said = [record.message for record in caplog.records if "event=unlocked" in record.message]
     assert [[id_ for id_ in ids if id_ in text] for text in said] == [[ids[2]], [ids[3]]]
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_waiting_message_never_starts_because_its_lock_is_unreadable(app, deliver, redis, caplog, base):
+    task, id_ = app.task(same, name="app.task", shared=False, **based(base)), uuid()
+    redis.set("SINGLETONLOCK_a", "no hash")
+
+    started(deliver(task, ["a"], id=id_, **{HEADER: waiting(id_)}))
+
+    assert redis.llen("celery") == 1
+    (said,) = [record for record in caplog.records if "event=postponed" in record.message]
+    assert said.levelname == "WARNING", "it waits until an operator deletes the key"
+    assert "the lock SINGLETONLOCK_a is unusable" in said.message
+
+
+@pytest.mark.parametrize("policy", [None, "run"])
+def test_a_run_that_others_have_joined_waits_for_their_arguments(app, deliver, redis, own_server, caplog, policy):
+    settings = {"singlebeat_socket_timeout": 0.5, "singleton_on_backend_error": policy}
+    app.conf.update(singleton_backend_url=own_server.url, **settings)
+    buffered = app.task(told, name="app.told", unique_on=["user"], bind=True, base=Singleton, shared=False)
+    first = buffered.apply_async(("a", 1), overlap="buffer_one")
+    assert buffered.apply_async(("a", 2), overlap="buffer_one").id == first.id
+    own_server.pause()
+
+    started(deliver(buffered))
+    own_server.resume()
+
+    if policy == "run":
+        assert first.get(timeout=5)[0] == 1
+        assert "runs without its lock, with the arguments that it was sent with" in caplog.text
+    else:
+        assert first.state == states.PENDING
+        wait_until(lambda: own_server.client().hget(first_lock(buffered), "state") == "queued", what="the handover")
+        started(deliver(buffered))
+        assert first.get(timeout=5)[0] == 2
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
@@ -377,6 +414,15 @@ def other(app):
 def waiting(task_id: str) -> dict[str, Any]:
     """Return the header of a message that waits for its turn."""
     return Ticket(task_id, "SINGLETONLOCK_a", "SINGLETONLOCK_a", waits=True, nonce="another").header()
+
+
+def based(base: type | None) -> dict[str, Any]:
+    """Return the option that gives a task its base, if it has one of ours."""
+    return {"base": base} if base else {}
+
+
+def first_lock(task: Any) -> str:
+    return task.generate_lock(task.name, ["a", 1])
 
 
 def started(request: Request) -> None:
