@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,12 +44,9 @@ log = Log(__name__)
 #: Seconds that a message waits for a lock that another call holds: doubled each time, up to the second figure.
 FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
 
-#: How a message is sent again that the broker has no more: for a minute, because a broker that keeps the locks, too, is
-#: unreachable whenever they are.
-PATIENTLY = {
-    "retry": True,
-    "retry_policy": {"max_retries": 60, "interval_start": 0, "interval_step": 0.2, "interval_max": 1},
-}
+#: Seconds for which a message is sent again that the broker has no more, and between two tries: a broker that keeps the
+#: locks, too, is unreachable whenever they are.
+PATIENCE, RETRY_AFTER = 60.0, 0.5
 
 
 class Postponed(Ignore):  # type: ignore[misc]
@@ -309,8 +307,10 @@ def postpone(
     )
     # A task without a gate of its own is in the main process, which acknowledges only what may start.
     is_acknowledged = getattr(task, "has_own_gate", False) and not task.acks_late
+    given_up = time.monotonic() + PATIENCE * is_acknowledged
     try:
-        _send_again(task, request, ticket, countdown, **(PATIENTLY if is_acknowledged else {}))
+        while not _is_sent_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
+            time.sleep(RETRY_AFTER)
     except Exception as exc:  # a transport raises what it likes
         about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
         log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
@@ -320,7 +320,19 @@ def postpone(
     raise Postponed(why)
 
 
-def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float, **options: Any) -> None:
+def _is_sent_again(task: Any, request: Any, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
+    try:
+        _send_again(task, request, ticket, countdown)
+    except Exception as exc:
+        unreachable = task.app.producer_pool.connections.connection.connection_errors
+        # Celery retries for less than a second, and a first connection not at all. It wraps what the transport raises.
+        if raises or not (isinstance(exc, unreachable) or isinstance(exc.__cause__, unreachable)):
+            raise
+        return False
+    return True
+
+
+def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
     headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
@@ -332,7 +344,6 @@ def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float, **opt
         headers=headers,
         **shown,
         **encoding,
-        **options,
     )
     # All headers, for beside Sentry's ``request.headers`` are only some.
     with same_trace(vars(request)):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -488,6 +489,22 @@ def test_a_singleton_that_is_acknowledged_and_cannot_be_sent_again_fails_and_say
     result = app.AsyncResult(task_id)
     assert result.state == states.FAILURE
     assert "lpush" in str(result.result)
+
+
+def test_an_acknowledged_message_that_waits_outlives_a_restart_of_its_broker(
+    app, deliver, own_server, other, monkeypatch
+):
+    task, task_id = task_of(app), uuid()
+    request = deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)})
+    app.conf.broker_write_url = own_server.url
+    own_server.kill()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: own_server.restart())
+    monkeypatch.setattr("singlebeat.tasks.gate.time", clock)
+
+    started(request)
+
+    assert own_server.client().llen("celery") == 1
+    assert app.AsyncResult(task_id).state == states.PENDING
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
