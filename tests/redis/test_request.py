@@ -19,18 +19,20 @@ from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, states
 from celery.concurrency.solo import TaskPool
 from celery.exceptions import Retry, TaskRevokedError
+from celery.worker import state
 from celery.worker.request import create_request_cls
 from kombu.asynchronous.timer import Timer
 from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
+from singlebeat.beat import lost
 from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
-from singlebeat.tasks.ends import flush_ends
+from singlebeat.tasks.ends import MESSAGE_LOST, flush_ends
 from singlebeat.tasks.gate import Postponed, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import Request
@@ -520,6 +522,67 @@ def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(
     assert backend_of(app).renew_many([run], lease=60) == [Renewal.RUNNING]
 
 
+# ---------------------------------------------------------------- messages that are revoked while a worker has them
+
+
+@pytest.fixture
+def revoke():
+    """Returns what the control commands of the same names do to the state of a worker."""
+
+    def revoke(*ids: str, **stamps: str) -> None:
+        state.revoked.update(ids)
+        state.revoked_stamps.update({header: [stamp] for header, stamp in stamps.items()})
+
+    yield revoke
+    state.revoked.clear()
+    state.revoked_stamps.clear()
+
+
+@pytest.mark.parametrize("held", ["lock", "place", "turn", "lock, stamped", "lock of a plain task"])
+def test_a_waiting_message_that_is_revoked_leaves_nothing_held(app, deliver, redis, revoke, held):
+    task = app.task(same, name="app.task", shared=False, **based(None if "plain" in held else Singleton))
+    task_id, overlap = uuid(), {"place": "buffer_one", "turn": "buffer_all"}.get(held)
+    header = {"id": task_id, "key": "SINGLETONLOCK_plain"}
+    if overlap:
+        other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+        backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+        task.apply_async(["a"], task_id=task_id, overlap=overlap)
+        if held == "turn":
+            started(deliver(task))
+    elif "plain" in held:
+        backend_of(app).acquire_many([Call(Ref(header["key"], task_id), task.name, "", 600)])
+    else:
+        signature = task.s("a").set(task_id=task_id, countdown=600)
+        signature.stamp(owner="x")
+        signature.apply_async()
+    request = deliver(task, *([["a"]] if "plain" in held else []), **({"id": task_id, HEADER: header}))
+    keys = [ref.key for ref in (*request.ticket.refs, request.ticket.turn) if ref and redis.hget(ref.key, "id") == task_id]
+    assert keys
+
+    revoke(*([] if "stamped" in held else [task_id]), **({"owner": "x"} if "stamped" in held else {}))
+
+    wait_until(lambda: not redis.exists(*keys), timeout=30, what="the end of what it held")
+    assert not request.renewed()
+    assert not request.acknowledged, "Celery drops it when its time has come"
+    started(request)
+    assert request.acknowledged
+    assert app.AsyncResult(task_id).state == states.REVOKED
+
+
+def test_a_message_that_the_pool_has_keeps_its_lock_though_it_is_revoked(app, deliver, redis, revoke):
+    task, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    request._given_to_pool = True
+    assert request.begin_for_plain_task()
+
+    revoke(task_id)
+    renewer_of(app)._free_revoked()
+    renewer_of(app).flush()
+
+    assert redis.hget(lock, "state") == "running"
+    assert request.renewed()
+
+
 # ---------------------------------------------------------------- how runs end
 
 
@@ -579,6 +642,20 @@ def test_a_retry_has_the_latest_arguments_too(app, deliver, buffered, run):
         started(deliver(buffered))
 
     assert result.get(timeout=5)[0] == 3
+
+
+def test_a_lost_message_that_others_have_joined_says_that_they_are_lost(app, buffered, redis, caplog):
+    buffered.delay("a", 1)
+    backend, lock = backend_of(app), first_lock(buffered)
+    assert buffered.delay("a", 2).is_duplicate
+    ((_, record),) = backend.read([lock])
+
+    lost.free(app, [lost.Found(lost.Waiting.of(lock, record), MESSAGE_LOST, "its queue was purged")])
+
+    assert not redis.exists(lock)
+    (said,) = [each.message for each in caplog.records if "event=message_lost" in each.message]
+    assert "its queue was purged; the calls that have joined it are lost with it" in said
+    assert "payload" not in record, "arguments may be secret"
 
 
 def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):
