@@ -282,9 +282,7 @@ def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendE
     postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc), level=level)
 
 
-def postpone(
-    task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO
-) -> None:
+def postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO) -> None:
     """Send the message of a request again, as it is but later.
 
     Args:

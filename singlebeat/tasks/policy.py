@@ -141,7 +141,8 @@ def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:
     names = [unique_on] if isinstance(unique_on, str) else unique_on
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"unique_on must be a name of an argument, a list of names, or a function of all arguments, not {unique_on!r}"
+            "unique_on must be a name of an argument, a list of such names, or a function of all arguments, "
+            f"not {unique_on!r}"
         )
     parameters = signature.parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):

@@ -13,8 +13,8 @@ from celery.exceptions import TaskRevokedError
 from celery.worker import request as celery_request
 from celery.worker.state import revoked, revoked_stamps, task_ready
 from kombu.serialization import registry
-from kombu.utils.functional import maybe_list
 from kombu.utils.encoding import safe_repr
+from kombu.utils.functional import maybe_list
 from kombu.utils.uuid import uuid
 
 from ..config import Config
@@ -299,7 +299,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             raise
         except Exception as exc:  # the result backend, most often: what it refused before it refuses again
             about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
-            log.error("%(task)s[%(id)s]: cannot store how it ended", event="result_not_stored", **about)
+            log.exception("%(task)s[%(id)s]: cannot store how it ended", event="result_not_stored", **about)
 
     def on_retry(self, exc_info: Any) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""

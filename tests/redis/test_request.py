@@ -294,7 +294,9 @@ def test_a_lock_that_cannot_be_read_opens_the_gate_for_its_own_task_alone(app, d
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
-def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(app, deliver, redis, own_server, caplog, base):
+def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(
+    app, deliver, redis, own_server, caplog, base
+):
     app.conf.singleton_backend_url = own_server.url
     task, ids = app.task(same, name="app.task", shared=False, **based(base)), [uuid() for _ in range(4)]
     requests = [
@@ -556,7 +558,9 @@ def test_a_waiting_message_that_is_revoked_leaves_nothing_held(app, deliver, red
         signature.stamp(owner="x")
         signature.apply_async()
     request = deliver(task, *([["a"]] if "plain" in held else []), **({"id": task_id, HEADER: header}))
-    keys = [ref.key for ref in (*request.ticket.refs, request.ticket.turn) if ref and redis.hget(ref.key, "id") == task_id]
+    keys = [
+        ref.key for ref in (*request.ticket.refs, request.ticket.turn) if ref and redis.hget(ref.key, "id") == task_id
+    ]
     assert keys
 
     revoke(*([] if "stamped" in held else [task_id]), **({"owner": "x"} if "stamped" in held else {}))

@@ -303,7 +303,9 @@ def test_a_run_whose_result_is_refused_is_over_in_every_pool(pool, celery, oracl
         wait_until(lambda: not redis.hlen("unacked"), timeout=30, what="the acknowledgement")
         wait_until(lambda: idle(app), timeout=30, what="a worker that runs nothing")
         if pool != "prefork":  # there the pool says so
-            worker.wait_for(rf"{early}\[{early}\]: cannot store how it ended event=result_not_stored .*OutOfMemoryError")
+            worker.wait_for(
+                rf"{early}\[{early}\]: cannot store how it ended event=result_not_stored .*OutOfMemoryError"
+            )
 
         client.config_set("maxmemory", 0)
         app.send_task(early, ["c"])
