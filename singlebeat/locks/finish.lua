@@ -33,10 +33,10 @@ local function finish(lock, done, turn, id, gen, nonce)
   if record.err then
     return "kept"
   end
-  if record[1] == id and record[5] == gen then
+  local ours = record[1] == id and record[2] == gen
+  if record[1] == id and record[5] == gen and not ours then
     redis.call("HDEL", lock, "next", "next_ttl")
   end
-  local ours = record[1] == id and record[2] == gen
   local holds = ours and record[3] == "running" and record[4] == nonce
   local queued = ours and record[3] == "queued"
   local another = ours and not holds and not queued

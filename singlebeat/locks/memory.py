@@ -266,9 +266,10 @@ class MemoryBackend(BaseBackend):
         if by_itself and by_itself.task_id == ref.task_id and by_itself.generation <= ref.generation:
             del self._records[turn_key(ref.key)]
         record = self._live(ref.key)
-        if record and record.promised and (record.task_id, record.promised[0]) == (ref.task_id, ref.generation):
-            record = self._records[ref.key] = replace(record, promised=None)
         ours = record is not None and (record.task_id, record.generation) == (ref.task_id, ref.generation)
+        promised = record.promised[0] if record and record.promised else None
+        if record and not ours and (record.task_id, promised) == (ref.task_id, ref.generation):
+            record = self._records[ref.key] = replace(record, promised=None)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
         queued = ours and record is not None and record.state == "queued"
         if memory > 0 and (holds or (ran and (queued or not ours))):

@@ -335,7 +335,7 @@ def test_a_lock_that_was_promised_to_a_revoked_retry_is_free_after_its_run(backe
 
     assert backend.renew_many([RUN], lease=LEASE) == [Renewal.RUNNING]
     backend.finish_many([RUN], memory=MEMORY)
-    assert take(backend, Ref(LOCK, "b")).verdict is Verdict.ACQUIRED
+    assert take(backend, "b").verdict is Verdict.ACQUIRED
 
 
 def test_the_end_of_a_run_is_forgotten_after_its_time(backend):
