@@ -58,6 +58,9 @@ TIMEOUT = 2.0
 #: ``singlebeat_lost_after`` is.
 SEEN_FOR = 20.0
 
+#: What is added to the reason of a lost message whose lock has the arguments of other calls.
+JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
+
 #: Locks that one search asks about; the others wait for the next one.
 MOST = 500
 
@@ -94,6 +97,7 @@ class Waiting:
     delay: float  #: seconds that it had to wait before it could start, if that is known
     worker: str  #: that has renewed it last
     renewed: float | None  #: seconds since then
+    is_joined: bool = False  #: it has the arguments of calls that have joined it
 
     @classmethod
     def of(cls, key: str, record: Mapping[str, str]) -> Waiting | None:
@@ -117,6 +121,7 @@ class Waiting:
             record.get("worker", ""),
             # Before it was queued a worker may have run an earlier delivery of the message.
             now - renewed if renewed is not None and renewed >= since else None,
+            "joined" in record,
         )
 
 
@@ -202,7 +207,8 @@ def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = N
     backend.finish_many([each.lock.ref for each in over], memory=0)  # of each the lock of this very message alone
     held = {(key, record.get("id"), record.get("gen")) for key, record in backend.read([f.lock.ref.key for f in over])}
     freed = [f for f in over if (f.lock.ref.key, f.lock.ref.task_id, str(f.lock.ref.generation)) not in held]
-    for lock, outcome, reason in freed:
+    for lock, outcome, why in freed:
+        reason = f"{why}; {JOINED_ARE_LOST}" if lock.is_joined and outcome == MESSAGE_LOST else why
         about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry, "reason": reason}
         log.warning(_FREED[outcome], event=outcome, **about)
         headers = {"id": lock.ref.task_id, RUN_HEADER: {"entry": lock.entry}}

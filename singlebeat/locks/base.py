@@ -180,6 +180,7 @@ class Ticket:
     key: str  #: of the lock that the task holds while it runs
     queued: str = ""  #: key of the lock that it holds while it waits, which may be the same; empty: none
     waits: bool = False  #: when the lock is held at its start, it waits for its turn, where another would be skipped
+    joinable: bool = False  #: calls with other arguments may join it: its lock has the latest of them
     waited: int = 0  #: how often it has waited, counted up to ``MOST_WAITS``
     rejections: int = 0  #: how often workers have rejected it and it has come back, part of its generation
     generation: float = 0
@@ -203,6 +204,7 @@ class Ticket:
             key=str(header["key"]),
             queued=str(header.get("queued", header["key"])),
             waits=bool(header.get("waits")),
+            joinable=bool(header.get("joinable")),
             waited=max(0, min(_count(header.get("waited")), MOST_WAITS)),
             rejections=rejections,
             generation=generation(headers, rejections=rejections),
@@ -219,7 +221,8 @@ class Ticket:
         """Return what the message carries under ``HEADER``."""
         header: dict[str, Any] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
         header["serializer"] = self.serializer
-        header |= {"waits": self.waits, "waited": self.waited, "rejections": self.rejections}
+        header |= {"waits": self.waits, "joinable": self.joinable}
+        header |= {"waited": self.waited, "rejections": self.rejections}
         header = {name: value for name, value in header.items() if value}
         return header if self.queued == self.key else {**header, "queued": self.queued}
 

@@ -1,6 +1,6 @@
 --- finish: free the locks of requests that are over; of any other request's lock nothing changes.
 --
--- A run that has promised its lock to its retry leaves it to that message.
+-- A run that has promised its lock to its retry leaves it to that message, unless that one is over before the run.
 --
 -- KEYS[1...]  three for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
@@ -15,7 +15,8 @@
 -- returns  JSON, one string for each request
 --          finished  this run held the lock: it is free or its retry's, and the end is remembered
 --          released  the message held the lock but not as a run: it is free
---          kept      the lock is free already, or another run, generation or id holds it, or it is no lock
+--          kept      the lock is free already, or another run, generation or id holds it, or it is no lock; what that
+--                    run has promised to this message is taken back
 --
 -- A repetition replies "kept", and writes at most the time of the end again.
 
@@ -33,6 +34,9 @@ local function finish(lock, done, turn, id, gen, nonce)
     return "kept"
   end
   local ours = record[1] == id and record[2] == gen
+  if record[1] == id and record[5] == gen and not ours then
+    redis.call("HDEL", lock, "next", "next_ttl")
+  end
   local holds = ours and record[3] == "running" and record[4] == nonce
   local queued = ours and record[3] == "queued"
   local another = ours and not holds and not queued

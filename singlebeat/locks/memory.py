@@ -267,6 +267,9 @@ class MemoryBackend(BaseBackend):
             del self._records[turn_key(ref.key)]
         record = self._live(ref.key)
         ours = record is not None and (record.task_id, record.generation) == (ref.task_id, ref.generation)
+        promised = record.promised[0] if record and record.promised else None
+        if record and not ours and (record.task_id, promised) == (ref.task_id, ref.generation):
+            record = self._records[ref.key] = replace(record, promised=None)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
         queued = ours and record is not None and record.state == "queued"
         if memory > 0 and (holds or (ran and (queued or not ours))):

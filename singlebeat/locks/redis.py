@@ -274,13 +274,14 @@ class RedisBackend(BaseBackend):
         now = f"{seconds}{microseconds // 1000:03}"
         pipe = self.redis.pipeline(transaction=False)
         for key in keys:
-            pipe.hmget(key, SHOWN)
+            pipe.hmget(key, (*SHOWN, "payload"))
             pipe.pttl(key)
         replies = pipe.execute()
-        for key, values, ttl_ms in zip(keys, replies[::2], replies[1::2], strict=True):
+        for key, (*values, payload), ttl_ms in zip(keys, replies[::2], replies[1::2], strict=True):
             if all(values[:3]):
                 record = {name: value for name, value in zip(SHOWN, values, strict=True) if value is not None}
-                yield key, {**record, "ttl": str(max(0, ttl_ms) / 1000), "now": now}
+                joined = {"joined": "1"} if payload else {}  # the arguments themselves may be secret
+                yield key, {**record, **joined, "ttl": str(max(0, ttl_ms) / 1000), "now": now}
 
     def _keys(self, key_prefix: str, kind: str) -> Iterator[str]:
         return cast(

@@ -140,6 +140,7 @@ def claim(
             if overlap is Overlap.BUFFER_ONE:
                 # At every call: one that fails now and then is found too late.
                 payload = encode_arguments(task, args, kwargs) if equal_calls_may_differ(task) else ""
+                ticket = dataclasses.replace(ticket, joinable=bool(payload))
                 if_held = IfHeld.LEAVE if must_be_sent else IfHeld.JOIN
                 call = dataclasses.replace(call, payload=payload, if_held=if_held)
     if overlap in REPLACING or call.payload:

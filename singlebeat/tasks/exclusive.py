@@ -69,7 +69,7 @@ class Exclusive:
     _entered = False
 
     def __init__(self, key: str | Callable[..., str], *, app: Celery | None = None, lease: float | None = None) -> None:
-        if lease is not None and not 0.001 <= lease < math.inf:
+        if lease is not None and not (isinstance(lease, int | float) and 0.001 <= lease < math.inf):
             raise ValueError(f"the lease of an exclusive lock must be a positive number of seconds, not {lease!r}")
         self.key, self._app, self._lease = key, app, lease
 

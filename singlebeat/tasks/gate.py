@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +18,7 @@ from kombu.utils.encoding import safe_repr
 
 from .. import signals
 from ..config import Config
-from ..errors import LockBackendError
+from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
 from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, entry_of, without_deaths
 from ..locks.key import behind_key, readable
@@ -32,6 +34,7 @@ __all__ = (
     "Unsent",
     "may_start",
     "postpone",
+    "postpone_unlocked",
     "run_under_lock",
     "turn_ttl",
 )
@@ -40,6 +43,10 @@ log = Log(__name__)
 
 #: Seconds that a message waits for a lock that another call holds: doubled each time, up to the second figure.
 FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
+
+#: Seconds for which a message is sent again that the broker has no more, and between two tries: a broker that keeps the
+#: locks, too, is unreachable whenever they are.
+PATIENCE, RETRY_AFTER = 60.0, 0.5
 
 
 class Postponed(Ignore):  # type: ignore[misc]
@@ -129,6 +136,9 @@ def run_under_lock(
 def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
     """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call.
 
+    A run whose lock cannot be asked for starts without, if ``singleton_on_backend_error`` lets it: by default unless it
+    waits for the end of another one, or for arguments that other calls have left in its lock.
+
     Returns:
         Its fencing number, 0 without its lock; and the arguments of the latest call that it stands for, or None.
     """
@@ -146,9 +156,12 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
             entry=entry_of(vars(request)),
         )
     except LockBackendError as exc:
-        if config.singleton_on_backend_error == "raise":
-            postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc))
+        policy = config.singleton_on_backend_error
+        if policy == "raise" or (policy != "run" and (ticket.waits or ticket.joinable)):
+            postpone_unlocked(task, request, ticket, exc)
         said = "%(task)s[%(id)s] runs without its lock"
+        if ticket.joinable:
+            said += ", with the arguments that it was sent with"
         log.warning(said, event="unlocked", task=task.name, id=request.id, reason=exc)
         return 0, None
     if not may_start(task, ticket, holder, request):
@@ -259,15 +272,30 @@ def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, hold
         )
 
 
-def postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str) -> None:
+def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendError) -> None:
+    """Send the message of a request again, because its lock cannot be asked for.
+
+    Raises: as ``postpone`` does.
+    """
+    # An outage is logged by the renewer. A lock that cannot be read waits for an operator, and for none but this line.
+    level = logging.WARNING if isinstance(exc, UnusableLockError) else logging.INFO
+    postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc), level=level)
+
+
+def postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO) -> None:
     """Send the message of a request again, as it is but later.
+
+    Args:
+        countdown: seconds.
+        level: of the line in the log, a number of ``logging``.
 
     Raises:
         Postponed: it was sent.
         Unsent: it could not be sent; the broker has this one still.
         Exception: the same, but the broker has it no more: what the publishing raised.
     """
-    log.info(
+    log.write(
+        level,
         "%(task)s[%(id)s] waits for its turn",
         event="postponed",
         task=task.name,
@@ -275,16 +303,31 @@ def postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: 
         countdown=countdown,
         reason=why,
     )
+    # A task without a gate of its own is in the main process, which acknowledges only what may start.
+    is_acknowledged = getattr(task, "has_own_gate", False) and not task.acks_late
+    given_up = time.monotonic() + PATIENCE * is_acknowledged
     try:
-        _send_again(task, request, ticket, countdown)
+        while not _is_sent_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
+            time.sleep(RETRY_AFTER)
     except Exception as exc:  # a transport raises what it likes
         about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
         log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
-        # A task without a gate of its own is in the main process, which acknowledges only what may start.
-        if task.acks_late or not getattr(task, "has_own_gate", False):
+        if not is_acknowledged:
             raise Unsent(why, requeue=True) from exc
         raise
     raise Postponed(why)
+
+
+def _is_sent_again(task: Any, request: Any, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
+    try:
+        _send_again(task, request, ticket, countdown)
+    except Exception as exc:
+        unreachable = task.app.producer_pool.connections.connection.connection_errors
+        # Celery retries for less than a second, and a first connection not at all. It wraps what the transport raises.
+        if raises or not (isinstance(exc, unreachable) or isinstance(exc.__cause__, unreachable)):
+            raise
+        return False
+    return True
 
 
 def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:

@@ -18,7 +18,7 @@ from ..locks.base import Ticket
 from ..log import Log
 from .ends import flush_ends, record_end_of_message
 from .renewer import Renewer, renewer_of
-from .request import Request
+from .request import Request, report_exceptions
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -51,6 +51,7 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         for task in parent.app.tasks.values():
             task.Request = _with_locks(symbol_by_name(task.Request))
+        report_exceptions(parent.pool)
         self.renewer, renewer.timer = renewer, parent.timer
         renewer.serve(parent.hostname, name=worker_name(parent.app, parent.hostname))
         # Neither before now, because all who have a Singleton import this module, nor later, amid forks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -139,11 +139,16 @@ def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:
     if unique_on is None or callable(unique_on):
         return
     names = [unique_on] if isinstance(unique_on, str) else unique_on
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            "unique_on must be a name of an argument, a list of such names, or a function of all arguments, "
+            f"not {unique_on!r}"
+        )
     parameters = signature.parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
     for name in names:
-        if str(name).partition(".")[0] not in signature.parameters:
+        if name.partition(".")[0] not in signature.parameters:
             known = ", ".join(signature.parameters) or "none"
             raise ConfigError(f"unique_on names {name!r}, which is no argument of the task; its arguments: {known}")
 

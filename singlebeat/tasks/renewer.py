@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from celery.worker.state import revoked, revoked_stamps
+
 from .. import signals
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
@@ -36,6 +38,9 @@ GATE_PAUSE = 10.0
 
 #: Seconds after which a call that failed is repeated.
 RETRY_AFTER = 0.5
+
+#: Seconds between two checks whether messages that wait in this worker were revoked.
+REVOKED_AFTER = 1.0
 
 #: Ends of runs that are kept in mind while the server is away.
 MOST_ENDS = 10_000
@@ -177,9 +182,12 @@ class Renewer:
     def _run(self) -> None:
         due, renewed = 0.0, False
         while True:
-            soon = min([due, *(moment for moment, _, _ in self._later)])
-            waiting = self._wait(max(0.0, soon - time.monotonic()))
+            soon = [due, *(moment for moment, _, _ in self._later)]
+            if self._requests:
+                soon.append(time.monotonic() + REVOKED_AFTER)
+            waiting = self._wait(max(0.0, min(soon) - time.monotonic()))
             try:
+                self._free_revoked()
                 self._work_off()
                 if time.monotonic() >= due or not self.answers():
                     due = time.monotonic() + self.lease / 3
@@ -233,6 +241,13 @@ class Renewer:
             self.backend.finish_many(refs, memory=self.memory, ran=has_run)
         self.backend.finish_many([ref for ticket, _ in over for ref in ticket.refs[1:]], memory=self.memory)
         self._later = later
+
+    def _free_revoked(self) -> None:
+        """Free the locks of messages that were revoked while they wait here, for an ETA or their next try."""
+        if revoked or revoked_stamps:
+            for request in self._living():
+                if request.ticket is not None and request.give_up_if_revoked():
+                    self._finished.put((time.monotonic(), request.ticket, False))
 
     def _announce(self) -> None:
         if name := self.name:

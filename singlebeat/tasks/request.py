@@ -11,9 +11,10 @@ from typing import Any
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
 from celery.worker import request as celery_request
-from celery.worker.state import task_ready
+from celery.worker.state import revoked, revoked_stamps, task_ready
 from kombu.serialization import registry
 from kombu.utils.encoding import safe_repr
+from kombu.utils.functional import maybe_list
 from kombu.utils.uuid import uuid
 
 from ..config import Config
@@ -24,11 +25,11 @@ from ..locks.key import check_sendable, readable
 from ..log import Log
 from .claim import unclaimed
 from .ends import DUPLICATE_REFUSED, outcome_of, record_end
-from .gate import LONGEST_WAIT, Postponed, Refused, Unsent, may_start, postpone, turn_ttl
+from .gate import Postponed, Refused, Unsent, may_start, postpone_unlocked, turn_ttl
 from .policy import overlap_for
 from .renewer import renewer_of
 
-__all__ = ("Request",)
+__all__ = ("Request", "report_exceptions")
 
 log = Log(__name__)
 
@@ -39,9 +40,45 @@ KILL_TIME = 0.5
 PUT_BACK_AFTER = 1.0
 
 
+class _Escaped(ExceptionInfo):  # type: ignore[misc]
+    """An exception that has left Celery's tracer, in a pool without processes."""
+
+
+def report_exceptions(pool: Any) -> None:
+    """Let a pool report exceptions that leave Celery's tracer, such as those of a result backend that refuses writes.
+
+    Processes report them by themselves. In any other pool Celery raises them where no code hears of them: the end of
+    the request would never be told.
+    """
+    if getattr(pool, "uses_semaphore", True):  # it has processes
+        return
+    on_apply = pool.on_apply
+
+    @wraps(on_apply)
+    def reporting(target: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        request = getattr(options.get("callback"), "__self__", None)
+        is_ours = isinstance(request, Request) and request.ticket is not None
+        return on_apply(_reported(target) if is_ours else target, *args, **options)
+
+    pool.on_apply = reporting
+
+
+def _reported(target: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(target)
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return target(*args, **kwargs)
+        except Exception:
+            return _Escaped()
+
+    return reported
+
+
 def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def ended(self: Request, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0], _Escaped):
+            return self.end_escaped(args[0])
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -59,6 +96,7 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
 def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(execute)
     def gated(self: Request, *args: Any, **kwargs: Any) -> Any:
+        self._given_to_pool = True
         try:
             may_start = self.begin_for_plain_task()
         except Exception as exc:  # the broker, a backend, a user's function: none of them may stop the worker
@@ -85,6 +123,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
     seen_running = False
     #: Its end was told: Celery reports a hard time limit twice.
     end_told = False
+    #: It was given to the pool, which starts it even if it is revoked from now on.
+    _given_to_pool = False
+    _given_up = False
     #: Its body, if it has a ticket, lives for a moment after its end was told.
     _past_limit = False
     _over = False
@@ -135,12 +176,29 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def renewed(self) -> Sequence[Ref]:
         """Return the claims to be renewed: a message that expires keeps its turn alone alive while it waits."""
         ticket = self.ticket
-        if ticket is None:
+        if ticket is None or (self._given_up and not self._given_to_pool):
             return ()
         turn = (ticket.turn,) if ticket.turn is not None else ()
         if self.expires is None or self.time_start is not None:
             return (*ticket.refs, *turn)
         return turn if self.expires > datetime.now(UTC) else ()
+
+    def give_up_if_revoked(self) -> bool:
+        """Return, once, whether it was revoked while it waits here: Celery drops it when its time has come."""
+        # In this order: the event loop notes first that the pool gets it, and checks then whether it is revoked.
+        if self._given_up or not self._is_revoked() or self._given_to_pool:
+            return False
+        self._given_up = True
+        return True
+
+    def _is_revoked(self) -> bool:
+        if self.id in revoked:
+            return True
+        try:
+            stamps = {header: maybe_list(self.stamps.get(header)) or () for header in self.stamped_headers}
+            return any(set(stamps[header]) & set(maybe_list(revoked_stamps.get(header)) or ()) for header in stamps)
+        except Exception:  # any program may write a message, and none of them may stop a worker
+            return False
 
     def begin_for_plain_task(self) -> bool:
         """Take the lock for a task that has no gate of its own; tell whether it may start.
@@ -170,14 +228,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 arguments=self.shown,
                 entry=entry_of(self.request_dict),
             )
-        except UnusableLockError as exc:
-            self._tell_unlocked(exc)
-            return True
         except LockBackendError as exc:
-            if renewer.answers():
+            if renewer.answers() and not isinstance(exc, UnusableLockError):
                 renewer.failed()
             if ticket.waits:  # for the end of another run, which may go on
-                postpone(self.task, self._context, ticket, countdown=LONGEST_WAIT, why=str(exc))
+                postpone_unlocked(self.task, self._context, ticket, exc)
             self._tell_unlocked(exc)
             return True
         return may_start(self.task, ticket, holder, self._context)
@@ -235,6 +290,16 @@ class Request(celery_request.Request):  # type: ignore[misc]
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
             self.over()
+
+    def end_escaped(self, exc_info: ExceptionInfo) -> None:
+        """End the request with an exception that has left Celery's tracer, as the pool of processes does."""
+        try:
+            self.on_failure(exc_info)
+        except MemoryError:
+            raise
+        except Exception as exc:  # the result backend, most often: what it refused before it refuses again
+            about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
+            log.exception("%(task)s[%(id)s]: cannot store how it ended", event="result_not_stored", **about)
 
     def on_retry(self, exc_info: Any) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""

@@ -327,6 +327,17 @@ def test_a_lock_that_was_promised_ends_when_its_retry_has_waited_too_long(backen
     free(backend)
 
 
+def test_a_lock_that_was_promised_to_a_revoked_retry_is_free_after_its_run(backend):
+    start(backend, RUN)
+    backend.promise(RUN, to=Ref(LOCK, "a", 1), ttl=QUEUED_TTL)
+
+    backend.finish_many([Ref(LOCK, "a", 1, "n2")], memory=MEMORY)
+
+    assert backend.renew_many([RUN], lease=LEASE) == [Renewal.RUNNING]
+    backend.finish_many([RUN], memory=MEMORY)
+    assert take(backend, "b").verdict is Verdict.ACQUIRED
+
+
 def test_the_end_of_a_run_is_forgotten_after_its_time(backend):
     start(backend, RUN)
     backend.finish_many([RUN], memory=TINY)

@@ -269,7 +269,7 @@ def test_a_lock_that_nobody_is_inside_of_any_more_ends_with_its_lease(exclusive,
     wait_until(lambda: not redis.exists(lock_of("a")))
 
 
-@pytest.mark.parametrize("lease", [0, -1, 0.0001, float("inf"), float("nan")])
+@pytest.mark.parametrize("lease", [0, -1, 0.0001, float("inf"), float("nan"), "5", [5]], ids=repr)
 def test_a_lease_that_is_no_time_is_refused(lease):
     with pytest.raises(ValueError, match="positive number of seconds"):
         singlebeat.exclusive("a", lease=lease)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -18,18 +19,20 @@ from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, states
 from celery.concurrency.solo import TaskPool
 from celery.exceptions import Retry, TaskRevokedError
+from celery.worker import state
 from celery.worker.request import create_request_cls
 from kombu.asynchronous.timer import Timer
 from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
+from singlebeat.beat import lost
 from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
-from singlebeat.tasks.ends import flush_ends
+from singlebeat.tasks.ends import MESSAGE_LOST, flush_ends
 from singlebeat.tasks.gate import Postponed, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import Request
@@ -290,21 +293,60 @@ def test_a_lock_that_cannot_be_read_opens_the_gate_for_its_own_task_alone(app, d
     assert not held.begin_for_plain_task()
 
 
-def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(app, deliver, redis, own_server, caplog):
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(
+    app, deliver, redis, own_server, caplog, base
+):
     app.conf.singleton_backend_url = own_server.url
-    plain, ids = app.task(same, name="app.plain", shared=False), [uuid() for _ in range(4)]
+    task, ids = app.task(same, name="app.task", shared=False, **based(base)), [uuid() for _ in range(4)]
     requests = [
-        deliver(plain, ["a"], id=id_, **{HEADER: Ticket(id_, "LOCK_a", "LOCK_a", waits=waits).header()})
+        deliver(task, ["a"], id=id_, **{HEADER: Ticket(id_, "LOCK_a", "LOCK_a", waits=waits).header()})
         for id_, waits in zip(ids, [True, True, False, False], strict=True)
     ]
     own_server.kill()
 
-    begun = [request.begin_for_plain_task() for request in requests]
+    for request in requests:
+        started(request)
 
-    assert begun == [False, False, True, True]
+    assert [app.AsyncResult(id_).state for id_ in ids] == [states.PENDING] * 2 + [states.SUCCESS] * 2
     assert redis.llen("celery") == 2, "those that wait were sent again"
     said = [record.message for record in caplog.records if "event=unlocked" in record.message]
     assert [[id_ for id_ in ids if id_ in text] for text in said] == [[ids[2]], [ids[3]]]
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_waiting_message_never_starts_because_its_lock_is_unreadable(app, deliver, redis, caplog, base):
+    task, id_ = app.task(same, name="app.task", shared=False, **based(base)), uuid()
+    redis.set("SINGLETONLOCK_a", "no hash")
+
+    started(deliver(task, ["a"], id=id_, **{HEADER: waiting(id_)}))
+
+    assert redis.llen("celery") == 1
+    (said,) = [record for record in caplog.records if "event=postponed" in record.message]
+    assert said.levelname == "WARNING", "it waits until an operator deletes the key"
+    assert "the lock SINGLETONLOCK_a is unusable" in said.message
+
+
+@pytest.mark.parametrize("policy", [None, "run"])
+def test_a_run_that_others_have_joined_waits_for_their_arguments(app, deliver, redis, own_server, caplog, policy):
+    settings = {"singlebeat_socket_timeout": 0.5, "singleton_on_backend_error": policy}
+    app.conf.update(singleton_backend_url=own_server.url, **settings)
+    buffered = app.task(told, name="app.told", unique_on=["user"], bind=True, base=Singleton, shared=False)
+    first = buffered.apply_async(("a", 1), overlap="buffer_one")
+    assert buffered.apply_async(("a", 2), overlap="buffer_one").id == first.id
+    own_server.pause()
+
+    started(deliver(buffered))
+    own_server.resume()
+
+    if policy == "run":
+        assert first.get(timeout=5)[0] == 1
+        assert "runs without its lock, with the arguments that it was sent with" in caplog.text
+    else:
+        assert first.state == states.PENDING
+        wait_until(lambda: own_server.client().hget(first_lock(buffered), "state") == "queued", what="the handover")
+        started(deliver(buffered))
+        assert first.get(timeout=5)[0] == 2
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
@@ -379,6 +421,15 @@ def waiting(task_id: str) -> dict[str, Any]:
     return Ticket(task_id, "SINGLETONLOCK_a", "SINGLETONLOCK_a", waits=True, nonce="another").header()
 
 
+def based(base: type | None) -> dict[str, Any]:
+    """Return the option that gives a task its base, if it has one of ours."""
+    return {"base": base} if base else {}
+
+
+def first_lock(task: Any) -> str:
+    return task.generate_lock(task.name, ["a", 1])
+
+
 def started(request: Request) -> None:
     """Start a delivery in this process, as a worker's solo pool does."""
     with suppress(TaskRevokedError):
@@ -444,6 +495,22 @@ def test_a_singleton_that_is_acknowledged_and_cannot_be_sent_again_fails_and_say
     assert "lpush" in str(result.result)
 
 
+def test_an_acknowledged_message_that_waits_outlives_a_restart_of_its_broker(
+    app, deliver, own_server, other, monkeypatch
+):
+    task, task_id = task_of(app), uuid()
+    request = deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)})
+    app.conf.broker_write_url = own_server.url
+    own_server.kill()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: own_server.restart())
+    monkeypatch.setattr("singlebeat.tasks.gate.time", clock)
+
+    started(request)
+
+    assert own_server.client().llen("celery") == 1
+    assert app.AsyncResult(task_id).state == states.PENDING
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(app, deliver, redis, mute, late):
     run = Ref("SINGLETONLOCK_a", uuid(), nonce="n")
@@ -455,6 +522,69 @@ def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(
     assert app.AsyncResult(run.task_id).state == states.PENDING
     assert messages(redis) == (0, int(late))
     assert backend_of(app).renew_many([run], lease=60) == [Renewal.RUNNING]
+
+
+# ---------------------------------------------------------------- messages that are revoked while a worker has them
+
+
+@pytest.fixture
+def revoke():
+    """Returns what the control commands of the same names do to the state of a worker."""
+
+    def revoke(*ids: str, **stamps: str) -> None:
+        state.revoked.update(ids)
+        state.revoked_stamps.update({header: [stamp] for header, stamp in stamps.items()})
+
+    yield revoke
+    state.revoked.clear()
+    state.revoked_stamps.clear()
+
+
+@pytest.mark.parametrize("held", ["lock", "place", "turn", "lock, stamped", "lock of a plain task"])
+def test_a_waiting_message_that_is_revoked_leaves_nothing_held(app, deliver, redis, revoke, held):
+    task = app.task(same, name="app.task", shared=False, **based(None if "plain" in held else Singleton))
+    task_id, overlap = uuid(), {"place": "buffer_one", "turn": "buffer_all"}.get(held)
+    header = {"id": task_id, "key": "SINGLETONLOCK_plain"}
+    if overlap:
+        other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+        backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+        task.apply_async(["a"], task_id=task_id, overlap=overlap)
+        if held == "turn":
+            started(deliver(task))
+    elif "plain" in held:
+        backend_of(app).acquire_many([Call(Ref(header["key"], task_id), task.name, "", 600)])
+    else:
+        signature = task.s("a").set(task_id=task_id, countdown=600)
+        signature.stamp(owner="x")
+        signature.apply_async()
+    request = deliver(task, *([["a"]] if "plain" in held else []), **({"id": task_id, HEADER: header}))
+    keys = [
+        ref.key for ref in (*request.ticket.refs, request.ticket.turn) if ref and redis.hget(ref.key, "id") == task_id
+    ]
+    assert keys
+
+    revoke(*([] if "stamped" in held else [task_id]), **({"owner": "x"} if "stamped" in held else {}))
+
+    wait_until(lambda: not redis.exists(*keys), timeout=30, what="the end of what it held")
+    assert not request.renewed()
+    assert not request.acknowledged, "Celery drops it when its time has come"
+    started(request)
+    assert request.acknowledged
+    assert app.AsyncResult(task_id).state == states.REVOKED
+
+
+def test_a_message_that_the_pool_has_keeps_its_lock_though_it_is_revoked(app, deliver, redis, revoke):
+    task, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    request._given_to_pool = True
+    assert request.begin_for_plain_task()
+
+    revoke(task_id)
+    renewer_of(app)._free_revoked()
+    renewer_of(app).flush()
+
+    assert redis.hget(lock, "state") == "running"
+    assert request.renewed()
 
 
 # ---------------------------------------------------------------- how runs end
@@ -516,6 +646,20 @@ def test_a_retry_has_the_latest_arguments_too(app, deliver, buffered, run):
         started(deliver(buffered))
 
     assert result.get(timeout=5)[0] == 3
+
+
+def test_a_lost_message_that_others_have_joined_says_that_they_are_lost(app, buffered, redis, caplog):
+    buffered.delay("a", 1)
+    backend, lock = backend_of(app), first_lock(buffered)
+    assert buffered.delay("a", 2).is_duplicate
+    ((_, record),) = backend.read([lock])
+
+    lost.free(app, [lost.Found(lost.Waiting.of(lock, record), MESSAGE_LOST, "its queue was purged")])
+
+    assert not redis.exists(lock)
+    (said,) = [each.message for each in caplog.records if "event=message_lost" in each.message]
+    assert "its queue was purged; the calls that have joined it are lost with it" in said
+    assert "payload" not in record, "arguments may be secret"
 
 
 def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):

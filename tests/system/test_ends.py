@@ -352,6 +352,15 @@ def _discarded(s: Scene) -> None:
     s.over(runs=0, at=asked)
 
 
+@scenario("revoked while the worker holds it for its ETA")
+def _(s: Scene) -> None:
+    result = s.send("succeed", countdown=600)
+    s.wait_log(rf"{result.id}\] received")
+    s.kept.append(result.id)
+    s.revoke(result.id)
+    s.over(runs=0, at=time.time())
+
+
 @scenario("expired in the queue")
 def _(s: Scene) -> None:
     s.send("succeed", queue=s.queue, expires=0.5)

@@ -422,6 +422,8 @@ def test_a_task_whose_words_contradict_each_other_is_refused_when_it_is_defined(
         ({"overlap": "skip", "raise_on_duplicate": True}, "overlap=skip contradicts raise_on_duplicate=True"),
         ({"overlap": "raise", "raise_on_duplicate": False}, "overlap=raise contradicts raise_on_duplicate=False"),
         ({"unique_on": ["user.id"]}, "unique_on names 'user.id', which is no argument of the task; .*: account"),
+        ({"unique_on": 5}, "unique_on must be a name of an argument, a list of such names, or a function .*, not 5"),
+        ({"unique_on": ["account", 5]}, r"unique_on must be .*, not \['account', 5\]"),
     ],
 )
 def test_a_wrong_option_is_refused_when_the_task_is_defined(options, named):

@@ -124,9 +124,36 @@ def test_a_call_that_cannot_get_its_lock_is_sent_without_it_if_so_asked(policy, 
 @pytest.fixture
 def at(request, locks, tmp_path):
     """A worker whose policy is the test's; broker and results are on another server than the locks."""
-    with served(tmp_path, "-c", "2", conf=settings(locks, request.node.callspec.params["policy"])) as at:
+    with served(tmp_path, "-c", "4", conf=settings(locks, request.node.callspec.params["policy"])) as at:
         at.conf = settings(locks, request.node.callspec.params["policy"])
         yield at
+
+
+@pytest.mark.parametrize(("policy", "outage"), [(None, "mute")], indirect=["outage"])
+def test_calls_that_wait_for_a_run_wait_on_through_an_outage(policy, at, outage, name):
+    words = ("buffer_all", "buffer_one", "cancel_other")
+    tasks = {f"{name}, {word}": at.task(word, **at.conf) for word in words}
+    at.consume(name)
+    for case, task in tasks.items():
+        task.apply_async((case, 1), queue=name)
+        at.oracle.wait_started(1, case)
+    calls = [task.apply_async((case, 2), queue=name) for case, task in tasks.items()]
+    by_name = at.app(**at.conf).send_task(task_name("buffer_all"), (f"{name}, buffer_all", 3), queue=name)
+    for call in (*calls, by_name):
+        at.postponed(call.id, 1)
+    outage.begin()
+
+    for call in (*calls, by_name):
+        at.worker.wait_for(rf"{call.id}\] waits for its turn .* does not answer")
+    assert {case: at.oracle.started(case) for case in tasks} == dict.fromkeys(tasks, 1)
+
+    for case in tasks:
+        at.oracle.let_go(case, 3)
+        at.oracle.wait_ended(1, case)
+    outage.end()
+    for case in tasks:
+        at.oracle.wait_ended(3 if "buffer_all" in case else 2, case, timeout=PATIENCE)
+        assert at.oracle.max_concurrent(case) == 1
 
 
 @pytest.mark.parametrize(("policy", "outage"), [(None, "mute"), ("run", "gone")], indirect=["outage"])

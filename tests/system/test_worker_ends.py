@@ -280,6 +280,44 @@ def test_a_requeued_message_starts_long_before_the_lease_of_its_run(pool, task, 
     assert oracle.max_concurrent("a") == 1
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
+def test_a_run_whose_result_is_refused_is_over_in_every_pool(pool, celery, oracle, app, redis):
+    if pool == "gevent":
+        pytest.importorskip("gevent")
+    early, late = f"{APP}.plain", f"{APP}.rejecting"
+    with RedisServer() as results, results.client() as client:
+        conf = {"result_backend": results.celery_url}
+        worker = celery("worker", "-P", pool, "-c", "2", conf=conf).ready()
+        for task, args in ((early, ["a", 60]), (late, ["b", 0, False, 60])):
+            lock = f"SINGLETONLOCK_{task}"
+            app.send_task(task, args, task_id=task, headers={HEADER: Ticket(task, lock, lock).header()})
+            if pool != "solo":
+                oracle.wait_started(1, args[0])
+        oracle.wait_started(1, "a")
+        client.config_set("maxmemory", 1)
+        oracle.let_go("a")
+        oracle.let_go("b")
+
+        oracle.wait_ended(2)
+        free(redis)
+        wait_until(lambda: not redis.hlen("unacked"), timeout=30, what="the acknowledgement")
+        wait_until(lambda: idle(app), timeout=30, what="a worker that runs nothing")
+        if pool != "prefork":  # there the pool says so
+            worker.wait_for(
+                rf"{early}\[{early}\]: cannot store how it ended event=result_not_stored .*OutOfMemoryError"
+            )
+
+        client.config_set("maxmemory", 0)
+        app.send_task(early, ["c"])
+        oracle.wait_ended(1, "c")
+
+
+def idle(app):
+    """Return whether a worker answers, and runs nothing as far as it knows."""
+    replies = app.control.inspect(limit=1, timeout=10).active()
+    return bool(replies) and not any(replies.values())
+
+
 def test_a_requeued_message_starts_soon_after_an_outage_of_the_locks_server(celery, oracle, app):
     with RedisServer("--appendonly", "yes", "--appendfsync", "always") as locks:
         conf = {"singleton_backend_url": locks.url, "singlebeat_lock_lease": 300, "singlebeat_socket_timeout": 0.5}
