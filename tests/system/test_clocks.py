@@ -27,7 +27,6 @@ ELSEWHERE = """
 import json, sys, time
 from celery.schedules import crontab, schedule
 from singlebeat import Entry, Schedule
-from singlebeat.beat.state import State
 from singlebeat.cli import main
 from tests.support import APP
 from tests.system.apps import make_app
