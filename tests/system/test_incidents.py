@@ -869,7 +869,7 @@ def test_b15_a_worker_that_shuts_down_is_said_to_live(celery, beat, app, oracle)
     assert worker.wait() == 0
     oracle.wait_started(2, "nightly")
     incident.until(
-        tools.say("history nightly", "dispatched +success"),
+        tools.say("history nightly -n 1000", "dispatched +success"),
         tools.say("explain nightly", "runs now, on w", gone="lived"),
     )
     assert oracle.max_concurrent("nightly") == 1
