@@ -143,7 +143,8 @@ class _Sentinels(Sentinel):
             return super().discover_master(service_name)  # type: ignore[no-untyped-call]
         except MasterNotFoundError:
             asked = ", ".join("{host}:{port}".format(**s.connection_pool.connection_kwargs) for s in self.sentinels)
-            raise MasterNotFoundError(f"no master {service_name!r} found by the sentinels {asked}") from None
+            why = f"the sentinels {asked} do not answer, or know none that lives"
+            raise MasterNotFoundError(f"no master {service_name!r} found: {why}") from None
 
 
 def _retry(retries: int, period: float) -> _Retry:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .keys import Keys
     from .lease import Term
 
-__all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "Clock")
+__all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "Clock", "latest_shown")
 
 log = Log("celery.beat")
 
@@ -53,16 +53,27 @@ class Clock:
         self.client, self.keys, self._progress = client, keys, progress
         self._term: Term | None = None
         self._latest = self._noted = LONG_AGO
+        self._written: datetime | None = None  #: what the server was told last, by the leader that this beat was
         self._waits = False  #: it was logged that entries wait for the clock to catch up
 
-    def check(self, now: datetime, term: Term) -> None:
+    def check(self, now: datetime, term: Term) -> datetime | None:
         """Make those entries due that a clock has moved on which was hours ahead: a tick then counts them from now.
+
+        Returns:
+            From when on the server has lost what was written, None if it has lost nothing as far as is known: a server
+            that starts from a snapshot, or takes over from another one, may have forgotten its last changes.
 
         Such a clock is known by what it has shown, here or to whoever led before: to look at the entries is dear, as
         there may be a million whose next time is rightly far ahead. Places that are no times at all are cheap to find.
         """
+        lost = None
         if term != self._term:
-            self._latest = self._noted = self._shown_before()
+            self._progress()
+            self._latest = self._noted = shown = latest_shown(self.client, self.keys)
+            is_next = self._term is not None and term.number == self._term.number + 1  # no other beat led in between
+            if is_next and self._written is not None and LONG_AGO < shown < self._written and not term.lost:
+                lost = shown
+            self._written = None
         if now + LONGEST_STEP_BACK < self._latest:
             self._look_again(now)
             self._latest = now
@@ -77,31 +88,29 @@ class Clock:
             self._waits = False
             log.warning("beat: The clock has caught up: no entry waits for it any longer", event="clock_caught_up")
         if abs(now - self._noted) >= STORED_EVERY:
-            self._note(now, term)
-            self._noted = now
+            before = self._note(now, term)
+            if term.token and self._written is not None and LONG_AGO < before < self._written:
+                lost = before
+            self._noted, self._written = now, self._latest if term.token else None
         self._term = term
+        return lost
 
-    def _note(self, now: datetime, term: Term) -> None:
+    def _note(self, now: datetime, term: Term) -> datetime:
+        """Tell the server the latest time; return what it has known before, long ago if it knew nothing."""
         self._progress()
         keys = self.keys
         with self.client.pipeline(transaction=False) as pipe:
             pipe.zrangebyscore(keys.schedule, f"({LAST_INSTANT!r}", "+inf", start=0, num=BATCH, withscores=True)
-            pipe.set(keys.clock, repr(self._latest.timestamp()))
+            pipe.set(keys.clock, repr(self._latest.timestamp()), get=True)
             if not term.token:
                 pipe.set(keys.alive, repr(now.timestamp()))  # the latest may lie ahead for hours
-            places, *_ = pipe.execute()
+            places, before, *_ = pipe.execute()
         if places:
             self.client.zadd(keys.schedule, {member: 0 for member, _ in places}, xx=True)
         for member, score in places:
             about = {"entry": keys.name(member), "place": score, "reason": "no time in seconds since 1970"}
             log.warning("beat: The place of '%(entry)s' is corrected", event="place_corrected", **about)
-
-    def _shown_before(self) -> datetime:
-        self._progress()
-        try:
-            return datetime.fromtimestamp(float(self.client.get(self.keys.clock) or "nan"), UTC)
-        except (ValueError, OverflowError, OSError):  # nobody has led yet, and anybody may write there
-            return LONG_AGO
+        return _moment(before)
 
     def _look_again(self, now: datetime) -> None:
         about = {"before": self._latest, "now": now}
@@ -123,6 +132,18 @@ class Clock:
         """Let the time come at which pending occurrences are tried again: by a clock that was ahead it is far ahead."""
         if untried := self.client.zrangebyscore(self.keys.pending, f"({now.timestamp()!r}", "+inf"):
             self.client.zadd(self.keys.pending, dict.fromkeys(untried, 0), xx=True)
+
+
+def latest_shown(client: Any, keys: Keys) -> datetime:
+    """Return the latest time by which a leader has decided, as far as it is noted; long ago if none is."""
+    return _moment(client.get(keys.clock))
+
+
+def _moment(text: str | None) -> datetime:
+    try:
+        return datetime.fromtimestamp(float(text or "nan"), UTC)
+    except (ValueError, OverflowError, OSError):  # no beat has led yet, and any program may write there
+        return LONG_AGO
 
 
 def _counts_from(fields: Any, now: datetime) -> datetime:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -14,7 +14,7 @@ from zoneinfo import ZoneInfo
 from ..connections import schedule_client
 from ..errors import EntryError
 from ..lua import script
-from .clock import LAST_INSTANT
+from .clock import LAST_INSTANT, LONGEST_STEP_BACK, latest_shown
 from .decide import claim_for
 from .entry import Entry
 from .keys import Keys
@@ -36,13 +36,14 @@ MOMENT = "%Y-%m-%d %H:%M:%SZ"
 
 @dataclass(frozen=True, slots=True)
 class LatePlace:
-    """The place of an entry that is later than its time."""
+    """The place of an entry that is later than its time, or than it would be by a clock that is right."""
 
     schedule: str  #: key of the sorted set
     key: str  #: of the entry
     score: float
     due_at: datetime  #: when the entry is due by its timetable
     counts_from: datetime | None  #: None: it has never run, so that its place says when it does first
+    now: datetime
 
     @property
     def at(self) -> datetime | None:
@@ -61,6 +62,11 @@ class LatePlace:
                 f"its place in {self.schedule} is {self.score:.0f}, which is no time in seconds since 1970 (is it in "
                 f"milliseconds?): it never runs; {advice}"
             )
+        if self.counts_from is not None and self.counts_from > self.now:
+            ahead = f"it counts from {self.counts_from:{MOMENT}}, which is yet to come: a beat has written that whose "
+            if self.counts_from > self.now + LONGEST_STEP_BACK:
+                return f"{ahead}clock was ahead; {advice}"
+            return f"{ahead}clock was ahead, and it waits until then; celery singlebeat trigger runs it before"
         if self.counts_from is None:
             return (
                 f"it has never run, and by its place in {self.schedule} it does not run before {self.at:{MOMENT}}; to "
@@ -86,8 +92,9 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
     """
     client, keys, left = schedule_client(app), Keys.of(app), iter(entries)
     now, zone = server_now(client, keys.schedule), _zone(client.get(keys.zone)) or app_zone(app)
+    shown = latest_shown(client, keys)  # entries that wait for it to come again are another matter
     while batch := [*islice(left, BATCH)]:
-        found = _compare(keys, batch, _scores(client, keys, [entry.name for entry in batch]), now, zone)
+        found = _compare(keys, batch, _scores(client, keys, [entry.name for entry in batch]), now, zone, shown)
         names = [name for name, _ in found]
         if not names:
             continue
@@ -96,7 +103,7 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
         again = [*_read(app, client, keys, names)]
         after = _scores(client, keys, names)
         same = {name: score for name, score in before.items() if score == after[name]}
-        yield from _compare(keys, again, same, server_now(client, keys.schedule), zone)
+        yield from _compare(keys, again, same, server_now(client, keys.schedule), zone, shown)
 
 
 def _zone(name: str | None) -> tzinfo | None:
@@ -127,7 +134,7 @@ def _read(app: Celery, client: Any, keys: Keys, names: Sequence[str]) -> Iterato
 
 
 def _compare(
-    keys: Keys, entries: Iterable[Entry], scores: Mapping[str, float], now: datetime, zone: tzinfo
+    keys: Keys, entries: Iterable[Entry], scores: Mapping[str, float], now: datetime, zone: tzinfo, shown: datetime
 ) -> Sequence[tuple[str, LatePlace]]:
     late = list[tuple[str, LatePlace]]()
     for entry in entries:
@@ -136,9 +143,11 @@ def _compare(
             continue
         with suppress(Exception):  # a user's own schedule may do anything, and a tick finds out
             due_at = _due_at(entry, now, zone)
-            if due_at is not None and score > due_at + OVERDUE_AFTER:
+            since = entry.meta.counts_from
+            is_ahead = since is not None and since - max(now, shown) > timedelta(seconds=OVERDUE_AFTER)
+            if due_at is not None and (score > due_at + OVERDUE_AFTER or is_ahead):
                 at = datetime.fromtimestamp(due_at, UTC)
-                late.append((entry.name, LatePlace(keys.schedule, entry.key, score, at, entry.meta.counts_from)))
+                late.append((entry.name, LatePlace(keys.schedule, entry.key, score, at, since, now)))
     return late
 
 

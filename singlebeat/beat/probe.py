@@ -122,13 +122,13 @@ def lock_place(app: Celery) -> str:
 def schedule_server_says(app: Celery, exc: RedisError) -> str:
     """Return an error of the schedule's server and what to do; if it lacks a right, all those that it lacks."""
     refused = schedule_refusal(app, exc) if _is_denied(str(exc)) else ""
-    return refused or f"{exc}{advice(exc)}"
+    return refused or f"{str(exc).rstrip('.')}{advice(exc)}"
 
 
 def lock_server_says(app: Celery, exc: LockBackendError) -> str:
     """Return the same of an error of the locks' server, with the server's name."""
     refused = lock_refusal(app, exc) if _is_denied(str(exc)) else ""
-    return f"the locks' server {lock_place(app)}: {refused}" if refused else f"{exc}{advice(exc)}"
+    return f"the locks' server {lock_place(app)}: {refused}" if refused else f"{str(exc).rstrip('.')}{advice(exc)}"
 
 
 def _refusal(client: Any, key: str, needs: Needs, error: Exception | None) -> str:
@@ -151,7 +151,7 @@ def _refusal(client: Any, key: str, needs: Needs, error: Exception | None) -> st
         return ""
     for text in errors.values():
         if hint := _advice(text):
-            return f"{_NO_WRITES}, so that {needs.purpose}: {text}{hint}"
+            return f"{_NO_WRITES}, so that {needs.purpose}: {text.rstrip('.')}{hint}"
     denied_here = [command for command, text in errors.items() if _is_denied(text)]
     if denied_here and any("keys" in errors[command] for command in denied_here):
         return f"its user may not use the key {key}: grant all keys with that prefix (README, Rights)"

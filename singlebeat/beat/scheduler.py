@@ -251,7 +251,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if is_new:
             self._lead(term)
         self._lost_messages.poll()
-        self.clock.check(now, term)
+        lost_since = self.clock.check(now, term)
+        if lost_since is not None:
+            why = f"what was written since {lost_since.isoformat(timespec='seconds')}, or shortly before, is lost"
+            self._tell_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
+            self.setup_schedule()
         recovered = 0 < self._recheck_at <= time.monotonic()
         if recovered:
             self._recheck_at = 0.0

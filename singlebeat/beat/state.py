@@ -100,6 +100,14 @@ class State:
             f"{self.lease_left:.0f} s. If no process of RedBeat runs any more, end it now: celery singlebeat resign"
         )
 
+    def is_led_by(self, owner: str) -> bool:
+        """Return whether no beat of another app leads, which sends all entries to the queues of its own.
+
+        Args:
+            owner: the name under which an app owns entries.
+        """
+        return self.leader.get("app", "") in {"", owner}
+
     @property
     def waits(self) -> str:
         """Until when entries wait, and why, if the server's clock was set back; empty: none waits for that."""

@@ -35,7 +35,7 @@ from ..beat.server import Server
 from ..beat.servertime import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
 from ..beat.state import REDBEAT_LEADS, State
-from ..beat.statics import Statics
+from ..beat.statics import Statics, owner_of
 from ..config import Config
 from ..connections import ResponseError, is_redis, masked, schedule_client, schedule_place
 from ..errors import LockBackendError, SinglebeatError
@@ -222,8 +222,9 @@ def _beat(app: Celery) -> Iterator[Finding]:
     if state.leader.get("lost"):
         text = (
             f"when the present term began, at {state.leader.get('since')}, the server had lost the schedule, or its "
-            f"last changes: it did not know term {state.leader['lost']} any more. Entries of beat_schedule are back: "
-            "import the others from an export, and let the server write to disk (appendonly yes)"
+            f"last changes: it did not know term {state.leader['lost']} any more. Entries of beat_schedule are back, without pauses that were set: "
+            "import the others from an export, and let the server write to disk (appendonly yes), or let its replicas "
+            "have what was written before they take over (min-replicas-to-write)"
         )
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _stays_pending(app)):  # RedBeat sends none of them
@@ -361,7 +362,7 @@ def _workers(app: Celery, entries: _Entries) -> Iterator[Finding]:
     try:
         workers = Workers.ask(app)
     except BrokerError as exc:
-        yield Finding("problem", "broker", f"it {exc}; messages cannot be sent")
+        yield Finding("problem", "broker", f"it {str(exc).rstrip('.')}; messages cannot be sent")
         return
     if not workers.known_tasks:
         yield _none_answers(app)
@@ -370,7 +371,8 @@ def _workers(app: Celery, entries: _Entries) -> Iterator[Finding]:
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
     yield from _clocks(app, workers)
-    yield from _queues(app, entries.usable, workers)
+    if State.of(app, names=False).is_led_by(owner_of(app)):
+        yield from _queues(app, entries.usable, workers)
     for entry in entries.usable:
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"

@@ -81,12 +81,13 @@ def list_(app: Celery, as_json: bool) -> None:
     aside, now = {**broken, **state_of_all.quarantine}, datetime.fromtimestamp(state_of_all.now, UTC)
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
     late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
+    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else state_of_all.problem() if entries else ""
     if as_json:
         rows = []
         for entry in entries:
             upcoming, state = _outlook(entry, now, late.get(entry.name))
             rows.append({**as_mapping(entry), "state": state, "next": upcoming})
-        led = {"warning": REDBEAT_LEADS} if state_of_all.redbeat_leads else {}
+        led = {"warning": warning} if warning else {}
         show_json(
             {
                 "entries": rows,
@@ -103,8 +104,9 @@ def list_(app: Celery, as_json: bool) -> None:
         last, when = age(entry.meta.last_run, now), readable_schedule(entry.schedule)
         rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
-    if state_of_all.redbeat_leads:
-        click.echo(marked(f"NEXT and STATE hold for singlebeat, but {REDBEAT_LEADS}", "warning"))
+    if warning:
+        begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
+        click.echo(marked(f"{begins}{warning}", "warning"))
     for name, record in aside.items():
         click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
     for entry in entries:

@@ -21,6 +21,7 @@ from ..beat.placement import late_places
 from ..beat.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
 from ..beat.silence import silence
 from ..beat.state import State
+from ..beat.statics import owner_of
 from ..connections import schedule_client
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
@@ -140,7 +141,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         running=running,
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
         now=datetime.fromtimestamp(state.now, UTC),
-        delivery=_delivery(app, entry, workers),
+        delivery=_delivery(app, entry, workers) if state.is_led_by(owner_of(app)) else None,
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,

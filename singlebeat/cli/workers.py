@@ -57,7 +57,7 @@ class Workers:
                 answers = [*pool.map(_asking(app), QUESTIONS)]
             asked = began, time.monotonic()
         except Exception as exc:  # transports raise what they like
-            raise BrokerError(f"{what_it_does(exc)}: {without_passwords(str(exc))}{advice(exc)}") from exc
+            raise BrokerError(f"{what_it_does(exc)}: {without_passwords(str(exc)).rstrip('.')}{advice(exc)}") from exc
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, and names none of them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}

@@ -35,7 +35,7 @@
 --          running   our id holds it and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold it now
 --          held      another id holds it or waits for it; nothing was written but the payload
---          unusable  its keys cannot be read; the second is the server's reason; nothing was written
+--          unusable  its keys hold something else; the second is the server's reason; nothing was written
 --          late      the deadline has passed; the fourth is the server's time; nothing was written
 --
 -- A repetition by the same id gives the same reply, and writes nothing new.
@@ -85,7 +85,9 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken")
   local by_itself = redis.pcall("HMGET", turn, "id")
   local err = record.err or ended.err or next_record.err or by_itself.err
-  if err then
+  if err and not string.find(err, "WRONGTYPE", 1, true) then
+    return redis.error_reply(err)
+  elseif err then
     return {"unusable", err, "", "0", "0", 0, ""}
   end
   local has_ended = ended[1] or ended[2]
@@ -158,5 +160,8 @@ end
 local replies = {}
 for i, call in ipairs(cjson.decode(ARGV[3])) do
   replies[i] = acquire(KEYS[4 * i - 3], KEYS[4 * i - 2], KEYS[4 * i - 1], KEYS[4 * i], unpack(call))
+  if replies[i].err then
+    return replies[i]
+  end
 end
 return cjson.encode(replies)

@@ -28,7 +28,7 @@
 --          done      this generation of the id has ended before
 --          replaced  another id took the lock from ours while it was queued
 --          held      another id holds it, or waits for it and came first; nothing was written but its turn
---          unusable  the keys cannot be read; the second is the server's reason; nothing was written
+--          unusable  the keys hold something else; the second is the server's reason; nothing was written
 --          late      the deadline has passed; the fourth is the server's time; nothing was written
 --
 -- A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn.
@@ -58,7 +58,9 @@ local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "pay
 local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since")
 local by_itself = redis.pcall("HMGET", turn, "id", "since")
 local err = record.err or ended.err or waiting.err or place.err or by_itself.err
-if err then
+if err and not string.find(err, "WRONGTYPE", 1, true) then
+  return redis.error_reply(err)
+elseif err then
   return {"unusable", err, "", "0", "0", 0, ""}
 end
 if ended[1] then

@@ -31,7 +31,7 @@ local function finish(lock, done, turn, id, gen, nonce)
   end
   local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "next", "next_ttl", "until")
   if record.err then
-    return "kept"
+    return string.find(record.err, "WRONGTYPE", 1, true) and "kept" or record
   end
   local ours = record[1] == id and record[2] == gen
   if record[1] == id and record[5] == gen and not ours then
@@ -68,5 +68,8 @@ end
 local replies = {}
 for i, request in ipairs(cjson.decode(ARGV[3])) do
   replies[i] = finish(KEYS[3 * i - 2], KEYS[3 * i - 1], KEYS[3 * i], unpack(request))
+  if replies[i].err then
+    return replies[i]
+  end
 end
 return cjson.encode(replies)

@@ -22,7 +22,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function renew(lock, done, id, gen, nonce, note)
   local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until")
   if record.err then
-    return "lost"
+    return string.find(record.err, "WRONGTYPE", 1, true) and "lost" or record
   end
   if type(redis.pcall("ZSCORE", done, id .. ":" .. gen)) == "string" then -- what is no zset remembers nothing
     return "over"
@@ -56,5 +56,8 @@ end
 local replies = {}
 for i, request in ipairs(cjson.decode(ARGV[2])) do
   replies[i] = renew(KEYS[2 * i - 1], KEYS[2 * i], unpack(request))
+  if replies[i].err then
+    return replies[i]
+  end
 end
 return cjson.encode(replies)

@@ -31,7 +31,7 @@ end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "nonce", "until")
 if record.err then
-  return {"lost", "", "", "0", "0", 0}
+  return string.find(record.err, "WRONGTYPE", 1, true) and {"lost", "", "", "0", "0", 0} or record
 end
 if record[1] ~= id or record[3] ~= nonce then
   local is_repetition = record[1] == id and record[2] == to_gen and record[3] == ""

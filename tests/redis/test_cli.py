@@ -687,7 +687,9 @@ def test_the_last_run_is_listed_by_its_age(cli, put, monkeypatch):
 
     assert all(f"  {age} " in rows[name] for name, age in {"min": "2 min", "h": "2 h", "d": "400 d"}.items())
     assert " never " in rows["new"]
-    assert all(len(row) <= 80 and " 20" in row for row in rows.values() if not row.startswith("NAME"))
+    assert all(len(rows[name]) <= 80 and " 20" in rows[name] for name in ("s", "min", "h", "d", "new"))
+    assert "no beat leads" in cli("list").output
+    assert json.loads(cli("list", "--json").stdout)["warning"] == "no beat leads"
 
 
 # ---------------------------------------------------------------- what beat could not use

@@ -168,8 +168,14 @@ def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, put, beat, re
     """A beat of RedBeat may have written it by a clock that was ahead; one of ours corrects it when it looks."""
     ahead = datetime.now(UTC) + WEEK
     put(last_run_at=ahead, place=(ahead + HOUR).timestamp())
+    put("soon", last_run_at=datetime.now(UTC) + 2 * HOUR, place=time.time() + 3 * 3600)
 
-    assert [*late(app)] == ["e"]
+    assert {*late(app)} == {"e", "soon"}
+    assert f"it counts from {ahead:%Y-%m-%d %H:%M:%SZ}, which is yet to come" in late(app)["e"]
+    assert "ZADD redbeat::schedule 0 redbeat:e" in late(app)["e"]
+    assert "celery singlebeat trigger soon" not in late(app)["soon"]
+    assert "it waits until then" in late(app)["soon"]
+    redis.zrem(SCHEDULE, "redbeat:soon")
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
     beat.tick()
 

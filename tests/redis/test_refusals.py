@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -23,7 +24,9 @@ from singlebeat.beat.metrics import Metrics
 from singlebeat.beat.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.beat.state import SILENT_AFTER, State
 from singlebeat.cli.workers import Workers
+from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
+from singlebeat.locks.base import Call, Ref
 from singlebeat.signals import leadership_gained, leadership_lost
 from tests.support import APP, ROOT, RedisServer, wait_until, without
 from tests.system.apps import make_app
@@ -425,3 +428,25 @@ def test_a_beat_that_shares_the_work_gives_signs_of_life_in_time(shared, redis, 
     assert float(redis.get("redbeat::alive")) > first
     assert STORED_EVERY.total_seconds() * 2 < SILENT_AFTER
     assert State.of(shared).works
+
+
+# ---------------------------------------------------------------- locks that may not be read
+
+
+def test_a_lock_that_may_not_be_read_is_not_unusable(server, redis):
+    """To say so would let an operator delete a lock that is well, and a run start without it."""
+    ref = Ref("SINGLETONLOCK_{a}", "a", nonce="n")
+    with lacking(server, "hmget") as (mute, _):
+        backend = backend_of(mute)
+        asked = {
+            "acquire": lambda: backend.acquire_many([Call(replace(ref, nonce=""), "t", "", 60)]),
+            "begin": lambda: backend.begin(ref, lease=60, memory=60, task="t", arguments=""),
+            "renew": lambda: backend.renew_many([ref], lease=60),
+            "rotate": lambda: backend.rotate(ref, to=ref, ttl=60, memory=60),
+            "finish": lambda: backend.finish_many([ref], memory=60),
+        }
+        for verb, ask in asked.items():
+            with pytest.raises(LockBackendError, match=r"HMGET|ACL LOG|hmget") as error:
+                ask()
+            assert not isinstance(error.value, UnusableLockError), verb
+    assert not redis.exists(ref.key)

@@ -184,6 +184,23 @@ def test_a_stored_time_that_is_none_is_replaced(app, redis, text):
     assert float(redis.get("redbeat::clock")) == NOW.timestamp()
 
 
+@pytest.mark.parametrize(
+    ("terms", "is_noticed"), [(0, True), (1, True), (2, False)], ids=["same term", "next term", "another led"]
+)
+def test_changes_that_the_server_has_forgotten_are_noticed_once(app, redis, terms, is_noticed):
+    """A server that starts from a snapshot: what another leader has written since is not known to this one."""
+    clock, minute = clock_of(app, redis), timedelta(minutes=1)
+    assert clock.check(NOW, TERM) is None
+    snapshot = redis.get("redbeat::clock")
+    assert clock.check(NOW + minute, TERM) is None
+    redis.set("redbeat::clock", snapshot)
+
+    term = TERM if not terms else Term(TERM.number + terms, "later")
+
+    assert clock.check(NOW + 2 * minute, term) == (NOW if is_noticed else None)
+    assert clock.check(NOW + 3 * minute, term) is None
+
+
 def test_a_look_at_all_entries_tells_of_its_progress(app, put, redis):
     for at in range(1001):
         put(f"e{at}", definition="{}", score=NOW.timestamp() + 10**6)
