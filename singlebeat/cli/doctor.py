@@ -222,9 +222,9 @@ def _beat(app: Celery) -> Iterator[Finding]:
     if state.leader.get("lost"):
         text = (
             f"when the present term began, at {state.leader.get('since')}, the server had lost the schedule, or its "
-            f"last changes: it did not know term {state.leader['lost']} any more. Entries of beat_schedule are back, without pauses that were set: "
-            "import the others from an export, and let the server write to disk (appendonly yes), or let its replicas "
-            "have what was written before they take over (min-replicas-to-write)"
+            f"last changes: it did not know term {state.leader['lost']} any more. Entries of beat_schedule are back, "
+            "without the pauses that were set: import the others from an export, and let the server write to disk "
+            "(appendonly yes), or let its replicas have what was written before they take over (min-replicas-to-write)"
         )
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _stays_pending(app)):  # RedBeat sends none of them

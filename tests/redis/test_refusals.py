@@ -18,6 +18,7 @@ from celery.schedules import schedule
 
 from singlebeat import Entry
 from singlebeat.beat.clock import STORED_EVERY
+from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.lease import Lease
 from singlebeat.beat.metrics import Metrics
@@ -450,3 +451,24 @@ def test_a_lock_that_may_not_be_read_is_not_unusable(server, redis):
                 ask()
             assert not isinstance(error.value, UnusableLockError), verb
     assert not redis.exists(ref.key)
+
+
+# ---------------------------------------------------------------- queues while another app leads
+
+
+@pytest.mark.parametrize("leader", ["", "blog"])
+def test_queues_are_judged_by_the_app_whose_beat_sends(cli, app, redis, monkeypatch, leader):
+    """A beat sends all entries to the queues of its own app, which another app does not know."""
+    reader = Reader(frozenset({"another"}), frozenset({f"{APP}.plain"}), 1, [])
+    workers = Workers({}, {"w1@vm": reader.tasks}, {}, {"w1@vm": reader}, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda _: workers)
+    put(app)
+    beat = Lease(lambda: redis, Keys.of(app).lease, ttl=10, about={"app": leader or str(app.main), "statics": ""})
+    beat.acquire()
+
+    about_queues = findings(cli, app, "queue celery")
+    explained = cli("explain", "e", app=app).output
+    beat.release()
+
+    assert [level for level, _ in about_queues] == ([] if leader else ["problem"])
+    assert ("no worker that answers reads queue celery" in explained.lower()) is not bool(leader)
