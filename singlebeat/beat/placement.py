@@ -74,7 +74,7 @@ class LatePlace:
             )
         return (
             f"its place in {self.schedule} is {self.at:{MOMENT}}, later than its time, {self.due_at:{MOMENT}}: it does "
-            f"not run before its place. Another program has written that; {advice}"
+            f"not run before its place. Another program has written that place, or changed the entry alone; {advice}"
         )
 
 
