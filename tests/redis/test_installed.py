@@ -21,6 +21,7 @@ class Worker:
     app: Celery
     hostname: str = "here"
     timer: Any = None
+    pool: Any = None
 
 
 def test_of_workers_one_after_another_in_one_process_only_the_last_tells_of_a_message_without_a_task(app: Celery):

@@ -206,7 +206,7 @@ def test_a_table_in_a_pipe_cuts_nothing(cli, app):
     name = "the name of an entry " * 9
     Entry(name, "a.module.and.its.task", schedule(3600), app=app, last_run_at=datetime.now(UTC)).save()
 
-    title, row = cli("list").output.splitlines()
+    title, row, _ = cli("list").output.splitlines()
 
     assert row.startswith(f"{name}  a.module.and.its.task")
     assert title.index("TASK") == row.index("a.module")

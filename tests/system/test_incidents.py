@@ -204,7 +204,7 @@ def test_b2_a_restarted_redis_has_kept_what_it_was_told_to_keep(beat, server, ow
                 "doctor",
                 "warning  schedule: when the present term began, at 20.*the server had lost the schedule",
                 "it did not know term 1 any more",
-                "Entries of beat_schedule are back: import the others from an export",
+                "Entries of beat_schedule are back, without the pauses that were set: import the others from an export",
                 code=1,
             ),
             tools.say("explain dynamic", "Error: .*dynamic", code=1),
