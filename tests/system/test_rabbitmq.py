@@ -229,7 +229,7 @@ def test_b6_rabbitmq_and_redis_that_are_away_are_named(
     rabbit: RabbitMQ, celery: CeleryLauncher, oracle: Oracle, server: RedisServer
 ) -> None:
     """One of the sixteen incidents of ``test_incidents.py``: RabbitMQ, then the Redis of schedule and locks as well."""
-    # A worker that loses its broker may end a run only when it has it again: the run's lock must not skip the next ones.
+    # A worker that loses its broker may end a run only when it has it again: that run's lock must not skip the next.
     steady = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["steady"], "overlap": "allow_all"}
     with RedisServer("--appendonly", "yes", "--appendfsync", "always") as redis:
         port = free_port()
