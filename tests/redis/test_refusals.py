@@ -447,7 +447,7 @@ def test_a_lock_that_may_not_be_read_is_not_unusable(server, redis):
             "finish": lambda: backend.finish_many([ref], memory=60),
         }
         for verb, ask in asked.items():
-            with pytest.raises(LockBackendError, match="(?i)hmget|can't run this command") as error:
+            with pytest.raises(LockBackendError, match=r"(?i)hmget|can't run this command") as error:
                 ask()
             assert not isinstance(error.value, UnusableLockError), verb
     assert not redis.exists(ref.key)
