@@ -97,7 +97,8 @@ def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, 
 
     assert State.of(app).leader["term"] == "1"
     wait_until(lambda: redis.llen(QUEUE) > sent, what="singlebeat to send")
-    assert [record.entry for record in Schedule(app).history() if record.decision == "dispatched"]
+    # A run is recorded after it was sent.
+    wait_until(lambda: [record for record in Schedule(app).history() if record.decision == "dispatched"])
     assert not State.of(app).redbeat_silent
 
 
