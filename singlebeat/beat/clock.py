@@ -101,7 +101,8 @@ class Clock:
         keys = self.keys
         with self.client.pipeline(transaction=False) as pipe:
             pipe.zrangebyscore(keys.schedule, f"({LAST_INSTANT!r}", "+inf", start=0, num=BATCH, withscores=True)
-            pipe.set(keys.clock, repr(self._latest.timestamp()), get=True)
+            pipe.get(keys.clock)  # and not by SET, which would leave a key of another type as it is
+            pipe.set(keys.clock, repr(self._latest.timestamp()))
             if not term.token:
                 pipe.set(keys.alive, repr(now.timestamp()))  # the latest may lie ahead for hours
             places, before, *_ = pipe.execute()

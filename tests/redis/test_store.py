@@ -17,7 +17,7 @@ from celery.schedules import crontab, schedule
 from redbeat import RedBeatSchedulerEntry
 from redis import ConnectionPool, Redis
 from redis.connection import UnixDomainSocketConnection
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from singlebeat import Entry, Schedule, signals
 from singlebeat.beat.clock import Clock
@@ -182,6 +182,20 @@ def test_a_stored_time_that_is_none_is_replaced(app, redis, text):
     clock_of(app, redis).check(NOW, TERM)
 
     assert float(redis.get("redbeat::clock")) == NOW.timestamp()
+
+
+def test_a_time_that_is_stored_as_another_type_is_replaced(app, redis):
+    clock = clock_of(app, redis)
+    clock.check(NOW, TERM)
+    redis.delete("redbeat::clock")
+    redis.hset("redbeat::clock", "any", "program")
+    later = NOW + timedelta(minutes=1)
+
+    with pytest.raises(ResponseError, match="WRONGTYPE"):  # said once, as trouble
+        clock.check(later, TERM)
+
+    assert clock.check(later, TERM) is None
+    assert float(redis.get("redbeat::clock")) == later.timestamp()
 
 
 @pytest.mark.parametrize(
