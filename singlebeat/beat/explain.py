@@ -274,8 +274,7 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     if found is None:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
-    sentence = str(found)
-    yield f"{sentence[0].upper()}{sentence[1:]}."
+    yield f"{_sentence(str(found))}."
     if found.outcome:
         yield (
             "Beat frees the lock when another run meets it, unless singlebeat_lost_after is None. To free it now: "
@@ -302,11 +301,11 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
     """Say what keeps a message in the queue of the entry's task, or from being run there."""
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
-        yield f"N{delivery.unread[1:]}: messages wait there. To correct it: {hint}."
+        yield f"{_sentence(delivery.unread)}: messages wait there. To correct it: {hint}."
     elif wrong := delivery.without(entry.task):
-        yield f"N{wrong[1:]}. Let one worker have both."
+        yield f"{_sentence(wrong)}. Let one worker have both."
     elif delivery.full and _may_wait(facts):
-        yield f"{delivery.full[0].upper()}{delivery.full[1:]}: a message there waits until one of them has ended."
+        yield f"{_sentence(delivery.full)}: a message there waits until one of them has ended."
 
 
 def _may_wait(facts: Facts) -> bool:
@@ -319,13 +318,13 @@ def _may_wait(facts: Facts) -> bool:
 
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     if facts.silent and not facts.state.redbeat_leads:
-        yield f"{facts.silent[0].upper()}{facts.silent[1:].rstrip('.')}."
+        yield f"{_sentence(facts.silent).rstrip('.')}."
     timetable, since = entry.timetable, entry.meta.counts_from
     if facts.state.redbeat_leads:
         timetable, since = replace(timetable, policy=Policy()), entry.meta.last_run_at
     upcoming = next(iter(timetable.runs(since, facts.now, count=entry.total_run_count)), None)
     if facts.no_place:
-        yield f"{facts.no_place[0].upper()}{facts.no_place[1:]}"
+        yield _sentence(facts.no_place)
     elif not entry.enabled:
         yield "It is disabled: its times pass without a run."
     elif entry.policy.paused and facts.state.redbeat_leads:

@@ -83,9 +83,9 @@ class Finding(NamedTuple):
 @command("doctor")
 def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
-    entries = _Entries(app)
-    of_entries, of_workers = partial(_entries, entries=entries), partial(_workers, entries=entries)
-    parts = (_server, _rights, _prefixes, _settings, _beat, of_entries, of_workers, _locks)
+    schedule = _Read(app)
+    beat, entries, workers = (partial(part, schedule=schedule) for part in (_beat, _entries, _workers))
+    parts = (_server, _rights, _prefixes, _settings, beat, entries, workers, _locks)
     found = dict[Finding, None]()
     with progress("parts looked at", len(parts), quiet=as_json) as step:
         for look_at in parts:
@@ -209,8 +209,8 @@ def _visibility(app: Celery) -> Iterator[Finding]:
             yield Finding("warning", f"task {task.name}", text)
 
 
-def _beat(app: Celery) -> Iterator[Finding]:
-    state = State.of(app)
+def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
+    state = schedule.state
     for text, ahead in state.wrong_clocks(standbys=True):
         advice = f"{text}: set up NTP on both. Countdown, eta and expires of messages go by the clocks of their hosts"
         yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", advice)
@@ -235,36 +235,40 @@ def _beat(app: Celery) -> Iterator[Finding]:
         yield Finding("problem", f"entry {name}", text)
 
 
-class _Entries:
-    """The entries that can be used, read once for all parts that ask for them."""
+class _Read:
+    """What several parts ask for about the schedule, read once."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
 
     @cached_property
+    def state(self) -> State:
+        return State.of(self.app)
+
+    @cached_property
     def usable(self) -> Sequence[Entry]:
+        """The entries that can be used."""
         return [*Schedule(self.app).list(left_out=lambda *_: None)]  # the part about beat names the others
 
 
-def _entries(app: Celery, entries: _Entries) -> Iterator[Finding]:
+def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
     """Look for fields that mean nothing, entries that are late or never due, and runs that fail or are skipped."""
-    for entry in entries.usable:
+    for entry in schedule.usable:
         if entry.ignored:
             yield Finding("warning", f"entry {entry.name}", entry.ignored)
-    yield from _silent(app, entries.usable)
-    yield from _late(app, entries.usable)
-    schedule = Schedule(app)
-    names = [*islice(schedule.without_place(), MOST_NAMED + 1)]
+    yield from _silent(app, schedule.usable)
+    if not schedule.state.redbeat_leads:  # it has times of its own
+        yield from _late(app, schedule.usable)
+    entries = Schedule(app)
+    names = [*islice(entries.without_place(), MOST_NAMED + 1)]
     for name in names[:MOST_NAMED]:
-        yield Finding("warning", f"entry {name}", f"{schedule.no_place(name)}; or delete it")
+        yield Finding("warning", f"entry {name}", f"{entries.no_place(name)}; or delete it")
     if len(names) > MOST_NAMED:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
 
 
 def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
     """Look for places in the schedule that are later than the times of their entries."""
-    if State.of(app, names=False).redbeat_leads:
-        return  # it has times of its own
     wrong = ((name, place) for name, place in late_places(app, entries) if place.is_wrong)
     for name, place in islice(wrong, MOST_NAMED):
         yield Finding("problem", f"entry {name}", str(place))
@@ -348,7 +352,7 @@ def _stays_pending(app: Celery) -> int:
     return len(before.intersection(client.zrange(key, 0, -1))) if before else 0
 
 
-def _workers(app: Celery, entries: _Entries) -> Iterator[Finding]:
+def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
     seen = False
     try:
         seen = backend_of(app).workers_seen()
@@ -371,9 +375,9 @@ def _workers(app: Celery, entries: _Entries) -> Iterator[Finding]:
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
     yield from _clocks(app, workers)
-    if State.of(app, names=False).is_led_by(owner_of(app)):
-        yield from _queues(app, entries.usable, workers)
-    for entry in entries.usable:
+    if schedule.state.is_led_by(owner_of(app)):
+        yield from _queues(app, schedule.usable, workers)
+    for entry in schedule.usable:
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
             yield Finding("problem", f"entry {entry.name}", text)
