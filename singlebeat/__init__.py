@@ -7,15 +7,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .beat.api import Schedule
-    from .beat.clocked import clocked
-    from .beat.entry import Entry
+    from .beat.calendar.clocked import clocked
+    from .beat.entries.entry import Entry
+    from .beat.schedule import Schedule
     from .beat.scheduler import Scheduler
     from .errors import DuplicateTaskError
     from .locks import clear_locks
     from .tasks.exclusive import exclusive
-    from .tasks.install import install
     from .tasks.singleton import Singleton
+    from .tasks.worker_step import install
 
 __all__ = (
     "DuplicateTaskError",
@@ -31,12 +31,12 @@ __all__ = (
 
 _HOMES = {
     "Scheduler": "beat.scheduler",
-    "Entry": "beat.entry",
-    "Schedule": "beat.api",
-    "clocked": "beat.clocked",
+    "Entry": "beat.entries.entry",
+    "Schedule": "beat.schedule",
+    "clocked": "beat.calendar.clocked",
     "Singleton": "tasks.singleton",
     "exclusive": "tasks.exclusive",
-    "install": "tasks.install",
+    "install": "tasks.worker_step",
     "clear_locks": "locks",
     "DuplicateTaskError": "errors",
 }

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from singlebeat.tasks import undo
+from singlebeat.locks import late_release
 from tests import matrix, versions
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
@@ -141,5 +141,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _no_refused_calls_of_other_tests():
     """Keep what a test leaves to be freed, on a server that is gone, out of the next test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(undo, "_undoing", undo._Undoing())
+        patch.setattr(late_release, "_undoing", late_release._Undoing())
         yield

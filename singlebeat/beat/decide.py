@@ -6,12 +6,12 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, tzinfo
 
-from .clock import LONGEST_STEP_BACK
-from .codec import Meta
-from .entry import PARKED
-from .occurrence import Decision, Kind, Occurrence, Outcome
-from .store import Claim, Stored
-from .timetable import Timetable
+from .entries.definition import Meta
+from .entries.entry import PARKED
+from .entries.occurrence import Decision, Kind, Occurrence, Outcome
+from .entries.timetable import Timetable
+from .leadership.clock_guard import LONGEST_STEP_BACK
+from .store.claims import Claim, Stored
 
 __all__ = ("claim_for", "dropped", "missed")
 

@@ -13,7 +13,7 @@ from kombu import Queue
 if TYPE_CHECKING:
     from celery import Celery
 
-    from .entry import Entry
+    from .entries.entry import Entry
 
 __all__ = ("Busy", "Delivery", "Reader", "queue_of")
 

@@ -18,25 +18,25 @@ from ..config import Config
 from ..connections import DataError, RedisError, ResponseError, what_it_does
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
+from ..locks.acquire import UNSENT_TTL, claim, keep
 from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import behind_key, readable
+from ..locks.late_release import never_mind, undo_later
 from ..log import Log
 from ..overlap import Overlap
-from ..tasks.claim import UNSENT_TTL, claim, keep
-from ..tasks.undo import never_mind, undo_later
 from .backoff import Backoff
-from .journal import tell
-from .lost import note
+from .decision_log import tell
+from .entries.occurrence import Decision, Occurrence, Outcome
+from .lost_messages import note
 from .message import Message, prepare
-from .occurrence import Decision, Occurrence, Outcome
-from .probe import acl_hint
+from .store.probe import acl_hint
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from .entry import Entry, Meta
-    from .lease import Term
-    from .store import Store, Stored
+    from .entries.entry import Entry, Meta
+    from .leadership.lease import Term
+    from .store.claims import Store, Stored
 
     _Claimed = tuple[Stored, Occurrence, Meta]
 

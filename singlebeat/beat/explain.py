@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ..tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
-from .policy import Policy
-from .state import REDBEAT_LEADS
+from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
+from .entries.policy import Policy
+from .status import REDBEAT_LEADS
 
 if TYPE_CHECKING:
     from .delivery import Delivery
-    from .entry import Entry
-    from .history import Record
-    from .lost import Found
-    from .occurrence import Occurrence
-    from .state import State
+    from .entries.entry import Entry
+    from .entries.occurrence import Occurrence
+    from .lost_messages import Found
+    from .status import State
+    from .store.history import Record
 
 __all__ = ("Facts", "Lock", "explain", "record_at")
 

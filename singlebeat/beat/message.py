@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
 from ..locks.key import behind_key, check_sendable
+from ..locks.modes import drops_by_default
 from ..log import Log
 from ..overlap import Overlap
-from ..tasks.policy import drops_by_default
-from .clocked import comes_once
-from .given import evaluated
-from .occurrence import Occurrence
-from .plain import PlainTask
-from .timetable import on_its_clock
+from .calendar.clocked import comes_once
+from .entries.code_only import evaluated
+from .entries.occurrence import Occurrence
+from .entries.timetable import on_its_clock
+from .plain_task import PlainTask
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from .entry import Entry, Meta
-    from .store import Stored
+    from .entries.entry import Entry, Meta
+    from .store.claims import Stored
 
 __all__ = ("Message", "prepare")
 

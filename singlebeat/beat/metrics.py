@@ -11,15 +11,15 @@ from ..config import Config
 from ..connections import RedisError, schedule_client, what_it_does
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
 from ..log import Log
-from .occurrence import Kind, Outcome
-from .state import State
+from .entries.occurrence import Kind, Outcome
+from .status import State
 
 if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
 
     from celery import Celery
 
-    from .lease import Lease
+    from .leadership.lease import Lease
 
 __all__ = ("Metrics",)
 

@@ -22,26 +22,26 @@ from ..config import Config
 from ..connections import RedisError, ResponseError, check_schedule_server, schedule_client, schedule_place
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
-from .broker import BrokerAccess
-from .clock import Clock
+from .calendar.zone import app_zone
 from .decide import claim_for, dropped
+from .decision_log import tell
 from .dispatch import RETRY_AFTER, Dispatcher
-from .entry import Entry as BeatEntry
-from .entry import prepare
-from .journal import tell
+from .entries.entry import Entry as BeatEntry
+from .entries.entry import prepare
+from .entries.listing import Listing
+from .entries.statics import Statics, signature_of
+from .entries.timetable import is_listed_from_redis
 from .keys import Keys
-from .lease import Lease, Term, identity
-from .listing import Listing
-from .lost import LostMessages
+from .leadership.clock_guard import Clock
+from .leadership.lease import Lease, Term
+from .leadership.watchdog import Watchdog, is_orphan
+from .lost_messages import LostMessages
 from .metrics import Metrics
-from .places import Places
-from .probe import TICKS, acl_hint, schedule_refusal
-from .servertime import ServerTime
-from .statics import Statics, signature_of
-from .store import BATCH, Claim, Claimed, Due, Store, Stored
-from .timetable import is_listed_from_redis
-from .watchdog import Watchdog, is_orphan
-from .zone import app_zone
+from .publisher import BrokerAccess
+from .server_time import ServerTime
+from .store.claims import BATCH, Claim, Claimed, Due, Store, Stored
+from .store.probe import TICKS, acl_hint, schedule_refusal
+from .store.zone_change import Places
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -284,7 +284,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if term != self._gained:
             self._end_term()  # nobody may have led in between
             if term.token:
-                facts = {"term": term.number, "leader": identity()}
+                facts = {"term": term.number, "leader": term.leader}
                 self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
             if term.lost and term.lost != self._vanished_in:
                 why = f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part"

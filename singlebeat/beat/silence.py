@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from ..tasks.ends import MESSAGE_LOST
+from ..run_results import MESSAGE_LOST
 
 if TYPE_CHECKING:
-    from .entry import Entry
-    from .history import End, Own
+    from .entries.entry import Entry
+    from .store.history import End, Own
 
 __all__ = ("silence",)
 

@@ -15,22 +15,22 @@ __all__ = ("main",)
 
 #: Where each command lives: every celery command imports this module, and most of them need none of those.
 COMMANDS: Mapping[str, str] = {
-    "status": "state",
-    "health": "state",
-    "resign": "state",
+    "status": "status",
+    "health": "status",
+    "resign": "status",
     "doctor": "doctor",
     "list": "entries",
     "show": "entries",
     "next": "entries",
-    "history": "records",
-    "explain": "records",
-    "add": "changes",
-    "edit": "changes",
-    "delete": "changes",
-    "pause": "changes",
-    "resume": "changes",
-    "trigger": "changes",
-    "backfill": "changes",
+    "history": "history",
+    "explain": "history",
+    "add": "edit",
+    "edit": "edit",
+    "delete": "edit",
+    "pause": "edit",
+    "resume": "edit",
+    "trigger": "edit",
+    "backfill": "edit",
     "locks": "locks",
     "unlock": "locks",
     "export": "transfer",
@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, str] = {
 def _look_after_locks(instance: Any = None, **_: Any) -> None:
     """Let every worker that the command starts look after locks; on messages without one nothing changes."""
     from ..config import Config  # noqa: PLC0415 - every celery command imports this module
-    from ..tasks.install import install  # noqa: PLC0415
+    from ..tasks.worker_step import install  # noqa: PLC0415
 
     try:
         Config.of(instance.app)

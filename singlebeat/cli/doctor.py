@@ -17,13 +17,17 @@ from urllib.parse import urlsplit
 import click
 
 from .. import __version__
-from ..beat.api import Schedule
 from ..beat.delivery import Delivery, listed, queue_of
-from ..beat.history import History
+from ..beat.entries.statics import Statics, owner_of
 from ..beat.keys import Keys
-from ..beat.lost import MOST, examine
-from ..beat.placement import late_places
-from ..beat.probe import (
+from ..beat.late_places import late_places
+from ..beat.lost_messages import MOST, examine
+from ..beat.schedule import Schedule
+from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
+from ..beat.silence import silence
+from ..beat.status import REDBEAT_LEADS, State
+from ..beat.store.history import History
+from ..beat.store.probe import (
     lock_place,
     lock_refusal,
     lock_server_says,
@@ -31,27 +35,23 @@ from ..beat.probe import (
     schedule_refusal,
     schedule_server_says,
 )
-from ..beat.server import Server
-from ..beat.servertime import DIFFERS_FROM, UNFIT_FROM, ServerTime
-from ..beat.silence import silence
-from ..beat.state import REDBEAT_LEADS, State
-from ..beat.statics import Statics, owner_of
+from ..beat.store.server import Server
 from ..config import Config
 from ..connections import ResponseError, is_redis, masked, schedule_client, schedule_place
 from ..errors import LockBackendError, SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
-from ..tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
+from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
+from .history import AGAIN
 from .locks import every, old
 from .output import command, marked, printable, progress, show_json
-from .records import AGAIN
-from .state import who
+from .status import who
 from .workers import BrokerError, Workers
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..beat.entry import Entry
+    from ..beat.entries.entry import Entry
 
 #: Seconds after which kombu's Redis transport delivers a message again, unless it is told otherwise.
 VISIBILITY_TIMEOUT = 3600

@@ -11,17 +11,17 @@ from zoneinfo import ZoneInfo
 import click
 from celery.schedules import crontab, schedule
 
-from ..beat.api import Schedule
-from ..beat.placement import LatePlace, late_places
-from ..beat.state import REDBEAT_LEADS, State
+from ..beat.late_places import LatePlace, late_places
+from ..beat.schedule import Schedule
+from ..beat.status import REDBEAT_LEADS, State
 from ..errors import EntryError, UnknownEntryError
 from .output import age, command, instant, marked, moment, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..beat.entry import Entry
-    from ..beat.salvage import Salvage
+    from ..beat.entries.entry import Entry
+    from ..beat.entries.salvage import Salvage
 
 
 #: Of a definition, in the order in which people see them.

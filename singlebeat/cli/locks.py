@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.explain import Lock
-from ..beat.lost import MOST, Answers, Found, Waiting, examine, free, may_yet_start
+from ..beat.lost_messages import MOST, Answers, Found, Waiting, examine, free, may_yet_start
 from ..config import Config
 from ..locks import backend_of
 from ..locks.base import Ref, instant, read_generation
-from ..tasks.ends import flush_ends
+from ..run_results import flush_ends
 from .output import command, fail, printable, progress, show_json, table
 from .workers import BrokerError, Workers
 

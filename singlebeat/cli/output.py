@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 from kombu.exceptions import OperationalError
 
-from ..beat.probe import lock_server_says, schedule_server_says
+from ..beat.store.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConfigError, LockBackendError, SinglebeatError
 

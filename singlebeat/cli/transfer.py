@@ -10,16 +10,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from ..beat.api import Schedule
-from ..beat.clocked import clocked
-from ..beat.entry import Entry
-from ..beat.save import BATCH, save_entries
-from ..beat.servertime import server_now
-from ..beat.state import State
-from ..beat.zone import app_zone
+from ..beat.calendar.clocked import clocked
+from ..beat.calendar.zone import app_zone
+from ..beat.entries.entry import Entry
+from ..beat.entries.save import BATCH, save_entries
+from ..beat.schedule import Schedule
+from ..beat.server_time import server_now
+from ..beat.status import State
 from ..connections import schedule_client
 from ..errors import EntryError
-from .dumpdata import is_dump, rows_of
+from .django_celery_beat import is_dump, rows_of
 from .entries import as_mapping
 from .output import command, fail, marked, progress, show_json
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..beat.delivery import Busy, Reader
-from ..beat.probe import advice
+from ..beat.store.probe import advice
 from ..connections import what_it_does
 from ..log import without_passwords
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..config import Config
 from ..locks import eager_backend_of
 from ..locks.base import Call, Ref, Verdict
-from .policy import Lock, Overlap
+from ..locks.modes import Lock, Overlap
 
 __all__ = ("run_eagerly",)
 

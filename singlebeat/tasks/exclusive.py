@@ -22,7 +22,7 @@ from ..locks.base import Holder, Ref, Renewal, Verdict
 from ..locks.key import check_sendable, lock_key, readable
 from ..log import Log
 from ..native_threads import do_in_loop
-from .keeper import Keeper, keeper_of
+from .exclusive_renewer import Keeper, keeper_of
 
 if TYPE_CHECKING:
     from celery import Celery

@@ -22,9 +22,9 @@ from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
 from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, entry_of, without_deaths
 from ..locks.key import behind_key, readable
+from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
 from ..log import Log
-from .monitors import same_trace
-from .policy import decode_arguments, equal_calls_may_differ, has_continuations
+from ..monitors import same_trace
 
 __all__ = (
     "LONGEST_WAIT",

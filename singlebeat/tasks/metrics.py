@@ -13,7 +13,7 @@ from ..config import Config
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
 from ..locks.base import RUN_HEADER
 from ..log import Log
-from .ends import OUTCOMES
+from ..run_results import OUTCOMES
 
 if TYPE_CHECKING:
     from celery import Celery

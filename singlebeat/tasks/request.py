@@ -20,13 +20,13 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import time_to_start
+from ..locks.acquire import unclaimed
 from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
+from ..locks.modes import overlap_for
 from ..log import Log
-from .claim import unclaimed
-from .ends import DUPLICATE_REFUSED, outcome_of, record_end
+from ..run_results import DUPLICATE_REFUSED, outcome_of, record_end
 from .gate import Postponed, Refused, Unsent, may_start, postpone_unlocked, turn_ttl
-from .policy import overlap_for
 from .renewer import renewer_of
 
 __all__ = ("Request", "report_exceptions")

@@ -18,6 +18,7 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
+from ..locks.acquire import claim, free
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -32,12 +33,11 @@ from ..locks.base import (
     without_deaths,
 )
 from ..locks.key import canonical, digest, lock_key
+from ..locks.modes import Lock, Overlap, check, overlap_for, pick, signature_of
 from ..log import Log
-from .claim import claim, free
 from .eager import run_eagerly
 from .gate import Run, run_under_lock
-from .install import install
-from .policy import Lock, Overlap, check, overlap_for, pick, signature_of
+from .worker_step import install
 
 __all__ = ("Singleton",)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
-from singlebeat.beat.store import BATCH
+from singlebeat.beat.store.claims import BATCH
 from tests.benchmarks.apps import OURS, PLAIN, THEIRS
 from tests.benchmarks.case import Case, Side, timed
 from tests.benchmarks.processes import apart

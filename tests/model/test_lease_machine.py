@@ -21,14 +21,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from singlebeat import Entry
-from singlebeat.beat import lease as lease_module
-from singlebeat.beat import store as store_module
-from singlebeat.beat.entry import Meta
+from singlebeat.beat.calendar.recurrence import latest_occurrence, next_occurrence
+from singlebeat.beat.entries.entry import Meta
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import MARGIN, Lease, Term
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.recurrence import latest_occurrence, next_occurrence
-from singlebeat.beat.store import Claim, Claimed, Due, Store, Stored
+from singlebeat.beat.leadership import lease as lease_module
+from singlebeat.beat.leadership.lease import MARGIN, Lease, Term
+from singlebeat.beat.store import claims as store_module
+from singlebeat.beat.store.claims import Claim, Claimed, Due, Store, Stored
 from singlebeat.lua import Script
 from tests.system.apps import make_app
 

@@ -18,9 +18,9 @@ from celery.schedules import crontab, schedule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler
-from singlebeat.beat.entry import Meta
-from singlebeat.beat.occurrence import Kind, Occurrence
-from singlebeat.beat.policy import Policy
+from singlebeat.beat.entries.entry import Meta
+from singlebeat.beat.entries.occurrence import Kind, Occurrence
+from singlebeat.beat.entries.policy import Policy
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref

@@ -22,15 +22,14 @@ from redis import Redis
 
 from singlebeat import Singleton
 from singlebeat.errors import LockBackendError
-from singlebeat.locks import backend_of
+from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key
+from singlebeat.locks.late_release import undo_later
 from singlebeat.locks.memory import MemoryBackend
+from singlebeat.locks.modes import decode_arguments
 from singlebeat.locks.redis import RedisBackend
-from singlebeat.tasks import undo
 from singlebeat.tasks.gate import Postponed
-from singlebeat.tasks.policy import decode_arguments
-from singlebeat.tasks.undo import undo_later
 from tests.redis.test_legacy_backend import BytesBackend
 from tests.support import ROOT, wait_until
 from tests.system.apps import make_app
@@ -368,7 +367,7 @@ def refuse(server, redis, own_server) -> Iterator[Callable[..., Any]]:
 
 
 def all_undone() -> None:
-    waiting = undo._undoing
+    waiting = late_release._undoing
     wait_until(
         lambda: not waiting._wanted and not waiting._no_thread.empty(),
         timeout=30,
@@ -404,7 +403,7 @@ def test_no_call_is_a_duplicate_of_one_that_was_refused(server, own_server, monk
             raise LockBackendError("as asked")
 
         # The thread that frees it has not come to it yet.
-        monkeypatch.setattr(undo, "start_native_thread", lambda *_: None)
+        monkeypatch.setattr(late_release, "start_native_thread", lambda *_: None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RedisBackend, "acquire_many", lose_the_reply)
             with pytest.raises(LockBackendError):
@@ -423,8 +422,8 @@ monkey.patch_all()
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.tasks.gate import Postponed
-from singlebeat.tasks.policy import decode_arguments
-from singlebeat.tasks.undo import undo_later
+from singlebeat.locks.modes import decode_arguments
+from singlebeat.locks.late_release import undo_later
 from tests.system.apps import make_app
 
 with make_app(sys.argv[1]) as app:

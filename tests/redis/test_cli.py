@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from singlebeat import Entry, Schedule, clocked
-from singlebeat.beat import save
+from singlebeat.beat.entries import save
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import Lease, Term
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.state import State
-from singlebeat.beat.store import Store
+from singlebeat.beat.leadership.lease import Lease, Term
+from singlebeat.beat.status import State
+from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS
 from singlebeat.cli.workers import Workers
 from singlebeat.locks import backend_of
@@ -117,7 +117,7 @@ def test_resign_ends_the_term(cli, lead, redis):
     lead()
     redis.expire("redbeat::lock", 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("singlebeat.cli.state.HANDOVER", 0.0)
+        patch.setattr("singlebeat.cli.status.HANDOVER", 0.0)
         assert "leads: nobody" in cli("resign").output
     assert not redis.exists("redbeat::lock")
 

@@ -13,10 +13,10 @@ from celery.schedules import schedule
 
 from singlebeat import Entry
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import Lease
+from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.servertime import ServerTime
-from singlebeat.beat.state import State
+from singlebeat.beat.server_time import ServerTime
+from singlebeat.beat.status import State
 from tests.support import APP
 from tests.system.apps import make_app
 

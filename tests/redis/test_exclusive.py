@@ -21,7 +21,7 @@ import singlebeat
 from singlebeat import signals
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks.key import done_key, lock_key
-from singlebeat.tasks.keeper import keeper_of
+from singlebeat.tasks.exclusive_renewer import keeper_of
 from tests.support import ROOT, RedisServer, wait_until
 from tests.system.apps import make_app
 

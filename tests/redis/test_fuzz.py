@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from singlebeat.beat.decide import claim_for
-from singlebeat.beat.entry import Entry
-from singlebeat.beat.lease import Term
-from singlebeat.beat.occurrence import Decision, Outcome
-from singlebeat.beat.store import Store
+from singlebeat.beat.entries.entry import Entry
+from singlebeat.beat.entries.occurrence import Decision, Outcome
+from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.store.claims import Store
 from singlebeat.errors import EntryError
 from tests.system.apps import make_app
 

@@ -11,7 +11,7 @@ from celery.signals import task_rejected, task_unknown
 
 from singlebeat import signals
 from singlebeat.locks.base import HEADER
-from singlebeat.tasks.install import LockKeeper
+from singlebeat.tasks.worker_step import LockKeeper
 
 
 @dataclass(eq=False)

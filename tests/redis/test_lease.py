@@ -15,8 +15,7 @@ from redis import Redis
 from redis.exceptions import LockError, RedisError
 
 from singlebeat.beat.keys import LeaseKeys
-from singlebeat.beat.lease import SHARE_EVERY, SHARE_STAY, STAY, Lease, Term
-from singlebeat.beat.state import resign
+from singlebeat.beat.leadership.lease import SHARE_EVERY, SHARE_STAY, STAY, Lease, Term, resign
 from tests.support import RedisServer, wait_until
 
 KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term", "redbeat::standbys", "redbeat::resigned")

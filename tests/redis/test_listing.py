@@ -10,7 +10,7 @@ from celery.schedules import crontab, schedule
 from redbeat import RedBeatScheduler
 
 from singlebeat import Entry, Schedule, Scheduler
-from singlebeat.beat import listing
+from singlebeat.beat.entries import listing
 from tests.system.apps import make_app
 
 PLAIN = "tests.system.apps.plain"

@@ -15,14 +15,14 @@ from celery.schedules import schedule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler, Singleton, signals
-from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.explain import Facts, explain
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import Lease
-from singlebeat.beat.state import State
+from singlebeat.beat.leadership.lease import Lease
+from singlebeat.beat.status import State
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref, Verdict
-from singlebeat.tasks.ends import flush_ends, record_end_of_message
+from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.system.apps import make_app, plain
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"

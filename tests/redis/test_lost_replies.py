@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from importlib import resources
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from celery.schedules import schedule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler, signals
-from singlebeat.beat.occurrence import Occurrence
-from singlebeat.beat.state import resign
-from singlebeat.lua import packed, script
+from singlebeat.beat.entries.occurrence import Occurrence
+from singlebeat.beat.leadership.lease import resign
+from singlebeat.lua import Script, packed, script
 from tests.proxy import LossyProxy
-from tests.support import RedisServer
+from tests.support import ROOT, RedisServer
 from tests.system.apps import make_app
 
 PLAIN = "tests.system.apps.plain"
@@ -28,7 +27,8 @@ SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::
 LOCK, LEADER, TERM = "redbeat::lock", "redbeat::leader", "redbeat::term"
 STANDBYS, RESIGNED = "redbeat::standbys", "redbeat::resigned"
 HOUR = timedelta(hours=1)
-BEAT = "singlebeat.beat"
+#: The packages that hold the scripts of beat, by the names of these.
+SCRIPTS = {path.stem: ".".join(path.relative_to(ROOT).parts[:-1]) for path in (ROOT / "singlebeat/beat").rglob("*.lua")}
 
 # ---------------------------------------------------------------- each script, twice
 
@@ -158,22 +158,23 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
 SAY_SOMETHING_ELSE = {"park", "unpark"}
 
 
+def beat_script(name: str) -> Script:
+    return script(SCRIPTS[name], name)
+
+
 def without_time(call: str, reply: Any) -> Any:
     """Return what a script says but for the server's time."""
     return reply[:-2] if call.startswith(("campaign", "time")) else reply
 
 
 def test_every_script_is_among_them():
-    files = resources.files(BEAT).iterdir()
-    assert {call.split(",")[0] for call in CALLS} == {
-        file.name.removesuffix(".lua") for file in files if file.name.endswith(".lua")
-    }
+    assert {call.split(",")[0] for call in CALLS} == SCRIPTS.keys()
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
     keys, args = CALLS[call](redis)
-    run = script(BEAT, call.split(",")[0])
+    run = beat_script(call.split(",")[0])
     before = contents(redis)
     first = without_time(call, run(redis, keys, args))
     after = contents(redis)
@@ -185,7 +186,7 @@ def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
 
 def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):
     keys, args = propose(redis)
-    run = script(BEAT, "propose")
+    run = beat_script("propose")
     run(redis, keys, args)
     redis.hdel("redbeat:e", "pending")
     redis.delete(PENDING)
@@ -196,7 +197,7 @@ def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):
 
 def test_an_edit_is_stored_though_a_beat_has_claimed_the_entry_meanwhile(redis):
     keys, args = CALLS["save, edited"](redis)
-    run = script(BEAT, "save")
+    run = beat_script("save")
     run(redis, keys, args)
     redis.hset("redbeat:e", "meta", "claimed")
     redis.hdel("redbeat:e", "since")
@@ -254,7 +255,7 @@ def decided(redis: Redis) -> list[str]:
 def test_a_tick_does_its_work_though_a_reply_is_lost(app, beat, redis, proxy, told, caplog, name):
     for entry, wishes in {"e": {}, "paused": {"paused": True}, "late": {"misfire_grace_time": 1}}.items():
         put(app, entry, **wishes)
-    proxy.lose_reply_of(script(BEAT, name))
+    proxy.lose_reply_of(beat_script(name))
 
     beat.tick()
 
@@ -269,7 +270,7 @@ def test_a_tick_does_its_work_though_a_reply_is_lost(app, beat, redis, proxy, to
 
 def test_a_beat_leads_from_its_next_tick_on_though_the_reply_is_lost(app, beat, redis, proxy):
     put(app)
-    proxy.lose_reply_of(script(BEAT, "campaign"))
+    proxy.lose_reply_of(beat_script("campaign"))
 
     for _ in range(2):
         beat.tick()
@@ -284,7 +285,7 @@ def test_an_occurrence_is_taken_up_though_the_reply_is_lost(app, beat, redis, pr
     occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))
     redis.hset("redbeat:e", "pending", occurrence.encode())
     redis.zadd(PENDING, {"redbeat:e": 0})
-    proxy.lose_reply_of(script(BEAT, "retake"))
+    proxy.lose_reply_of(beat_script("retake"))
 
     beat.tick()
 
@@ -297,7 +298,7 @@ def test_an_entry_is_saved_though_the_reply_is_lost(app, redis, proxy):
     put(app)
     entry = Schedule(app).get("e")
     entry.args = ["changed"]
-    proxy.lose_reply_of(script(BEAT, "save"))
+    proxy.lose_reply_of(beat_script("save"))
 
     Schedule(app).save(entry)
 
@@ -307,7 +308,7 @@ def test_an_entry_is_saved_though_the_reply_is_lost(app, redis, proxy):
 
 def test_an_entry_is_resumed_though_the_reply_is_lost(app, proxy):
     put(app, paused=True)
-    proxy.lose_reply_of(script(BEAT, "save"))
+    proxy.lose_reply_of(beat_script("save"))
 
     Schedule(app).resume("e")
 
@@ -317,7 +318,7 @@ def test_an_entry_is_resumed_though_the_reply_is_lost(app, proxy):
 
 def test_an_entry_is_triggered_once_though_the_reply_is_lost(app, beat, redis, proxy):
     put(app, enabled=False)
-    proxy.lose_reply_of(script(BEAT, "propose"))
+    proxy.lose_reply_of(beat_script("propose"))
 
     task_id = Schedule(app).trigger("e")
     beat.tick()
@@ -337,7 +338,7 @@ def test_a_deleted_entry_was_there_though_the_reply_is_lost(app, proxy):
 def test_a_term_was_ended_though_the_reply_is_lost(app, beat, redis, proxy):
     beat.tick()
     redis.zadd(STANDBYS, {'{"host": "another", "pid": "1", "since": ""}': (time.time() + 60) * 1000})
-    proxy.lose_reply_of(script(BEAT, "resign"))
+    proxy.lose_reply_of(beat_script("resign"))
 
     assert resign(app) is True
     assert proxy.lost == 1

@@ -19,12 +19,12 @@ from celery.schedules import schedule
 from prometheus_client.parser import text_string_to_metric_families
 
 from singlebeat import Entry, signals
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import Lease, Term
+from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.state import State
-from singlebeat.beat.store import Store
+from singlebeat.beat.status import State
+from singlebeat.beat.store.claims import Store
 from singlebeat.exposition import Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
 from singlebeat.tasks.metrics import Metrics as WorkerMetrics

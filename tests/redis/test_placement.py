@@ -12,8 +12,8 @@ from celery.beat import Service
 from celery.schedules import crontab, schedule
 
 from singlebeat import Entry, Schedule, clocked
-from singlebeat.beat import placement
-from singlebeat.beat.placement import late_places
+from singlebeat.beat import late_places as placement
+from singlebeat.beat.late_places import late_places
 from tests.support import APP
 from tests.system.apps import make_app
 

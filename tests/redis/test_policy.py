@@ -18,9 +18,9 @@ from redbeat.schedules import rrule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Singleton, clocked
-from singlebeat.beat.entry import PARKED, Meta
-from singlebeat.beat.occurrence import Occurrence
-from singlebeat.beat.policy import Policy
+from singlebeat.beat.entries.entry import PARKED, Meta
+from singlebeat.beat.entries.occurrence import Occurrence
+from singlebeat.beat.entries.policy import Policy
 from singlebeat.beat.scheduler import Scheduler
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ref

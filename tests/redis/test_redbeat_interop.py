@@ -20,7 +20,7 @@ from redbeat.schedules import rrule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler
-from singlebeat.beat.entry import Meta
+from singlebeat.beat.entries.entry import Meta
 from tests.support import wait_until
 from tests.system.apps import make_app
 

@@ -13,11 +13,11 @@ from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 from redbeat.schedulers import acquire_distributed_beat_lock
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.entry import Meta
+from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import Lease
+from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.state import State
+from singlebeat.beat.status import State
 from tests.support import APP, CeleryProcess, wait_until
 from tests.system.apps import make_app
 
@@ -103,7 +103,7 @@ def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, 
 
 
 def test_a_living_redbeat_ends_when_it_is_made_to_resign(redbeat, app, redis, cli, monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.state.HANDOVER", 0.0)
+    monkeypatch.setattr("singlebeat.cli.status.HANDOVER", 0.0)
 
     assert "ended: a beat of RedBeat" in cli("resign").output
 

@@ -17,13 +17,13 @@ from celery.beat import Service
 from celery.schedules import schedule
 
 from singlebeat import Entry
-from singlebeat.beat.clock import STORED_EVERY
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import Lease
+from singlebeat.beat.leadership.clock_guard import STORED_EVERY
+from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.probe import LOCKS, SCHEDULE, Needs
-from singlebeat.beat.state import SILENT_AFTER, State
+from singlebeat.beat.status import SILENT_AFTER, State
+from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.cli.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of

@@ -26,13 +26,13 @@ from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
-from singlebeat.beat import lost
+from singlebeat.beat import lost_messages as lost
 from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
-from singlebeat.tasks.ends import MESSAGE_LOST, flush_ends
+from singlebeat.run_results import MESSAGE_LOST, flush_ends
 from singlebeat.tasks.gate import Postponed, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import Request

@@ -29,19 +29,18 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
-from singlebeat.beat.entry import PARKED, Meta
-from singlebeat.beat.lease import Term
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.places import Places
-from singlebeat.beat.plain import PlainTask
-from singlebeat.beat.policy import Policy
+from singlebeat.beat.entries.entry import PARKED, Meta
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.timetable import Timetable
+from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.plain_task import PlainTask
 from singlebeat.beat.scheduler import POLL_INTERVAL, SHORTEST_SLEEP
-from singlebeat.beat.timetable import Timetable
+from singlebeat.beat.store.zone_change import Places
 from singlebeat.errors import ConfigError
-from singlebeat.locks import backend_of
+from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
-from singlebeat.tasks import undo
 from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until, without
 from tests.system.apps import make_app
 
@@ -1270,7 +1269,7 @@ def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
 
 
 def all_undone() -> bool:
-    return not undo._undoing._wanted and not undo._undoing._no_thread.empty()
+    return not late_release._undoing._wanted and not late_release._undoing._no_thread.empty()
 
 
 def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(server, redis, own_server, bench_on):
@@ -1317,8 +1316,8 @@ def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_ser
     bench.put(task=SINGLE)
     scheduler = bench.scheduler()
     key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
-    undone, sent = undo._Undoing._undone, threading.Event()
-    monkeypatch.setattr(undo._Undoing, "_undone", lambda *args: sent.wait(30) and undone(*args))
+    undone, sent = late_release._Undoing._undone, threading.Event()
+    monkeypatch.setattr(late_release._Undoing, "_undone", lambda *args: sent.wait(30) and undone(*args))
     own_server.pause()
     scheduler.tick()
     own_server.resume()
@@ -1696,7 +1695,7 @@ def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis,
 def test_entries_that_wait_for_the_broker_neither_hide_the_others_nor_keep_beat_from_its_sleep(
     server, redis, own_server, bench_on, monkeypatch
 ):
-    monkeypatch.setattr("singlebeat.beat.store.BATCH", 2)
+    monkeypatch.setattr("singlebeat.beat.store.claims.BATCH", 2)
     bench = bench_on(server, broker_url=own_server.celery_url)
     for at in range(4):
         bench.put(f"waits {at}")

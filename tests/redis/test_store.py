@@ -20,14 +20,14 @@ from redis.connection import UnixDomainSocketConnection
 from redis.exceptions import RedisError, ResponseError
 
 from singlebeat import Entry, Schedule, signals
-from singlebeat.beat.clock import Clock
-from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.entries.entry import PARKED, Meta
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.statics import Statics
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.lease import Term
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.policy import Policy
-from singlebeat.beat.statics import Statics
-from singlebeat.beat.store import Claim, Claimed, Due, Store, Stored
+from singlebeat.beat.leadership.clock_guard import Clock
+from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.store.claims import Claim, Claimed, Due, Store, Stored
 from singlebeat.connections import schedule_client
 from singlebeat.errors import ConfigError
 from tests.system.apps import make_app
@@ -616,11 +616,11 @@ def told(app):
     signals.occurrence_decided.disconnect(tell, sender=app)
 
 
-def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told, monkeypatch):
+def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told):
     claim = claimed(store)
     store.confirm([(claim.stored, dispatched(claim), None)], OFF)
-    monkeypatch.setattr("singlebeat.beat.store.identity", lambda: "another")
-    Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], OFF)
+    another = replace(OFF, leader="another:1")
+    Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], another)
 
     assert told == ["e"]
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from wcwidth import wcswidth
 
 from singlebeat import Entry
-from singlebeat.beat.lease import Term
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.store import Store
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.store.claims import Store
 from singlebeat.cli import main
 from singlebeat.cli.output import table
 from singlebeat.connections import schedule_client

@@ -20,8 +20,8 @@ from redbeat import RedBeatSchedulerEntry
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule, clocked
-from singlebeat.beat.codec import Meta
-from singlebeat.beat.policy import Policy
+from singlebeat.beat.entries.definition import Meta
+from singlebeat.beat.entries.policy import Policy
 from singlebeat.overlap import Overlap
 from tests.support import PytzLike
 from tests.system.apps import make_app

@@ -18,7 +18,7 @@ from redbeat.schedules import rrule
 from redis import Redis
 
 from singlebeat import Entry, Schedule, Scheduler, clocked
-from singlebeat.beat import quarantine
+from singlebeat.beat.store import quarantine
 from singlebeat.errors import ConflictError, EntryError
 from singlebeat.locks import backend_of
 from tests.support import RedisServer

@@ -31,11 +31,11 @@ from redis.exceptions import RedisError
 
 import singlebeat.beat.scheduler as scheduler_module
 from singlebeat import Entry, Scheduler
-from singlebeat.beat.entry import Meta
+from singlebeat.beat.entries.entry import Meta
+from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.occurrence import Occurrence
-from singlebeat.beat.servertime import ServerTime
-from singlebeat.beat.store import Store
+from singlebeat.beat.server_time import ServerTime
+from singlebeat.beat.store.claims import Store
 from singlebeat.locks import backend_of
 from tests.support import CeleryLauncher, CeleryProcess, Oracle, RedisServer, _oracle_client, wait_until
 from tests.system.apps import app, make_app

@@ -19,9 +19,9 @@ from celery import Celery
 from redis import Redis
 
 from singlebeat import DuplicateTaskError, Singleton, errors
+from singlebeat.locks.modes import Lock
 from singlebeat.overlap import Overlap
 from singlebeat.signals import lock_lost
-from singlebeat.tasks.policy import Lock
 from tests.support import (
     ORACLE_DB,
     CeleryLauncher,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from singlebeat.beat.state import State
+from singlebeat.beat.status import State
 from tests.support import RedisServer, free_port, wait_until
 from tests.system.chaos import CLOCK, PLAIN, SINGLE, Chaos, steady
 

@@ -15,7 +15,7 @@ from celery.schedules import schedule
 from click.testing import CliRunner
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.state import State
+from singlebeat.beat.status import State
 from singlebeat.cli import main
 from tests.support import APP, ROOT, RedisServer, wait_until
 from tests.system.apps import make_app

@@ -8,12 +8,12 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.history import History
-from singlebeat.beat.lease import Term
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.store import HISTORY_BYTES, Store
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.store.claims import HISTORY_BYTES, Store
+from singlebeat.beat.store.history import History
 from singlebeat.locks.base import RUN_HEADER
-from singlebeat.tasks.ends import flush_ends, record_end_of_message
+from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.support import APP, wait_until
 from tests.system.apps import make_app
 

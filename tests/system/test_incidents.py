@@ -50,7 +50,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from singlebeat import Entry, Schedule, clear_locks
-from singlebeat.beat.state import SILENT_AFTER, State
+from singlebeat.beat.status import SILENT_AFTER, State
 from singlebeat.cli import doctor as doctor_module
 from singlebeat.locks import backend_of
 from tests.support import APP, ROOT, CeleryProcess, RedisServer, free_port, wait_until

@@ -13,8 +13,8 @@ from singlebeat import DuplicateTaskError, Singleton
 from singlebeat.errors import ConfigError
 from singlebeat.locks.base import HEADER
 from singlebeat.locks.key import behind_key, turn_key
+from singlebeat.locks.modes import Lock
 from singlebeat.overlap import Overlap
-from singlebeat.tasks.policy import Lock
 from tests.support import wait_until
 from tests.system.singles import PATIENCE, served, task_name
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 
 from singlebeat.errors import LockBackendError
+from singlebeat.locks import late_release
 from singlebeat.locks.base import HEADER
 from singlebeat.locks.redis import RedisBackend
-from singlebeat.tasks import undo
 from tests.support import APP, RedisServer, wait_until, without
 from tests.system.singles import PATIENCE, make_app, served, task_name
 
@@ -51,7 +51,7 @@ def single(request, locks, server, redis):
     with make_app(server.celery_url, {**settings(locks, policy), "result_backend": "disabled"}) as app:
         yield app.tasks[task_name("until_executed")]
     # What is left of refused calls is undone one by one: the next test's would wait for a server that has ended.
-    refused = undo._undoing
+    refused = late_release._undoing
     wait_until(
         lambda: not refused._wanted and not refused._no_thread.empty(),
         timeout=PATIENCE,

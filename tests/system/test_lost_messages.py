@@ -11,8 +11,8 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.history import Record
-from singlebeat.beat.lost import LostMessages, Waiting, examine
+from singlebeat.beat.lost_messages import LostMessages, Waiting, examine
+from singlebeat.beat.store.history import Record
 from singlebeat.locks import backend_of, worker_name
 from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
 from tests.system.apps import make_app

@@ -10,7 +10,7 @@ import pytest
 from celery.schedules import crontab, schedule
 
 from singlebeat import Schedule
-from singlebeat.beat.history import Record
+from singlebeat.beat.store.history import Record
 from tests.support import APP, wait_until
 from tests.system.singles import PATIENCE, Served, served
 

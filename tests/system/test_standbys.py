@@ -10,7 +10,7 @@ from celery import Celery
 from celery.schedules import schedule
 
 from singlebeat import Entry
-from singlebeat.beat.state import State
+from singlebeat.beat.status import State
 from tests.support import APP, CeleryProcess, wait_until
 
 BEAT = ("beat", "-S", "singlebeat.Scheduler")

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from redbeat.decoder import RedBeatJSONDecoder, RedBeatJSONEncoder
 from redbeat.schedules import rrule
 
-from singlebeat.beat.clocked import clocked
-from singlebeat.beat.codec import decode_definition, encode_definition
-from singlebeat.beat.recurrence import latest_occurrence, next_occurrence, reads_clock, starts_at
-from singlebeat.beat.timetable import zone_of
+from singlebeat.beat.calendar.clocked import clocked
+from singlebeat.beat.calendar.recurrence import latest_occurrence, next_occurrence, reads_clock, starts_at
+from singlebeat.beat.entries.definition import decode_definition, encode_definition
+from singlebeat.beat.entries.timetable import zone_of
 from singlebeat.errors import EntryError
 
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)

@@ -14,7 +14,7 @@ from dateutil.rrule import FR, MO
 from redbeat.schedules import rrule
 
 from singlebeat import Entry
-from singlebeat.beat.entry import PARKED, Meta
+from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.errors import EntryError
 
 INTERVAL = {"__type__": "interval", "every": 60}

@@ -9,12 +9,12 @@ from celery import Celery
 from celery.schedules import schedule
 
 from singlebeat import Entry
-from singlebeat.beat.codec import Meta
+from singlebeat.beat.entries.definition import Meta
+from singlebeat.beat.entries.occurrence import Occurrence
+from singlebeat.beat.entries.policy import Policy
 from singlebeat.beat.explain import Facts, explain
-from singlebeat.beat.history import End, Record
-from singlebeat.beat.occurrence import Occurrence
-from singlebeat.beat.policy import Policy
-from singlebeat.beat.state import State
+from singlebeat.beat.status import State
+from singlebeat.beat.store.history import End, Record
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
 HOUR = timedelta(hours=1)

@@ -10,7 +10,7 @@ from celery import Celery
 from celery.schedules import crontab, schedule
 
 from singlebeat import Entry
-from singlebeat.beat.codec import Meta
+from singlebeat.beat.entries.definition import Meta
 
 MOMENT = {
     "__type__": "datetime",

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from singlebeat.beat.journal import tell
-from singlebeat.beat.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.decision_log import tell
+from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
 from singlebeat.log import Log, printable, without_passwords
-from singlebeat.tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
+from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from tests.support import ROOT
 
 LOGGER = "singlebeat.test_log"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from singlebeat.beat.lost import Found, Waiting, may_yet_start, note
+from singlebeat.beat.lost_messages import Found, Waiting, may_yet_start, note
 from singlebeat.config import Config
 from singlebeat.locks.base import Ref
-from singlebeat.tasks.ends import MESSAGE_LOST, RAN_ELSEWHERE
+from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
 
 NOW = 2_000_000_000_000
 

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, chain, chord, group
 
 from singlebeat import Entry
-from singlebeat.beat.permission import check_allowed
+from singlebeat.beat.entries.permission import check_allowed
 from singlebeat.errors import EntryError
 from tests.system.apps import make_app
 

@@ -22,8 +22,8 @@ from jsonschema import Draft202012Validator
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, clocked
-from singlebeat.beat.codec import TAKEN_HEADERS, TAKEN_OPTIONS, decode_definition
-from singlebeat.beat.policy import Policy
+from singlebeat.beat.entries.definition import TAKEN_HEADERS, TAKEN_OPTIONS, decode_definition
+from singlebeat.beat.entries.policy import Policy
 from singlebeat.errors import EntryError
 from singlebeat.overlap import Overlap
 from tests.support import ROOT

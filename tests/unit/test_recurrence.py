@@ -20,9 +20,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from redbeat.schedules import rrule
 
-from singlebeat.beat import rule as rule_module
-from singlebeat.beat.recurrence import latest_occurrence, next_occurrence
-from singlebeat.beat.rule import walls as walls_of
+from singlebeat.beat.calendar import rfc5545
+from singlebeat.beat.calendar.recurrence import latest_occurrence, next_occurrence
+from singlebeat.beat.calendar.rfc5545 import walls as walls_of
 
 BERLIN = ZoneInfo("Europe/Berlin")
 LORD_HOWE = ZoneInfo("Australia/Lord_Howe")  # shifts by half an hour
@@ -656,8 +656,8 @@ def test_days_with_a_time_do_not_end_the_search() -> None:
 def test_a_rule_that_no_day_has_is_searched_in_few_days(hours: int, days: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To walk through each of the 5,000 days that are searched takes minutes, in which beat does nothing else."""
     searched: list[datetime] = []
-    in_day = rule_module._in_day
-    monkeypatch.setattr(rule_module, "_in_day", lambda rule, begin: searched.append(begin) or in_day(rule, begin))
+    in_day = rfc5545._in_day
+    monkeypatch.setattr(rfc5545, "_in_day", lambda rule, begin: searched.append(begin) or in_day(rule, begin))
     never = rrule("SECONDLY", interval=3600 * hours, dtstart=utc("2024-01-01T00:00:30"), byminute=[5])
 
     assert next_occurrence(never, utc("2026-01-01"), zone=UTC) is None

@@ -10,8 +10,8 @@ from celery import Celery
 from celery.schedules import BaseSchedule, schedule
 
 from singlebeat import Entry
-from singlebeat.beat.history import End, Own, Record
 from singlebeat.beat.silence import silence
+from singlebeat.beat.store.history import End, Own, Record
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

@@ -12,8 +12,8 @@ from celery.schedules import crontab, schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from singlebeat.beat.policy import Policy
-from singlebeat.beat.timetable import PARKED, TICK, Timetable
+from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.timetable import PARKED, TICK, Timetable
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)

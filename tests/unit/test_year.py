@@ -27,8 +27,8 @@ from redbeat.decoder import RedBeatJSONDecoder, RedBeatJSONEncoder
 from redbeat.schedulers import RedBeatSchedulerEntry
 from redbeat.schedules import rrule
 
-from singlebeat.beat.codec import decode_definition, encode_definition
-from singlebeat.beat.recurrence import next_occurrence
+from singlebeat.beat.calendar.recurrence import next_occurrence
+from singlebeat.beat.entries.definition import decode_definition, encode_definition
 from tests.support import ROOT
 
 START, END = datetime(2025, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC)

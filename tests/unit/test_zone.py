@@ -16,11 +16,11 @@ from dateutil import tz
 from redbeat.schedules import rrule
 
 from singlebeat import Entry
-from singlebeat.beat.backfill import Span
-from singlebeat.beat.policy import Policy
-from singlebeat.beat.recurrence import next_occurrence
-from singlebeat.beat.timetable import zone_of
-from singlebeat.beat.zone import app_zone
+from singlebeat.beat.calendar.recurrence import next_occurrence
+from singlebeat.beat.calendar.zone import app_zone
+from singlebeat.beat.entries.backfill import Span
+from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.timetable import zone_of
 from singlebeat.errors import ConfigError, EntryError
 from tests.support import ROOT, PytzLike
 

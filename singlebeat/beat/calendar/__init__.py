@@ -1,0 +1,1 @@
+"""WHEN: the times of a schedule; pure, time is an argument."""

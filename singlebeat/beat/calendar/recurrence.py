@@ -1,0 +1,288 @@
+"""
+When a schedule is next due: pure arithmetic, in which the time is always an argument.
+
+Every answer is a *nominal* time, the instant at which the schedule asks for a run, in UTC. No step of the arithmetic is
+made on a local time, because adding to a local time is off by the shift of the clocks when one lies in between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from copy import copy
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+from celery.schedules import BaseSchedule, crontab, solar
+from celery.schedules import schedule as interval
+from celery.utils.time import remaining
+from cronsim import CronSim, CronSimError
+from redbeat.schedules import rrule
+
+from . import rfc5545, sun
+from .clocked import clocked
+from .zone import in_utc
+
+if TYPE_CHECKING:
+    from datetime import tzinfo
+
+__all__ = ("is_known", "latest_occurrence", "next_occurrence", "reads_clock", "starts_at")
+
+ZERO = timedelta()
+SECOND = timedelta(seconds=1)
+#: The longest shift that is a DST one; cron(8) takes any longer for a correction of the clock.
+LONGEST_SHIFT = timedelta(hours=3)
+
+#: How often a schedule of a user's own is asked whether it is due at last.
+LONGEST_ASKING = 1000
+
+
+def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) -> datetime | None:
+    """
+    Return the first nominal time of `schedule` strictly after `after`, in UTC, or None when there is none.
+
+    A crontab is read on the wall clock of `zone`, whatever its own `tz`; an rrule on that of its `dtstart`, or, if
+    only an offset is known of that, of `zone` where it has the same one. A subclass with times of its own is asked
+    for them, as is any schedule of a kind unknown here.
+
+    Raises:
+        ValueError: the schedule can have no next time by its making (an interval of zero), or `after` is naive.
+    """
+    try:
+        return _next(schedule, in_utc(after), zone)
+    except OverflowError:  # due after the year 9999
+        return None
+
+
+def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | None:
+    if _is_plain(schedule, interval):
+        return _next_interval(schedule, after, zone)
+    if _is_plain(schedule, crontab):
+        return _next_crontab(schedule, after, zone)
+    if _is_plain(schedule, rrule):
+        return _next_rrule(schedule, after, zone)
+    if _is_plain(schedule, solar):
+        return sun.next_event(schedule, after)
+    if _is_plain(schedule, clocked):
+        return in_utc(schedule.instant) if schedule.instant > after else None
+    return _next_by_asking(schedule, after, zone)
+
+
+def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, *, zone: tzinfo) -> datetime | None:
+    """
+    Return the last nominal time later than `after` and not later than `until`, or None when there is none between.
+
+    An interval counts from `after`. Any other schedule is searched by halves: a year of minutes takes some forty steps.
+    """
+    after, until = in_utc(after), in_utc(until)
+    if _is_plain(schedule, interval) and not schedule.relative:
+        steps = (until - after) // _period(schedule)
+        return after + steps * _period(schedule) if steps > 0 else None
+    found, behind = next_occurrence(schedule, after, zone=zone), until
+    if found is None or found > until:
+        return None
+    while (upcoming := next_occurrence(schedule, found, zone=zone)) is not None and upcoming <= until:
+        middle = upcoming + (behind - upcoming) / 2
+        ahead = next_occurrence(schedule, middle, zone=zone)
+        if ahead is not None and ahead <= until:
+            found = ahead
+        else:  # there is none between the middle and the end
+            found, behind = upcoming, middle
+    return found
+
+
+def is_known(schedule: BaseSchedule) -> bool:
+    """Tell whether a schedule is one of the kinds that are computed, and that JSON can hold."""
+    return any(_is_plain(schedule, kind) for kind in (interval, crontab, rrule, solar, clocked))
+
+
+def reads_clock(schedule: BaseSchedule) -> bool:
+    """Return whether the times of a schedule depend on the zone in which it is read; in doubt they do."""
+    if _is_plain(schedule, interval):
+        return bool(schedule.relative)
+    return not _is_plain(schedule, solar) and not _is_plain(schedule, clocked)
+
+
+def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datetime | None:
+    """Return the first nominal time not before `start`; an interval begins with it."""
+    start = in_utc(start)
+    if _is_plain(schedule, interval) and not schedule.relative:
+        return start
+    return next_occurrence(schedule, start - timedelta(microseconds=1), zone=zone)
+
+
+def _is_plain(schedule: BaseSchedule, kind: type[BaseSchedule]) -> bool:
+    """Say whether `schedule` is of this kind and computes its times as the kind does."""
+    own = type(schedule)
+    return isinstance(schedule, kind) and (own.remaining_estimate, own.is_due) == (kind.remaining_estimate, kind.is_due)
+
+
+def _period(schedule: Any) -> timedelta:
+    every: timedelta | None = schedule.run_every
+    if every is None or every <= ZERO:
+        msg = f"an interval must be longer than zero, not {every}"
+        raise ValueError(msg)
+    return every
+
+
+def _next_interval(schedule: Any, after: datetime, zone: tzinfo) -> datetime:
+    """
+    Return `after` plus the interval in elapsed time.
+
+    A relative interval is rounded down to its own unit (day, hour, minute) on the wall clock of `zone`; the rounding,
+    and a day that counts as a calendar day, are Celery's (`celery.utils.time.remaining`).
+    """
+    every = _period(schedule)
+    if schedule.relative:
+        local = after.astimezone(zone)
+        rounded: timedelta = remaining(local, every, now=local, relative=True)
+        if rounded > ZERO:
+            return after + rounded
+    return after + every
+
+
+def _next_crontab(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
+    """
+    Return the next time at which the wall clock of `zone` satisfies every field, by the DST rules of Debian's cron(8).
+
+    - Wildcard job (minute or hour begins with `*`, or names every value): runs whenever the wall clock shows a matching
+      minute, so in both passes of a repeated hour, and not at all in an hour that is skipped.
+    - Fixed job (any other): a time in a repeated hour runs in the first pass only; times in a skipped hour run once,
+      right after the gap.
+
+    Day of month and day of week must both match, as in Celery. CronSim serves as the calendar alone: its own DST
+    arithmetic steps over minutes, or back in time, where the shift is not a whole hour (Lord Howe) or does not happen
+    on the hour (Chatham).
+    """
+    times = ((schedule.minute, schedule._orig_minute, 60), (schedule.hour, schedule._orig_hour, 24))
+    wildcard = any(len(values) == size or str(spec).startswith("*") for values, spec, size in times)
+    fields = (schedule.minute, schedule.hour, schedule.day_of_month, schedule.month_of_year, schedule.day_of_week)
+
+    def walls(wall: datetime) -> Iterator[datetime]:
+        calendar = copy(_calendar(*map(frozenset, fields)))
+        calendar.dt = wall.replace(tzinfo=UTC)  # CronSim then does no zone arithmetic
+        return calendar
+
+    return _on_clock(walls, after, zone, wildcard=wildcard)
+
+
+def _on_clock(
+    walls: Callable[[datetime], Iterator[datetime]], after: datetime, zone: tzinfo, *, wildcard: bool
+) -> datetime | None:
+    """Return the first instant at which the wall clock of `zone` shows one of the times that follow another."""
+    start = after.astimezone(zone).replace(tzinfo=None, microsecond=0)
+    if wildcard:
+        # Clocks soon to be set back show again what they show now, so look that far back on the wall.
+        start -= max(ZERO, _offset(after, zone) - _offset(after + LONGEST_SHIFT, zone))
+
+    repeated = None
+    for wall in walls(start):
+        first = wall.replace(tzinfo=zone, fold=0).astimezone(UTC)
+        second = wall.replace(tzinfo=zone, fold=1).astimezone(UTC)
+        if first > second:  # PEP 495: this time of day is in a gap
+            if wildcard:
+                continue
+            first = _end_of_gap(second, first, zone)
+        if first > after:
+            return first if repeated is None else min(first, repeated)
+        if wildcard and repeated is None and second > after:
+            repeated = second
+    return repeated
+
+
+@lru_cache(maxsize=4096)
+def _calendar(*fields: frozenset[int]) -> CronSim:
+    """Return the parsed calendar of a crontab (minute, hour, day, month, weekday), to be copied before use."""
+    sizes = (60, 24, 31, 12, 7)
+    parts = ("*" if len(f) == n else ",".join(map(str, sorted(f))) for f, n in zip(fields, sizes, strict=True))
+    try:
+        calendar = CronSim(" ".join(parts), datetime(2000, 1, 1, tzinfo=UTC))
+    except CronSimError as error:
+        msg = f"a crontab needs a value in every field and a date that exists: {error}"
+        raise ValueError(msg) from error
+    calendar.day_and = True
+    return calendar
+
+
+def _offset(moment: datetime, zone: tzinfo) -> timedelta:
+    """Return what the clocks of `zone` are ahead of UTC by at a moment."""
+    return moment.astimezone(zone).utcoffset() or ZERO
+
+
+def _end_of_gap(before: datetime, behind: datetime, zone: tzinfo) -> datetime:
+    """Return the instant, exact to a second, at which the clocks jump forward between the two given ones."""
+    seconds = range((behind - before) // SECOND)
+    new = _offset(behind, zone)
+    return before + SECOND * bisect_left(seconds, True, key=lambda s: _offset(before + SECOND * s, zone) == new)
+
+
+def _next_rrule(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
+    """
+    Return the next time of a rule of RFC 5545; what clocks do to it is as with a crontab.
+
+    A rule of hours or less that names no hour keeps its pace; one that has no other part at all counts elapsed time.
+    """
+    if schedule.interval < 1:
+        msg = f"the interval of an rrule must be at least 1, not {schedule.interval}"
+        raise ValueError(msg)
+    if rfc5545.is_paced(schedule):
+        found = _next_paced(schedule, after)
+    else:
+        clock, start = schedule.dtstart.tzinfo, schedule.dtstart
+        if not isinstance(clock, ZoneInfo) and start.utcoffset() == _offset(start, zone):
+            clock = zone
+        walls = partial(rfc5545.walls, schedule, start.astimezone(UTC).astimezone(clock).replace(tzinfo=None))
+        found = _on_clock(walls, after, clock, wildcard=rfc5545.keeps_pace(schedule))
+    return None if found is None or (schedule.until is not None and found > schedule.until) else found
+
+
+def _next_paced(schedule: Any, after: datetime) -> datetime | None:
+    start, step = schedule.dtstart.astimezone(UTC).replace(microsecond=0), rfc5545.step_of(schedule)
+    steps = max(0, (after - start) // step + 1)
+    found: datetime = start + steps * step
+    return None if schedule.count is not None and steps >= schedule.count else found
+
+
+def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | None:
+    """Ask a schedule of any kind (a user's own) how long it would wait if it ran, and if it were, `after`."""
+
+    def at(moment: datetime) -> Any:
+        local = moment.astimezone(zone)
+        # Not copy(): it goes by __reduce__, in which schedules leave out their app or whatever a subclass has added.
+        frozen = object.__new__(type(schedule))
+        vars(frozen).update(vars(schedule), now=lambda: local, nowfun=lambda: local, tz=zone)
+        return frozen
+
+    local, estimates = after.astimezone(zone), type(schedule).remaining_estimate
+    has_none = estimates is interval.remaining_estimate and not getattr(schedule, "run_every", None)
+    if estimates is not BaseSchedule.remaining_estimate and not has_none:
+        wait: timedelta | None = at(after).remaining_estimate(local)
+        if wait is None:
+            return None
+        if wait > ZERO:
+            return _when_willing(schedule, at, local, after + wait)
+    seconds: float | None
+    _, seconds = at(after).is_due(local)
+    if seconds is None:
+        return None
+    # Due at once and for ever: keep a busy schedule from holding time still.
+    return after + (timedelta(seconds=seconds) if seconds > 0 else SECOND)
+
+
+def _when_willing(
+    schedule: BaseSchedule, at: Callable[[datetime], Any], last: datetime, moment: datetime
+) -> datetime | None:
+    """Return the first moment, not before the given one, at which `is_due` agrees: it may have hours of its own."""
+    if type(schedule).is_due is BaseSchedule.is_due:
+        return moment
+    for _ in range(LONGEST_ASKING):
+        is_due, seconds = at(moment).is_due(last)
+        if is_due:
+            return moment
+        if seconds is None:
+            return None
+        moment += max(timedelta(seconds=seconds), SECOND)
+    msg = f"{schedule!r} was asked {LONGEST_ASKING} times, up to {moment}, and never said that it is due"
+    raise ValueError(msg)

@@ -1,0 +1,118 @@
+"""Zones as users give them, made into those whose wall clocks can be computed with."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timezone, tzinfo
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+from celery.utils.time import LocalTimezone
+from dateutil import tz
+
+from ...errors import ConfigError, EntryError
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("app_zone", "given_instant", "in_utc", "known_zone", "named_zone")
+
+#: Zones of dateutil that tell both passes of a repeated hour apart (PEP 495), as the arithmetic needs it.
+FOLDING = (tz.tzfile, tz.tzlocal, tz.tzrange)
+
+
+def app_zone(app: Celery) -> tzinfo:
+    """Return the zone in which an app's schedules are read.
+
+    Raises:
+        ConfigError: the setting ``timezone`` is no such zone.
+    """
+    try:
+        zone = app.timezone
+    except Exception:  # ZoneInfo raises five different errors for a name
+        zone = None
+    if type(zone) is ZoneInfo:  # nearly always, and this is asked for each entry
+        return zone
+    found = known_zone(zone)
+    if found is None:
+        raise ConfigError(
+            f"timezone is {app.conf.timezone!r}, which is neither the IANA name of a time zone, nor has it one, nor a "
+            "fixed offset: use a name, like Europe/Berlin"
+        )
+    return found
+
+
+def known_zone(zone: Any) -> tzinfo | None:
+    """Return a zone that keeps PEP 495, or None if there is none for what was given.
+
+    A time with a zone of pytz set by ``replace(tzinfo=...)`` is off by an hour and more: such a zone is taken by its
+    name, like any that has one.
+    """
+    if isinstance(zone, ZoneInfo | timezone):
+        return zone
+    if isinstance(zone, LocalTimezone):  # Celery's, which knows no repeated hour
+        zone = tz.tzlocal()
+    if not isinstance(zone, tzinfo):
+        return None
+    if (named := _by_name(_name_of(zone))) is not None:
+        return named
+    try:
+        offset = zone.utcoffset(None)
+    except Exception:  # a user's own class
+        offset = None
+    if offset is not None:
+        return timezone(offset)
+    folding: tzinfo | None = zone if isinstance(zone, FOLDING) else None
+    return folding
+
+
+def named_zone(zone: Any) -> ZoneInfo | None:
+    """Return a zone by its IANA name, None if it has none."""
+    if zone is UTC:
+        return ZoneInfo("UTC")
+    found = known_zone(zone)
+    return _by_name(found.key) if isinstance(found, ZoneInfo) else None
+
+
+def in_utc(moment: datetime) -> datetime:
+    """Return an instant in UTC.
+
+    Raises:
+        ValueError: it has no time zone.
+        OverflowError: it lies outside of the years 1 to 9999.
+    """
+    if moment.tzinfo is UTC:
+        return moment
+    if moment.utcoffset() is None:
+        msg = f"a time needs a time zone here, {moment!r} has none"
+        raise ValueError(msg)
+    return moment.astimezone(UTC)
+
+
+def given_instant(name: str, moment: datetime) -> datetime:
+    """Return an instant in UTC that a caller has given.
+
+    Args:
+        name: of the argument, for the error.
+
+    Raises:
+        EntryError: it has no time zone, or lies outside of the years 1 to 9999.
+    """
+    try:
+        return in_utc(moment)
+    except ValueError:
+        raise EntryError(f"{name} needs a time zone, {moment!r} has none") from None
+    except OverflowError:
+        raise EntryError(f"{name} lies outside of the years 1 to 9999 in UTC: {moment}") from None
+
+
+def _name_of(zone: tzinfo) -> Any:
+    """Return the name that a zone of another library gives: pytz has ``zone``, dateutil the path of a file."""
+    name = getattr(zone, "key", None) or getattr(zone, "zone", None)
+    return name or str(getattr(zone, "_filename", "")).rpartition("zoneinfo/")[2]
+
+
+def _by_name(name: Any) -> ZoneInfo | None:
+    try:
+        return ZoneInfo(name) if name else None
+    except Exception:  # whatever else it is: ZoneInfo raises five different errors
+        return None

@@ -1,0 +1,55 @@
+"""Decisions in the log: one line each, with the words of the history."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ..log import Log, instant
+from .entries.occurrence import Outcome
+
+if TYPE_CHECKING:
+    from .entries.occurrence import Decision
+
+__all__ = ("tell",)
+
+log = Log("celery.beat")
+
+#: How each decision is told; a pause that somebody wants is no news in each of its times.
+_LINES = {
+    Outcome.DISPATCHED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s)"),
+    Outcome.BUFFERED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn"),
+    Outcome.SKIPPED_OVERLAP: (logging.INFO, "Scheduler: Skipping task %(entry)s (%(task)s)"),
+    Outcome.RUN_BEFORE: (logging.WARNING, "Scheduler: Not sending task %(entry)s (%(task)s) once more"),
+    Outcome.PAUSED: (logging.DEBUG, "Scheduler: Leaving out task %(entry)s (%(task)s)"),
+    Outcome.MISSED: (logging.WARNING, "Scheduler: Missed task %(entry)s (%(task)s)"),
+    Outcome.PUBLISH_FAILED: (logging.ERROR, "Scheduler: Message Error: %(entry)s (%(task)s) cannot be sent"),
+}
+
+
+def tell(decision: Decision, now: float, *, detail: str = "") -> None:
+    """Log a decision about an occurrence.
+
+    Args:
+        now: seconds since 1970 by the server's clock.
+        detail: more than its reason, in several lines.
+    """
+    level, sentence = _LINES[decision.outcome]
+    if not log.wants(level):
+        return
+    occurrence = decision.occurrence
+    log.write(
+        level,
+        sentence,
+        event=decision.outcome,
+        entry=decision.entry,
+        task=decision.task,
+        id=occurrence.id,
+        nominal=instant(occurrence.nominal),
+        lateness=now - occurrence.nominal,
+        kind=occurrence.kind,
+        holder=decision.holder,
+        holder_entry=decision.holder_entry if decision.holder_entry != decision.entry else "",
+        reason=decision.reason,
+        detail=detail,
+    )

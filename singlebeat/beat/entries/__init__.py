@@ -1,0 +1,1 @@
+"""WHAT: entries, their definition and policy, as JSON and in Redis."""

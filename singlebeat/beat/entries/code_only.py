@@ -1,0 +1,93 @@
+"""What only the ``beat_schedule`` of an app can give: objects that JSON cannot hold, with a mark for each in Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from celery.beat import BeatLazyFunc
+from celery.schedules import BaseSchedule
+
+from ...errors import EntryError
+from ..calendar.recurrence import is_known
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("evaluated", "given_for", "has_lazy", "marked", "restored", "restored_schedule")
+
+#: What stands for such an object.
+MARK = {"__type__": "given"}
+
+
+def given_for(app: Celery, name: str) -> Mapping[str, Any]:
+    """Return what ``beat_schedule`` says about an entry, nothing if it is not in there."""
+    given = (app.conf.beat_schedule or {}).get(name) or {}
+    return given if isinstance(given, Mapping) else vars(given)  # a ScheduleEntry of Celery
+
+
+def marked(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a definition with marks for what ``beat_schedule`` gives: a schedule of a user's own, ``BeatLazyFunc``."""
+    when = fields["schedule"]
+    if not given:
+        return fields
+    if when is given.get("schedule") and not is_known(when):
+        when = {**MARK, "class": f"{type(when).__module__}.{type(when).__qualname__}"}
+
+    def mark(what: str) -> Any:
+        ours = dict(_items(given.get(what)))
+        return _map(fields[what], lambda at, value: MARK if _is_lazy(value) and ours.get(at) is value else value)
+
+    return {**fields, "schedule": when, "args": mark("args"), "kwargs": mark("kwargs")}
+
+
+def restored_schedule(when: Any, given: Mapping[str, Any]) -> Any:
+    """Return a schedule, that of ``beat_schedule`` if a mark is in its place.
+
+    Raises:
+        EntryError: ``beat_schedule`` does not give it.
+    """
+    if not isinstance(when, Mapping) or when.get("__type__") != MARK["__type__"]:
+        return when
+    if not isinstance(given.get("schedule"), BaseSchedule):
+        raise EntryError(f"its schedule is a {when.get('class')}, which the beat_schedule of this app must give")
+    return given["schedule"]
+
+
+def restored(what: str, values: Any, given: Mapping[str, Any]) -> Any:
+    """Return the arguments of an entry with the objects in the place of their marks.
+
+    Args:
+        what: args or kwargs.
+
+    Raises:
+        EntryError: ``beat_schedule`` does not give one of them.
+    """
+    marks = [at for at, value in _items(values) if value == MARK]
+    ours = dict(_items(given.get(what))) if marks else {}
+    if any(at not in ours for at in marks):
+        raise EntryError(f"there is a BeatLazyFunc in its {what}, which the beat_schedule of this app must give")
+    return _map(values, lambda at, value: ours[at] if value == MARK else value) if marks else values
+
+
+def evaluated(values: Any) -> Any:
+    """Return arguments with each ``BeatLazyFunc`` called, as Celery's beat does for each message."""
+    return _map(values, lambda _, value: value() if _is_lazy(value) else value)
+
+
+def has_lazy(values: Any) -> bool:
+    """Tell whether a ``BeatLazyFunc`` is among arguments."""
+    return bool(values) and any(_is_lazy(value) for _, value in _items(values))
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, BeatLazyFunc)
+
+
+def _items(values: Any) -> Iterable[tuple[Any, Any]]:
+    return values.items() if isinstance(values, Mapping) else enumerate(values or ())
+
+
+def _map(values: Any, change: Callable[[Any, Any], Any]) -> Any:
+    changed = {at: change(at, value) for at, value in _items(values)}
+    return changed if isinstance(values, Mapping) else [*changed.values()]

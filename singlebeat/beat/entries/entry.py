@@ -1,0 +1,335 @@
+"""An entry of the schedule: RedBeat's, read generously, and with its times computed right."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from celery.app import app_or_default
+from celery.schedules import BaseSchedule
+from redbeat import RedBeatSchedulerEntry
+from redbeat.schedulers import RedBeatConfig
+
+from ...config import Config
+from ...connections import schedule_client, schedule_url
+from ...errors import EntryError, UnknownEntryError
+from ..calendar.recurrence import is_known, next_occurrence
+from ..calendar.zone import app_zone
+from ..keys import Keys
+from ..server_time import server_now
+from .code_only import given_for, has_lazy
+from .definition import Meta, decode_definition, encode_definition, loads_object
+from .permission import check_allowed
+from .policy import Policy
+from .save import save_entries
+from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
+
+#: The ``version`` of an entry that must not be there yet.
+NOTHING = ("", "")
+
+#: Of the hash of an entry: what ``Entry.from_fields`` reads.
+FIELDS = ("definition", "meta", "policy", "since", "sent")
+
+
+class _Conf(RedBeatConfig):  # type: ignore[misc]
+    """RedBeat's view of our settings, for what we inherit from it."""
+
+    def __init__(self, app: Celery) -> None:
+        config = Config.of(app)
+        self.app = app
+        self.key_prefix = config.redbeat_key_prefix
+        self.schedule_key = f"{self.key_prefix}:schedule"
+        self.statics_key = f"{self.key_prefix}:statics"
+        self.redis_use_ssl = config.redbeat_redis_use_ssl
+        self.redbeat_redis_options = dict(config.redbeat_redis_options)
+        self.lock_key = config.lock_key
+        self.lock_timeout = config.redbeat_lock_timeout
+
+    @property
+    def redis_url(self) -> str:
+        """The URL of the schedule's server, which nobody needs who has set ``app.redbeat_redis``."""
+        return schedule_url(self.app)
+
+
+def prepare(app: Celery) -> None:
+    """Give an app the ``redbeat_conf`` that RedBeat's classes look for."""
+    if not isinstance(getattr(app, "redbeat_conf", None), _Conf):
+        app.redbeat_conf = _Conf(app)
+
+
+class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
+    """A schedule entry in Redis, with RedBeat's interface; takes the wishes of ``Policy`` by name, too.
+
+    >>> Entry("greet", "tasks.greet", schedule(60), args=["world"], jitter=5, app=app).save()  # doctest: +SKIP
+
+    Raises:
+        EntryError: a wish is unknown or wrong, or contradicts another.
+    """
+
+    #: Definition and policy as they were last read or stored; None: whatever is there shall be replaced.
+    version: tuple[str, str] | None = None
+
+    #: Its past was read, wherever it was kept: it is no new entry.
+    has_past = False
+
+    #: What its stored definition has that no beat understands, as a warning; empty: nothing.
+    ignored = ""
+
+    last_run_at: Any
+    _made_at: datetime | None = None
+    _since: datetime | None = None
+    _sent: datetime | None = None
+
+    #: Of the lock that all its runs take; None: not known, or not always the same.
+    lock_key: str | None = None
+
+    def __init__(self, *args: Any, app: Celery | None = None, policy: Policy | None = None, **kwargs: Any) -> None:
+        app = app_or_default(app)
+        prepare(app)
+        wishes = {name: kwargs.pop(name) for name in Policy.names() & kwargs.keys()}
+        self.policy = policy or Policy.of(wishes)
+        # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
+        made_at = datetime.now(UTC)
+        kwargs["last_run_at"] = kwargs.get("last_run_at") or made_at
+        self._made_at = made_at
+        super().__init__(*args, app=app, **kwargs)
+        if policy is None and not wishes:
+            self.policy = listed_policy(self.schedule) or self.policy
+        if is_listed_as_disabled(self.schedule):
+            self.enabled = False
+        if self.policy.timezone is None and (zone := zone_of(self.schedule, app_zone(app))) is not None:
+            # JSON would keep no more of the schedule's own zone than its offset.
+            self.policy = replace(self.policy, timezone=zone)
+        if why := self.policy.contradicts(self.options):
+            raise EntryError(f"entry {self.name!r}: {why}")
+
+    def __copy__(self) -> Entry:
+        # Celery's __reduce__ knows neither ``enabled`` nor RedBeat's order of arguments.
+        entry = object.__new__(type(self))
+        entry.__dict__.update(self.__dict__)
+        return entry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+        entry = copy.copy(self)
+        for name in ("args", "kwargs", "options"):
+            setattr(entry, name, copy.deepcopy(getattr(self, name), memo))
+        return entry
+
+    def with_past(self, meta: Meta) -> Entry:
+        """Return a copy with what is known about its past."""
+        entry = copy.copy(self)
+        past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count}
+        entry.__dict__.update(past, _since=meta.since, _sent=meta.sent, has_past=True)
+        return entry
+
+    def count_from(self, now: datetime) -> None:
+        """Let a new entry count from now, if so far it does by the clock of this host."""
+        if self._made_at is not None and self.last_run_at is self._made_at:
+            self.last_run_at = self._made_at = now
+
+    def _now(self) -> datetime:
+        return server_now(schedule_client(self.app), Keys.of(self.app).schedule)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all its runs get the same arguments."""
+        return not has_lazy(self.args) and not has_lazy(self.kwargs)
+
+    @property
+    def timetable(self) -> Timetable:
+        """The entry's times."""
+        return Timetable(self.name, self.schedule, self.policy, app_zone(self.app))
+
+    @classmethod
+    def decode(cls, key: str, definition: str, app: Celery) -> Entry:
+        """Read the ``definition`` field of an entry; the key is its identity, whatever that says about the name.
+
+        Raises:
+            EntryError: it cannot be understood; the message says why.
+        """
+        name = key.removeprefix(Config.of(app).redbeat_key_prefix)
+        try:
+            fields = decode_definition(definition, given_for(app, name))
+            ignored = fields.pop("ignored")
+            entry = cls(name=name, app=app, **fields)
+        except EntryError:
+            raise
+        except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
+            raise EntryError(f"its definition cannot be used: {type(exc).__name__}: {exc}") from exc
+        entry.ignored = ignored
+        return entry
+
+    @classmethod
+    def usable(cls, key: str, definition: str, app: Celery, now: datetime) -> Entry:
+        """Read the ``definition`` field of an entry that is to run.
+
+        Raises:
+            EntryError: it cannot be understood, its task may not run, or its times cannot be calculated.
+        """
+        entry = cls.decode(key, definition, app)
+        check_allowed(entry, Config.of(app).singlebeat_allowed_tasks)
+        try:
+            next_occurrence(entry.schedule, now, zone=app_zone(app))
+        except Exception as exc:  # a rule that can be read may still make no sense
+            raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
+        return entry
+
+    def encode(self) -> str:
+        """Return the ``definition`` field, with exactly RedBeat's names: it dies on any further one.
+
+        Raises:
+            EntryError: a value cannot be stored.
+        """
+        definition = {
+            "name": self.name,
+            "task": self.task,
+            "args": self.args,
+            "kwargs": self.kwargs,
+            "options": self.options,
+            "schedule": self.schedule,
+            "enabled": self.enabled,
+        }
+        if not self.task or not isinstance(self.schedule, BaseSchedule):
+            raise EntryError(f"entry {self.name!r} cannot be stored: it needs a task and a schedule")
+        try:
+            given = {} if is_known(self.schedule) and self.is_constant else given_for(self.app, self.name)
+            return encode_definition(definition, given)
+        except (TypeError, ValueError) as exc:
+            raise EntryError(f"entry {self.name!r} cannot be stored: {exc}") from exc
+
+    @classmethod
+    def from_key(cls, key: str, app: Celery | None = None) -> Entry:
+        """Return the stored entry of a key.
+
+        Raises:
+            UnknownEntryError: there is none; it is a KeyError, too.
+            EntryError: it cannot be understood.
+        """
+        app = app_or_default(app)
+        return cls.from_fields(key, *schedule_client(app).hmget(key, *FIELDS), app=app)
+
+    @classmethod
+    def from_fields(
+        cls,
+        key: str,
+        definition: str | None,
+        meta: str | None,
+        policy: str | None,
+        since: str | None = None,
+        sent: str | None = None,
+        *,
+        app: Celery,
+    ) -> Entry:
+        """Return the entry of a key from the fields of its hash.
+
+        Raises:
+            UnknownEntryError: there is no definition; it is a KeyError, too.
+            EntryError: it cannot be understood.
+        """
+        if not definition:
+            raise UnknownEntryError(f"there is no entry at {key!r}")
+        entry = cls.decode(key, definition, app).with_past(Meta.decode(meta, since, sent))
+        wishes = Policy.decode(policy)
+        entry.policy = wishes if wishes.timezone else replace(wishes, timezone=entry.policy.timezone)
+        entry.version = definition, policy or ""
+        return entry
+
+    @staticmethod
+    def load_definition(key: str, app: Any = None, definition: str | None = None) -> Any:
+        """Return the decoded ``definition`` of a key; KeyError if there is none."""
+        definition = definition or schedule_client(app_or_default(app)).hget(key, "definition")
+        if not definition:
+            raise KeyError(key)
+        return loads_object(definition, "definition")
+
+    @staticmethod
+    def load_meta(key: str, app: Any = None) -> Any:
+        """Return the decoded ``meta`` of a key."""
+        return RedBeatSchedulerEntry.decode_meta(schedule_client(app_or_default(app)).hget(key, "meta"))
+
+    @property
+    def meta(self) -> Meta:
+        """What is known about the entry's past."""
+        last = self.last_run_at
+        if last is not None:
+            last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
+        return Meta(last, self.total_run_count, self._since, self._sent)
+
+    @property
+    def due_at(self) -> datetime | None:
+        """The next time when the entry is due, now if it is overdue or has never run, None if there is none."""
+        return self.timetable.due_at(self.meta.counts_from, datetime.now(UTC))
+
+    @property
+    def score(self) -> float:
+        """The entry's place in the schedule: seconds since 1970, or PARKED."""
+        due_at = self.due_at
+        return PARKED if due_at is None else due_at.timestamp()
+
+    @property
+    def rank(self) -> int | None:
+        """How many entries are due before this one; None if it is not scheduled."""
+        rank: int | None = schedule_client(self.app).zrank(self.app.redbeat_conf.schedule_key, self.key)
+        return rank
+
+    def save(self) -> Entry:
+        """Store the entry; one that is there keeps its past, and one whose times are unchanged its next time.
+
+        Raises:
+            ConflictError: somebody else has changed the entry since it was read.
+            EntryError: a value cannot be stored.
+        """
+        results = save_entries(schedule_client(self.app), Keys.of(self.app), {self.name: self}, self._now())
+        for problem in results.values():
+            if problem is not None:
+                raise problem
+        return self
+
+    def delete(self) -> bool:
+        """Remove the entry; tell whether it was there.
+
+        Raises:
+            EntryError: its key is one of the schedule itself.
+        """
+        keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
+        key = keys.named(self.name)
+        # Asked first: the client repeats what follows if its reply is lost, and then nothing is there any more.
+        was_there = bool(client.exists(key)) or any(
+            score is not None for score in client.zmscore(keys.schedule, [self.key, self.name])
+        )
+        with client.pipeline() as pipe:
+            pipe.zrem(keys.schedule, self.key, self.name)
+            pipe.zrem(keys.pending, self.key, self.name)
+            pipe.hdel(keys.quarantine, self.key, self.name)
+            pipe.hdel(keys.owners, self.name)  # whichever app has one of this name may install it
+            pipe.delete(key, keys.parked(self.name))
+            return any(pipe.execute()) or was_there
+
+    def reschedule(self, last_run_at: datetime | None = None) -> None:
+        """Count the entry's time from another moment, by default from now."""
+        self.last_run_at, self._since = last_run_at or self._now(), None
+        self._store_meta()
+
+    def _next_instance(self, last_run_at: datetime | None = None, only_update_last_run_at: bool = False) -> Entry:
+        entry = copy.copy(self)
+        entry.last_run_at, entry._since = last_run_at or self._now(), None
+        entry.total_run_count = self.total_run_count + (0 if only_update_last_run_at else 1)
+        entry._store_meta()
+        return entry
+
+    __next__ = next = _next_instance
+
+    def _store_meta(self) -> None:
+        key = Keys.of(self.app).named(self.name)
+        with schedule_client(self.app).pipeline() as pipe:
+            pipe.hset(key, "meta", self.meta.encode())
+            pipe.hdel(key, "since")
+            pipe.zadd(self.app.redbeat_conf.schedule_key, {key: self.score})
+            pipe.execute()

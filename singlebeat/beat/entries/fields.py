@@ -1,0 +1,42 @@
+"""The fields of entries as Redis stores them: read and written in batches, each batch by one script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ...lua import packed, script
+
+__all__ = ("read_fields", "write_fields")
+
+
+def read_fields(client: Any, keys: Sequence[str]) -> Sequence[Any]:
+    """Read the fields of some entries in one round trip.
+
+    Args:
+        keys: of the entries' hashes.
+
+    Returns:
+        For each key ``[definition, meta, policy, since, pending, sent]``, with None for an absent field, or a string
+        that says what is wrong with the key. See ``read.lua``.
+    """
+    rows: Sequence[Any] = json.loads(script(__package__, "read")(client, keys, ()))
+    return rows
+
+
+def write_fields(client: Any, schedule: str, rows: Iterable[Sequence[Any]]) -> Sequence[bool]:
+    """Write the fields of some entries in one round trip, each only if it is stored as it was read.
+
+    Args:
+        schedule: key of the sorted set.
+        rows: for each entry its key, the fields as they were read, the new ones, and its score. See ``save.lua``.
+
+    Returns:
+        For each entry whether it was written; another program has changed the others meanwhile.
+    """
+    rows = [*rows]
+    saved: Sequence[bool] = json.loads(
+        script(__package__, "save")(client, [schedule, *(row[0] for row in rows)], (packed(rows),))
+    )
+    return saved

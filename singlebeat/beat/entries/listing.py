@@ -1,0 +1,78 @@
+"""The entries of a schedule as a mapping, for tools that ask a beat what it will run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...errors import EntryError
+from ..keys import Keys
+from .entry import Entry
+from .fields import read_fields
+from .save import BATCH
+from .timetable import as_listed
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("Listing",)
+
+
+class Listing(Mapping[str, Entry]):
+    """All usable entries by name, read in batches when they are asked for; a change of one is not stored.
+
+    An entry of ``beat_schedule`` is as the code gives it, with its stored past: before a beat leads it may not be in
+    Redis, or be there as an older version of the code had it.
+
+    Args:
+        client: the client for the schedule.
+        configured: returns the entry that ``beat_schedule`` gives under a name, None if there is none.
+    """
+
+    def __init__(self, app: Celery, client: Any, configured: Callable[[str], Entry | None]) -> None:
+        self.app, self.client, self._keys = app, client, Keys.of(app)
+        self._configured = configured
+        self._batch: Mapping[str, Entry] = {}  #: the last one that was read: a loop asks for these entries next
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._batch:
+            self._batch = dict(self._read([name]))
+        return self._batch[name]
+
+    def __iter__(self) -> Iterator[str]:
+        names = self._names()
+        for at in range(0, len(names), BATCH):
+            batch = self._batch = dict(self._read(names[at : at + BATCH]))
+            yield from batch
+
+    def __len__(self) -> int:
+        return len(self._names())  # unusable ones, too: to leave them out, all would have to be read
+
+    def _names(self) -> list[str]:
+        members = self.client.zrange(self._keys.schedule, 0, -1)
+        return [*dict.fromkeys([*map(self._keys.name, members), *map(str, self.app.conf.beat_schedule)])]
+
+    def _read(self, names: list[str]) -> Iterator[tuple[str, Entry]]:
+        keys = [self._keys.prefix + name for name in names]
+        for name, fields in zip(names, read_fields(self.client, keys), strict=True):
+            given, stored = self._configured(name), self._stored(name, fields)
+            # As the code has it: what an operator has disabled is no wish of the code when a tool adds it.
+            wanted = given.enabled if given is not None else stored is None or stored.enabled
+            if given is not None and stored is not None:
+                past, enabled = stored.meta, given.enabled and stored.enabled
+                given = given.with_past(past)
+                given.enabled = enabled
+            if (entry := given or stored) is not None:
+                entry = copy.deepcopy(entry)
+                entry.schedule = as_listed(entry.schedule, entry.policy, is_static=given is not None, enabled=wanted)
+                yield name, entry
+
+    def _stored(self, name: str, fields: Any) -> Entry | None:
+        if isinstance(fields, str):
+            return None
+        definition, meta, policy, since, _, sent = fields
+        try:
+            return Entry.from_fields(self._keys.prefix + name, definition, meta, policy, since, sent, app=self.app)
+        except EntryError:  # unknown, or set aside, which beat says
+            return None

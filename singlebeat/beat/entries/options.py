@@ -1,0 +1,151 @@
+"""The options of an entry's message, and of the signatures in it, that a worker reads as numbers and dates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from celery.utils.saferepr import saferepr
+from kombu.compression import get_encoder
+from kombu.serialization import registry
+
+from ...errors import EntryError
+from ...locks import seconds_until
+
+__all__ = ("SIGNATURES", "check_encoding", "check_signatures", "check_values")
+
+#: Options whose value is a signature or a list of signatures.
+SIGNATURES = ("link", "link_error", "chain", "chord")
+
+#: How kombu takes them; another one is an error of its connection to Redis.
+DELIVERY_MODES = (1, 2, "transient", "persistent")
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Check the numbers and dates among the options of a call, and of the signatures in these options.
+
+    A worker's main process reads them, and Celery's ends on some that cannot be read.
+
+    Raises:
+        EntryError: an option has a value that Celery cannot use.
+    """
+    _check_all(lambda: _options(options))
+
+
+def check_signatures(task: str, kwargs: Mapping[str, Any]) -> None:
+    """Check the same in the signatures that are the arguments of one of Celery's own tasks, as of a chain.
+
+    Raises:
+        EntryError: an option has a value that Celery cannot use.
+    """
+    if task.startswith("celery."):
+        _check_all(lambda: _options_of([*kwargs.values()]))
+
+
+def check_encoding(options: Mapping[str, Any]) -> None:
+    """Check that this process could serialize and compress a message with these options.
+
+    Raises:
+        EntryError: it does not know the serializer or the compression.
+    """
+    for name, is_known in (("serializer", _is_serializer), ("compression", _is_compression)):
+        if options.get(name) and not is_known(options[name]):
+            value = saferepr(options[name], 80)
+            raise EntryError(
+                f"definition: the option {name} is {value}, which kombu does not know here: is it installed?"
+            )
+
+
+def _is_serializer(name: Any) -> bool:
+    return isinstance(name, str) and name in registry.name_to_type
+
+
+def _is_compression(name: Any) -> bool:
+    try:
+        get_encoder(name)
+    except (KeyError, TypeError):
+        return False
+    return True
+
+
+def _check_all(found: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
+    try:
+        for options in found():
+            for name, (is_usable, wanted) in _CHECKS.items():
+                _check(name, options.get(name), is_usable, wanted)
+    except RecursionError:
+        raise EntryError("definition: the signatures are nested too deeply") from None
+
+
+def _check(name: str, value: Any, is_usable: Callable[[Any], bool], wanted: str) -> None:
+    try:
+        if value is None or is_usable(value):
+            return
+    except (ValueError, TypeError, OverflowError):
+        pass
+    raise EntryError(f"definition: the option {name} is {saferepr(value, 80)}: use {wanted}")
+
+
+def _options(options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the options of a call, and those of the signatures in them."""
+    yield options
+    for name in SIGNATURES:
+        yield from _options_of(options.get(name))
+
+
+def _options_of(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the options of a signature or of a list of signatures, and those of the signatures in them."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _options_of(each)
+    if not isinstance(value, Mapping):
+        return
+    options, kwargs, task = value.get("options"), value.get("kwargs"), value.get("task")
+    if isinstance(options, Mapping):
+        yield from _options(options)
+    if isinstance(task, str) and task.startswith("celery.") and isinstance(kwargs, Mapping):
+        yield from _options_of([*kwargs.values()])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value))
+
+
+def _is_limit(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_wait(value: Any) -> bool:
+    return _is_number(value) and _is_in_the_calendar(value)
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, str | datetime) and _is_in_the_calendar(value)
+
+
+def _is_in_the_calendar(value: Any) -> bool:
+    now = datetime.now(UTC)
+    _ = now + timedelta(seconds=seconds_until(value, now) or 0)  # as Celery makes a date of it
+    return True
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_name, value))
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "time_limit": (_is_limit, "a number of seconds, 0 or more"),
+    "soft_time_limit": (_is_limit, "a number of seconds, 0 or more"),
+    "countdown": (_is_wait, "a number of seconds"),
+    "eta": (_is_moment, "an ISO 8601 date"),
+    "expires": (lambda value: _is_wait(value) or _is_moment(value), "a number of seconds or an ISO 8601 date"),
+    "delivery_mode": (lambda value: value in DELIVERY_MODES, "one of 1, 2, transient, persistent"),
+    **dict.fromkeys(("queue", "exchange", "routing_key"), (_is_name, "a name")),
+    "stamped_headers": (_are_names, "a list of names"),
+}

@@ -1,0 +1,122 @@
+"""Which tasks an entry makes run, wherever it names them: ``singlebeat_allowed_tasks`` is about all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.saferepr import saferepr
+
+from ...errors import EntryError
+from .definition import check_headers
+from .options import SIGNATURES
+
+if TYPE_CHECKING:
+    from .entry import Entry
+
+__all__ = ("check_allowed",)
+
+#: Options that say how a message is sent and run. Any other may tie it to other messages, which nobody has checked.
+PLAIN_OPTIONS = frozenset(
+    {
+        *("countdown", "eta", "expires", "expire_seconds", "time_limit", "soft_time_limit", "ignore_result", "shadow"),
+        *("queue", "exchange", "exchange_type", "routing_key", "priority", "delivery_mode", "mandatory"),
+        *("serializer", "compression", "retry", "retry_policy", "timeout", "confirm_timeout"),
+        *("task_id", "add_to_parent", "overlap"),
+    }
+)
+
+#: Celery's tasks that run what their arguments name, and these arguments.
+RUN_BY_ARGUMENTS: Mapping[str, Sequence[str]] = {
+    "celery.map": ("task",),
+    "celery.starmap": ("task",),
+    "celery.chunks": ("task",),
+    "celery.chain": ("tasks",),
+    "celery.group": ("tasks",),
+    "celery.chord": ("header", "body"),
+    "celery.chord_unlock": ("callback",),
+}
+
+#: The kinds of signatures that stand for others, and what Celery calls the task of each.
+KINDS = {
+    "chain": "celery.chain",
+    "group": "celery.group",
+    "chord": "celery.chord",
+    "xmap": "celery.map",
+    "xstarmap": "celery.starmap",
+    "chunks": "celery.chunks",
+}
+
+#: Of these the task itself never runs: a worker sends the signatures in it.
+STRUCTURES = frozenset({"chain", "group", "chord"})
+
+
+def check_allowed(entry: Entry, patterns: Sequence[str]) -> None:
+    """Check the tasks that an entry makes run: its own, and those that its options and Celery's own tasks name.
+
+    Raises:
+        EntryError: one does not match any pattern, or what the entry makes run cannot be understood.
+    """
+    if "*" in patterns:
+        return
+    if not _matches(entry.task, patterns):
+        raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
+    try:
+        for name in _named(entry.task, entry.args, entry.kwargs, entry.options):
+            if not _matches(name, patterns):
+                raise EntryError(f"it makes task {name} run, which is not among singlebeat_allowed_tasks")
+    except RecursionError:
+        raise EntryError("its signatures are nested too deeply for singlebeat_allowed_tasks") from None
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _named(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
+    """Yield the tasks that a call makes run besides itself."""
+    if task in RUN_BY_ARGUMENTS:
+        for name in RUN_BY_ARGUMENTS[task]:
+            # A value in another place would be this argument, or become it behind the result of the task before.
+            if args or not isinstance(kwargs, Mapping) or name not in kwargs:
+                raise EntryError(f"{task} has to be given {name} by name, for singlebeat_allowed_tasks")
+            yield from _tasks(kwargs[name])
+    if not isinstance(options, Mapping | None):
+        raise _unclear(options)
+    for name, value in (options or {}).items():
+        if name in SIGNATURES:
+            yield from _tasks(value) if value is not None else ()
+        elif name == "headers":
+            check_headers(value)
+        elif name not in PLAIN_OPTIONS:
+            raise EntryError(f"the option {name} is not understood, as singlebeat_allowed_tasks needs it to be")
+
+
+def _tasks(value: Any) -> Iterator[str]:
+    """Yield the tasks of a signature, of a list of them, or of what Celery takes for the name of a task."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tasks(each)
+    elif isinstance(value, Mapping):
+        yield from _tasks_of(value)
+    else:
+        raise _unclear(value)
+
+
+def _tasks_of(signature: Mapping[str, Any]) -> Iterator[str]:
+    task, kind = signature.get("task"), signature.get("subtask_type")
+    if not isinstance(task, str) or not isinstance(kind, str | None) or (kind and KINDS.get(kind) != task):
+        raise _unclear(signature)
+    is_structure = kind in STRUCTURES
+    if not is_structure:
+        yield task
+    # Of a structure they are further arguments of the signatures in it.
+    args = None if is_structure else signature.get("args")
+    yield from _named(task, args, signature.get("kwargs"), signature.get("options"))
+
+
+def _unclear(value: Any) -> EntryError:
+    return EntryError(f"what this makes run cannot be told, as singlebeat_allowed_tasks needs it: {saferepr(value)}")

@@ -1,0 +1,168 @@
+"""What an entry's user wants beside its times: the ``policy`` field of its hash."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import datetime, tzinfo
+from functools import lru_cache
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from ...errors import EntryError
+from ...overlap import Overlap
+from ..calendar.zone import in_utc, named_zone
+from .definition import loads_object
+
+__all__ = ("Policy",)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError("must be a positive number of seconds")
+    return float(value)
+
+
+def _zone(value: Any) -> ZoneInfo:
+    try:
+        zone = named_zone(value) if isinstance(value, tzinfo) else ZoneInfo(value)
+    except Exception:  # whatever else it is: ZoneInfo raises five different errors
+        zone = None
+    if zone is None:
+        raise ValueError("must be the IANA name of a time zone, like Europe/Berlin")
+    return zone
+
+
+def _overlap(value: Any) -> Overlap:
+    words = [word for word in Overlap if word is not Overlap.RAISE]
+    if value not in words:
+        raise ValueError(f"must be one of {', '.join(words)}")
+    return Overlap(value)
+
+
+def _instant(value: Any) -> datetime:
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+        moment = in_utc(moment)
+    except (ValueError, AttributeError, OverflowError):
+        raise ValueError("must be a date and time with offset, like 2026-12-01T09:00:00+01:00") from None
+    assert isinstance(moment, datetime)  # noqa: S101 - for the type checker
+    return moment
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("must be a whole number, 1 or more")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")  # noqa: TRY004 - a wrong value, as far as the user is concerned
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a text")  # noqa: TRY004 - as above
+    return value
+
+
+def _wish(check: Callable[[Any], Any], default: Any = None) -> Any:
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The wishes for one entry, all of them optional; durations are seconds, instants are in UTC."""
+
+    #: The wall clock of its schedule; None: the app's.
+    timezone: ZoneInfo | None = _wish(_zone)
+    #: What becomes of an occurrence that meets an equal call; None: as its task says, or ``skip``.
+    overlap: Overlap | None = _wish(_overlap)
+    #: How late an occurrence may be; a later one is recorded as missed. None: it runs however late it is.
+    misfire_grace_time: float | None = _wish(_seconds)
+    #: An occurrence runs up to so much after its nominal time, always the same; never after the next nominal time.
+    jitter: float | None = _wish(_seconds)
+    #: No nominal time before it; an interval begins there.
+    start_time: datetime | None = _wish(_instant)
+    #: No nominal time after it.
+    end_time: datetime | None = _wish(_instant)
+    #: Runs after which the entry is finished.
+    max_runs: int | None = _wish(_count)
+    #: A new entry runs at once, and then as scheduled.
+    run_on_start: bool = _wish(_flag, default=False)
+    #: Time after which a message that no worker has started is dropped.
+    expires: float | None = _wish(_seconds)
+    #: Its occurrences pass without a run.
+    paused: bool = _wish(_flag, default=False)
+    #: For people: why it is paused, or whatever they should know.
+    note: str = _wish(_text, default="")
+
+    @classmethod
+    def of(cls, wishes: Mapping[str, Any]) -> Policy:
+        """Return the policy of some wishes by name, each as the field or as JSON has it; None: the default.
+
+        Raises:
+            EntryError: one of them is unknown or wrong, or two contradict each other; the message names them.
+        """
+        values: dict[str, Any] = {}
+        for name, value in wishes.items():
+            if name not in _CHECKS:
+                near = difflib.get_close_matches(str(name), _CHECKS, n=1)
+                raise EntryError(f"policy: there is no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            if value is not None:
+                try:
+                    values[name] = _CHECKS[name](value)
+                except ValueError as exc:
+                    raise EntryError(f"policy: {name} {exc}, not {value!r}") from None
+        policy = cls(**values)
+        if policy.start_time and policy.end_time and policy.end_time < policy.start_time:
+            raise EntryError(f"policy: end_time {policy.end_time} is before start_time {policy.start_time}")
+        return policy
+
+    def contradicts(self, options: Mapping[str, Any] | None) -> str:
+        """Return how it contradicts the options of its entry, an empty text if it does not."""
+        if self.expires is not None and (options or {}).get("expires") is not None:
+            return "expires is in its options as well as in its policy"
+        return ""
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Return the name of every wish."""
+        return frozenset(_CHECKS)
+
+    @classmethod
+    def decode(cls, text: str | None) -> Policy:
+        """Read the ``policy`` field of an entry.
+
+        Raises:
+            EntryError: it cannot be understood.
+        """
+        return _decoded(text) if text else cls()
+
+    def encode(self) -> str:
+        """Return the ``policy`` field of an entry; an empty text if nothing is wished."""
+        if self == _NO_WISHES:
+            return ""
+        wishes = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != each.default:
+                wishes[each.name] = value if isinstance(value, bool | int | float) else _readable(value)
+        return json.dumps(wishes)
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {each.name: each.metadata["check"] for each in fields(Policy)}
+_NO_WISHES = Policy()
+
+
+@lru_cache(maxsize=4096)
+def _decoded(text: str) -> Policy:
+    return Policy.of(loads_object(text, "policy"))
+
+
+def _readable(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -1,0 +1,76 @@
+"""An entry as far as it can be read: what is broken in it can be replaced, and the rest is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...errors import EntryError
+from .code_only import given_for
+from .definition import Meta, loads_object, salvaged
+from .entry import Entry
+from .policy import Policy
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("Salvage",)
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """The readable parts of a stored entry."""
+
+    name: str
+    app: Celery
+    texts: Mapping[str, str]  #: the fields of its hash as they are: definition, meta, policy, since
+    fields: Mapping[str, Any]  #: of its definition, those that can be read
+    wishes: Mapping[str, Any]  #: of its policy, in the form of JSON
+    meta: Meta | None
+    problems: Mapping[str, str]  #: a field of the definition, policy, expires or meta -> what is wrong with it
+
+    @classmethod
+    def of(cls, name: str, found: Sequence[str | None], app: Celery) -> Salvage:
+        """Return the readable parts of an entry.
+
+        Args:
+            found: the fields of its hash, as ``FIELDS`` names them.
+        """
+        texts = {
+            field: text or "" for field, text in zip(("definition", "meta", "policy", "since"), found, strict=True)
+        }
+        fields, problems = salvaged(texts["definition"], given_for(app, name))
+        wishes, meta = dict[str, Any](), None
+        try:
+            wishes.update(loads_object(texts["policy"] or "{}", "policy"))
+            policy = Policy.of(wishes)
+        except EntryError as exc:
+            problems["policy"] = str(exc)
+        else:
+            if why := policy.contradicts(fields.get("options")):
+                problems["expires"] = why
+        try:
+            meta = Meta.decode(texts["meta"], texts["since"])
+        except EntryError as exc:
+            problems["meta"] = str(exc)
+        return cls(name, app, texts, fields, wishes, meta, problems)
+
+    def changed(self, fields: Mapping[str, Any], wishes: Mapping[str, Any]) -> Entry:
+        """Return the entry with other fields and wishes, to be saved unless somebody else has changed it since.
+
+        Args:
+            fields: of the definition; those that cannot be read have to be among them.
+            wishes: None takes one away.
+
+        Raises:
+            EntryError: the wishes that it has then are wrong, or contradict each other.
+        """
+        merged = {**self.wishes, **wishes}
+        # One that is unknown can be taken away, and its misspelling cannot.
+        wanted = {name: value for name, value in merged.items() if value is not None or name not in self.wishes}
+        entry = Entry(self.name, app=self.app, policy=Policy.of(wanted), **{**self.fields, **fields})
+        if self.meta is not None:
+            entry = entry.with_past(self.meta)
+        entry.version = self.texts["definition"], self.texts["policy"]
+        return entry

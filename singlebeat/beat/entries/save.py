@@ -1,0 +1,238 @@
+"""Stores entries, in batches: an entry that is there keeps its past, one that is unchanged its next time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ...errors import ConflictError, EntryError
+from .code_only import given_for
+from .definition import Meta, loads_object, salvaged
+from .fields import read_fields, write_fields
+from .options import check_encoding
+from .policy import Policy
+from .schedule_json import have_same_times
+from .timetable import PARKED
+
+if TYPE_CHECKING:
+    from ..keys import Keys
+    from .entry import Entry
+
+__all__ = ("save_entries",)
+
+_T = TypeVar("_T")
+
+#: Entries that one round trip reads or writes.
+BATCH = 500
+
+#: How often an entry is read and written again that somebody else has changed in between.
+ATTEMPTS = 5
+
+#: Wishes that change the times of an entry.
+TIMING = ("timezone", "start_time", "end_time", "jitter")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What is to be stored of one entry, if it is still as it was found."""
+
+    member: str
+    found: Sequence[Any]  #: definition, meta, policy, since
+    #: The same; False: a beat may write it meanwhile, leave it.
+    fields: tuple[str, str | Literal[False], str, str | Literal[False]]
+    score: str  #: empty: leave it
+
+
+def save_entries(
+    client: Any,
+    keys: Keys,
+    entries: Mapping[str, Entry],
+    now: datetime,
+    *,
+    keep_disabled: bool = False,
+    dry_run: bool = False,
+) -> Mapping[str, EntryError | None]:
+    """Store entries by name, and return what went wrong with each of them, None for nothing.
+
+    Each knows then what was stored of it: when it is stored again, it meets what somebody else has changed meanwhile.
+
+    Args:
+        keep_disabled: one that somebody has disabled stays so, as one that is paused does in any case.
+        dry_run: store nothing, and return what would go wrong.
+    """
+    results: dict[str, EntryError | None] = {}
+    names = list(entries)
+    for at in range(0, len(names), BATCH):
+        left: Sequence[str] = names[at : at + BATCH]
+        for _ in range(ATTEMPTS):
+            wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
+            if dry_run:
+                left = ()
+                break
+            left = _write(client, keys, wishes)
+            for name in wishes.keys() - set(left):
+                definition, _, policy, _ = wishes[name].fields
+                entries[name].version = definition, policy
+            if not left:
+                break
+        for name in left:
+            results[name] = ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
+    return results
+
+
+def _plan(
+    client: Any,
+    keys: Keys,
+    entries: Mapping[str, Entry],
+    results: dict[str, EntryError | None],
+    now: datetime,
+    keep_disabled: bool,
+) -> Mapping[str, _Wish]:
+    members = dict[str, str]()
+    for name in entries:
+        try:
+            members[name] = keys.named(name)
+        except EntryError as exc:
+            results[name] = exc
+    if not members:
+        return {}
+    found = read_fields(client, [*members.values()])
+    scores = client.zmscore(keys.schedule, [*members.values()])
+    wishes = {}
+    for (name, member), fields, score in zip(members.items(), found, scores, strict=True):
+        entry = entries[name]
+        try:
+            if isinstance(fields, str):
+                raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
+            definition, meta, policy, since, *_ = fields
+            if entry.version is not None and entry.version != (definition or "", policy or ""):
+                raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
+            results[name] = None
+            wanted = entry.encode()
+            is_same = (wanted, entry.policy.encode()) == (definition, policy or "")
+            if is_same and score is not None and meta and _read(Meta.decode, meta, since):
+                entry.version = definition, policy or ""
+            else:
+                wish = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
+                _check(entry, wish, now)
+                wishes[name] = wish
+        except EntryError as exc:
+            results[name] = exc
+        except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
+            why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
+            results[name] = EntryError(f"entry {name!r} cannot be stored: {why}")
+    return wishes
+
+
+def _wish(
+    entry: Entry,
+    encoded: str,
+    member: str,
+    found: Sequence[Any],
+    score: float | None,
+    now: datetime,
+    keep_disabled: bool,
+) -> _Wish:
+    definition, meta, policy, since = found
+    # Each by itself: what is broken is replaced, and the rest is kept.
+    stored = _read(type(entry).decode, member, definition, entry.app) if definition else None
+    wanted = _read(Policy.decode, policy or "")
+    whole = _read(Meta.decode, meta, since) if meta else None
+    past = whole or (_read(Meta.decode, meta) if meta else None)
+    if stored is not None:
+        when, enabled = stored.schedule, stored.enabled
+    else:
+        readable, _ = salvaged(definition, given_for(entry.app, entry.name)) if definition else ({}, {})
+        when, enabled = readable.get("schedule"), readable.get("enabled", True)
+    if keep_disabled and entry.enabled and not enabled:
+        entry.enabled = False
+        encoded = entry.encode()
+    # Whoever has not read the entry does not know that it is paused.
+    if entry.version is None and (pause := wanted or _pause(policy or "")).paused:
+        entry.policy = replace(entry.policy, paused=True, note=pause.note)
+    same_times = (
+        when is not None
+        and wanted is not None
+        and have_same_times(when, entry.schedule)
+        and all(getattr(wanted, name) == getattr(entry.policy, name) for name in TIMING)
+        # It may be finished, and go on now.
+        and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
+    )
+    was_off = not enabled or (wanted is not None and wanted.paused)
+    goes_on = was_off and entry.enabled and not entry.policy.paused
+    if past is None:
+        entry.count_from(now)
+        at_once = entry.policy.run_on_start and not entry.has_past
+        past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
+    elif definition and not same_times:
+        past = replace(past, since=now)
+    elif definition and goes_on:
+        past = entry.timetable.passed(past, now)
+    is_broken = (definition and stored is None) or (meta and whole is None)
+    moved = not same_times or goes_on or score is None or is_broken  # what is broken may be parked
+    due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
+    writes_past = moved or not meta
+    return _Wish(
+        member,
+        found,
+        (
+            encoded,
+            past.encode() if writes_past else False,
+            entry.policy.encode(),
+            past.encode_since() if writes_past else False,
+        ),
+        repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
+    )
+
+
+def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
+    """Read what is to be stored as a beat will.
+
+    Raises:
+        EntryError: a beat could not use it.
+    """
+    definition, meta, policy, since = wish.fields
+    try:
+        json.loads(definition, parse_constant=_refuse)
+        read = type(entry).usable(wish.member, definition, entry.app, now)
+        check_encoding(read.options)
+        if why := Policy.decode(policy).contradicts(read.options):
+            raise EntryError(why)  # noqa: TRY301
+        if meta and since is not False:
+            Meta.decode(meta, since)
+    except (EntryError, ValueError) as exc:
+        raise EntryError(f"entry {entry.name!r} cannot be stored: {exc}") from exc
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}: a number is too large, or is none")
+
+
+def _read(decode: Callable[..., _T], *values: Any) -> _T | None:
+    """Return what a text says, None if that cannot be understood."""
+    try:
+        return decode(*values)
+    except EntryError:
+        return None
+
+
+def _pause(policy: str) -> Policy:
+    """Return what a policy that is broken says about a pause."""
+    try:
+        raw = loads_object(policy, "policy")
+    except EntryError:
+        return Policy()
+    wishes = [_read(Policy.of, {name: raw[name]}) or Policy() for name in ("paused", "note") if name in raw]
+    return Policy(paused=any(each.paused for each in wishes), note="".join(each.note for each in wishes))
+
+
+def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:
+    """Write, and return the names of those that somebody has changed meanwhile."""
+    if not wishes:
+        return []
+    rows = [(wish.member, wish.found, wish.fields, wish.score) for wish in wishes.values()]
+    saved = write_fields(client, keys.schedule, rows)
+    return [name for name, done in zip(wishes, saved, strict=True) if not done]

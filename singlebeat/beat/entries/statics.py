@@ -1,0 +1,176 @@
+"""The entries of ``beat_schedule`` in Redis: installed and removed by the leader, in batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from ...errors import EntryError
+from ...log import Log
+from ...lua import packed, script
+from ..keys import Keys
+from .definition import Meta
+from .fields import read_fields
+from .save import BATCH, save_entries
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .entry import Entry
+
+__all__ = ("Statics", "owner_of", "signature_of")
+
+log = Log("celery.beat")
+
+#: How long an entry that has left ``beat_schedule`` is kept: a deploy may be rolled back.
+KEPT_FOR = timedelta(days=7)
+
+#: Wishes that an operator has set and ``beat_schedule`` leaves alone.
+OPERATORS = ("paused", "note")
+
+
+def owner_of(app: Celery) -> str:
+    """Return the name under which an app owns entries."""
+    return " ".join(str(app.main or "celery").split("\n"))
+
+
+def signature_of(app: Celery) -> Mapping[str, str]:
+    """Return what tells the beats of one app from those of another: its name, and a digest of its entries' names."""
+    names = sorted(map(str, app.conf.beat_schedule))
+    digest = hashlib.sha1("\0".join(names).encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:8]
+    return {"app": owner_of(app), "statics": f"{len(names)} {digest}"}
+
+
+class Statics:
+    """The entries that an app's configuration gives.
+
+    Args:
+        client: the client for the schedule.
+    """
+
+    def __init__(self, app: Celery, client: Any) -> None:
+        self.app, self.client, self.keys = app, client, Keys.of(app)
+        self.owner = owner_of(app)
+
+    def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
+        """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
+
+        One that is in there and could not be stored this time stays as it is.
+        Those that another app has as well stay; those that RedBeat has installed belong to whichever app leads.
+        """
+        owners = self._owners()
+        known: Collection[str] = self.client.smembers(self.keys.statics)
+        gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, [self.owner])]
+        for at in range(0, len(gone), BATCH):
+            self._park(gone[at : at + BATCH], owners)
+        new = [name for name in stored if name not in known or self.owner not in owners.get(name, ())]
+        if not new:
+            return
+        with self.client.pipeline() as pipe:
+            pipe.sadd(self.keys.statics, *new)
+            ours = {name: "\n".join(sorted({self.owner, *owners.get(name, ())})) for name in new}
+            pipe.hset(self.keys.owners, mapping=ours)
+            pipe.execute()
+
+    def of_others(self) -> Mapping[str, int]:
+        """Return how many entries other apps have installed that this one does not have, by app."""
+        owners = self._owners().values()
+        return Counter(app for apps in owners if self.owner not in apps for app in apps)
+
+    def install(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
+        """Store entries, and return the names of those that could be stored.
+
+        One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
+        its next time. One that was parked is as it was, and what passed meanwhile is not made up for.
+        """
+        possible = [name for name in entries if self.keys.is_possible(name)]
+        owners = self._owners(possible)
+        results = dict[str, EntryError | None](self._refused(entries, owners))
+        entries = {name: entry for name, entry in entries.items() if name not in results}
+        absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
+        for at in range(0, len(absent), BATCH):
+            self._unpark(absent[at : at + BATCH], now)
+        results.update(save_entries(self.client, self.keys, entries, now, keep_disabled=True))
+        for name, problem in results.items():
+            if problem is not None:
+                log.error(
+                    "beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", entry=name, reason=problem
+                )
+        return [name for name, problem in results.items() if problem is None]
+
+    def _owners(self, names: Collection[str] | None = None) -> Mapping[str, Sequence[str]]:
+        """Return the apps that entries come from, of all entries or of some."""
+        if names is None:
+            found = self.client.hgetall(self.keys.owners)
+        else:
+            found = dict(zip(names, self.client.hmget(self.keys.owners, names), strict=True)) if names else {}
+        return {name: text.split("\n") for name, text in found.items() if text is not None}
+
+    def _refused(self, entries: Mapping[str, Entry], owners: Mapping[str, Sequence[str]]) -> Mapping[str, EntryError]:
+        """Return which entries another app has, and otherwise than this one wants them."""
+        others = {name: {*owners.get(name, ())} - {self.owner} for name in entries}
+        names = [name for name in entries if others[name]]
+        refused = dict[str, EntryError]()
+        for at in range(0, len(names), BATCH):
+            batch = names[at : at + BATCH]
+            for name, fields in zip(
+                batch, read_fields(self.client, [self.keys.prefix + name for name in batch]), strict=True
+            ):
+                if not isinstance(fields, str) and fields[0] and not _is_same(entries[name], fields[0], fields[2]):
+                    why = f"app {', '.join(sorted(others[name]))} has another entry of this name"
+                    hint = f"rename one of them, or, if that app is gone, HDEL {self.keys.owners} {name}"
+                    refused[name] = EntryError(f"{why}: {hint}")
+        return refused
+
+    def _park(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
+        keys, rows = self.keys, []
+        touched = [keys.schedule, keys.pending, keys.quarantine, keys.statics, keys.owners]
+        for name in names:
+            found, key = owners.get(name, ()), keys.prefix + name
+            left = "\n".join(owner for owner in found if owner != self.owner)
+            rows.append((name, "\n".join(found), left, key not in keys.own))
+            touched += [key, keys.parked(name)]
+        args = (self.owner, round(KEPT_FOR.total_seconds() * 1000), packed(rows))
+        for name, reply in zip(names, json.loads(script(__package__, "park")(self.client, touched, args)), strict=True):
+            if reply == "parked":
+                log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
+
+    def _unpark(self, names: Sequence[str], now: datetime) -> None:
+        """Put entries back that were parked."""
+        kept = read_fields(self.client, [self.keys.parked(name) for name in names])
+        read = zip(names, kept, strict=True)
+        found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
+        if not found:
+            return
+        touched = [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
+        rows = packed([_since(meta, since, now) for _, meta, since in found])
+        replies = json.loads(script(__package__, "unpark")(self.client, touched, (self.owner, rows)))
+        for (name, *_), is_back in zip(found, replies, strict=True):
+            if is_back:
+                log.info("beat: Static schedule entry '%(entry)s' is back.", event="entry_back", entry=name)
+
+
+def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
+    """Return whether an entry is stored as its app wants it, but for what an operator may have changed."""
+    try:
+        wanted, stored = json.loads(entry.encode()), json.loads(definition)
+        wishes, stored_wishes = json.loads(entry.policy.encode() or "{}"), json.loads(policy or "{}")
+        return bool(
+            {**wanted, "enabled": None} == {**stored, "enabled": None}
+            and {**wishes, **dict.fromkeys(OPERATORS)} == {**stored_wishes, **dict.fromkeys(OPERATORS)}
+        )
+    except (EntryError, ValueError, TypeError):
+        return False
+
+
+def _since(meta: str | None, since: str | None, now: datetime) -> str:
+    """Return the field ``since`` of an entry that counts from now on, empty if its past cannot be read."""
+    try:
+        return replace(Meta.decode(meta, since), since=now).encode_since() if meta else ""
+    except EntryError:
+        return ""

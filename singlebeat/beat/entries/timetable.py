@@ -1,0 +1,216 @@
+"""The times of one entry: its schedule within the bounds of its policy; pure, time is an argument."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import TYPE_CHECKING, Any
+
+from celery.schedules import crontab
+from redbeat.schedules import rrule
+
+from ...errors import EntryError
+from ..calendar.clocked import clocked
+from ..calendar.recurrence import is_known, latest_occurrence, next_occurrence, starts_at
+from ..calendar.zone import known_zone, named_zone
+from .definition import Meta
+from .policy import Policy
+
+if TYPE_CHECKING:
+    from zoneinfo import ZoneInfo
+
+__all__ = (
+    "PARKED",
+    "Timetable",
+    "as_listed",
+    "is_listed_as_disabled",
+    "is_listed_from_redis",
+    "listed_policy",
+    "on_its_clock",
+    "zone_of",
+)
+
+#: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
+PARKED = -1.0
+
+#: The attribute of a listed schedule.
+_LISTED = "_singlebeat_listed"
+
+#: Its value where a schedule was not listed: policy, whether ``beat_schedule`` has the entry, whether it is enabled.
+_NOT_LISTED = (None, True, True)
+
+#: The shortest step of a nominal time.
+TICK = timedelta(microseconds=1)
+
+#: Before all times.
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def zone_of(schedule: Any, app_zone: tzinfo = UTC) -> ZoneInfo | None:
+    """Return the zone that a schedule brings along, in an rrule's ``dtstart`` or by its clock, if it has a name.
+
+    Raises:
+        EntryError: it has none, it shifts its clocks, and it is not the app's: nothing that is stored could say it.
+    """
+    now = getattr(schedule, "nowfun", None)
+    moment = getattr(schedule, "dtstart", None) or (now() if now else None)
+    own = moment.tzinfo if isinstance(moment, datetime) else None
+    if own is None or (named := named_zone(own)) is not None:
+        return None if own is None else named
+    found = known_zone(own)
+    if found is None or (found.utcoffset(None) is None and found != app_zone):
+        raise EntryError(
+            f"the zone of its schedule, {own!r}, has neither an IANA name nor a fixed offset: give the entry a "
+            "timezone, like Europe/Berlin"
+        )
+    return None
+
+
+def on_its_clock(schedule: Any, zone: ZoneInfo | None) -> Any:
+    """Return a schedule that says on which wall clock it is read: monitors such as Sentry Crons ask its ``tz``."""
+    return schedule if zone is None or not isinstance(schedule, crontab) else _with(schedule, tz=zone)
+
+
+def as_listed(schedule: Any, policy: Policy, *, is_static: bool, enabled: bool) -> Any:
+    """Return the schedule of an entry for a tool that lists entries, and may add them to ``beat_schedule`` again.
+
+    Such a tool knows neither policy nor ``enabled``, so the schedule carries them.
+
+    Args:
+        is_static: ``beat_schedule`` has the entry.
+        enabled: whether it is enabled there, else as it is stored.
+    """
+    if not is_known(schedule):  # it is recognised by its identity
+        return schedule
+    return _with(on_its_clock(schedule, policy.timezone), **{_LISTED: (policy, is_static, enabled)})
+
+
+def listed_policy(schedule: Any) -> Policy | None:
+    """Return the policy that the schedule of a listed entry carries, or None."""
+    policy: Policy | None = getattr(schedule, _LISTED, _NOT_LISTED)[0]
+    return policy
+
+
+def is_listed_from_redis(schedule: Any) -> bool:
+    """Return whether a schedule comes from a listed entry that ``beat_schedule`` did not have."""
+    return not getattr(schedule, _LISTED, _NOT_LISTED)[1]
+
+
+def is_listed_as_disabled(schedule: Any) -> bool:
+    """Return whether a schedule comes from a listed entry that is disabled."""
+    return not getattr(schedule, _LISTED, _NOT_LISTED)[2]
+
+
+def _with(schedule: Any, **attributes: Any) -> Any:
+    """Return a copy with other attributes: Celery's own copy of a crontab parses it anew, RedBeat's rrule has none."""
+    same = object.__new__(type(schedule))
+    vars(same).update(vars(schedule), **attributes)
+    return same
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """When an entry asks for runs (nominal times) and when these are due, which jitter may put later."""
+
+    name: str
+    schedule: Any  #: Celery's ``BaseSchedule``
+    policy: Policy
+    zone: tzinfo  #: of the app, for an entry that has no zone of its own
+
+    def since(self, counts_from: datetime | None) -> datetime | None:
+        """Return the moment after which its next nominal time lies, None if it is due now because it has never run.
+
+        What comes once is never due before its instant.
+        """
+        return EPOCH if counts_from is None and isinstance(self.schedule, clocked) else counts_from
+
+    def _read(self) -> tuple[Any, tzinfo]:
+        """Return the schedule, and the zone on whose wall clock it is read."""
+        zone = self.policy.timezone
+        if zone is None or not isinstance(self.schedule, rrule):
+            return self.schedule, zone or self.zone
+        return _with(self.schedule, dtstart=self.schedule.dtstart.astimezone(zone)), zone
+
+    def next(self, after: datetime) -> datetime | None:
+        """Return the first nominal time after a moment, None if there is none."""
+        start, end, (schedule, zone) = self.policy.start_time, self.policy.end_time, self._read()
+        if start is not None and after < start:
+            nominal = starts_at(schedule, start, zone=zone)
+        else:
+            nominal = next_occurrence(schedule, after, zone=zone)
+        return nominal if nominal is None or end is None or nominal <= end else None
+
+    def latest(self, after: datetime, until: datetime) -> datetime | None:
+        """Return the last nominal time that is later than one moment and not later than another, or None."""
+        start, end, (schedule, zone) = self.policy.start_time, self.policy.end_time, self._read()
+        until = until if end is None else min(until, end)
+        if start is not None and after < start:
+            first = self.next(after)
+            if first is None or first > until:
+                return None
+            return latest_occurrence(schedule, first, until, zone=zone) or first
+        return latest_occurrence(schedule, after, until, zone=zone)
+
+    def bounded(self, nominal: datetime) -> datetime | None:
+        """Return a nominal time that was not asked from the schedule, within the bounds of the policy."""
+        start, end = self.policy.start_time, self.policy.end_time
+        if start is not None and nominal < start:
+            return self.next(nominal)
+        return nominal if end is None or nominal <= end else None
+
+    def score(self, nominal: datetime | None) -> float:
+        """Return the place in the schedule of a nominal time: seconds since 1970 when it is due, or PARKED."""
+        return PARKED if nominal is None else self.due(nominal).timestamp()
+
+    def due(self, nominal: datetime) -> datetime:
+        """Return when the occurrence of a nominal time is to run: a hash of both spreads entries, and stays the same.
+
+        It lies before the next nominal time even if the jitter is longer (APScheduler's may pass it), and not behind
+        the end.
+        """
+        if self.policy.jitter is None:
+            return nominal
+        span, limit = timedelta(seconds=self.policy.jitter), self.next(nominal) or self.policy.end_time
+        if limit is not None:
+            span = max(timedelta(), min(span, limit - nominal))
+        seed = f"{self.name}\n{round(nominal.timestamp() * 1000)}".encode(errors="surrogateescape")
+        part = int.from_bytes(hashlib.sha256(seed).digest()[:4])  # of 2**32
+        return nominal + (span // TICK * part >> 32) * TICK  # rounded down: the next nominal time is never reached
+
+    def due_at(self, counts_from: datetime | None, now: datetime) -> datetime | None:
+        """Return when its next run is due, now if it is overdue or has never run; None if there is none."""
+        since = self.since(counts_from)
+        if since is None:
+            return now
+        nominal = self.next(since)
+        return None if nominal is None else max(now, self.due(nominal))
+
+    def overdue(self, after: datetime, now: datetime) -> datetime | None:
+        """Return the last nominal time after a moment whose run is due by now, None if none is."""
+        nominal = self.latest(after, now)
+        if nominal is not None and self.due(nominal) > now:  # the one before it is due in any case
+            nominal = self.latest(after, nominal - TICK)
+        return nominal
+
+    def passed(self, past: Meta, now: datetime) -> Meta:
+        """Return the past of an entry that goes on now, after a time in which none of its runs was wanted."""
+        since = self.since(past.counts_from)
+        nominal = now if since is None else self.overdue(since, now)
+        return past if nominal is None else replace(past, since=nominal)
+
+    def runs(self, since: datetime | None, now: datetime, *, count: int = 0) -> Iterator[datetime]:
+        """Yield the nominal times of the runs to come; the first one is past if it is overdue.
+
+        Args:
+            since: after which its next nominal time lies; None: it has never run, and is due now.
+            count: runs that the entry has had, for ``max_runs``.
+        """
+        left = None if self.policy.max_runs is None else self.policy.max_runs - count
+        since = self.since(since)
+        nominal = self.bounded(now) if since is None else self.overdue(since, now) or self.next(since)
+        while nominal is not None and (left is None or left > 0):
+            yield nominal
+            left = None if left is None else left - 1
+            nominal = self.next(nominal)

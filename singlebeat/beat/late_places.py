@@ -1,0 +1,158 @@
+"""Entries whose places in the schedule are later than their times: beat does not look at them before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, tzinfo
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+from ..connections import schedule_client
+from ..errors import EntryError
+from .calendar.zone import app_zone
+from .decide import claim_for
+from .entries.entry import Entry
+from .entries.fields import read_fields
+from .entries.save import BATCH
+from .entries.timetable import PARKED
+from .keys import Keys
+from .leadership.clock_guard import LAST_INSTANT, LONGEST_STEP_BACK, latest_shown
+from .server_time import server_now
+from .status import OVERDUE_AFTER
+from .store.claims import Stored
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("LatePlace", "late_places")
+
+#: How instants are written for people.
+MOMENT = "%Y-%m-%d %H:%M:%SZ"
+
+
+@dataclass(frozen=True, slots=True)
+class LatePlace:
+    """The place of an entry that is later than its time, or than it would be by a clock that is right."""
+
+    schedule: str  #: key of the sorted set
+    key: str  #: of the entry
+    score: float
+    due_at: datetime  #: when the entry is due by its timetable
+    counts_from: datetime | None  #: None: it has never run, so that its place says when it does first
+    now: datetime
+
+    @property
+    def at(self) -> datetime | None:
+        """The instant of the place; None if the place is no instant before the year 10000, as milliseconds are."""
+        return None if self.score > LAST_INSTANT else datetime.fromtimestamp(self.score, UTC)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the place is a mistake for certain."""
+        return self.counts_from is not None or self.at is None
+
+    def __str__(self) -> str:
+        advice = f"to let beat correct it: ZADD {self.schedule} 0 {self.key}"
+        if self.at is None:
+            return (
+                f"its place in {self.schedule} is {self.score:.0f}, which is no time in seconds since 1970 (is it in "
+                f"milliseconds?): it never runs; {advice}"
+            )
+        if self.counts_from is not None and self.counts_from > self.now:
+            ahead = f"it counts from {self.counts_from:{MOMENT}}, which is yet to come: a beat has written that whose "
+            if self.counts_from > self.now + LONGEST_STEP_BACK:
+                return f"{ahead}clock was ahead; {advice}"
+            return f"{ahead}clock was ahead, and it waits until then; celery singlebeat trigger runs it before"
+        if self.counts_from is None:
+            return (
+                f"it has never run, and by its place in {self.schedule} it does not run before {self.at:{MOMENT}}; to "
+                f"run it at once: ZADD {self.schedule} 0 {self.key}"
+            )
+        return (
+            f"its place in {self.schedule} is {self.at:{MOMENT}}, later than its time, {self.due_at:{MOMENT}}: it does "
+            f"not run before its place. Another program has written that place, or changed the entry alone; {advice}"
+        )
+
+
+def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, LatePlace]]:
+    """Yield names and places of those entries whose places are later than their times by ``OVERDUE_AFTER`` and more.
+
+    Entries that are disabled, paused or never due are left out. One round trip for each batch, and three more where one
+    seems to be late: beat may have moved it on since it was read.
+
+    Args:
+        entries: as they were read before.
+
+    Raises:
+        RedisError: the schedule's server does not answer.
+    """
+    client, keys, left = schedule_client(app), Keys.of(app), iter(entries)
+    now, zone = server_now(client, keys.schedule), _zone(client.get(keys.zone)) or app_zone(app)
+    shown = latest_shown(client, keys)  # entries that wait for it to come again are another matter
+    while batch := [*islice(left, BATCH)]:
+        found = _compare(keys, batch, _scores(client, keys, [entry.name for entry in batch]), now, zone, shown)
+        names = [name for name, _ in found]
+        if not names:
+            continue
+        # A place that is the same before and after the entry was read belongs to what was read.
+        before = _scores(client, keys, names)
+        again = [*_read(app, client, keys, names)]
+        after = _scores(client, keys, names)
+        same = {name: score for name, score in before.items() if score == after[name]}
+        yield from _compare(keys, again, same, server_now(client, keys.schedule), zone, shown)
+
+
+def _zone(name: str | None) -> tzinfo | None:
+    """Return the zone in which the last leader has read wall clocks, None if it is not known."""
+    try:
+        return ZoneInfo(name) if name else None
+    except Exception:  # ZoneInfo raises five different errors for a name
+        return None
+
+
+def _scores(client: Any, keys: Keys, names: Sequence[str]) -> Mapping[str, float]:
+    """Return the first place of each entry that has one: under its key, its bare name, or both."""
+    if not names:
+        return {}
+    scores = client.zmscore(keys.schedule, [*(keys.prefix + name for name in names), *names])
+    both = zip(names, scores[: len(names)], scores[len(names) :], strict=True)
+    places = {name: [score for score in pair if score is not None and score >= 0] for name, *pair in both}
+    return {name: min(scores) for name, scores in places.items() if scores}
+
+
+def _read(app: Celery, client: Any, keys: Keys, names: Sequence[str]) -> Iterator[Entry]:
+    members = [keys.prefix + name for name in names]
+    for key, fields in zip(members, read_fields(client, members), strict=True):
+        with suppress(EntryError):  # it was deleted, or broken
+            if not isinstance(fields, str):
+                definition, meta, policy, since, _, sent = fields
+                yield Entry.from_fields(key, definition, meta, policy, since, sent, app=app)
+
+
+def _compare(
+    keys: Keys, entries: Iterable[Entry], scores: Mapping[str, float], now: datetime, zone: tzinfo, shown: datetime
+) -> Sequence[tuple[str, LatePlace]]:
+    late = list[tuple[str, LatePlace]]()
+    for entry in entries:
+        score = scores.get(entry.name, PARKED)
+        if not entry.enabled or entry.policy.paused or score <= now.timestamp() + OVERDUE_AFTER:
+            continue
+        with suppress(Exception):  # a user's own schedule may do anything, and a tick finds out
+            due_at = _due_at(entry, now, zone)
+            since = entry.meta.counts_from
+            is_ahead = since is not None and since - max(now, shown) > timedelta(seconds=OVERDUE_AFTER)
+            if due_at is not None and (score > due_at + OVERDUE_AFTER or is_ahead):
+                at = datetime.fromtimestamp(due_at, UTC)
+                late.append((entry.name, LatePlace(keys.schedule, entry.key, score, at, since, now)))
+    return late
+
+
+def _due_at(entry: Entry, now: datetime, zone: tzinfo) -> float | None:
+    """Return when a beat that looked at an entry now would run it next, in seconds since 1970; None: never."""
+    claim = claim_for(Stored(entry.key, 0, (), entry, entry.meta, entry.policy, None), now, zone=zone, prefix="")
+    if claim.occurrence is not None or claim.decision is not None:
+        return now.timestamp()
+    return None if claim.next_score < 0 else claim.next_score

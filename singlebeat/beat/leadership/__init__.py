@@ -1,0 +1,1 @@
+"""WHO LEADS: the lease of the leader, its watchdog, and the guard against clocks that go back."""

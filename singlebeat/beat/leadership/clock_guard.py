@@ -1,0 +1,157 @@
+"""The time by which the beats that lead have decided, so that a clock which was wrong silences no entry for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from ...errors import EntryError
+from ...log import Log
+from ..entries.definition import Meta
+from ..entries.fields import read_fields
+from ..entries.timetable import PARKED
+from ..server_time import UNFIT_FROM
+
+if TYPE_CHECKING:
+    from ..keys import Keys
+    from .lease import Term
+
+__all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "Clock", "latest_shown")
+
+log = Log("celery.beat")
+
+#: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
+#: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
+LONGEST_STEP_BACK = timedelta(hours=3)
+
+#: The last second before the year 10000: a place that is later is no time in seconds since 1970.
+LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
+
+#: How old the stored time may be: the next leader compares it in hours, and where beats share the work it is the sign
+#: of their life.
+STORED_EVERY = timedelta(seconds=10)
+
+#: Entries that one round trip reads or writes.
+BATCH = 500
+
+LONG_AGO = datetime.min.replace(tzinfo=UTC)
+
+
+class Clock:
+    """The latest time by which a leader has decided since it was last known to be right.
+
+    While the clock is behind that time, by up to ``LONGEST_STEP_BACK``, entries that were decided by then wait.
+
+    Args:
+        client: the client for the schedule.
+        progress: hears of each step.
+    """
+
+    def __init__(self, client: Any, keys: Keys, *, progress: Callable[[], None]) -> None:
+        self.client, self.keys, self._progress = client, keys, progress
+        self._term: Term | None = None
+        self._latest = self._noted = LONG_AGO
+        self._written: datetime | None = None  #: what the server was told last, by the leader that this beat was
+        self._waits = False  #: it was logged that entries wait for the clock to catch up
+
+    def check(self, now: datetime, term: Term) -> datetime | None:
+        """Make those entries due that a clock has moved on which was hours ahead: a tick then counts them from now.
+
+        Returns:
+            From when on the server has lost what was written, None if it has lost nothing as far as is known: a server
+            that starts from a snapshot, or takes over from another one, may have forgotten its last changes.
+
+        Such a clock is known by what it has shown, here or to whoever led before: to look at the entries is dear, as
+        there may be a million whose next time is rightly far ahead. Places that are no times at all are cheap to find.
+        """
+        lost = None
+        if term != self._term:
+            self._progress()
+            self._latest = self._noted = shown = latest_shown(self.client, self.keys)
+            is_next = self._term is not None and term.number == self._term.number + 1  # no other beat led in between
+            if is_next and self._written is not None and LONG_AGO < shown < self._written and not term.lost:
+                lost = shown
+            self._written = None
+        if now + LONGEST_STEP_BACK < self._latest:
+            self._look_again(now)
+            self._latest = now
+        elif (self._latest - now).total_seconds() > UNFIT_FROM and not self._waits:
+            self._waits = True
+            about = {"before": self._latest, "now": now, "reason": "entries that were decided by then wait until then"}
+            log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
+            self._try_again(now)
+        # The latest, not the last: many small steps back are a large one.
+        self._latest = max(self._latest, now)
+        if self._waits and self._latest == now:
+            self._waits = False
+            log.warning("beat: The clock has caught up: no entry waits for it any longer", event="clock_caught_up")
+        if abs(now - self._noted) >= STORED_EVERY:
+            before = self._note(now, term)
+            if term.token and self._written is not None and LONG_AGO < before < self._written:
+                lost = before
+            self._noted, self._written = now, self._latest if term.token else None
+        self._term = term
+        return lost
+
+    def _note(self, now: datetime, term: Term) -> datetime:
+        """Tell the server the latest time; return what it has known before, long ago if it knew nothing."""
+        self._progress()
+        keys = self.keys
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.zrangebyscore(keys.schedule, f"({LAST_INSTANT!r}", "+inf", start=0, num=BATCH, withscores=True)
+            pipe.get(keys.clock)  # and not by SET, which would leave a key of another type as it is
+            pipe.set(keys.clock, repr(self._latest.timestamp()))
+            if not term.token:
+                pipe.set(keys.alive, repr(now.timestamp()))  # the latest may lie ahead for hours
+            places, before, *_ = pipe.execute()
+        if places:
+            self.client.zadd(keys.schedule, {member: 0 for member, _ in places}, xx=True)
+        for member, score in places:
+            about = {"entry": keys.name(member), "place": score, "reason": "no time in seconds since 1970"}
+            log.warning("beat: The place of '%(entry)s' is corrected", event="place_corrected", **about)
+        return _moment(before)
+
+    def _look_again(self, now: datetime) -> None:
+        about = {"before": self._latest, "now": now}
+        log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
+        limit = now + LONGEST_STEP_BACK
+        waiting = self.client.zrangebyscore(self.keys.schedule, f"({limit.timestamp()!r}", "+inf")
+        # The clock may have shown a time after their end.
+        waiting += self.client.zrangebyscore(self.keys.schedule, PARKED, PARKED)
+        for at in range(0, len(waiting), BATCH):
+            self._progress()
+            members = waiting[at : at + BATCH]
+            entries = [self.keys.entry(member) for member in members]
+            found = zip(members, read_fields(self.client, entries), strict=True)
+            if ahead := [member for member, fields in found if _counts_from(fields, now) > limit]:
+                self.client.zadd(self.keys.schedule, dict.fromkeys(ahead, 0), xx=True)
+        self._try_again(now)
+
+    def _try_again(self, now: datetime) -> None:
+        """Let the time come at which pending occurrences are tried again: by a clock that was ahead it is far ahead."""
+        if untried := self.client.zrangebyscore(self.keys.pending, f"({now.timestamp()!r}", "+inf"):
+            self.client.zadd(self.keys.pending, dict.fromkeys(untried, 0), xx=True)
+
+
+def latest_shown(client: Any, keys: Keys) -> datetime:
+    """Return the latest time by which a leader has decided, as far as it is noted; long ago if none is."""
+    return _moment(client.get(keys.clock))
+
+
+def _moment(text: str | None) -> datetime:
+    try:
+        return datetime.fromtimestamp(float(text or "nan"), UTC)
+    except (ValueError, OverflowError, OSError):  # no beat has led yet, and any program may write there
+        return LONG_AGO
+
+
+def _counts_from(fields: Any, now: datetime) -> datetime:
+    """Return from when on the next time of an entry counts; now if that cannot be told, which a tick finds out."""
+    try:
+        if isinstance(fields, str):
+            return now
+        _, meta, _, since, *_ = fields
+        return Meta.decode(meta or None, since or None).counts_from or now
+    except EntryError:
+        return now

@@ -1,0 +1,263 @@
+"""Leadership: one beat leads for a term, under a lease that a thread of its own renews."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from kombu.utils.uuid import uuid
+
+from ...connections import RedisError, schedule_client
+from ...log import Log
+from ...lua import script
+from ..keys import Keys, LeaseKeys
+from ..server_time import DIFFERS_FROM, ServerTime
+
+__all__ = ("SHARE_EVERY", "SHARE_STAY", "STAY", "Lease", "Term", "identity", "resign")
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+log = Log("celery.beat")
+
+#: Renewals per lease: two may fail before leadership is in danger.
+RENEWALS_PER_LEASE = 3
+
+#: The part of a lease at its end in which the leader does not trust it any more, for clocks that run unevenly.
+MARGIN = 0.1
+
+#: Seconds for which a beat that stands by counts as there after its last campaign: it makes several in each second.
+STAY = 5.0
+
+#: Where leadership is switched off: seconds between two signs of life of a beat, and for how long one counts.
+SHARE_EVERY, SHARE_STAY = 5.0, 15.0
+
+
+def identity() -> str:
+    """Return host and pid of this process, as the history names a leader."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One unbroken period of leadership."""
+
+    number: int  #: fencing number: a later term has a higher one; 0 where leadership is switched off
+    token: str  #: what the lock holds during this term; empty where leadership is switched off
+    lost: int = 0  #: number of an earlier term that the server has forgotten, with what it held; 0: of none is known
+    leader: str = field(default_factory=identity)  #: host and pid of the beat that leads
+
+
+class Lease:
+    """Takes, renews and gives up leadership; losing it is a state, not an error.
+
+    Args:
+        connect: returns a new client with connections of its own and a short timeout, or the one that the user has set.
+        ttl: seconds that leadership lasts after its last renewal.
+        clock: monotonic seconds.
+        about: texts that are stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
+        server_time: learns the server's time from each campaign.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        keys: LeaseKeys,
+        *,
+        ttl: float,
+        clock: Callable[[], float] = time.monotonic,
+        about: Mapping[str, str] = MappingProxyType({}),
+        server_time: ServerTime | None = None,
+    ) -> None:
+        self.keys, self.ttl = keys, ttl
+        self.server_time = server_time or ServerTime()
+        self._connect, self._clock, self._about = connect, clock, about
+        self._client: Any = None
+        self._term: Term | None = None
+        self._last_token = ""
+        self._known = 0  #: number of the last term that we have heard of, ours or another's
+        self._standby, self._since = "", ""
+        self._trusted_until = 0.0
+        self._share_at = 0.0  #: when to give the next sign of life; at once
+        self._not_renewed = False
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> Term | None:
+        """Return our term, campaigning for one if we have none; None while another beat leads.
+
+        Raises:
+            RedisError: the server does not answer.
+        """
+        if self._stopped:
+            return None
+        if self.keys.lock is None:
+            self._share()
+            return Term(0, "")
+        if (term := self.term()) is not None:
+            return term
+        if self._client is None:
+            self._client = self._connect()
+        token = uuid()
+        # Trust counts from before the call: a slow reply must not stretch it.
+        asked_at = self._clock()
+        keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
+        host, pid, since = socket.gethostname(), os.getpid(), self._now()
+        # What is stored is the same at each campaign, and is taken back in these words.
+        self._since = self._since or since
+        before, self._standby = self._standby, self._named(host, pid)
+        about = (host, pid, since, self._last_token, self._standby)
+        off = (f"{self.server_time.host_ahead:.1f}", before if before != self._standby else "")
+        args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known, *off)
+        self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
+        asked = self.server_time.asked()
+        number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
+        self.server_time.heard(shown, asked)
+        if not number:
+            return None
+        self._standby = self._since = ""
+        self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
+        self._term = Term(number, token, self._known if number <= self._known else 0)
+        self._known = number
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
+            self._thread.start()
+        return self._term
+
+    def _now(self) -> str:
+        return self.server_time.now().isoformat(timespec="seconds")
+
+    def _share(self) -> None:
+        """Let people see that this beat shares the work, where leadership is switched off."""
+        if self._clock() < self._share_at:
+            return
+        if self._client is None:
+            self._client = self._connect()
+        self._since = self._since or self._now()
+        before, self._standby = self._standby, self._named(socket.gethostname(), os.getpid())
+        now, key = self.server_time.timestamp() * 1000, self.keys.standbys
+        until = now + SHARE_STAY * 1000
+        with self._client.pipeline(transaction=False) as pipe:
+            if before != self._standby:
+                pipe.zrem(key, before)
+            pipe.zremrangebyscore(key, "-inf", now)
+            pipe.zremrangebyscore(key, f"({until!r}", "+inf")  # of before the server's clock was set back
+            pipe.zadd(key, {self._standby: until})
+            pipe.pexpire(key, round(SHARE_STAY * 1000))
+            pipe.execute()
+        self._share_at = self._clock() + SHARE_EVERY
+
+    def _named(self, host: str, pid: int) -> str:
+        """Return this beat as it stands by, in JSON; how far its clock is off only where that matters."""
+        ahead = self.server_time.host_ahead
+        off = {"ahead": round(ahead)} if abs(ahead) > DIFFERS_FROM else {}
+        return json.dumps({"host": host, "pid": str(pid), "since": self._since, **self._about, **off})
+
+    def term(self) -> Term | None:
+        """Return the term that we may act under at this moment, or None."""
+        if self._stopped:
+            return None
+        if self.keys.lock is None:
+            return Term(0, "")
+        term = self._term
+        return term if term is not None and self._clock() < self._trusted_until else None
+
+    def owned(self) -> bool:
+        """Tell whether we lead at this moment."""
+        return self.term() is not None
+
+    def renew(self) -> bool:
+        """Prolong our term; False if it has ended.
+
+        Raises:
+            RedisError: the server does not answer; the term goes on until its trust ends.
+        """
+        term = self._term
+        if term is None or self.keys.lock is None:
+            return term is not None
+        asked_at = self._clock()
+        keys = (self.keys.lock, self.keys.leader)
+        args = (term.token, round(self.ttl * 1000), f"{self.server_time.host_ahead:.1f}")
+        if script(__package__, "renew")(self._client, keys, args):
+            left = self._trusted_until - self._clock()
+            self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
+            if left < self.ttl * MARGIN:
+                log.warning(
+                    "beat: Renewed the lock late: leadership was nearly lost", event="lease_nearly_lost", left=left
+                )
+            return True
+        if self._term is term:
+            self._term = None
+        return False
+
+    def release(self) -> None:
+        """Lead or stand by no more, for good; may be called in a signal handler, at any moment, and again.
+
+        It takes no lock and shares no connection with the rest of the process, so it cannot wait for either; but where
+        the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and for the server.
+        """
+        token, self._term, self._stopped = self._last_token, None, True
+        if self.keys.lock is None and self._standby:
+            with suppress(RedisError):  # it ends by itself
+                self._connect().zrem(self.keys.standbys, self._standby)
+                self._standby = ""
+        if not token or self.keys.lock is None:
+            return
+        try:
+            keys = (self.keys.lock, self.keys.leader, self.keys.standbys, self.keys.resigned)
+            released = script(__package__, "resign")(self._connect(), keys, (token, self._standby, 0))
+        except RedisError as exc:
+            log.warning(
+                "beat: Could not release the lock, it ends within %(ttl)g s",
+                event="lock_kept",
+                ttl=self.ttl,
+                reason=exc,
+            )
+        else:
+            if released:
+                log.info("beat: Released lock", event="lock_released", leader=identity())
+        # Only now: a second signal interrupts this call, and ends the process when its own call returns.
+        self._last_token = ""
+
+    def leader(self) -> Mapping[str, str]:
+        """Return who leads (host, pid, since, term, perhaps lost), empty if nobody does."""
+        client = self._client or self._connect()
+        record: Mapping[str, str] = client.hgetall(self.keys.leader)
+        number = record.get("term", "")
+        self._known = max(self._known, int(number) if number.isdecimal() else 0)
+        return record
+
+    def _keep_renewing(self) -> None:
+        pause = self.ttl / RENEWALS_PER_LEASE
+        while not self._stopped:
+            time.sleep(pause)
+            try:
+                if self.renew() and self._not_renewed:
+                    self._not_renewed = False
+                    log.warning("beat: Renewed the lock again", event="recovered")
+            except RedisError as exc:
+                if not self._not_renewed:
+                    self._not_renewed = True
+                    left = self._trusted_until - self._clock()
+                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=exc)
+
+
+def resign(app: Celery) -> bool:
+    """End the present term of leadership, so that a beat which stands by leads next; tell whether there was one.
+
+    The beat whose term it was leads again at once where none stands by, and after ``STAY`` seconds if none leads then.
+    What the leader has claimed is fenced by its term: nothing is decided twice.
+    """
+    keys = Keys.of(app)
+    client = schedule_client(app)
+    token = client.get(keys.lock) if keys.lock else None
+    touched = (keys.lock or "", keys.lease.leader, keys.lease.standbys, keys.lease.resigned)
+    return bool(token and script(__package__, "resign")(client, touched, (token, "", round(STAY * 1000))))

@@ -1,0 +1,76 @@
+"""Ends a beat that is stuck, or whose worker is gone, so that another one can do its work."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from billiard.process import current_process
+
+from ...log import Log
+
+__all__ = ("Watchdog", "is_orphan")
+
+log = Log("celery.beat")
+
+#: Looks per timeout.
+LOOKS = 60
+
+
+class Watchdog:
+    """Ends the process when nobody has called ``progress`` for a while, after its stacks are in the log.
+
+    It counts its own looks instead of asking a clock: a process that was suspended as a whole is not stuck.
+
+    Args:
+        timeout: seconds without progress.
+        end: ends the process; only tests give another one.
+    """
+
+    def __init__(self, timeout: float, *, end: Callable[[int], object] = os._exit) -> None:
+        self.timeout, self._end = timeout, end
+        self._looks, self._stopped = 0, False
+        self._thread: threading.Thread | None = None
+
+    def progress(self) -> None:
+        """Note that work goes on; starts the watch on its first call."""
+        self._looks = 0
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="singlebeat-watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; may be called in a signal handler."""
+        self._stopped = True
+
+    def _watch(self) -> None:
+        while self._looks < LOOKS:
+            time.sleep(self.timeout / LOOKS)
+            self._looks += 1
+            if self._stopped:
+                return
+        log.critical(
+            "beat: No progress for %(seconds)g s: this beat ends, so that another one takes over",
+            event="stuck",
+            seconds=self.timeout,
+            detail=_stacks(),
+        )
+        self._end(1)
+
+
+def _stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def is_orphan() -> bool:
+    """Tell whether this is the beat of a ``celery worker -B`` whose main process is gone."""
+    parent = getattr(current_process(), "_parent_pid", None)
+    return parent is not None and parent != os.getppid()

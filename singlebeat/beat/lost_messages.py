@@ -1,0 +1,446 @@
+"""Locks that wait for a message which is gone: what Celery can say about them on any broker, and what frees them.
+
+A queue that was purged or deleted, a broker that has lost its data and a worker without singlebeat leave the lock of a
+message that never starts here. Whether the message is gone is asked of the lock's own record, of the result backend, of
+the queue and of all workers, twice with a pause between: a message may be on its way. In doubt a lock stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery.backends.base import DisabledBackend
+from celery.states import READY_STATES
+
+from ..config import Config
+from ..errors import ConfigError, LockBackendError
+from ..locks import backend_of, new_backend, worker_name
+from ..locks.acquire import UNSENT_TTL
+from ..locks.base import RUN_HEADER, BaseBackend, Ref, read_generation
+from ..locks.key import behind_key, is_turn_key, suspects_key
+from ..log import Log
+from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
+from .publisher import bounded
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = (
+    "MOST",
+    "Answers",
+    "Found",
+    "LostMessages",
+    "Waiting",
+    "examine",
+    "free",
+    "may_yet_start",
+    "note",
+)
+
+log = Log("celery.beat")
+
+#: Seconds between the two times that workers and queues are asked, and between two searches; less if
+#: ``singlebeat_lost_after`` is short.
+PAUSE, EVERY = 5.0, 10.0
+
+#: Seconds to wait for the next answer of a worker.
+TIMEOUT = 2.0
+
+#: Seconds for which a worker that has answered, and announces nothing, must answer again; less if
+#: ``singlebeat_lost_after`` is.
+SEEN_FOR = 20.0
+
+#: What is added to the reason of a lost message whose lock has the arguments of other calls.
+JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
+
+#: Locks that one search asks about; the others wait for the next one.
+MOST = 500
+
+
+#: What is logged when a lock is freed.
+_FREED = {
+    MESSAGE_LOST: "beat: The message of a task is lost: its lock is free",
+    RAN_ELSEWHERE: "beat: A worker without singlebeat has run a task: its lock is free",
+}
+
+
+def note(ref: Ref, *, queue: str, delay: float) -> str:
+    """Return what the lock of a message says once beat has sent it.
+
+    Args:
+        queue: to which it was sent; empty: not known.
+        delay: seconds from its sending until it may start.
+    """
+    return json.dumps({"gen": str(ref.generation), "queue": queue, "delay": delay})
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A lock whose message has not started, by its record."""
+
+    ref: Ref
+    task: str
+    since: float  #: when it was queued, in seconds since 1970
+    age: float  #: seconds since then
+    left: float  #: seconds until it ends by itself
+    is_noted: bool  #: beat has noted where it has sent this message
+    queue: str  #: to which the message was sent; empty: not known
+    entry: str  #: whose run it is; empty: not known
+    delay: float  #: seconds that it had to wait before it could start, if that is known
+    worker: str  #: that has renewed it last
+    renewed: float | None  #: seconds since then
+    is_joined: bool = False  #: it has the arguments of calls that have joined it
+
+    @classmethod
+    def of(cls, key: str, record: Mapping[str, str]) -> Waiting | None:
+        """Return what a lock's record says, or None if its message is not known to wait."""
+        if record.get("state") != "queued" or is_turn_key(key) or not {"now", "since", "ttl"} <= record.keys():
+            return None
+        now, since = float(record["now"]) / 1000, float(record["since"]) / 1000
+        sent = _sent(record)
+        is_noted = sent.get("gen") == record["gen"]
+        renewed = float(record["renewed"]) / 1000 if record.get("renewed") else None
+        return cls(
+            Ref(key, record["id"], read_generation(record["gen"])),
+            record.get("task", ""),
+            since,
+            now - since,
+            float(record["ttl"]),
+            is_noted,
+            str(sent.get("queue") or "") if is_noted else "",
+            record.get("entry", ""),
+            float(sent.get("delay") or 0) if is_noted else 0.0,
+            record.get("worker", ""),
+            # Before it was queued a worker may have run an earlier delivery of the message.
+            now - renewed if renewed is not None and renewed >= since else None,
+            "joined" in record,
+        )
+
+
+def _sent(record: Mapping[str, str]) -> Mapping[str, Any]:
+    try:
+        sent = json.loads(record.get("sent") or "{}")
+    except ValueError:  # any program may write there
+        return {}
+    return sent if isinstance(sent, Mapping) else {}
+
+
+class Found(NamedTuple):
+    """What was found out about the message of a lock."""
+
+    lock: Waiting
+    outcome: str  #: MESSAGE_LOST or RAN_ELSEWHERE; empty: it may yet start, so its lock stays
+    reason: str
+
+    def __str__(self) -> str:
+        """Return a sentence without its full stop."""
+        task, age = f"task {self.lock.ref.task_id}", f"{self.lock.age:.0f} s"
+        match self.outcome:
+            case "":
+                return f"{task} was queued {age} ago, and its lock is not freed: {self.reason}"
+            case word if word == MESSAGE_LOST:
+                return f"the message of {task} was queued {age} ago and is lost: {self.reason}"
+            case _:
+                return f"{task} has run, and its lock was not freed: {self.reason}"
+
+
+@dataclass
+class Answers:
+    """The workers that have answered lately, by the time of their last answer."""
+
+    last: dict[str, float] = field(default_factory=dict)
+
+    def note(self, workers: Iterable[str]) -> None:
+        """Note who has answered now."""
+        self.last |= dict.fromkeys(workers, time.monotonic())
+
+    def lately(self, seconds: float) -> set[str]:
+        """Return who has answered within so many seconds."""
+        since = time.monotonic() - seconds
+        self.last = {worker: moment for worker, moment in self.last.items() if moment >= since}
+        return set(self.last)
+
+
+def examine(
+    app: Celery, locks: Sequence[Waiting], *, backend: BaseBackend | None = None, answers: Answers | None = None
+) -> list[Found]:
+    """Find out whether the messages of locks are gone; takes some seconds.
+
+    Args:
+        answers: of earlier times; default: none.
+
+    Raises:
+        LockBackendError: the locks' server does not answer.
+    """
+    backend, answers = backend or backend_of(app), answers or Answers()
+    found = {each.lock.ref: each for each in _look(app, locks, backend, answers)}
+    lost = [each.lock for each in found.values() if each.outcome == MESSAGE_LOST]
+    if lost:
+        time.sleep(min(PAUSE, (Config.of(app).singlebeat_lost_after or PAUSE) / 6))
+        again = [each for lock in lost if (each := _again(lock, backend)) is not None]
+        gone = {lock.ref for lock in lost} - {lock.ref for lock in again}
+        found |= {
+            ref: Found(found[ref].lock, "", "it has started meanwhile, or its lock is free already") for ref in gone
+        }
+        found |= {each.lock.ref: each for each in _look(app, again, backend, answers)}
+    return [found[lock.ref] for lock in locks]
+
+
+def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = None) -> list[Found]:
+    """Free the locks whose messages are gone, record that, and return them.
+
+    A message that comes to a worker after all runs, unless an equal call holds the lock by then.
+
+    Raises:
+        LockBackendError: the locks' server does not answer.
+    """
+    backend = backend or backend_of(app)
+    over = [each for each in found if each.outcome]
+    backend.finish_many([each.lock.ref for each in over], memory=0)  # of each the lock of this very message alone
+    held = {(key, record.get("id"), record.get("gen")) for key, record in backend.read([f.lock.ref.key for f in over])}
+    freed = [f for f in over if (f.lock.ref.key, f.lock.ref.task_id, str(f.lock.ref.generation)) not in held]
+    for lock, outcome, why in freed:
+        reason = f"{why}; {JOINED_ARE_LOST}" if lock.is_joined and outcome == MESSAGE_LOST else why
+        about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry, "reason": reason}
+        log.warning(_FREED[outcome], event=outcome, **about)
+        headers = {"id": lock.ref.task_id, RUN_HEADER: {"entry": lock.entry}}
+        record_end_of_message(app, headers, outcome, reason)
+    return freed
+
+
+def _again(lock: Waiting, backend: BaseBackend) -> Waiting | None:
+    for key, record in backend.read([lock.ref.key]):
+        now = Waiting.of(key, record)
+        if now is not None and (now.ref, now.since) == (lock.ref, lock.since):
+            return now
+    return None
+
+
+def _look(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, answers: Answers) -> Iterator[Found]:
+    """Ask once for all; yield what is known of each lock."""
+    config = Config.of(app)
+    ripe = list[Waiting]()
+    for lock in locks:
+        if reason := may_yet_start(lock, config):
+            yield Found(lock, "", reason)
+        else:
+            ripe.append(lock)
+    ended = _ended(app, ripe)
+    yield from (Found(lock, RAN_ELSEWHERE, ended[lock.ref]) for lock in ripe if lock.ref in ended)
+    if rest := [lock for lock in ripe if lock.ref not in ended]:
+        announced = {name: age for each, age in backend.workers().items() if (name := _ours(app, each))}
+        living = {worker for worker, age in announced.items() if age < config.singlebeat_lock_lease}
+        lately = answers.lately(min(SEEN_FOR, config.singlebeat_lost_after or SEEN_FOR))
+        expected = living | (lately - announced.keys())
+        try:
+            with _Broker.reached(app) as broker:
+                yield from list(_ask(app, rest, broker, expected, answers))
+        except Exception as exc:  # transports raise what they like
+            log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
+            yield from (Found(lock, "", "the broker cannot be asked for its message") for lock in rest)
+
+
+def may_yet_start(lock: Waiting, config: Config) -> str:
+    """Return why the message of a lock is not missed yet, by the lock's record; empty: it is."""
+    patience = config.singlebeat_lost_after or PAUSE
+    if lock.renewed is not None and lock.renewed < config.singlebeat_lock_lease:
+        return f"worker {lock.worker} has its message, and renewed the lock {lock.renewed:.0f} s ago"
+    if lock.age < lock.delay + patience:
+        return f"its message counts as late only after {lock.delay + patience:g} s"
+    if lock.left > config.singlebeat_queued_ttl - patience:  # of a countdown or an eta, which last longer
+        return "its countdown or eta is not over, or ended just now"
+    if not lock.is_noted and lock.age + lock.left <= UNSENT_TTL + 1:
+        return f"it is not known whether its message was sent; if not, the lock ends by itself in {lock.left:.0f} s"
+    return ""
+
+
+def _ended(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
+    """Return of whose messages the result backend knows the end, and which."""
+    ended: dict[Ref, str] = {}
+    if isinstance(app.backend, DisabledBackend):
+        return ended
+    for lock in locks:
+        try:
+            meta = app.backend.get_task_meta(lock.ref.task_id, cache=False)
+        except Exception:  # backends raise what they like, and then they know nothing of the others, either
+            break
+        # An id may have run before, with another message.
+        if meta.get("status") in READY_STATES and (_instant(meta.get("date_done")) or 0) >= lock.since:
+            ended[lock.ref] = f"it ended with {meta['status']} on a worker without singlebeat, which frees no lock"
+    return ended
+
+
+def _instant(date_done: Any) -> float | None:
+    try:
+        done = date_done if isinstance(date_done, datetime) else datetime.fromisoformat(date_done)
+    except (TypeError, ValueError):
+        return None
+    return (done if done.tzinfo else done.replace(tzinfo=UTC)).timestamp()
+
+
+def _ask(
+    app: Celery, locks: Sequence[Waiting], broker: _Broker, expected: Set[str], answers: Answers
+) -> Iterator[Found]:
+    """Ask queues first and workers then: a message that has left the one has come to the other.
+
+    Args:
+        expected: workers that live, as far as that is known: all of them must answer.
+    """
+    reasons: dict[Ref, str] = {}
+    for lock in locks:
+        if lock.queue:
+            reasons[lock.ref] = broker.waits_in([lock.queue])
+    open_ = [lock for lock in locks if not reasons.get(lock.ref)]
+    if any(not lock.queue for lock in open_):
+        queues = {queue["name"] for reply in broker.ask("active_queues").values() for queue in reply or ()}
+        queues |= {str(name) for name in app.amqp.queues}
+        for lock in open_:
+            if not lock.queue:
+                reasons[lock.ref] = broker.waits_in(sorted(queues | _routed(app, lock.task)))
+        open_ = [lock for lock in open_ if not reasons.get(lock.ref)]
+    if open_:
+        known = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
+        answers.note(known)
+        silent = sorted(expected - known.keys())
+        for lock in open_:
+            has = next((worker for worker, reply in known.items() if lock.ref.task_id in (reply or {})), "")
+            if has:
+                reasons[lock.ref] = f"worker {has} has its message"
+            elif not known:
+                reasons[lock.ref] = "no worker answers, and one may have its message"
+            elif silent:
+                reasons[lock.ref] = f"worker {silent[0]}, which may have its message, does not answer"
+    for lock in locks:
+        where = f"its queue {lock.queue}" if lock.queue else "the queues that are known"
+        gone = f"no worker has its message, and nothing waits in {where}"
+        reason = reasons.get(lock.ref)
+        yield Found(lock, "", reason) if reason else Found(lock, MESSAGE_LOST, gone)
+
+
+def _routed(app: Celery, task: str) -> set[str]:
+    """Return the queue of a task for a call that names none."""
+    known = app.tasks.get(task)
+    options = {name: value for name in ("queue", "routing_key", "exchange") if (value := getattr(known, name, None))}
+    try:
+        queue = app.amqp.router.route(options, task).get("queue")
+    except Exception:  # a router of a user's
+        return set()
+    return {str(getattr(queue, "name", queue))} if queue else set()
+
+
+def _ours(app: Celery, announced: str) -> str:
+    """Return the name of a worker that has announced itself if it has our broker, else nothing."""
+    hostname, _, _ = announced.partition(" ")
+    return hostname if announced == worker_name(app, hostname) else ""
+
+
+class _Broker:
+    """A connection for questions; each wait for the broker has an end."""
+
+    def __init__(self, app: Celery, connection: Any) -> None:
+        self._connection, self._counts = connection, dict[str, int]()
+        # Its own pool of producers has connections whose waits have none.
+        self._mailbox = copy.copy(app.control.mailbox)(connection)
+        self._mailbox.producer_pool = None
+
+    @classmethod
+    @contextmanager
+    def reached(cls, app: Celery) -> Iterator[_Broker]:
+        """Yield one that answers."""
+        with bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as connection:
+            # First, because Celery would try for ever to send the question.
+            connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT)
+            yield cls(app, connection)
+
+    def ask(self, command: str, **arguments: Any) -> Mapping[str, Any]:
+        """Return the answers of all workers, by worker."""
+        replies = self._mailbox.multi_call(command, arguments, timeout=TIMEOUT) or []
+        return {worker: reply for each in replies for worker, reply in each.items()}
+
+    def waits_in(self, queues: Iterable[str]) -> str:
+        """Return how many messages wait in the first of some queues that is not empty; empty: all are."""
+        for queue in queues:
+            if count := self._count(queue):
+                many, one = f"{count} messages wait in queue {queue}", f"1 message waits in queue {queue}"
+                return f"{many}, perhaps its own among them" if count > 1 else f"{one}, perhaps its own"
+        return ""
+
+    def _count(self, queue: str) -> int:
+        if queue not in self._counts:
+            with self._connection.channel() as channel:
+                try:
+                    self._counts[queue] = channel.queue_declare(queue=queue, passive=True).message_count
+                except (*self._connection.channel_errors, *self._connection.connection_errors) as exc:
+                    if str(getattr(exc, "reply_code", "")) != "404":
+                        raise
+                    self._counts[queue] = 0  # there is none of this name; with Redis, one that is empty
+        return self._counts[queue]
+
+
+class LostMessages:
+    """Searches for the messages of the locks that keep runs waiting, in a thread beside the tick."""
+
+    def __init__(self, app: Celery) -> None:
+        self.app, self._patience = app, Config.of(app).singlebeat_lost_after
+        self._suspects: dict[str, None] = {}
+        self._news, self._stopped = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._answers = Answers()
+        self._poll_at = time.monotonic() + EVERY
+
+    def poll(self) -> None:
+        """Search now and then for the messages of the locks that have refused calls; costs nothing."""
+        if self._patience is not None and time.monotonic() >= self._poll_at:
+            self._poll_at = time.monotonic() + min(EVERY, self._patience / 3)
+            self._wake()
+
+    def suspect(self, *keys: str) -> None:
+        """Search for the messages of these locks soon, if they are old enough; costs nothing."""
+        if not keys or self._patience is None or len(self._suspects) >= MOST:
+            return
+        self._suspects |= dict.fromkeys(keys)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="singlebeat-lost", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the search; may be called in a signal handler."""
+        self._stopped = True
+
+    def _run(self) -> None:
+        backend: BaseBackend | None = None
+        while not self._stopped:
+            self._news.wait()
+            self._news.clear()
+            keys, self._suspects = list(self._suspects), {}
+            try:
+                backend = backend or new_backend(self.app, own_connections=True)
+                refused = backend.suspects(suspects_key(Config.of(self.app).singleton_key_prefix), MOST)
+                self.search(backend, [*keys, *refused, *map(behind_key, refused)])
+            except (LockBackendError, ConfigError) as exc:
+                log.debug("lost messages cannot be searched for", event="not_asked", reason=exc)
+            except Exception:  # the outer edge of the thread: it must live as long as its beat
+                log.exception("beat: The search for lost messages failed and goes on", event="search_failed")
+            time.sleep(min(EVERY, (self._patience or EVERY) / 3))
+
+    def search(self, backend: BaseBackend, keys: Sequence[str]) -> list[Found]:
+        """Free those of some locks whose messages are gone.
+
+        Raises:
+            LockBackendError: the locks' server does not answer.
+        """
+        waiting = [Waiting.of(key, record) for key, record in backend.read(keys)]
+        old = [lock for lock in waiting if lock is not None and not may_yet_start(lock, Config.of(self.app))]
+        return free(self.app, examine(self.app, old, backend=backend, answers=self._answers), backend=backend)

@@ -1,0 +1,56 @@
+"""The lock of a task that is no Singleton: what beat takes for it, and its worker frees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ..config import Config
+from ..locks import backend_of, time_to_start
+from ..locks.base import BaseBackend
+from ..locks.key import digest, lock_key
+from ..locks.modes import Lock
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("PlainTask",)
+
+#: Options that say where a message goes: for a plain task they tell two runs apart, like the arguments.
+ROUTE = ("queue", "exchange", "routing_key")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTask:
+    """What ``tasks.claim.claim`` asks of a task, for one that is no Singleton."""
+
+    app: Celery
+    name: str
+    options: Mapping[str, Any]  #: of its message
+    entry: str  #: whose runs exclude one another: the same call of another entry is none of its business
+
+    lock = Lock.UNTIL_EXECUTED
+    unique_on = effective_lock_expiry = serializer = None
+    has_pure_keys = True
+
+    @property
+    def singleton_backend(self) -> BaseBackend:
+        """What keeps the locks of the app."""
+        return backend_of(self.app)
+
+    def generate_lock(self, name: str, args: Any, kwargs: Any) -> str:
+        """Return the key of the lock of the runs that an entry makes of a call.
+
+        Raises:
+            TypeError: an argument cannot be encoded; the message names it.
+        """
+        route = {option: str(self.options[option]) for option in ROUTE if self.options.get(option)}
+        config = Config.of(self.app)
+        scope = {"entry": config.redbeat_key_prefix + self.entry, **route}
+        return lock_key(config.singleton_key_prefix, digest(name, args or (), kwargs or {}, scope=scope))
+
+    def time_to_start(self, options: Mapping[str, Any]) -> float:
+        """Return the seconds that a message sent with these options may wait for its start."""
+        return time_to_start(options, queued_ttl=Config.of(self.app).singlebeat_queued_ttl, now=datetime.now(UTC))

@@ -1,0 +1,85 @@
+"""How a scheduler reaches the broker: an attempt at a time, none of which may hold up a tick for long."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from celery.beat import Scheduler, SchedulingError
+
+from ..config import Config
+
+if TYPE_CHECKING:
+    from .entries.entry import Entry
+
+__all__ = ("BrokerAccess", "bounded")
+
+
+#: What bounds every wait for the broker, by driver. py-amqp has no such bound for TLS: there only the wait for the
+#: confirmation of a message is bounded, which does not come while RabbitMQ is short of memory or disk.
+LIMITS = {
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "py-amqp": ("read_timeout", "write_timeout"),
+}
+
+
+def bounded(connection: Any, timeout: float) -> Any:
+    """Return a connection to the broker whose waits take no longer than some seconds."""
+    for name in LIMITS.get(connection.transport.driver_name, ()):
+        connection.transport_options.setdefault(name, timeout)
+    return connection
+
+
+class BrokerAccess(Scheduler):  # type: ignore[misc]
+    """Celery's scheduler with a broker that may be away."""
+
+    def apply_async(self, entry: Entry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
+        """Send the task of an entry.
+
+        Raises:
+            SchedulingError: it could not be sent.
+        """
+        try:
+            producer = producer or self.producer
+        except Exception as exc:
+            raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
+        try:
+            return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+        except SchedulingError as exc:
+            errors = (*self.connection.connection_errors, *self.connection.channel_errors)
+            if isinstance(exc.__context__, errors):  # RabbitMQ has closed it: the next message would fail, too
+                self._forget_broker()
+            raise
+
+    @cached_property
+    def connection(self) -> Any:
+        """The broker connection; one that hangs must not hold up a tick for long."""
+        connection = bounded(self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout)
+        if connection.transport.driver_name == "py-amqp":
+            # Unconfirmed messages behind one that RabbitMQ refuses are lost, and seem to be sent.
+            connection.transport_options.setdefault("confirm_publish", True)
+        return connection
+
+    def _ensure_connected(self) -> Any:
+        # One attempt: a tick must not wait for the broker, the next one tries again.
+        return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+
+    def _reaches_broker(self) -> bool:
+        """Return whether there is a connection to the broker, or can be one."""
+        try:
+            _ = self.producer
+        except Exception:  # whatever the transport's driver raises
+            self._forget_broker()
+            return False
+        return True
+
+    def _forget_broker(self) -> None:
+        """Forget a broker connection that failed; the next message makes a new one."""
+        self.__dict__.pop("producer", None)
+        connection = self.__dict__.pop("connection", None)
+        if connection is not None:
+            # py-amqp would wait for the broker's goodbye, which does not come from one that is away.
+            with suppress(AttributeError):
+                connection._connection.collect()
+            connection.release()

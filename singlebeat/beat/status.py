@@ -1,0 +1,274 @@
+"""The state of a schedule as a whole: who leads and stands by, what is overdue, pending and set aside."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ..connections import schedule_client
+from .entries.entry import Entry
+from .entries.fields import read_fields
+from .keys import Keys
+from .leadership.clock_guard import LONGEST_STEP_BACK
+from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("MAX_LAG", "REDBEAT_LEADS", "State")
+
+#: An entry whose time has passed by more than this is overdue: the leader looks every second.
+OVERDUE_AFTER = 5.0
+
+#: Seconds by which an entry may be overdue before its schedule is not healthy.
+MAX_LAG = 60.0
+
+#: Entries that are read to leave out those that RedBeat does not send yet, although their places are over.
+LOOKED_AT = 1000
+
+#: Seconds without a sign of life after which no beat works, where all share the work: each gives one in every tenth.
+SILENT_AFTER = 30.0
+
+#: What it means that a beat of RedBeat leads.
+REDBEAT_LEADS = (
+    "a beat of RedBeat leads. It knows no policy: it sends what is paused, and no overlap, misfire_grace_time, jitter, "
+    "timezone, start_time, end_time or max_runs holds. It takes no locks for plain tasks and records no history. What "
+    "was triggered or backfilled waits until a beat of singlebeat leads"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A schedule at one moment by the server's clock; durations are seconds."""
+
+    #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty: nobody leads
+    leader: Mapping[str, str]
+    #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
+    standbys: Sequence[Mapping[str, str]]
+    locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
+    lease_left: float
+    entries: int
+    due: int  #: entries whose time has come
+    overdue: int  #: of these, those that wait for longer than a beat that works lets them
+    lag: float  #: how late the most overdue one is
+    pending: int  #: occurrences that are claimed and not confirmed
+    quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since; empty where only their number was wanted
+    quarantined: int = 0
+    is_shared: bool = False  #: leadership is switched off: all beats share the work
+    silent: float | None = None  #: since when no beat has noted the time by which it decides; None: none ever has
+    now: float = 0.0  #: seconds since 1970
+    host_ahead: float = 0.0  #: by how much the clock of this host is ahead of the server's
+    set_back: float = 0.0  #: by how much the server's clock is behind the latest time by which a beat has decided
+
+    @property
+    def works(self) -> bool:
+        """Whether a beat leads or, where leadership is switched off, some beat works."""
+        if self.is_shared:
+            return self.silent is not None and self.silent < SILENT_AFTER
+        return self.locked or bool(self.leader)
+
+    @property
+    def role(self) -> str:
+        """What each beat among ``standbys`` does."""
+        return "shares the work" if self.is_shared else "stands by"
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether there is no entry, and no sign that any beat was ever there."""
+        return not (self.works or self.entries or self.standbys or self.silent is not None)
+
+    @property
+    def redbeat_leads(self) -> bool:
+        """Whether the lock has no name: a beat of RedBeat holds it."""
+        return self.locked and not self.leader and not self.is_shared
+
+    @property
+    def redbeat_silent(self) -> str:
+        """Why a beat of RedBeat that holds the lock seems to be dead, and what to do; empty: it does not."""
+        if not (self.redbeat_leads and self.overdue):
+            return ""
+        return (
+            f"a beat of RedBeat holds the lock, which has no name, and {self.overdue} entries are overdue, the first "
+            f"by {self.lag:.0f} s: that beat was probably killed, or hangs. (If it lives, it has not noticed a new or "
+            "changed entry yet: it looks every 300 s, or as beat_max_loop_interval says.) Its lock ends by itself in "
+            f"{self.lease_left:.0f} s. If no process of RedBeat runs any more, end it now: celery singlebeat resign"
+        )
+
+    def is_led_by(self, owner: str) -> bool:
+        """Return whether no beat of another app leads, which sends all entries to the queues of its own.
+
+        Args:
+            owner: the name under which an app owns entries.
+        """
+        return self.leader.get("app", "") in {"", owner}
+
+    @property
+    def waits(self) -> str:
+        """Until when entries wait, and why, if the server's clock was set back; empty: none waits for that."""
+        if not self.set_back:
+            return ""
+        until = datetime.fromtimestamp(self.now + self.set_back, UTC)
+        return (
+            f"entries wait until {until:%Y-%m-%d %H:%M:%SZ}, for {self.set_back:.0f} s: the clock of the schedule's "
+            "server was set back, or a server whose clock is behind has taken over, and times that beat has decided "
+            "before are not decided twice"
+        )
+
+    def problem(self, max_lag: float = MAX_LAG) -> str:
+        """Return why the schedule is not looked after, or only by a clock that is wrong; empty: it is.
+
+        Args:
+            max_lag: seconds by which entries may be overdue while a beat of RedBeat holds the lock.
+        """
+        if self.works and self.lag > max_lag and self.redbeat_silent:
+            return self.redbeat_silent
+        if self.works:
+            wrong = next((text for text, ahead in self.wrong_clocks() if abs(ahead) > UNFIT_FROM), "")
+            return wrong or (self.waits if self.set_back > UNFIT_FROM else "")
+        if not self.is_shared:
+            return "no beat leads"
+        since = "ever" if self.silent is None else f"for {self.silent:.0f} s"
+        return f"no beat works: there was no sign of one {since}, and none leads (redbeat_lock_key is None)"
+
+    def wrong_clocks(self, *, standbys: bool = False) -> Iterator[tuple[str, float]]:
+        """Yield whose clock differs from the server's, as a sentence, and by how much it is ahead.
+
+        Args:
+            standbys: also of the beats that stand by.
+        """
+        here = {"host": socket.gethostname(), "ahead": str(self.host_ahead)}
+        beats = [(self.leader, "which leads"), *((beat, f"which {self.role}") for beat in self.standbys if standbys)]
+        named = set[str]()
+        for beat, role in (*beats, (here, "this host")):
+            host, ahead = beat.get("host", "?"), _number(beat.get("ahead"))
+            if abs(ahead) > DIFFERS_FROM and host not in named:
+                named.add(host)
+                yield f"the clock of {host}, {role}, is {ahead:+.1f} s off that of the schedule's server", ahead
+
+    @classmethod
+    def of(cls, app: Celery, *, names: bool = True, client: Any = None) -> State:
+        """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
+
+        Args:
+            names: read why each entry is in quarantine, of which there may be thousands.
+            client: for the schedule's server; by default the app's.
+
+        Raises:
+            RedisError: the schedule's server does not answer.
+        """
+        keys, server_time, client = Keys.of(app), ServerTime(quiet=True), client or schedule_client(app)
+        server_time.ask(client, keys.schedule)
+        now = server_time.timestamp()
+        with client.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.lease.leader)
+            # Without clocks: whoever stands by trims it, and it ends when nobody does.
+            pipe.zrange(keys.lease.standbys, 0, -1)
+            pipe.pttl(keys.lock or keys.lease.leader)
+            pipe.zcard(keys.schedule)
+            pipe.zcount(keys.schedule, 0, now)
+            # A score of 0 means "now, whenever that is", and says nothing about how late it is.
+            pipe.zcount(keys.schedule, "(0", now - OVERDUE_AFTER)
+            pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
+            pipe.zcard(keys.pending)
+            pipe.hlen(keys.quarantine)
+            pipe.get(keys.alive)
+            pipe.get(keys.clock)  # older beats write this one only
+            if names:
+                pipe.hgetall(keys.quarantine)
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
+                pipe.execute()
+            )
+        set_back = _number(clock) - now
+        if not DIFFERS_FROM < set_back <= LONGEST_STEP_BACK.total_seconds():
+            set_back = 0.0  # by more, no entry waits: the beat that leads makes them count from now
+        noted_at = _number(alive or clock)
+        if noted_at > now + SILENT_AFTER:  # by a clock that was wrong: a beat that works would have written it anew
+            noted_at = 0.0
+        if overdue and ttl > 0 and not leader:
+            idle, first = _idle(app, client, keys, now)
+            due, overdue = due - idle, overdue - idle
+        return cls(
+            leader=leader,
+            standbys=sorted((_named(text) for text in standbys), key=lambda standby: standby["since"]),
+            locked=ttl > 0,
+            lease_left=max(0, ttl) / 1000,
+            entries=entries,
+            due=due,
+            overdue=overdue,
+            lag=now - first[0][1] if first else 0.0,
+            pending=pending,
+            quarantine={
+                member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
+            },
+            quarantined=quarantined,
+            is_shared=keys.lock is None,
+            silent=max(0.0, now - noted_at) if noted_at else None,
+            now=now,
+            host_ahead=server_time.host_ahead,
+            set_back=set_back,
+        )
+
+
+def _idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
+    """Return how many entries RedBeat need not have sent, of those whose places are over, and the first of the others.
+
+    Where RedBeat leads, the places of disabled entries stay behind. After its start places are too early by the age of
+    the last run (sibson/redbeat#210), so the time itself is computed. ``LOOKED_AT`` entries are read at most.
+    """
+    found = client.zrangebyscore(keys.schedule, "(0", now - OVERDUE_AFTER, start=0, num=LOOKED_AT, withscores=True)
+    rows = read_fields(client, [keys.entry(member) for member, _ in found])
+    times = [
+        (member, _due_by_redbeat(app, keys.entry(member), place, fields))
+        for (member, place), fields in zip(found, rows, strict=True)
+    ]
+    late = [(member, due) for member, due in times if due is not None and due <= now - OVERDUE_AFTER]
+    return len(found) - len(late), [min(late, key=lambda each: each[1])] if late else []
+
+
+def _due_by_redbeat(app: Celery, key: str, place: float, fields: Any) -> float | None:
+    """Return since when RedBeat should have sent an entry, in seconds since 1970; None: it never sends it.
+
+    One that cannot be used is due at its place: RedBeat removes it, or ends because of it.
+    """
+    try:
+        definition, meta, *_ = fields
+        entry = Entry.from_fields(key, definition, meta, None, app=app)  # RedBeat knows no policy
+        if not entry.enabled:
+            return None
+        last = entry.meta.last_run_at
+        nominal = place if last is None else entry.timetable.next(last)
+    except Exception:  # a user's own schedule may do anything
+        return place
+    return nominal if nominal is None or isinstance(nominal, float) else max(place, nominal.timestamp())
+
+
+def _named(text: str) -> Mapping[str, str]:
+    try:
+        raw: Any = json.loads(text)
+        return {name: str(raw[name]) for name in ("host", "pid", "since")} | {
+            name: str(raw[name]) for name in ("app", "statics", "ahead") if name in raw
+        }
+    except (ValueError, TypeError, KeyError):
+        return {"host": text, "pid": "", "since": ""}
+
+
+def _number(text: str | None) -> float:
+    """Return a number that a beat has noted, 0 if there is none: another program may write there."""
+    try:
+        number = float(text or 0)
+    except ValueError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0
+
+
+def _record(text: str) -> Mapping[str, str]:
+    try:
+        raw: Any = json.loads(text)
+        return {"reason": str(raw["reason"]), "since": str(raw["since"])}
+    except (ValueError, TypeError, KeyError):
+        return {"reason": text, "since": ""}

@@ -1,0 +1,1 @@
+"""WHERE: the schedule in Redis: due entries, claims, quarantine, history."""

@@ -1,0 +1,307 @@
+"""The entries in Redis: what is due, claim, confirm and history."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from ... import signals
+from ...config import Config
+from ...connections import RedisError
+from ...errors import ConfigError, EntryError
+from ...log import Log
+from ...lua import packed, script
+from ..calendar.zone import app_zone
+from ..entries.entry import Entry, Meta
+from ..entries.fields import read_fields
+from ..entries.occurrence import Decision, Occurrence
+from ..entries.policy import Policy
+from ..entries.timetable import PARKED
+from ..keys import Keys
+from ..server_time import READ_CLOCK, ServerTime
+from .quarantine import RECHECKED_PER_TICK, Quarantine
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..leadership.lease import Term
+
+__all__ = ("Claim", "Claimed", "Due", "Store", "Stored")
+
+log = Log("celery.beat")
+
+#: Entries that one round trip reads or writes.
+BATCH = 500
+
+#: What an entry keeps of its own history: about four records.
+HISTORY_BYTES = 600
+
+#: Decoded entries that are kept, by their raw definition.
+CACHE_SIZE = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An entry as it was read."""
+
+    member: str
+    score: float
+    fields: Sequence[str]  #: definition, meta, policy, since and pending as they were read; empty if not there
+    entry: Entry
+    meta: Meta
+    policy: Policy
+    pending: Occurrence | None  #: claimed, and not confirmed
+    pending_score: float = 0.0  #: when that is to be tried again
+
+    @property
+    def found(self) -> Sequence[str]:
+        """Definition, meta, policy and since: what its times depend on."""
+        return self.fields[:4]
+
+    @property
+    def sha(self) -> str:
+        """SHA-1 of all that a decision about it is made from: a claim is refused if any of that has changed."""
+        raw = "\0".join(self.fields).encode(errors="surrogateescape")
+        return hashlib.sha1(raw, usedforsecurity=False).hexdigest()
+
+    def without_pending(self, meta: Meta) -> Stored:
+        """Return it as it is stored once its pending occurrence is confirmed, with another past."""
+        definition, _, policy, since, _ = self.fields
+        return replace(self, fields=(definition, meta.encode(), policy, since, ""), meta=meta, pending=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a tick has to look at."""
+
+    entries: Sequence[Stored]
+    recovered: Sequence[Stored]  #: with an occurrence that was claimed and not confirmed
+    next_score: float | None  #: when the next entry is due
+    more: bool  #: there are more entries due than one batch holds
+    statics_gone: bool
+    zone: str | None = None  #: of the app, in which the places of the schedule were computed; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A wish to move an entry on, with or without taking its occurrence."""
+
+    stored: Stored
+    next_score: float
+    meta: Meta | None = None
+    occurrence: Occurrence | None = None
+    decision: Decision | None = None  #: to be recorded at once, where no occurrence is taken
+
+
+class Claimed(StrEnum):
+    """What came of a claim."""
+
+    CLAIMED = "claimed"
+    FENCED = "fenced"
+    MOVED = "moved"
+    PENDING = "pending"
+
+
+class Store:
+    """The schedule of an app in Redis.
+
+    Args:
+        client: the client for the schedule.
+        progress: hears of each step, before each call to the server: one may be repeated for long.
+        server_time: learns the server's time from each look at what is due.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        client: Any,
+        *,
+        progress: Callable[[], object] = lambda: None,
+        server_time: ServerTime | None = None,
+    ) -> None:
+        self.app, self.client, self._progress = app, client, progress
+        self._time = server_time or ServerTime()
+        self.keys = Keys.of(app)
+        self.history_limit = Config.of(app).singlebeat_history_limit
+        self._decoded: dict[tuple[str, str], Entry] = {}
+        self.quarantine = Quarantine(app, client, self.keys, progress=progress)
+
+    def check_eviction(self) -> None:
+        """Say so if the server may throw entries away when its memory is full.
+
+        Raises:
+            ConfigError: it may, and ``redbeat_key_expiry_check`` is ``raise``.
+        """
+        check = Config.of(self.app).redbeat_key_expiry_check
+        if check == "ignore":
+            return
+        try:
+            policy = str(self.client.config_get("maxmemory-policy").get("maxmemory-policy", ""))
+        except RedisError:  # not allowed to ask, or asked a server that does not know
+            return
+        if policy in {"", "noeviction"}:
+            return
+        text = (
+            f"the schedule's server may evict keys when its memory is full (maxmemory-policy {policy}): use noeviction"
+        )
+        if check == "raise":
+            raise ConfigError(text)
+        level = logging.ERROR if check == "error" else logging.WARNING
+        log.write(level, "beat: The schedule is not safe", event="may_evict", reason=text)
+
+    def due(self, now: datetime, *, all_pending: bool, start: int = 0) -> Due:
+        """Read what is due: two round trips, however many entries there are.
+
+        Args:
+            start: leave out so many, those that have been due for the longest time.
+            all_pending: return every unconfirmed occurrence, not only those whose time to be tried has come.
+        """
+        self._progress()
+        keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
+        with self.client.pipeline(transaction=False) as pipe:
+            # Not eval(), which redis-py refuses in the pipelines of clusters.
+            pipe.execute_command("EVAL", READ_CLOCK.text, 1, keys.schedule)
+            pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
+            pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
+            bound = "+inf" if all_pending else seconds
+            pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
+            # Not all names: there may be thousands, for ever.
+            pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
+            pipe.exists(keys.statics)
+            pipe.get(keys.zone)
+            shown, members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
+        self._time.heard(shown, asked)
+        scores, pending = dict(members), dict(waiting)
+        self.quarantine.cursor, rechecked = quarantined
+        wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
+        stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
+        # By entry: a bare name and its key are two members of one.
+        waits = {keys.entry(member): member for member in pending if member in stored and stored[member].pending}
+        forgotten = set(pending) - set(waits.values())
+        if forgotten:  # the entry was deleted, or made anew
+            self._progress()
+            self.client.zrem(keys.pending, *forgotten)
+        return Due(
+            entries=[stored[member] for member in scores if member in stored],
+            recovered=[replace(stored[member], pending_score=pending[member]) for member in waits.values()],
+            next_score=upcoming[0][1] if upcoming else None,
+            more=len(members) == BATCH,
+            statics_gone=not statics,
+            zone=zone,
+        )
+
+    def _read(
+        self, members: Sequence[str], scores: Mapping[str, float], quarantined: Collection[str], now: datetime
+    ) -> Iterable[Stored]:
+        if not members:
+            return
+        self._progress()
+        replies = read_fields(self.client, [self.keys.entry(member) for member in members])
+        for member, reply in zip(members, replies, strict=True):
+            self._progress()
+            try:
+                if isinstance(reply, str):
+                    raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
+                definition, meta, policy, since, pending, sent = reply
+                if not definition and member not in scores and member not in quarantined:
+                    continue  # deleted while its last occurrence waited
+                if not definition:
+                    raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
+                entry = self._decode(member, definition, now)
+                taken = Occurrence.decode(pending) if pending else None
+                score, past = scores.get(member, PARKED), Meta.decode(meta, since, sent)
+                wishes = Policy.decode(policy)
+                if why := wishes.contradicts(entry.options):
+                    raise EntryError(why)  # noqa: TRY301
+                fields = [field or "" for field in reply[:5]]
+                stored = Stored(member, score, fields, entry, past, wishes, taken)
+                if why := self.quarantine.why(member, stored.found, now):
+                    raise EntryError(why)  # noqa: TRY301
+            except EntryError as exc:
+                if member in quarantined and member not in scores:
+                    self.quarantine.put_if_scheduled(member, str(exc))
+                else:
+                    self.quarantine.put(member, str(exc), due=member in scores)
+            else:
+                if member in quarantined:
+                    self.quarantine.lift(member, has_pending=taken is not None)
+                yield stored
+        self.quarantine.settle()
+
+    def _decode(self, member: str, definition: str, now: datetime) -> Entry:
+        entry = self._decoded.get((member, definition))
+        if entry is None:
+            if len(self._decoded) >= CACHE_SIZE:
+                self._decoded.clear()
+            key = self.keys.entry(member)
+            if key in self.keys.own:
+                raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
+            entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
+            if entry.ignored:
+                about = {"entry": entry.name, "reason": entry.ignored}
+                log.warning("beat: Entry %(entry)s has an unknown field", event="field_ignored", **about)
+        return entry
+
+    def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[Claimed]:
+        """Move entries on, each in one step that nobody else can have taken; one round trip."""
+        if not claims:
+            return []
+        self._progress()
+        keys = self.keys
+        # Where leadership is switched off, beats of one zone share the work: what was decided in another is refused.
+        lock, token = (keys.lock, term.token) if keys.lock else (keys.zone, str(app_zone(self.app)))
+        touched = [lock, keys.schedule, keys.pending]
+        wishes = []
+        for claim in claims:
+            stored = claim.stored
+            touched.append(keys.entry(stored.member))
+            wish = (stored.member, stored.score, stored.sha, repr(claim.next_score))
+            past = (claim.meta.encode(), claim.meta.encode_since()) if claim.meta else ("", "")
+            wishes.append((*wish, *past, claim.occurrence.encode() if claim.occurrence else ""))
+        args = (token, repr(retry_at.timestamp()), packed(wishes), int(bool(keys.lock)))
+        return [Claimed(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))]
+
+    def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
+        """Record what became of claimed occurrences; one round trip."""
+        self._record([(s.member, d.occurrence.encode(), m.encode() if m else "", d) for s, d, m in decisions], term)
+
+    def record(self, decisions: Sequence[Decision], term: Term) -> None:
+        """Record decisions about occurrences that were not claimed; one round trip."""
+        if self.history_limit or signals.occurrence_decided.receivers:
+            self._record([(self.keys.prefix + decision.entry, "", "", decision) for decision in decisions], term)
+
+    def _record(self, decisions: Sequence[tuple[str, str, str, Decision]], term: Term) -> None:
+        if not decisions:
+            return
+        self._progress()
+        keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
+        rows = packed((*row, decision.values(term.number, term.leader), decision.sent) for *row, decision in decisions)
+        replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
+        for (*_, decision), reply in zip(decisions, json.loads(replies), strict=True):
+            if reply == "confirmed":  # and told, by whoever had taken it up
+                continue
+            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
+
+    def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
+        """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""
+        if not recovered:
+            return []
+        self._progress()
+        keys = self.keys
+        wishes = packed((stored.member, stored.pending_score) for stored in recovered)
+        touched, args = (keys.lock or keys.lease.leader, keys.pending), (term.token, repr(retry_at.timestamp()), wishes)
+        replies = json.loads(script(__package__, "retake")(self.client, touched, args))
+        return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
+
+    def postpone(self, retries: Mapping[str, datetime]) -> None:
+        """Try unconfirmed occurrences again at other times."""
+        if retries:
+            self._progress()
+            scores = {member: retry_at.timestamp() for member, retry_at in retries.items()}
+            self.client.zadd(self.keys.pending, scores, xx=True)

@@ -1,0 +1,169 @@
+"""What was decided about occurrences, and how their runs ended: read from the schedule's server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...connections import schedule_client
+from ..keys import Keys
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("End", "History", "Own", "Record")
+
+#: Records of a stream that one round trip reads.
+PAGE = 1000
+
+#: Entries whose own records one round trip reads.
+BATCH = 500
+
+#: What became of a message that did not run, or not yet.
+NO_END = {"duplicate_refused", "postponed"}
+
+#: What a line in an entry's own history holds after its id, in the order of ``confirm.lua`` and ``ended.lua``.
+_OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader", "holder_entry")
+_OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a run ended."""
+
+    outcome: str  #: success, failure, retry, time_limit, worker_lost, revoked, expired, duplicate_refused, …
+    reason: str
+    started: str  #: ISO 8601; empty: it did not start
+    duration: float | None  #: seconds
+    worker: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A decision about one occurrence, and how its run ended."""
+
+    entry: str
+    at: datetime  #: when it was decided
+    nominal: datetime
+    kind: str
+    decision: str  #: a word of ``Outcome``
+    reason: str
+    task_id: str
+    holder: str  #: the task that was in its way
+    holder_entry: str  #: the entry that has sent that; empty: a program has, or it is not known
+    leader: str  #: host and pid of the beat that decided
+    term: str
+    end: End | None
+
+
+class Own(NamedTuple):
+    """What an entry keeps itself, the last one first: its last few decisions, and the last few ends of its runs."""
+
+    decisions: Sequence[Record]
+    ends: Sequence[End]
+
+
+class History:
+    """The records of an app's schedule, as many as its server still has."""
+
+    def __init__(self, app: Celery) -> None:
+        self.app, self.keys = app, Keys.of(app)
+
+    def latest(self, count: int) -> Sequence[Record]:
+        """Return the last decisions about any entry, the last one first."""
+        decisions = list(islice(self._stream(self.keys.history), count))
+        since = decisions[-1][0] if decisions else "+"
+        return _joined(decisions, _ends(self._stream(self.keys.runs, until=since)))
+
+    def of(self, name: str, count: int) -> Sequence[Record]:
+        """Return the last decisions about one entry, the last one first.
+
+        Its own few are kept however busy other entries are; older ones are taken from what all entries share.
+        """
+        own = schedule_client(self.app).hmget(self.keys.prefix + name, "history", "runs")
+        decisions: dict[str, Mapping[str, str]]
+        decisions = {at: {**fields, "entry": name} for at, fields in _lines(own[0], _OF_DECISION)}
+        ends = _ends(_lines(own[1], _OF_END))
+        if len(decisions) < count:
+            decisions |= self._stream(self.keys.history, name)
+        rows = sorted(decisions.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
+        if any(fields["id"] and fields["id"] not in ends for _, fields in rows):
+            ends = _ends(self._stream(self.keys.runs, name)) | ends
+        return _joined(rows, ends)
+
+    def own(self, names: Iterable[str]) -> Iterator[tuple[str, Own]]:
+        """Yield names of entries with what each keeps itself, which is little; one round trip for ``BATCH`` of them."""
+        left = iter(names)
+        while batch := [*islice(left, BATCH)]:
+            with schedule_client(self.app).pipeline(transaction=False) as pipe:
+                for name in batch:
+                    pipe.hmget(self.keys.prefix + name, "history", "runs")
+                found = pipe.execute()
+            for name, (history, runs) in zip(batch, found, strict=True):
+                ends = _ends(_lines(runs, _OF_END))
+                rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
+                yield name, Own(_joined(rows, ends), [_end(*end) for end in ends.values()])
+
+    def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
+        client, before = schedule_client(self.app), "+"
+        while page := client.xrevrange(key, before, until, count=PAGE):
+            for at, fields in page:
+                if entry in {None, fields.get("entry")}:
+                    yield at, fields
+            before = f"({page[-1][0]}"
+
+
+def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str, Mapping[str, str]]]:
+    """Return the last end of each task id: a run that was retried has several, and the rows begin with the last.
+
+    That a copy of its message was refused or put off, before or after it, is no end of a run that took place.
+    """
+    ends: dict[str, tuple[str, Mapping[str, str]]] = {}
+    for at, fields in rows:
+        if fields["id"] not in ends or ends[fields["id"]][1].get("outcome") in NO_END:
+            ends[fields["id"]] = at, fields
+    return ends
+
+
+def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the lines of an entry's own history; the last one may be cut off."""
+    for line in (text or "").splitlines():
+        try:
+            at, *values = json.loads(line)
+            values += [""] * (len(values) == len(names) - 1)  # an older singlebeat knows no ``holder_entry``
+            yield at, dict(zip(names, values, strict=True))
+        except (ValueError, TypeError):
+            return
+
+
+def _joined(
+    rows: Sequence[tuple[str, Mapping[str, str]]], ends: Mapping[str, tuple[str, Mapping[str, str]]]
+) -> Sequence[Record]:
+    return [_record(at, fields, _end(*ends[fields["id"]]) if fields["id"] in ends else None) for at, fields in rows]
+
+
+def _record(at: str, fields: Mapping[str, str], end: End | None) -> Record:
+    names = ("entry", "kind", "decision", "reason", "holder", "holder_entry", "leader", "term")
+    texts = {name: fields.get(name, "") for name in names}
+    nominal = datetime.fromisoformat(fields["nominal"])
+    return Record(at=_instant(at), nominal=nominal, task_id=fields["id"], end=end, **texts)
+
+
+def _end(at: str, fields: Mapping[str, str]) -> End:
+    duration = float(fields["duration"]) if fields["duration"] else None
+    texts = {name: fields[name] for name in ("outcome", "reason", "started", "worker")}
+    return End(duration=duration, at=_instant(at), **texts)
+
+
+def _place(at: str) -> tuple[int, int]:
+    milliseconds, _, number = at.partition("-")
+    return int(milliseconds), int(number)
+
+
+def _instant(at: str) -> datetime:
+    return datetime.fromtimestamp(_place(at)[0] / 1000, UTC)

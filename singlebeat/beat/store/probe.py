@@ -1,0 +1,246 @@
+"""Whether a server does what schedule and locks need: asked by trying, on a key of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...config import Config
+from ...connections import RedisError, ResponseError, masked, schedule_client
+from ...errors import LockBackendError, SinglebeatError
+from ...locks import backend_of
+from ...locks.redis import RedisBackend
+from ...lua import script
+from ..keys import Keys
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = (
+    "LOCKS",
+    "SCHEDULE",
+    "TICKS",
+    "Needs",
+    "acl_hint",
+    "advice",
+    "lock_place",
+    "lock_refusal",
+    "lock_server_says",
+    "refuses_writes",
+    "schedule_refusal",
+    "schedule_server_says",
+)
+
+_EXPIRE = ("PEXPIRE", "60000")
+
+
+def _try_transaction(client: Any, key: str) -> None:
+    with client.pipeline() as pipe:  # in a cluster it is no transaction, and needs no right for one
+        pipe.exists(key)
+        pipe.execute()
+
+
+#: Calls that locks and schedule make besides those on keys, by the commands that they need.
+_CALLS: Mapping[str, Callable[[Any, str], object]] = {
+    "ping": lambda client, _: client.ping(),  # redis-py's, after half a minute without a call
+    "time": lambda client, _: client.time(),
+    "scan": lambda client, key: client.scan(0, match=key, count=1),
+    "evalsha": lambda client, key: client.evalsha("0" * 40, 1, key),
+    "eval": lambda client, key: client.eval("return 0", 1, key),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a server has to do."""
+
+    commands: Sequence[Sequence[str]]  #: of scripts and calls on a key, with their arguments behind it
+    calls: Mapping[str, Callable[[Any, str], object]]  #: the others
+    purpose: str  #: what becomes of it if the server refuses to write
+
+
+#: What scripts and calls of the schedule run.
+SCHEDULE = Needs(
+    (
+        ("SET", "1", "PX", "60000"),
+        *(("GET",), ("INCR",), ("PTTL",), ("EXISTS",), ("DEL",)),
+        *(("HSET", "a", "1"), _EXPIRE, ("HGET", "a"), ("HMGET", "a"), ("HGETALL",), ("HLEN",), ("HSCAN", "0")),
+        *(("HDEL", "a"), ("UNLINK",)),
+        *(("SADD", "a"), _EXPIRE, ("SMEMBERS",), ("SREM", "a"), ("DEL",)),
+        *(("ZADD", "0", "a"), _EXPIRE, ("ZCARD",), ("ZCOUNT", "0", "1"), ("ZSCORE", "a"), ("ZMSCORE", "a")),
+        *(("ZRANK", "a"), ("ZRANGE", "0", "-1"), ("ZRANGEBYSCORE", "0", "1"), ("ZSCAN", "0")),
+        *(("ZREMRANGEBYSCORE", "1", "2"), ("ZREM", "a"), ("DEL",)),
+        *(("XADD", "*", "a", "1"), _EXPIRE, ("XREVRANGE", "+", "-", "COUNT", "1"), ("DEL",)),
+    ),
+    {**_CALLS, "info": lambda client, _: client.info("server"), "multi": _try_transaction, "exec": _try_transaction},
+    "nothing is sent",
+)
+
+#: The same without the calls, most of which only tools make.
+TICKS = Needs(SCHEDULE.commands, {}, SCHEDULE.purpose)
+
+#: What scripts and calls of the locks run.
+LOCKS = Needs(
+    (
+        *(("HSET", "a", "1"), _EXPIRE, ("PTTL",), ("HGET", "a"), ("HMGET", "a"), ("HDEL", "a"), ("UNLINK",)),
+        *(("ZADD", "0", "a"), _EXPIRE, ("ZCARD",), ("ZSCORE", "a"), ("ZMSCORE", "a")),
+        *(("ZREMRANGEBYSCORE", "1", "2"), ("ZRANGE", "0", "-1"), ("ZREM", "a"), ("EXISTS",), ("DEL",)),
+    ),
+    _CALLS,
+    "no lock is taken",
+)
+
+
+def schedule_refusal(app: Celery, error: Exception | None = None, *, needs: Needs = SCHEDULE) -> str:
+    """Return what the schedule's server refuses, and what to do; empty if it does all that is needed.
+
+    Args:
+        error: of a call that it has refused.
+    """
+    return _refusal(schedule_client(app), Keys.of(app).doctor, needs, error)
+
+
+def lock_refusal(app: Celery, error: Exception | None = None) -> str:
+    """Return the same of the locks' server; empty, too, where no setting names one, or locks are not kept in Redis."""
+    with suppress(SinglebeatError):
+        backend = backend_of(app)
+        if isinstance(backend, RedisBackend):
+            return _refusal(backend.redis, f"{Config.of(app).singleton_key_prefix}{{doctor}}", LOCKS, error)
+    return ""
+
+
+def lock_place(app: Celery) -> str:
+    """Return where the locks are, for people: a URL without its password, or the class of another backend."""
+    backend = backend_of(app)
+    return masked(backend.url) if isinstance(backend, RedisBackend) else type(backend).__name__
+
+
+def schedule_server_says(app: Celery, exc: RedisError) -> str:
+    """Return an error of the schedule's server and what to do; if it lacks a right, all those that it lacks."""
+    refused = schedule_refusal(app, exc) if _is_denied(str(exc)) else ""
+    return refused or f"{str(exc).rstrip('.')}{advice(exc)}"
+
+
+def lock_server_says(app: Celery, exc: LockBackendError) -> str:
+    """Return the same of an error of the locks' server, with the server's name."""
+    refused = lock_refusal(app, exc) if _is_denied(str(exc)) else ""
+    return f"the locks' server {lock_place(app)}: {refused}" if refused else f"{str(exc).rstrip('.')}{advice(exc)}"
+
+
+def _refusal(client: Any, key: str, needs: Needs, error: Exception | None) -> str:
+    """Return what a server refuses, and what to do; empty if it does all that is needed.
+
+    Args:
+        key: to try it on; its value is lost.
+        error: of a call that it has refused.
+    """
+    denied = {command for command in (_command_of(str(error)),) if command}
+    try:
+        denied |= set(_denied_calls(client, key, needs))
+        errors = {} if denied & {"eval", "evalsha"} else _refused_commands(client, key, needs)
+    except ResponseError as exc:  # that it makes of everything: of a connection that may not begin, too
+        command = _command_of(str(exc))
+        if not command:
+            return f"it refuses the script that tries what is needed: {exc}{advice(exc)}"
+        denied, errors = denied | {command}, {}
+    except RedisError:  # it does not answer, which is another finding
+        return ""
+    for text in errors.values():
+        if hint := _advice(text):
+            return f"{_NO_WRITES}, so that {needs.purpose}: {text.rstrip('.')}{hint}"
+    denied_here = [command for command, text in errors.items() if _is_denied(text)]
+    if denied_here and any("keys" in errors[command] for command in denied_here):
+        return f"its user may not use the key {key}: grant all keys with that prefix (README, Rights)"
+    denied |= {command.lower() for command in denied_here}
+    if denied:
+        names = ", ".join(sorted(denied))
+        return f"the ACL of its user lacks {names.upper()}: grant +{' +'.join(sorted(denied))} (README, Rights)"
+    return f"it refuses {next(iter(errors))}: {next(iter(errors.values()))}" if errors else ""
+
+
+def _denied_calls(client: Any, key: str, needs: Needs) -> Iterator[str]:
+    """Yield the commands of calls that a server does not let its user run.
+
+    Raises:
+        RedisError: it does not answer.
+    """
+    for call in dict.fromkeys(needs.calls.values()):
+        try:
+            call(client, key)
+        except ResponseError as exc:  # of no such script, for example
+            if command := _command_of(str(exc)):
+                yield command
+
+
+def _refused_commands(client: Any, key: str, needs: Needs) -> Mapping[str, str]:
+    """Return the commands on keys that a server refuses, and its errors."""
+    refused = json.loads(script(__package__, "probe")(client, (key,), (json.dumps(needs.commands),)))
+    # What it does not let us delete is of another type for the commands that follow.
+    return {command: error for command, error in refused if "WRONGTYPE" not in error}
+
+
+_NO_WRITES = "it refuses to write"
+
+
+def refuses_writes(refused: str) -> bool:
+    """Return whether a server refuses all writes, by what the functions above have returned."""
+    return _NO_WRITES in refused
+
+
+#: Errors that concern every write, and what to do.
+_ADVICE = {
+    "READONLY": "It is a replica: name the primary, or the Sentinels that know it",
+    "OOM": "Its memory is full: free some, or raise maxmemory",
+    "MISCONF": "It cannot save to its disk: see its log",
+    "NOREPLICAS": "It has too few replicas (min-replicas-to-write)",
+}
+
+#: The same in the words that are left when redis-py has taken the code off.
+_WITHOUT_CODE = {
+    "read only replica": "READONLY",
+    "used memory > 'maxmemory'": "OOM",
+    "unable to persist": "MISCONF",
+    "Not enough good replicas": "NOREPLICAS",
+}
+
+
+def _advice(error: str) -> str:
+    codes = (*_ADVICE, *_WITHOUT_CODE)
+    code = next((code for code in codes if code in error), "")
+    return f". {_ADVICE[_WITHOUT_CODE.get(code, code)]}" if code else ""
+
+
+def advice(exc: Exception) -> str:
+    """Return what to add to an error of a Redis server; empty if it says all that is known."""
+    return acl_hint(exc) or _advice(str(exc))
+
+
+def acl_hint(exc: Exception) -> str:
+    """Return what to add to an error of a server that does not let its user run a command; empty for any other."""
+    if command := _command_of(str(exc)):
+        return f": grant +{command} (README, Rights)"
+    # Redis before 7.2 does not name the command of a script.
+    return " (ACL LOG on the server names the command; README, Rights)" if _is_denied(str(exc)) else ""
+
+
+_COMMAND = re.compile(r"no permissions to run the '([^']+)' command")
+
+
+def _command_of(error: str) -> str:
+    """Return the command that an error says its user may not run; empty if it says so of none."""
+    if "EXEC without MULTI" in error:  # all that redis-py tells of a transaction whose MULTI was refused
+        return "multi"
+    found = _COMMAND.search(error)
+    return found[1].lower() if found else ""
+
+
+def _is_denied(error: str) -> bool:
+    return bool(_command_of(error)) or any(
+        text in error.lower()
+        # Of a call and of a command in a script, from Redis 6.2 on.
+        for text in ("noperm", "no permissions to", "can't run this command", "can't access at least one of the keys")
+    )

@@ -1,0 +1,90 @@
+"""The places of entries in the schedule, computed anew when the zone of the app has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from ...log import Log
+from ...lua import script
+from ..calendar.recurrence import reads_clock
+from ..calendar.zone import app_zone
+from ..entries.entry import Entry
+from ..entries.fields import read_fields
+from ..keys import Keys
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..leadership.lease import Term
+
+__all__ = ("Places",)
+
+log = Log("celery.beat")
+
+#: Entries that one round trip reads or writes.
+BATCH = 500
+
+
+class Places:
+    """Keeps the places of an app's entries those of its zone.
+
+    Whoever leads with another zone than the leader before it (a deploy has changed ``timezone``, or runs beside the old
+    one) computes all places anew before its first claim. An entry counts on from its last run, so that each handover
+    costs no run and repeats none.
+
+    Args:
+        client: the client for the schedule.
+        progress: hears of each step.
+    """
+
+    def __init__(self, app: Celery, client: Any, *, progress: Callable[[], None]) -> None:
+        self.app, self.client, self.keys, self._progress = app, client, Keys.of(app), progress
+
+    def renew(self, before: str | None, now: datetime, term: Term) -> None:
+        """Move the entries that wait for a wall clock of the app's zone, unless another beat leads by now.
+
+        Args:
+            before: the zone in which the places were computed, None if it is not known.
+        """
+        keys, zone, moved, cursor = self.keys, str(app_zone(self.app)), 0, None
+        touched = (keys.lock or keys.lease.leader, keys.schedule, keys.zone)
+        while cursor != 0:
+            self._progress()
+            cursor, found = self.client.zscan(keys.schedule, cursor or 0, count=BATCH)
+            # Those that are due are looked at in any case.
+            waiting = {member: score for member, score in found if score < 0 or score > now.timestamp()}
+            places = [*self._earlier(waiting, now)] if waiting else []
+            args = [text for member, score in places for text in (repr(score), member)]
+            if not script(__package__, "place")(self.client, touched, (term.token, "" if cursor else zone, *args)):
+                return
+            moved += len(places)
+        if before is not None:
+            about = {"before": before, "zone": zone, "moved": moved}
+            log.warning(
+                "beat: Wall clocks are read in %(zone)s, no longer in %(before)s", event="zone_changed", **about
+            )
+
+    def _earlier(self, waiting: dict[str, float], now: datetime) -> Iterator[tuple[str, float]]:
+        """Yield the entries whose places lie too late, and their new ones."""
+        members: Sequence[str] = list(waiting)
+        entries = [self.keys.entry(member) for member in members]
+        rows = read_fields(self.client, entries)
+        for member, key, fields in zip(members, entries, rows, strict=True):
+            self._progress()
+            try:
+                due_at = self._due_at(Entry.from_fields(key, *fields[:4], app=self.app), now)
+            except Exception:  # what is wrong with it, a tick finds out  # noqa: S112
+                continue
+            if due_at is not None and (waiting[member] < 0 or due_at.timestamp() < waiting[member]):
+                yield member, due_at.timestamp()
+
+    @staticmethod
+    def _due_at(entry: Entry, now: datetime) -> datetime | None:
+        """Return when an entry is due next by a wall clock of its app, None if none decides that."""
+        policy, past = entry.policy, entry.meta
+        is_finished = policy.max_runs is not None and past.total_run_count >= policy.max_runs
+        if policy.timezone is not None or is_finished or past.counts_from is None or not reads_clock(entry.schedule):
+            return None
+        return entry.timetable.due_at(past.counts_from, now)

@@ -1,0 +1,175 @@
+"""What happened: ``history`` and ``explain``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import click
+
+from ..beat.delivery import Delivery, queue_of
+from ..beat.entries.occurrence import Occurrence
+from ..beat.entries.statics import owner_of
+from ..beat.explain import Facts, Lock, explain, record_at
+from ..beat.keys import Keys
+from ..beat.late_places import late_places
+from ..beat.lost_messages import examine
+from ..beat.schedule import Schedule
+from ..beat.silence import silence
+from ..beat.status import State
+from ..beat.store.history import History
+from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
+from ..connections import schedule_client
+from ..errors import EntryError, LockBackendError, UnknownEntryError
+from ..locks import backend_of
+from .locks import held_by, waiting
+from .output import command, instant, moment, printable, show_json, table
+from .workers import BrokerError, Workers
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..beat.entries.entry import Entry
+
+#: Seconds after which a command looks again at what may be true for a moment only.
+AGAIN = 1.0
+
+#: Records of an entry that an explanation looks at.
+EXPLAINED = 1000
+
+
+def _usable(entries: Schedule, name: str, state: State) -> Entry | None:
+    """Return an entry, None if it cannot be used.
+
+    Raises:
+        UnknownEntryError: there is none.
+    """
+    try:
+        return entries.get(name)
+    except UnknownEntryError:
+        if name not in state.quarantine:
+            raise
+    except EntryError:
+        pass
+    return None
+
+
+def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
+    queue = queue_of(app, entry) if entry is not None and workers is not None else None
+    return Delivery.of(queue, workers.readers) if queue and workers is not None else None
+
+
+def _pending(app: Celery, name: str) -> Occurrence | None:
+    """Return the occurrence of an entry that is claimed and stays unconfirmed; None if there is none to be read.
+
+    In every tick there is one for a moment, so it is looked for twice.
+    """
+    client, key = schedule_client(app), Keys.of(app).prefix + name
+    text = client.hget(key, "pending")
+    if text:
+        time.sleep(AGAIN)
+        text = text if client.hget(key, "pending") == text else None
+    try:
+        return Occurrence.decode(text) if text else None
+    except EntryError:
+        return None
+
+
+@command(
+    "history",
+    click.argument("name", required=False),
+    click.option("-n", "count", type=click.IntRange(1, 100_000), default=20, show_default=True),
+)
+def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
+    """Show the last decisions about an entry, or about all, and how their runs ended; the last one first."""
+    entries = Schedule(app)
+    records = entries.history(name, count)
+    if name is not None and not records:
+        _usable(entries, name, State.of(app))  # there may be none of this name
+    if as_json:
+        show_json([asdict(record) for record in records])
+        return
+    rows = []
+    for record in records:
+        end = record.end
+        took = f" {end.duration:.1f} s" if end and end.duration is not None else ""
+        outcome = f"{end.outcome}{took}" if end else record.reason
+        rows.append((record.entry, moment(record.nominal), record.decision, outcome or "-"))
+    table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows, wide=(0, 3))
+
+
+def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
+    """Return what is known about an entry; the workers are asked first, because that takes longest.
+
+    Raises:
+        UnknownEntryError: there is no such entry.
+    """
+    workers, entries, broker_away = None, Schedule(app), ""
+    try:
+        workers = Workers.ask(app)
+    except BrokerError as exc:
+        broker_away = f"the broker {exc}"
+    pending, state = _pending(app, name), State.of(app)
+    entry, records = _usable(entries, name, state), entries.history(name, EXPLAINED if when else 1)
+    running = workers.running if workers else None
+    # The task whose lock the explanation asks for: the one that was in the way, or the one that has not ended.
+    record, task = record_at(records, when), ""
+    if record is not None and record.decision == "skipped_overlap":
+        task = record.holder
+    elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
+        task = record.task_id
+    locks, locks_away, found = dict[str, Lock](), "", None
+    try:
+        if pending is not None:  # it may wait for that server
+            backend_of(app).workers_seen()
+        locks = dict(held_by(app, {task} - {"", *(running or ())}))
+        if task in locks and locks[task].state == "queued":
+            found = next(iter(examine(app, list(islice(waiting(app, {task}), 1)))), None)
+    except LockBackendError as exc:
+        locks_away = lock_server_says(app, exc)
+    # A run that is not over may be kept from being sent, or started.
+    locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
+    return Facts(
+        name=name,
+        entry=entry,
+        state=state,
+        records=records,
+        locks=locks,
+        running=running,
+        known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
+        now=datetime.fromtimestamp(state.now, UTC),
+        delivery=_delivery(app, entry, workers) if state.is_led_by(owner_of(app)) else None,
+        no_place=entries.no_place(name) if entry is not None else "",
+        late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
+        pending=pending,
+        refused=schedule_refusal(app) if state.overdue or not state.works else "",
+        broker_away=broker_away,
+        locks_away=locks_away,
+        locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
+        found=found,
+        silent=next((silence(entry, own) for _, own in History(app).own([name])), "") if entry is not None else "",
+    )
+
+
+@command(
+    "explain",
+    click.argument("name"),
+    click.option("--at", help="A moment in ISO 8601; without offset it is in UTC. Default: the last run."),
+)
+def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
+    """Say in sentences why an entry ran, did not run, or will run."""
+    when = instant(at)
+    facts = _facts(app, name, when)
+    if any(lock.state == "running" for lock in facts.locks.values()):
+        facts = _facts(app, name, when)  # the run may have begun after the workers were asked
+    sentences = list(explain(facts, when))
+    if as_json:
+        show_json(
+            {"name": name, "explanation": sentences, "records": [asdict(record) for record in facts.records[:20]]}
+        )
+        return
+    for sentence in sentences:
+        click.echo(printable(sentence))

@@ -1,0 +1,109 @@
+"""The schedule as a whole: ``status``, ``health``, ``resign``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ..beat.leadership.lease import resign
+from ..beat.status import MAX_LAG, State
+from .output import Seconds, command, fail, marked, printable, show_json
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+#: Seconds that a handed over leadership may take until somebody else has it.
+HANDOVER = 15.0
+
+
+def who(state: State) -> str:
+    """Return who leads, for people."""
+    if state.is_shared:
+        since = "no sign of any" if state.silent is None else f"the last sign of one is {state.silent:.0f} s old"
+        return f"none: beats share the work (redbeat_lock_key is None), {since}"
+    if state.leader:
+        return "{host}, pid {pid}, term {term}, since {since}".format_map({**_NOBODY, **state.leader})
+    if state.redbeat_leads:
+        left = f"{state.lease_left:.0f} s"
+        return f"a beat of RedBeat, which leaves no name; its lock ends in {left} if it is not prolonged"
+    return "nobody"
+
+
+_NOBODY = {"host": "?", "pid": "?", "term": "?", "since": "?"}
+
+
+@command("status")
+def status_(app: Celery, as_json: bool) -> None:
+    """Show who leads and stands by, and how much is scheduled, overdue, pending and set aside."""
+    state = State.of(app)
+    if as_json:
+        show_json(asdict(state))
+        return
+    click.echo(f"leader      {printable(who(state))}")
+    click.echo(f"{'beats' if state.is_shared else 'standbys':<12}{len(state.standbys)}")
+    for standby in state.standbys:
+        click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
+    if state.redbeat_silent:
+        click.echo(marked(f"problem     {state.redbeat_silent}", "problem"))
+    for text, _ in state.wrong_clocks(standbys=True):
+        click.echo(marked(f"clock       {text}", "warning"))
+    if state.waits:
+        click.echo(marked(f"clock       {state.waits}", "warning"))
+    click.echo(f"entries     {state.entries}")
+    click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
+    waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
+    waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (doctor)"
+    click.echo(f"pending     {state.pending}" + (waits if state.pending else ""))
+    click.echo(f"quarantine  {len(state.quarantine)}")
+    for name, record in state.quarantine.items():
+        click.echo(marked(f"  {name}: {record['reason']}", "problem"))
+
+
+@command(
+    "health",
+    click.option("--role", type=click.Choice(["any", "leader"]), default="any", help="leader: of this host."),
+    click.option("--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="Seconds."),
+)
+def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
+    """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""
+    state = State.of(app)
+    wrong = state.problem(max_lag)
+    if wrong:
+        pass
+    elif role == "leader" and state.is_shared:
+        wrong = "no beat leads, all share the work (redbeat_lock_key is None): leave out --role leader"
+    elif role == "leader" and state.leader.get("host") != socket.gethostname():
+        wrong = f"no beat of this host leads: {who(state)}"
+    elif state.lag > max_lag:
+        # With a small --max-lag the first one may be later than that, and not yet overdue as others count it.
+        wrong = f"{state.overdue or state.due} entries are overdue, the first by {state.lag:.0f} s"
+    if as_json:
+        show_json({"healthy": not wrong, "problem": wrong, "lag": state.lag, "leader": state.leader})
+        raise SystemExit(1 if wrong else 0)
+    if wrong:
+        fail(wrong)
+    click.echo(f"healthy: {printable(who(state))}")
+
+
+@command("resign")
+def resign_(app: Celery, as_json: bool) -> None:
+    """End the present term of leadership; a beat that stands by begins the next, or the same one if there is none.
+
+    Use it for a beat of RedBeat that was killed, too: its lock lasts for up to 25 minutes. Stop one that lives instead:
+    it would end with an error in its next tick, and what it sends just now could be sent twice.
+    """
+    before, ended = State.of(app), resign(app)
+    if not ended:
+        fail("nobody leads")
+    deadline = time.monotonic() + HANDOVER
+    while not (now := State.of(app)).leader and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if as_json:
+        show_json({"before": before.leader, "now": now.leader})
+        return
+    click.echo(f"ended: {printable(who(before))}{os.linesep}leads: {printable(who(now))}")

@@ -1,0 +1,127 @@
+"""Frees the locks of calls that were refused: a server that hung takes them when it goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from ..errors import LockBackendError
+from ..log import Log
+from ..native_threads import Empty, SimpleQueue, native_sleep, start_native_thread
+from . import new_backend
+from .base import BaseBackend, Ref
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("never_mind", "refused", "undo_later")
+
+log = Log(__name__)
+
+#: Seconds between two tries, and until a thread that has nothing to do ends.
+PAUSE = 1.0
+
+#: Seconds after which a server that does not come back is given up: its locks end by themselves.
+PATIENCE = 600.0
+
+#: Calls that are kept in mind.
+MOST_CALLS = 10_000
+
+
+class _Undoing:
+    """The refused calls of one process, and the thread that waits for their server while there are any."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._refused: SimpleQueue[tuple[BaseBackend, Ref, float]] = SimpleQueue()
+        self._wanted: dict[Ref, float] = {}  #: until when; whatever else is in the queue was sent after all
+        #: Holds one thing while nobody frees or forgets.
+        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._turn.put(None)
+        #: Of the thread: under gevent it cannot use a connection of the greenlets.
+        self._backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
+        #: Holds one thing while there is no thread: whoever gets it starts one.
+        self._no_thread: SimpleQueue[None] = SimpleQueue()
+        self._no_thread.put(None)
+
+    def add(self, app: Celery, ref: Ref) -> None:
+        if app not in self._backends:
+            self._backends[app] = new_backend(app, own_connections=True)
+        if self._refused.qsize() < MOST_CALLS:
+            self._wanted[ref] = given_up = time.monotonic() + PATIENCE
+            self._refused.put((self._backends[app], ref, given_up))
+        if self._may_start():
+            start_native_thread(self._run, "singlebeat-undo")
+
+    def forget(self, ref: Ref) -> None:
+        if ref in self._wanted:
+            self._turn.get()
+            self._wanted.pop(ref, None)
+            self._turn.put(None)
+
+    def find(self, key: str, task_id: str) -> Ref | None:
+        return next((ref for ref in list(self._wanted) if (ref.key, ref.task_id) == (key, task_id)), None)
+
+    def _may_start(self) -> bool:
+        try:
+            self._no_thread.get_nowait()
+        except Empty:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            try:
+                backend, ref, given_up = self._refused.get(timeout=PAUSE)
+            except Empty:
+                self._no_thread.put(None)
+                # One that came in between has found no reason to start a thread, or has started one.
+                if self._refused.empty() or not self._may_start():
+                    return
+            else:
+                if self._undone(backend, ref, given_up) or time.monotonic() >= given_up:
+                    if self._wanted.get(ref) == given_up:
+                        self._wanted.pop(ref, None)
+                else:
+                    self._refused.put((backend, ref, given_up))  # behind those of servers that may answer
+                    native_sleep(PAUSE)
+
+    def _undone(self, backend: BaseBackend, ref: Ref, given_up: float) -> bool:
+        try:
+            backend.get(ref.key)  # once it answers, it has read what came before
+            self._turn.get()
+            try:
+                if self._wanted.get(ref) == given_up:
+                    backend.finish_many([ref], memory=0)
+            finally:
+                self._turn.put(None)
+        except LockBackendError:
+            return False
+        except Exception:  # the outer edge of the thread: others wait for it, too
+            about = {"id": ref.task_id}
+            log.exception("the lock of task %(id)s stays until it ends by itself", event="lock_kept", **about)
+        return True
+
+
+_undoing = _Undoing()
+
+
+def undo_later(app: Celery, ref: Ref) -> None:
+    """Free the lock of a call that was refused because its server did not answer, when it answers again."""
+    global _undoing  # noqa: PLW0603 - a forked child has none of its parent's threads
+    if _undoing.pid != os.getpid():
+        _undoing = _Undoing()
+    _undoing.add(app, ref)
+
+
+def never_mind(ref: Ref) -> None:
+    """Leave the lock of a call alone, whatever became of it before: it is made again, under the same id."""
+    if _undoing.pid == os.getpid():
+        _undoing.forget(ref)
+
+
+def refused(key: str, task_id: str) -> Ref | None:
+    """Return the claim of a call of this process that was refused and may yet hold its lock, or None."""
+    return _undoing.find(key, task_id) if _undoing.pid == os.getpid() else None

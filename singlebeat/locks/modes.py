@@ -1,0 +1,231 @@
+"""The words for when a lock is held and what becomes of a call that meets it; which of them go together."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from kombu.utils import json as kombu_json
+
+from ..errors import ConfigError
+from ..overlap import Overlap
+from .key import culprit
+
+__all__ = (
+    "Lock",
+    "Overlap",
+    "check",
+    "decode_arguments",
+    "drops_by_default",
+    "encode_arguments",
+    "equal_calls_may_differ",
+    "has_continuations",
+    "overlap_for",
+    "pick",
+    "signature_of",
+)
+
+
+class Lock(StrEnum):
+    """When a call excludes its equals (the terms of sidekiq-unique-jobs)."""
+
+    UNTIL_EXECUTED = "until_executed"  #: from the call to the end of its run
+    UNTIL_EXECUTING = "until_executing"  #: from the call to the start of its run
+    UNTIL_EXPIRED = "until_expired"  #: from the call until ``lock_expiry`` has passed
+    WHILE_EXECUTING = "while_executing"  #: from the start to the end of its run, retries and their countdowns included
+    UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"  #: one may run while another waits
+
+
+_AT_THE_CALL = {Overlap.SKIP, Overlap.RAISE, Overlap.ALLOW_ALL}
+
+#: Which overlap makes sense with which lock.
+TOGETHER: Mapping[Lock, set[Overlap]] = {
+    Lock.UNTIL_EXECUTED: set(Overlap),
+    Lock.UNTIL_EXECUTING: _AT_THE_CALL,
+    Lock.UNTIL_EXPIRED: _AT_THE_CALL,
+    Lock.WHILE_EXECUTING: {Overlap.SKIP, Overlap.BUFFER_ALL, Overlap.ALLOW_ALL},
+    Lock.UNTIL_AND_WHILE_EXECUTING: _AT_THE_CALL,
+}
+
+#: Options of a call that somebody waits on: they would never hear of it if it were not sent.
+CONTINUATIONS = ("chord", "group_id", "link", "link_error", "replaced_task_nesting")
+
+
+def _overlap_of(word: Any, lock: Lock) -> Overlap:
+    """Return an overlap policy that goes with a lock.
+
+    Raises:
+        ConfigError: there is no such policy, or it contradicts the lock.
+    """
+    try:
+        overlap = Overlap(word)
+    except ValueError:
+        raise ConfigError(f"overlap must be one of {', '.join(Overlap)}, not {word!r}") from None
+    if overlap not in TOGETHER[lock]:
+        allowed = ", ".join(word for word in Overlap if word in TOGETHER[lock])
+        raise ConfigError(f"overlap={overlap} contradicts lock={lock}: there it is one of {allowed}")
+    return overlap
+
+
+def overlap_for(task: Any, word: Any = None) -> Overlap:
+    """Return the policy of a call: its own word, else its task's, else the app's.
+
+    Raises:
+        ConfigError: the call's word is wrong, or contradicts the task's lock.
+    """
+    lock, config = Lock(task.lock), task.singleton_config
+    if word:
+        return _overlap_of(word, lock)
+    if task.overlap is not None:
+        return Overlap(task.overlap)
+    raises = config.singleton_raise_on_duplicate if task.raise_on_duplicate is None else task.raise_on_duplicate
+    if raises and lock is not Lock.WHILE_EXECUTING:
+        return Overlap.RAISE
+    try:
+        return _overlap_of(config.singlebeat_overlap, lock)
+    except ConfigError:  # the app's default is for the tasks that it suits
+        return Overlap.SKIP
+
+
+def drops_by_default(task: Any) -> bool:
+    """Return whether a call that meets its equal is dropped though its task does not say so, and could wait.
+
+    Args:
+        task: None, or no Singleton: one whose lock beat takes.
+    """
+    if not hasattr(task, "claims_by_itself"):
+        return True
+    if task.overlap is not None or task.raise_on_duplicate is not None:
+        return False
+    return overlap_for(task) in {Overlap.SKIP, Overlap.RAISE} and Overlap.BUFFER_ALL in TOGETHER[Lock(task.lock)]
+
+
+def check(task: Any, name: str) -> None:
+    """Refuse options of a task class that are wrong or contradict each other.
+
+    Raises:
+        ConfigError: the message names the task and the option.
+    """
+    try:
+        _check_lock(task)
+        _check_unique_on(task.unique_on, task.call_signature)
+    except ConfigError as exc:
+        raise ConfigError(f"task {name}: {exc}") from None
+
+
+def _check_lock(task: Any) -> None:
+    if task.lock not in list(Lock):
+        raise ConfigError(f"lock must be one of {', '.join(Lock)}, not {task.lock!r}")
+    lock, expiry = Lock(task.lock), task.lock_expiry
+    if expiry is not None and not hasattr(expiry, "__get__") and not _is_duration(expiry):
+        raise ConfigError(f"lock_expiry must be a positive number of seconds, or None, not {expiry!r}")
+    if lock is Lock.UNTIL_EXPIRED and task.lock_expiry is None:
+        raise ConfigError("lock=until_expired needs lock_expiry")
+    if task.overlap is None:
+        return
+    overlap = _overlap_of(task.overlap, lock)
+    if task.raise_on_duplicate is not None and task.raise_on_duplicate != (overlap is Overlap.RAISE):
+        raise ConfigError(f"overlap={overlap} contradicts raise_on_duplicate={task.raise_on_duplicate}")
+
+
+def _is_duration(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:
+    if unique_on is None or callable(unique_on):
+        return
+    names = [unique_on] if isinstance(unique_on, str) else unique_on
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            "unique_on must be a name of an argument, a list of such names, or a function of all arguments, "
+            f"not {unique_on!r}"
+        )
+    parameters = signature.parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    for name in names:
+        if name.partition(".")[0] not in signature.parameters:
+            known = ", ".join(signature.parameters) or "none"
+            raise ConfigError(f"unique_on names {name!r}, which is no argument of the task; its arguments: {known}")
+
+
+def signature_of(run: Any) -> inspect.Signature:
+    """Return the signature of a task's function as its callers see it."""
+    function = run.__func__ if isinstance(run, staticmethod) else run
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return inspect.signature(lambda *args, **kwargs: None)
+    if isinstance(run, staticmethod):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def pick(unique_on: Sequence[str] | str | Callable[..., Any], bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return what makes a call unique, by name.
+
+    Args:
+        unique_on: names of arguments, dotted paths into them (``"user.id"``), or a function of all arguments.
+    """
+    if callable(unique_on):
+        return {"unique_on": unique_on(*bound.args, **bound.kwargs)}
+    names = [unique_on] if isinstance(unique_on, str) else unique_on
+    return {name: _follow(bound, name) for name in names}
+
+
+def _follow(bound: inspect.BoundArguments, path: str) -> Any:
+    first, *rest = path.split(".")
+    arguments = bound.arguments
+    if first not in arguments:  # one of **kwargs
+        spare = [p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        arguments = arguments.get(spare[0], {}) if spare else {}
+    value = arguments.get(first)
+    for step in rest:
+        value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+    return value
+
+
+def has_continuations(options: Mapping[str, Any]) -> bool:
+    """Tell whether somebody waits for this very call: a chain, a chord, a group, a callback or whom it replaces."""
+    # The last step of a chain comes with an empty one, a call of its own with none.
+    return options.get("chain") is not None or any(options.get(name) for name in CONTINUATIONS)
+
+
+def equal_calls_may_differ(task: Any) -> bool:
+    """Return whether calls of a task with different arguments may have the same lock."""
+    return task.unique_on is not None or not task.has_pure_keys
+
+
+def encode_arguments(task: Any, args: Any, kwargs: Any) -> str:
+    """Return the arguments of a call as JSON, for the run of an equal call that stands for it.
+
+    JSON whatever the serializer of the task: what is read from a lock must not choose how it is read.
+
+    Raises:
+        TypeError: an argument has no JSON; the message names it.
+    """
+    args, kwargs = task.as_sent(args, kwargs)
+    try:
+        return str(kombu_json.dumps([args, kwargs]))
+    except Exception as exc:  # an object's own methods raise what they like
+        name = culprit(args, kwargs)
+        raise TypeError(f"{task.name}: overlap=buffer_one keeps arguments as JSON, {name} has none: {exc}") from exc
+
+
+def decode_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """Read what ``encode_arguments`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        args, kwargs = kombu_json.loads(text)
+    except Exception as exc:  # a decoder of a user's type raises what it likes
+        raise ValueError(f"no arguments in JSON: {exc}") from exc
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise ValueError("no list of arguments and dict of keyword arguments")  # noqa: TRY004 - it is data
+    return args, kwargs

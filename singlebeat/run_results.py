@@ -1,0 +1,188 @@
+"""Tells how runs ended: the schedule of those that beat has sent, in a thread of its own, and whoever listens."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import Ignore, Reject, Retry
+from kombu.utils.encoding import safe_repr
+
+from . import signals
+from .config import Config
+from .locks.base import HEADER, RUN_HEADER
+from .log import Log, without_passwords
+from .monitors import close_check_in
+from .native_threads import Empty, SimpleQueue, await_native, start_native_thread
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .tasks.request import Request
+
+__all__ = (
+    "DUPLICATE_REFUSED",
+    "MESSAGE_LOST",
+    "OUTCOMES",
+    "RAN_ELSEWHERE",
+    "flush_ends",
+    "outcome_of",
+    "record_end",
+    "record_end_of_message",
+)
+
+log = Log(__name__)
+
+#: Ends that are written in one step; what comes faster is dropped.
+BATCH, MOST = 500, 10_000
+
+#: Seconds that the schedule's server may take, and that it is left alone after it did not answer.
+TIMEOUT, PAUSE = 2.0, 10.0
+
+#: Ends of its last runs that an entry keeps: enough to see that they fail one after the other.
+KEPT_ENDS = 4
+
+#: Characters of a reason that are recorded.
+LONGEST_REASON = 200
+
+#: The end of a message that was not to run.
+DUPLICATE_REFUSED = "duplicate_refused"
+
+_OUTCOMES = {
+    Retry: "retry",
+    Ignore: "ignored",
+    Reject: "rejected",
+    WorkerLostError: "worker_lost",
+    TimeLimitExceeded: "time_limit",
+    Terminated: "terminated",
+}
+
+#: Ends that no worker with singlebeat has seen: a message that is gone, and one that another worker has run.
+MESSAGE_LOST, RAN_ELSEWHERE = "message_lost", "ran_elsewhere"
+
+#: Every word for an end that a worker sees; ``duplicate_refused``: an equal call runs, or this one has run;
+#: ``postponed``: its message was sent again to wait for its turn, and ends another time.
+OUTCOMES = (
+    *("success", "failure", *_OUTCOMES.values(), DUPLICATE_REFUSED, "postponed"),
+    *("revoked", "expired", "unknown_task"),
+)
+
+
+def outcome_of(exc: BaseException) -> str:
+    """Return the word for a run that ended with an exception."""
+    return next((word for kind, word in _OUTCOMES.items() if isinstance(exc, kind)), "failure")
+
+
+def record_end(request: Request, outcome: str, reason: str | BaseException = "") -> None:
+    """Tell how a run ended, once, and record it if beat has sent it: soon, and without waiting."""
+    if request.end_told:
+        return
+    request.end_told = True
+    record_end_of_message(
+        request.app, request.request_dict, outcome, reason, worker=request.hostname, began=request.time_start
+    )
+
+
+def record_end_of_message(
+    app: Celery,
+    headers: Mapping[str, Any],
+    outcome: str,
+    reason: str | BaseException = "",
+    *,
+    worker: str | None = None,
+    began: float | None = None,
+) -> None:
+    """Do the same for a message by its headers."""
+    header = headers.get(RUN_HEADER)
+    if header or HEADER in headers:
+        signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
+    if outcome == DUPLICATE_REFUSED:
+        close_check_in(headers)
+    if outcome == "postponed":  # a message like it will tell the schedule
+        return
+    if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
+        # Here only: most runs are none of beat's, and an exception of a user's may have no repr.
+        reason = reason if isinstance(reason, str) else safe_repr(reason)
+        row = (
+            str(header["entry"]),
+            str(headers.get("id")),
+            outcome,
+            without_passwords(reason)[:LONGEST_REASON],
+            datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else "",
+            f"{max(0.0, time.time() - began):.3f}" if began else "",
+            worker or "",
+        )
+        _writer(app).put(row)
+
+
+def flush_ends(app: Celery) -> None:
+    """Wait until the ends so far are recorded, for a few seconds at most."""
+    if (app, os.getpid()) in _writers:
+        done: SimpleQueue[None] = SimpleQueue()
+        _writers[app, os.getpid()].put(done)
+        await_native(done, timeout=TIMEOUT)
+
+
+class _Writer:
+    """Writes ends in batches; one that cannot be written is lost, and no task waits for it."""
+
+    def __init__(self, app: Celery) -> None:
+        # A worker that runs nothing of beat's may have no Redis. Not in the thread: a child that is forked while it
+        # imports would never get the import system's locks.
+        from .connections import schedule_client  # noqa: PLC0415
+        from .lua import Script, packed  # noqa: PLC0415
+
+        self._connect, self._script, self._packed = schedule_client, Script(__package__, "record_ends"), packed
+        config = Config.of(app)
+        self.app, self.prefix, self.limit = app, config.redbeat_key_prefix, config.singlebeat_history_limit
+        self._news: SimpleQueue[tuple[str, ...] | SimpleQueue[None]] = SimpleQueue()
+        self._client: Any = None
+        self._silent_until = 0.0
+        start_native_thread(self._run, "singlebeat-ends")
+
+    def put(self, news: tuple[str, ...] | SimpleQueue[None]) -> None:
+        if self._news.qsize() < MOST:
+            self._news.put(news)
+
+    def _run(self) -> None:
+        while True:
+            news = [self._news.get()]
+            with suppress(Empty):
+                while len(news) < BATCH:
+                    news.append(self._news.get_nowait())
+            rows = [each for each in news if isinstance(each, tuple)]
+            try:
+                if rows and time.monotonic() >= self._silent_until:
+                    self._write(rows)
+            except Exception as exc:  # the outer edge of the thread: no Redis, or no schedule in it
+                log.warning(
+                    "the ends of %(runs)d runs, and those of %(seconds)g s, are not recorded",
+                    event="ends_not_recorded",
+                    runs=len(rows),
+                    seconds=PAUSE,
+                    reason=exc,
+                )
+                self._silent_until = time.monotonic() + PAUSE
+            for each in news:
+                if not isinstance(each, tuple):
+                    each.put(None)
+
+    def _write(self, rows: Sequence[tuple[str, ...]]) -> None:
+        self._client = self._client or self._connect(self.app, timeout=TIMEOUT)
+        entries = [self.prefix + row[0] for row in rows]
+        self._script(self._client, [f"{self.prefix}:runs", *entries], (self.limit, KEPT_ENDS, self._packed(rows)))
+
+
+_writers: dict[tuple[Celery, int], _Writer] = {}
+
+
+def _writer(app: Celery) -> _Writer:
+    key = app, os.getpid()  # a forked child gets one of its own
+    if key not in _writers:
+        _writers[key] = _Writer(app)
+    return _writers[key]

@@ -1,0 +1,107 @@
+"""Lets the workers of an app look after the locks of the messages that carry one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+from celery.signals import task_rejected, task_unknown
+from celery.utils.imports import symbol_by_name
+
+from ..config import Config
+from ..errors import ConfigError
+from ..locks import worker_name
+from ..locks.base import Ticket
+from ..log import Log
+from ..run_results import flush_ends, record_end_of_message
+from .renewer import Renewer, renewer_of
+from .request import Request, report_exceptions
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .metrics import Metrics
+
+__all__ = ("install",)
+
+log = Log(__name__)
+
+#: The ends of a message that no Request sees.
+UNSEEN_ENDS = (task_unknown, task_rejected)
+
+
+class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
+    """The step of a worker that gives every task our Request class; it starts between pool and consumer."""
+
+    #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
+    requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
+    renewer: Renewer | None = None
+    metrics: Metrics | None = None
+    said: Mapping[str, Any] = MappingProxyType({})
+
+    def start(self, parent: Any) -> None:
+        """Prepare the tasks of the worker's app and start renewing."""
+        try:
+            renewer = renewer_of(parent.app)
+        except ConfigError as exc:  # singlebeat is installed, but this app has nowhere to keep locks
+            log.info("locks are not looked after", event="unlocked", reason=exc)
+            return
+        for task in parent.app.tasks.values():
+            task.Request = _with_locks(symbol_by_name(task.Request))
+        report_exceptions(parent.pool)
+        self.renewer, renewer.timer = renewer, parent.timer
+        renewer.serve(parent.hostname, name=worker_name(parent.app, parent.hostname))
+        # Neither before now, because all who have a Singleton import this module, nor later, amid forks.
+        from .. import __version__  # noqa: PLC0415
+
+        self.said = {"singlebeat": {"version": __version__}}
+        if (port := Config.of(parent.app).singlebeat_worker_metrics_port) is not None:
+            from .metrics import Metrics  # noqa: PLC0415
+
+            self.metrics = Metrics(parent.app, renewer)
+            self.metrics.serve(port)
+        for ended in UNSEEN_ENDS:
+            ended.connect(self._end_unseen, weak=False, dispatch_uid=id(self))
+
+    def info(self, parent: Any) -> Mapping[str, Any]:
+        """Return what ``celery inspect stats`` says about this worker; nothing if it does not look after locks."""
+        return {name: {**about, "time": time.time()} for name, about in self.said.items()}
+
+    def stop(self, parent: Any) -> None:
+        """Free what is over before the process ends."""
+        for ended in UNSEEN_ENDS:
+            ended.disconnect(dispatch_uid=id(self))
+        if self.renewer is not None:
+            self.renewer.retire()  # the consumer has stopped: the broker has all messages again that do not run
+            self.renewer.flush()
+            flush_ends(parent.app)
+
+    terminate = stop
+
+    def _end_unseen(self, sender: Any = None, message: Any = None, signal: Any = None, **_: Any) -> None:
+        headers = getattr(message, "headers", None) or {}
+        outcome = "unknown_task" if signal is task_unknown else "rejected"
+        record_end_of_message(sender.app, headers, outcome, worker=sender.hostname)
+        ticket = Ticket.of_message(headers, headers.get("id"))
+        if ticket is not None and self.renewer is not None:
+            self.renewer.finish_ticket(ticket)
+
+
+def _with_locks(request_class: type) -> type:
+    if issubclass(request_class, Request):
+        return request_class
+    if issubclass(Request, request_class):
+        return Request
+    return type(request_class.__name__, (Request, request_class), {})
+
+
+def install(app: Celery) -> None:
+    """Let the workers of an app look after the locks of the messages that carry one.
+
+    It is called for you where an app has a Singleton, and by the ``celery`` command wherever singlebeat is installed.
+    Call it for workers that are started in another way and run plain tasks that beat dispatches.
+    """
+    app.steps["worker"].add(LockKeeper)
