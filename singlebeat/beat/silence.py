@@ -63,7 +63,8 @@ def _skipped(entry: Entry, own: Own) -> str:
     last, sent = next(iter(own.decisions), None), entry.meta.last_run
     if last is None or last.decision != "skipped_overlap":
         return ""
-    if (decided := entry.meta.last_run_at) is not None and decided - last.nominal > timedelta(seconds=1):
+    decided = entry.meta.last_run_at
+    if decided is not None and decided - last.nominal > timedelta(seconds=1) and not own.is_pending:
         return ""  # RedBeat has run it since then, and records nothing
     if sent is not None and last.nominal - sent < max(SKIPPED_FOR, _time_of(entry, sent, LEAST_SKIPPED) - sent):
         return ""

@@ -77,11 +77,9 @@ def test_a_listing_reads_as_many_entries_at_once_as_a_batch(new, put, monkeypatc
         put(f"e{number}")
     monkeypatch.setattr(listing, "BATCH", 3)
     read = []
-    script = listing.script
+    read_fields = listing.read_fields
     monkeypatch.setattr(
-        listing,
-        "script",
-        lambda *name: lambda client, keys, args: read.append(len(keys)) or script(*name)(client, keys, args),
+        listing, "read_fields", lambda client, keys: read.append(len(keys)) or read_fields(client, keys)
     )
 
     found = new().schedule

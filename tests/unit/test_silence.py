@@ -27,9 +27,9 @@ def skipped(nominal: datetime) -> Record:
     return Record("e", nominal, nominal, "scheduled", "skipped_overlap", end=None, **texts)
 
 
-def said(*ends: End, decisions: tuple[Record, ...] = (), **fields: Any) -> str:
+def said(*ends: End, decisions: tuple[Record, ...] = (), is_pending: bool = False, **fields: Any) -> str:
     fields = {"schedule": schedule(60), "last_run_at": NOON, "total_run_count": 1, **fields}
-    return silence(Entry("e", "t", app=app, **fields), Own(decisions, ends))
+    return silence(Entry("e", "t", app=app, **fields), Own(decisions, ends, is_pending))
 
 
 def failed(*outcomes: str, **fields: Any) -> str:
@@ -102,3 +102,11 @@ def test_an_entry_that_redbeat_has_run_since_its_last_skip_is_not_spoken_of():
     text = said(decisions=(skipped(NOON),), last_run_at=NOON + timedelta(hours=1), total_run_count=0)
 
     assert text == ""
+
+
+def test_an_occurrence_that_is_claimed_and_not_yet_recorded_was_not_run_by_redbeat():
+    claimed = NOON + timedelta(minutes=2)
+
+    text = said(decisions=(skipped(NOON + MINUTE),), is_pending=True, last_run_at=claimed, total_run_count=0)
+
+    assert text.startswith("no run of it was sent so far")

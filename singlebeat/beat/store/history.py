@@ -66,6 +66,7 @@ class Own(NamedTuple):
 
     decisions: Sequence[Record]
     ends: Sequence[End]
+    is_pending: bool = False  #: an occurrence is claimed, and not yet among the decisions
 
 
 class History:
@@ -102,12 +103,12 @@ class History:
         while batch := [*islice(left, BATCH)]:
             with schedule_client(self.app).pipeline(transaction=False) as pipe:
                 for name in batch:
-                    pipe.hmget(self.keys.prefix + name, "history", "runs")
+                    pipe.hmget(self.keys.prefix + name, "history", "runs", "pending")
                 found = pipe.execute()
-            for name, (history, runs) in zip(batch, found, strict=True):
+            for name, (history, runs, pending) in zip(batch, found, strict=True):
                 ends = _ends(_lines(runs, _OF_END))
                 rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
-                yield name, Own(_joined(rows, ends), [_end(*end) for end in ends.values()])
+                yield name, Own(_joined(rows, ends), [_end(*end) for end in ends.values()], bool(pending))
 
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"
