@@ -14,7 +14,7 @@ from celery.utils.log import get_logger
 
 from .native_threads import do_in_loop, is_native
 
-__all__ = ("Log", "instant", "printable", "without_passwords")
+__all__ = ("Log", "printable", "utc_iso", "without_passwords")
 
 #: After ``user:`` up to the last @ without a blank, or, for a password that holds one, up to the last @ at all if what
 #: follows the colon is no port.
@@ -124,7 +124,7 @@ def printable(text: str) -> str:
 
 
 @lru_cache(maxsize=1024)  # many entries are due at the same times
-def instant(seconds: float) -> str:
+def utc_iso(seconds: float) -> str:
     """Return a time in seconds since 1970 in ISO 8601, UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 

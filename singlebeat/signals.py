@@ -7,8 +7,8 @@ leadership_gained     sender: the app · term
 leadership_lost       sender: the app · term, reason
 tick_ended            sender: the app · seconds that it took; of a beat that stands by, too
 occurrence_decided    sender: the app · entry (its name), decision (``beat.occurrence.Decision``)
-entry_set_aside       sender: the app · entry (its key, or its name), reason; once for each reason
-entry_mended          sender: the app · entry
+entry_quarantined       sender: the app · entry (its key, or its name), reason; once for each reason
+entry_recovered          sender: the app · entry
 duplicate             sender: the task · task_id (of the holder), args, kwargs, at (``send``, or ``start`` of its run)
 run_ended             sender: the app · outcome (of ``tasks.ends.OUTCOMES``), began (in seconds since 1970, or None),
                       headers (of its message); in a worker's main process, of calls that have a lock or come from beat;
@@ -23,8 +23,8 @@ from celery.utils.dispatch import Signal
 
 __all__ = (
     "duplicate",
-    "entry_mended",
-    "entry_set_aside",
+    "entry_quarantined",
+    "entry_recovered",
     "leadership_gained",
     "leadership_lost",
     "lock_lost",
@@ -36,8 +36,8 @@ __all__ = (
 leadership_gained = Signal(name="leadership_gained", providing_args={"term"})
 leadership_lost = Signal(name="leadership_lost", providing_args={"term", "reason"})
 tick_ended = Signal(name="tick_ended", providing_args={"seconds"})
-entry_set_aside = Signal(name="entry_set_aside", providing_args={"entry", "reason"})
-entry_mended = Signal(name="entry_mended", providing_args={"entry"})
+entry_quarantined = Signal(name="entry_quarantined", providing_args={"entry", "reason"})
+entry_recovered = Signal(name="entry_recovered", providing_args={"entry"})
 occurrence_decided = Signal(name="occurrence_decided", providing_args={"entry", "decision"})
 duplicate = Signal(name="duplicate", providing_args={"task_id", "args", "kwargs", "at"})
 run_ended = Signal(name="run_ended", providing_args={"outcome", "began", "headers"})

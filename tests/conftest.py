@@ -141,5 +141,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _no_refused_calls_of_other_tests():
     """Keep what a test leaves to be freed, on a server that is gone, out of the next test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(late_release, "_undoing", late_release._Undoing())
+        patch.setattr(late_release, "_releases", late_release._LateReleases())
         yield

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta, tzinfo
 
 from .entries.definition import Meta
 from .entries.entry import PARKED
-from .entries.occurrence import Decision, Kind, Occurrence, Outcome
+from .entries.occurrence import Decision, DecisionType, Kind, Occurrence
 from .entries.timetable import Timetable
 from .leadership.clock_guard import LONGEST_STEP_BACK
 from .store.claims import Claim, Stored
@@ -72,7 +72,7 @@ def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzin
 def _paused(stored: Stored, occurrence: Occurrence) -> Decision:
     entry = stored.entry
     why = stored.policy.note or ("" if entry.enabled else "disabled")
-    return Decision(entry.name, entry.task, occurrence, Outcome.PAUSED, why)
+    return Decision(entry.name, entry.task, occurrence, DecisionType.PAUSED, why)
 
 
 def missed(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
@@ -93,4 +93,4 @@ def missed(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinf
         reason = f"{late.total_seconds():.1f} s late, its end_time was {end:%Y-%m-%d %H:%M:%SZ}"
     else:
         return None
-    return Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.MISSED, reason)
+    return Decision(stored.entry.name, stored.entry.task, occurrence, DecisionType.MISSED, reason)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ..log import Log, instant
-from .entries.occurrence import Outcome
+from ..log import Log, utc_iso
+from .entries.occurrence import DecisionType
 
 if TYPE_CHECKING:
     from .entries.occurrence import Decision
@@ -17,13 +17,13 @@ log = Log("celery.beat")
 
 #: How each decision is told; a pause that somebody wants is no news in each of its times.
 _LINES = {
-    Outcome.DISPATCHED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s)"),
-    Outcome.BUFFERED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn"),
-    Outcome.SKIPPED_OVERLAP: (logging.INFO, "Scheduler: Skipping task %(entry)s (%(task)s)"),
-    Outcome.RUN_BEFORE: (logging.WARNING, "Scheduler: Not sending task %(entry)s (%(task)s) once more"),
-    Outcome.PAUSED: (logging.DEBUG, "Scheduler: Leaving out task %(entry)s (%(task)s)"),
-    Outcome.MISSED: (logging.WARNING, "Scheduler: Missed task %(entry)s (%(task)s)"),
-    Outcome.PUBLISH_FAILED: (logging.ERROR, "Scheduler: Message Error: %(entry)s (%(task)s) cannot be sent"),
+    DecisionType.DISPATCHED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s)"),
+    DecisionType.BUFFERED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn"),
+    DecisionType.SKIPPED_OVERLAP: (logging.INFO, "Scheduler: Skipping task %(entry)s (%(task)s)"),
+    DecisionType.RUN_BEFORE: (logging.WARNING, "Scheduler: Not sending task %(entry)s (%(task)s) once more"),
+    DecisionType.PAUSED: (logging.DEBUG, "Scheduler: Leaving out task %(entry)s (%(task)s)"),
+    DecisionType.MISSED: (logging.WARNING, "Scheduler: Missed task %(entry)s (%(task)s)"),
+    DecisionType.PUBLISH_FAILED: (logging.ERROR, "Scheduler: Message Error: %(entry)s (%(task)s) cannot be sent"),
 }
 
 
@@ -45,7 +45,7 @@ def tell(decision: Decision, now: float, *, detail: str = "") -> None:
         entry=decision.entry,
         task=decision.task,
         id=occurrence.id,
-        nominal=instant(occurrence.nominal),
+        nominal=utc_iso(occurrence.nominal),
         lateness=now - occurrence.nominal,
         kind=occurrence.kind,
         holder=decision.holder,

@@ -21,12 +21,12 @@ from ..locks import backend_of, time_to_start
 from ..locks.acquire import UNSENT_TTL, claim, keep
 from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import behind_key, readable
-from ..locks.late_release import never_mind, undo_later
+from ..locks.late_release import cancel_release, release_later
 from ..log import Log
 from ..overlap import Overlap
 from .backoff import Backoff
 from .decision_log import tell
-from .entries.occurrence import Decision, Occurrence, Outcome
+from .entries.occurrence import Decision, DecisionType, Occurrence
 from .lost_messages import note
 from .message import Message, prepare
 from .store.probe import acl_hint
@@ -163,7 +163,7 @@ class Dispatcher:
                 over = {decision.occurrence.id for _, decision, _ in decided}
                 left = [message for message in messages if message.occurrence.id not in over]
                 locks = [lock for message in left for lock in message.locks(self.app)]
-                self._release(*locks) if away is None else self._undo_later(locks)
+                self._release(*locks) if away is None else self._release_later(locks)
 
     def _send_each(
         self,
@@ -229,7 +229,7 @@ class Dispatcher:
             self._progress()
             yield each
 
-    def _publish(self, message: Message) -> tuple[Outcome, Holder | None]:
+    def _publish(self, message: Message) -> tuple[DecisionType, Holder | None]:
         """Send the task of an entry; return what came of it, and the holder of its lock if it takes one only now."""
         entry, occurrence = message.entry, message.occurrence
         task, admitted = None, None
@@ -238,7 +238,7 @@ class Dispatcher:
             claimed = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
             if isinstance(claimed, Holder):
                 is_own = claimed.task_id == occurrence.id
-                return _sent_before(message) if is_own else (Outcome.SKIPPED_OVERLAP, claimed)
+                return _sent_before(message) if is_own else (DecisionType.SKIPPED_OVERLAP, claimed)
             admitted = claimed
             if admitted.taken is not None:
                 self._reached(LOCKS)
@@ -247,17 +247,17 @@ class Dispatcher:
             result = self._send(entry)
         except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
-                return Outcome.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id)
+                return DecisionType.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id)
             if admitted is not None:
                 admitted.give_up(task)
             raise
         if getattr(result, "is_duplicate", False):
             if result.id == entry.options["task_id"]:
                 return _sent_before(message)
-            return Outcome.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id)
+            return DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id)
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
         waits_for = admitted.note_sent(task) if admitted is not None else getattr(result, "waits_for", None)
-        return (Outcome.BUFFERED, waits_for) if waits_for else (Outcome.DISPATCHED, None)
+        return (DecisionType.BUFFERED, waits_for) if waits_for else (DecisionType.DISPATCHED, None)
 
     def _failed(self, exc: Exception, member: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in (exc, exc.__context__))
@@ -280,7 +280,7 @@ class Dispatcher:
         """Decide about a message that can never be sent, whatever the broker does."""
         self._backoff.forget(message.stored.member)
         entry, why = message.entry, safe_repr(exc.__context__ or exc)
-        decision = Decision(entry.name, entry.task, message.occurrence, Outcome.PUBLISH_FAILED, why)
+        decision = Decision(entry.name, entry.task, message.occurrence, DecisionType.PUBLISH_FAILED, why)
         tell(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)))
         return message.stored, decision, message.past.without(message.occurrence)
 
@@ -289,15 +289,15 @@ class Dispatcher:
             return
         self._progress()
         try:
-            backend_of(self.app).finish_many(locks, memory=Config.of(self.app).singlebeat_queued_ttl)
+            backend_of(self.app).finish_many(locks, remember_for=Config.of(self.app).singlebeat_queued_ttl)
         except LockBackendError:
-            self._undo_later(locks)
+            self._release_later(locks)
         except ConfigError:  # then there are no locks
             pass
 
-    def _undo_later(self, locks: Sequence[Ref]) -> None:
+    def _release_later(self, locks: Sequence[Ref]) -> None:
         for lock in locks:
-            undo_later(self.app, lock)
+            release_later(self.app, lock)
 
     def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
         """Free the locks that occurrences may hold which are not to be sent after all."""
@@ -369,9 +369,9 @@ class Dispatcher:
             if message.ticket is not None
         ]
         for call in calls:
-            never_mind(call.ref)
+            cancel_release(call.ref)
         self._progress()
-        holders = backend_of(self.app).acquire_many(calls, again=True) if calls else []
+        holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
     def _settle(self, message: Message, holder: Holder | None) -> tuple[Stored, Decision, Meta | None]:
@@ -388,18 +388,18 @@ class Dispatcher:
         if holder is None or holder.verdict is Verdict.ACQUIRED:
             outcome, other = self._publish(message)
         elif holder.verdict is Verdict.HELD:
-            outcome, other = Outcome.SKIPPED_OVERLAP, holder
+            outcome, other = DecisionType.SKIPPED_OVERLAP, holder
         else:
             outcome, other = _sent_before(message)
-        met = outcome in {Outcome.BUFFERED, Outcome.SKIPPED_OVERLAP}
+        met = outcome in {DecisionType.BUFFERED, DecisionType.SKIPPED_OVERLAP}
         if met and (holder is None or holder.state == "queued"):
             keys = [lock.key for lock in message.locks(self.app)]
             self._suspect(*keys, *map(behind_key, keys))
-        reason = f"task {occurrence.id} has begun or ended before" if outcome is Outcome.RUN_BEFORE else ""
+        reason = f"task {occurrence.id} has begun or ended before" if outcome is DecisionType.RUN_BEFORE else ""
         if other is not None:
             # Of a run of its own it goes without saying.
             shown = replace(other, entry="") if other.entry == entry.name else other
-            reason = f"{'waits for' if outcome is Outcome.BUFFERED else 'held by'} {shown}"
+            reason = f"{'waits for' if outcome is DecisionType.BUFFERED else 'held by'} {shown}"
         about = (other.task_id, other.entry) if other is not None else ("", "")
         decision = Decision(entry.name, entry.task, occurrence, outcome, reason, *about)
         tell(decision, self._timestamp())
@@ -411,6 +411,6 @@ def _holder(known: Any, task_id: str) -> Holder:
     return known if isinstance(known, Holder) else Holder(Verdict.HELD, task_id, "queued or running", None, 0, 0.0)
 
 
-def _sent_before(message: Message) -> tuple[Outcome, None]:
+def _sent_before(message: Message) -> tuple[DecisionType, None]:
     """Return the outcome of an occurrence whose id has run: an earlier try has sent it, or else an earlier claim."""
-    return Outcome.DISPATCHED if message.stored.pending is not None else Outcome.RUN_BEFORE, None
+    return DecisionType.DISPATCHED if message.stored.pending is not None else DecisionType.RUN_BEFORE, None

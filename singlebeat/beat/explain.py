@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
-from .entries.policy import Policy
+from .entries.policy import EntryPolicy
 from .status import REDBEAT_LEADS
 
 if TYPE_CHECKING:
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from .entries.entry import Entry
     from .entries.occurrence import Occurrence
     from .lost_messages import Found
-    from .status import State
+    from .status import ScheduleStatus
     from .store.history import Record
 
-__all__ = ("Facts", "Lock", "explain", "record_at")
+__all__ = ("Facts", "HeldLock", "explain", "record_at")
 
 #: The part of its lease that a lock has left at least while its worker lives: it renews every third.
 RENEWED = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Lock:
+class HeldLock:
     """A lock that a task holds."""
 
     key: str
@@ -50,9 +50,9 @@ class Facts:
 
     name: str
     entry: Entry | None  #: None: it cannot be read
-    state: State
+    state: ScheduleStatus
     records: Sequence[Record]  #: the last one first
-    locks: Mapping[str, Lock]  #: by task id, of the tasks that the record names and no worker runs
+    locks: Mapping[str, HeldLock]  #: by task id, of the tasks that the record names and no worker runs
     running: Mapping[str, str] | None  #: task id -> worker, of all that answer; None: none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer
     now: datetime
@@ -261,7 +261,7 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         )
 
 
-def _renewed(lock: Lock) -> str:
+def _renewed(lock: HeldLock) -> str:
     by = f" by {lock.worker}" if lock.worker else ""
     if lock.renewed is not None:
         return f"{lock.renewed:.0f} s ago{by}"
@@ -321,7 +321,7 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         yield f"{_sentence(facts.silent).rstrip('.')}."
     timetable, since = entry.timetable, entry.meta.counts_from
     if facts.state.redbeat_leads:
-        timetable, since = replace(timetable, policy=Policy()), entry.meta.last_run_at
+        timetable, since = replace(timetable, policy=EntryPolicy()), entry.meta.last_run_at
     upcoming = next(iter(timetable.runs(since, facts.now, count=entry.total_run_count)), None)
     if facts.no_place:
         yield _sentence(facts.no_place)

@@ -204,7 +204,7 @@ def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = N
     """
     backend = backend or backend_of(app)
     over = [each for each in found if each.outcome]
-    backend.finish_many([each.lock.ref for each in over], memory=0)  # of each the lock of this very message alone
+    backend.finish_many([each.lock.ref for each in over], remember_for=0)  # of each the lock of this very message alone
     held = {(key, record.get("id"), record.get("gen")) for key, record in backend.read([f.lock.ref.key for f in over])}
     freed = [f for f in over if (f.lock.ref.key, f.lock.ref.task_id, str(f.lock.ref.generation)) not in held]
     for lock, outcome, why in freed:

@@ -48,9 +48,9 @@ class Message:
         task = app.tasks.get(entry.task)
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
             overlap = Overlap.BUFFER_ALL  # no later run makes up for one that was skipped
-        claims_by_itself = getattr(task, "claims_by_itself", None)
-        if claims_by_itself is not None:
-            if claims_by_itself or overlap not in {None, Overlap.SKIP}:
+        acquires_on_send = getattr(task, "acquires_on_send", None)
+        if acquires_on_send is not None:
+            if acquires_on_send or overlap not in {None, Overlap.SKIP}:
                 if overlap is not None:
                     entry.options["overlap"] = overlap
                 return
@@ -63,7 +63,7 @@ class Message:
         except TypeError as exc:
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
             return
-        if claims_by_itself is None and overlap not in {None, Overlap.SKIP}:
+        if acquires_on_send is None and overlap not in {None, Overlap.SKIP}:
             self.claims = task, overlap
             return
         self.ticket = Ticket(self.occurrence.id, key, queued=key)
@@ -82,14 +82,14 @@ class Message:
         if self.ticket is not None or self.claims is not None:
             return True
         overlap = self.entry.options.get("overlap") or getattr(app.tasks.get(self.entry.task), "overlap", None)
-        return hasattr(app.tasks.get(self.entry.task), "claims_by_itself") and overlap != Overlap.ALLOW_ALL
+        return hasattr(app.tasks.get(self.entry.task), "acquires_on_send") and overlap != Overlap.ALLOW_ALL
 
     def locks(self, app: Celery) -> list[Ref]:
         """Return what may be locked for it, though nobody may have heard of that."""
         if self.ticket is not None:
             return [self.ticket.run]
         task = self.claims[0] if self.claims is not None else app.tasks.get(self.entry.task)
-        if not isinstance(task, PlainTask) and not hasattr(task, "claims_by_itself"):
+        if not isinstance(task, PlainTask) and not hasattr(task, "acquires_on_send"):
             return []
         try:
             key = self._key(task)

@@ -11,8 +11,8 @@ from ..config import Config
 from ..connections import RedisError, schedule_client, what_it_does
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
 from ..log import Log
-from .entries.occurrence import Kind, Outcome
-from .status import State
+from .entries.occurrence import DecisionType, Kind
+from .status import ScheduleStatus
 
 if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .leadership.lease import Lease
 
-__all__ = ("Metrics",)
+__all__ = ("BeatMetrics",)
 
 log = Log("celery.beat")
 
@@ -35,7 +35,7 @@ PROBE_TIMEOUT = 2.0
 TICKS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
 
-class Metrics:
+class BeatMetrics:
     """The metrics of one beat; needs ``prometheus_client``.
 
     Args:
@@ -60,9 +60,11 @@ class Metrics:
             "singlebeat_tick_duration_seconds", "Time that ticks take.", buckets=TICKS, registry=registry
         )
         self._terms = Counter("singlebeat_leadership_total", "Begun and lost terms.", ["event"], registry=registry)
-        self._aside = Counter("singlebeat_set_aside_total", "Entries that were found unusable.", registry=registry)
+        self._quarantines = Counter(
+            "singlebeat_quarantines_total", "Unusable entries that were found.", registry=registry
+        )
         # Each series begins at 0: an increase() does not see a counter that is born with its first event.
-        for outcome in Outcome:
+        for outcome in DecisionType:
             for kind in Kind:
                 self._decisions.labels(outcome.value, kind.value)
         for event in ("gained", "lost"):
@@ -74,10 +76,10 @@ class Metrics:
         signals.tick_ended.connect(self._ticked, sender=app, dispatch_uid=id(self))
         signals.leadership_gained.connect(self._gained, sender=app, dispatch_uid=id(self))
         signals.leadership_lost.connect(self._lost, sender=app, dispatch_uid=id(self))
-        signals.entry_set_aside.connect(self._set_aside, sender=app, dispatch_uid=id(self))
+        signals.entry_quarantined.connect(self._quarantined, sender=app, dispatch_uid=id(self))
 
     @classmethod
-    def served(cls, app: Celery, lease: Lease) -> Metrics | None:
+    def served(cls, app: Celery, lease: Lease) -> BeatMetrics | None:
         """Serve the metrics of a beat where ``singlebeat_metrics_port`` asks for it; None: nobody wants them."""
         config = Config.of(app)
         if config.singlebeat_metrics_port is None:
@@ -112,11 +114,11 @@ class Metrics:
             return self._verdict(state.problem())
         return Answer.of("/metrics, /healthz or /readyz", 404)
 
-    def _state(self) -> State:
+    def _state(self) -> ScheduleStatus:
         if self._client is None:
             timeout = min(PROBE_TIMEOUT, Config.of(self.app).singlebeat_socket_timeout)
             self._client = schedule_client(self.app, timeout=timeout)
-        return State.of(self.app, names=False, client=self._client)
+        return ScheduleStatus.of(self.app, names=False, client=self._client)
 
     @staticmethod
     def _verdict(problem: str) -> Answer:
@@ -167,5 +169,5 @@ class Metrics:
     def _lost(self, **_: Any) -> None:
         self._terms.labels("lost").inc()
 
-    def _set_aside(self, **_: Any) -> None:
-        self._aside.inc()
+    def _quarantined(self, **_: Any) -> None:
+        self._quarantines.inc()

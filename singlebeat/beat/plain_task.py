@@ -11,7 +11,7 @@ from ..config import Config
 from ..locks import backend_of, time_to_start
 from ..locks.base import BaseBackend
 from ..locks.key import digest, lock_key
-from ..locks.modes import Lock
+from ..locks.modes import LockMode
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -31,7 +31,7 @@ class PlainTask:
     options: Mapping[str, Any]  #: of its message
     entry: str  #: whose runs exclude one another: the same call of another entry is none of its business
 
-    lock = Lock.UNTIL_EXECUTED
+    lock = LockMode.UNTIL_EXECUTED
     unique_on = effective_lock_expiry = serializer = None
     has_pure_keys = True
 

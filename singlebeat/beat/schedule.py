@@ -23,7 +23,7 @@ from .entries.backfill import Span
 from .entries.entry import PARKED, Entry, Meta
 from .entries.fields import read_fields, write_fields
 from .entries.occurrence import Kind, Occurrence
-from .entries.policy import Policy
+from .entries.policy import EntryPolicy
 from .entries.salvage import Salvage
 from .entries.save import ATTEMPTS, BATCH, save_entries
 from .keys import Keys
@@ -121,13 +121,13 @@ class Schedule:
         Args:
             schedule: of Celery or RedBeat, or a number of seconds.
             options: for ``apply_async``.
-            policy: wishes by the names of ``Policy``.
+            policy: wishes by the names of ``EntryPolicy``.
 
         Raises:
             EntryError: a value cannot be stored, or a wish is unknown or wrong.
         """
         given = {"args": list(args), "kwargs": dict(kwargs or {}), "options": dict(options or {}), "enabled": enabled}
-        return self.save(Entry(name, task, schedule, app=self.app, policy=Policy.of(policy), **given))
+        return self.save(Entry(name, task, schedule, app=self.app, policy=EntryPolicy.of(policy), **given))
 
     def delete(self, name: str) -> bool:
         """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back.
@@ -245,7 +245,7 @@ class Schedule:
             UnknownEntryError, EntryError: as ``get``; there are too many runs, or ``start`` and ``end`` are wrong.
             ConflictError: an occurrence was not sent in time, or another backfill of the entry is not finished.
         """
-        word = Policy.of({"overlap": overlap}).overlap
+        word = EntryPolicy.of({"overlap": overlap}).overlap
         entry, key = self.get(name), self.keys.named(name)
         found: str = self._client.hget(key, "backfill") or ""
         span = Span.of(start, end, run=uuid4().hex).resumed(found, name, key)
@@ -343,7 +343,7 @@ class Schedule:
             if isinstance(fields, str) or not fields[0]:
                 raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
             definition, _, policy, _ = found = fields[:4]
-            stored = Policy.decode(policy or "")
+            stored = EntryPolicy.decode(policy or "")
             meta, since, score = self._going_on(name, found) if goes_on and stored.paused else (False, False, "")
             wanted = (definition, meta, replace(stored, **wishes).encode(), since)
             if write_fields(self._client, self.keys.schedule, [(key, found, wanted, score)])[0]:

@@ -36,10 +36,10 @@ from .leadership.clock_guard import Clock
 from .leadership.lease import Lease, Term
 from .leadership.watchdog import Watchdog, is_orphan
 from .lost_messages import LostMessages
-from .metrics import Metrics
+from .metrics import BeatMetrics
 from .publisher import BrokerAccess
 from .server_time import ServerTime
-from .store.claims import BATCH, Claim, Claimed, Due, Store, Stored
+from .store.claims import BATCH, Claim, ClaimVerdict, Due, Store, Stored
 from .store.probe import TICKS, acl_hint, schedule_refusal
 from .store.zone_change import Places
 
@@ -124,7 +124,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the present term, if we have told in it that the schedule has vanished
         self._has_statics = False  #: of ``beat_schedule``, something was stored
-        self._metrics: Metrics | None = None
+        self._metrics: BeatMetrics | None = None
         self._recheck_at = 0.0
         self._zone_turn_at = 0.0  #: when we may compute the places in our zone; at our start at once
         self._passed = 0  #: entries that are due, and whose last occurrence waits for the broker
@@ -209,7 +209,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if not self._ticked:
             _end_as_with_term()
         if self._metrics is None and not self._ticked:
-            self._metrics = Metrics.served(self.app, self.lease)
+            self._metrics = BeatMetrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
         try:
             if not self.server_time.is_known:  # once in the life of a beat
@@ -384,8 +384,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self.store.quarantine.settle()
         replies = self.store.claim(claims, term, retry_at=retry_at)
         # They keep their places at the head of what is due: the next tick goes on behind them, until it meets the end.
-        self._passed = self._passed + replies.count(Claimed.PENDING) if due.more else 0
-        done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is Claimed.CLAIMED]
+        self._passed = self._passed + replies.count(ClaimVerdict.PENDING) if due.more else 0
+        done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is ClaimVerdict.CLAIMED]
         decisions = [claim.decision for claim in done if claim.decision is not None]
         self.store.record([*self.store.quarantine.decided(), *decisions], term)
         for decision in (*(decision for _, decision in gone), *decisions):

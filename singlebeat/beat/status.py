@@ -20,7 +20,7 @@ from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("MAX_LAG", "REDBEAT_LEADS", "State")
+__all__ = ("MAX_LAG", "REDBEAT_LEADS", "ScheduleStatus")
 
 #: An entry whose time has passed by more than this is overdue: the leader looks every second.
 OVERDUE_AFTER = 5.0
@@ -43,7 +43,7 @@ REDBEAT_LEADS = (
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ScheduleStatus:
     """A schedule at one moment by the server's clock; durations are seconds."""
 
     #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty: nobody leads
@@ -151,7 +151,7 @@ class State:
                 yield f"the clock of {host}, {role}, is {ahead:+.1f} s off that of the schedule's server", ahead
 
     @classmethod
-    def of(cls, app: Celery, *, names: bool = True, client: Any = None) -> State:
+    def of(cls, app: Celery, *, names: bool = True, client: Any = None) -> ScheduleStatus:
         """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
 
         Args:

@@ -25,7 +25,7 @@ from ..beat.lost_messages import MOST, examine
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import REDBEAT_LEADS, State
+from ..beat.status import REDBEAT_LEADS, ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -242,8 +242,8 @@ class _Read:
         self.app = app
 
     @cached_property
-    def state(self) -> State:
-        return State.of(self.app)
+    def state(self) -> ScheduleStatus:
+        return ScheduleStatus.of(self.app)
 
     @cached_property
     def usable(self) -> Sequence[Entry]:
@@ -276,7 +276,7 @@ def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} have places that are later than their times")
 
 
-def _leadership(app: Celery, state: State) -> Iterator[Finding]:
+def _leadership(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
     """Look who leads, and whether that beat sends entries in time."""
     refused = schedule_refusal(app)
     if state.works and refuses_writes(refused):
@@ -319,7 +319,7 @@ def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
         yield Finding("fine", "entries", text)
 
 
-def _apps(app: Celery, state: State) -> Iterator[Finding]:
+def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
     """Look for another app under the same prefix, and for two apps of one name."""
     about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
     statics = Statics(app, schedule_client(app))

@@ -11,12 +11,12 @@ import click
 from celery.schedules import crontab, schedule
 
 from ..beat.entries.entry import NOTHING, Entry
-from ..beat.entries.policy import Policy
+from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
 from ..beat.schedule import Schedule
 from ..errors import ConflictError, EntryError
 from ..overlap import Overlap
-from .output import Seconds, command, fail, instant, moment, printable, progress, show_json
+from .output import Seconds, command, fail, moment, parse_instant, printable, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -116,7 +116,7 @@ def _store(
         if new and replace:
             entries.upsert(name, **fields, **wishes)
         elif new:
-            entry = Entry(name, app=app, policy=Policy.of(wishes), **fields)
+            entry = Entry(name, app=app, policy=EntryPolicy.of(wishes), **fields)
             entry.version = NOTHING
             entries.save(entry)
         else:
@@ -223,7 +223,7 @@ def backfill_(
     app: Celery, as_json: bool, name: str, start: str, end: str, dry_run: bool, limit: int, overlap: str
 ) -> None:
     """Let an entry run once for each of its times in (START, END]; goes on where it was interrupted."""
-    entries, first, last = Schedule(app), instant(start), instant(end)
+    entries, first, last = Schedule(app), parse_instant(start), parse_instant(end)
     assert first is not None  # noqa: S101 - for the type checker
     assert last is not None  # noqa: S101
     planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, dry_run=True)

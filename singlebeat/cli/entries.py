@@ -13,9 +13,9 @@ from celery.schedules import crontab, schedule
 
 from ..beat.late_places import LatePlace, late_places
 from ..beat.schedule import Schedule
-from ..beat.status import REDBEAT_LEADS, State
+from ..beat.status import REDBEAT_LEADS, ScheduleStatus
 from ..errors import EntryError, UnknownEntryError
-from .output import age, command, instant, marked, moment, printable, show_json, table
+from .output import age, command, marked, moment, parse_instant, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -77,7 +77,7 @@ def list_(app: Celery, as_json: bool) -> None:
     entries = list(
         Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
     )
-    state_of_all = State.of(app)
+    state_of_all = ScheduleStatus.of(app)
     aside, now = {**broken, **state_of_all.quarantine}, datetime.fromtimestamp(state_of_all.now, UTC)
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
     late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
@@ -122,7 +122,7 @@ def list_(app: Celery, as_json: bool) -> None:
 @command("show", click.argument("name"))
 def show_(app: Celery, as_json: bool, name: str) -> None:
     """Show one entry with its policy and its past; one that cannot be read, as far as it can."""
-    entries, found = Schedule(app), State.of(app)
+    entries, found = Schedule(app), ScheduleStatus.of(app)
     aside, now = found.quarantine.get(name, {}).get("reason", ""), datetime.fromtimestamp(found.now, UTC)
     try:
         entry = entries.get(name)
@@ -202,7 +202,7 @@ def next_(app: Celery, as_json: bool, name: str, count: int, after: str | None, 
         zone = ZoneInfo(timezone) if timezone else UTC
     except (KeyError, ValueError, OSError):
         raise click.BadParameter(f"there is no time zone {timezone!r}") from None
-    runs = [run.astimezone(zone) for run in Schedule(app).next_runs(name, count, after=instant(after))]
+    runs = [run.astimezone(zone) for run in Schedule(app).next_runs(name, count, after=parse_instant(after))]
     if as_json:
         show_json(runs)
         return

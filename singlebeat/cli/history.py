@@ -13,20 +13,20 @@ import click
 from ..beat.delivery import Delivery, queue_of
 from ..beat.entries.occurrence import Occurrence
 from ..beat.entries.statics import owner_of
-from ..beat.explain import Facts, Lock, explain, record_at
+from ..beat.explain import Facts, HeldLock, explain, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import examine
 from ..beat.schedule import Schedule
 from ..beat.silence import silence
-from ..beat.status import State
+from ..beat.status import ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
 from ..connections import schedule_client
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from .locks import held_by, waiting
-from .output import command, instant, moment, printable, show_json, table
+from .output import command, moment, parse_instant, printable, show_json, table
 from .workers import BrokerError, Workers
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ AGAIN = 1.0
 EXPLAINED = 1000
 
 
-def _usable(entries: Schedule, name: str, state: State) -> Entry | None:
+def _usable(entries: Schedule, name: str, state: ScheduleStatus) -> Entry | None:
     """Return an entry, None if it cannot be used.
 
     Raises:
@@ -88,7 +88,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     entries = Schedule(app)
     records = entries.history(name, count)
     if name is not None and not records:
-        _usable(entries, name, State.of(app))  # there may be none of this name
+        _usable(entries, name, ScheduleStatus.of(app))  # there may be none of this name
     if as_json:
         show_json([asdict(record) for record in records])
         return
@@ -112,7 +112,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         workers = Workers.ask(app)
     except BrokerError as exc:
         broker_away = f"the broker {exc}"
-    pending, state = _pending(app, name), State.of(app)
+    pending, state = _pending(app, name), ScheduleStatus.of(app)
     entry, records = _usable(entries, name, state), entries.history(name, EXPLAINED if when else 1)
     running = workers.running if workers else None
     # The task whose lock the explanation asks for: the one that was in the way, or the one that has not ended.
@@ -121,7 +121,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         task = record.holder
     elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
         task = record.task_id
-    locks, locks_away, found = dict[str, Lock](), "", None
+    locks, locks_away, found = dict[str, HeldLock](), "", None
     try:
         if pending is not None:  # it may wait for that server
             backend_of(app).workers_seen()
@@ -161,7 +161,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
 )
 def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
     """Say in sentences why an entry ran, did not run, or will run."""
-    when = instant(at)
+    when = parse_instant(at)
     facts = _facts(app, name, when)
     if any(lock.state == "running" for lock in facts.locks.values()):
         facts = _facts(app, name, when)  # the run may have begun after the workers were asked

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..beat.explain import Lock
+from ..beat.explain import HeldLock
 from ..beat.lost_messages import MOST, Answers, Found, Waiting, examine, free, may_yet_start
 from ..config import Config
 from ..locks import backend_of
-from ..locks.base import Ref, instant, read_generation
+from ..locks.base import Ref, from_ms, read_generation
 from ..run_results import flush_ends
 from .output import command, fail, printable, progress, show_json, table
 from .workers import BrokerError, Workers
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
 
-def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], Lock]]:
+def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], HeldLock]]:
     config = Config.of(app)
     for key, record in backend_of(app).locks(config.singleton_key_prefix):
         left = float(record["ttl"]) if record.get("ttl") else None
@@ -36,17 +36,17 @@ def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], Lock]]:
         is_whole = None not in (age, left) and "until" not in record
         lease = (age or 0.0) + (left or 0.0) if is_whole else config.singlebeat_lock_lease
         about = record.get("id", ""), record.get("state", ""), left, lease
-        yield key, record, Lock(key, *about, age, worker if is_known else "")
+        yield key, record, HeldLock(key, *about, age, worker if is_known else "")
 
 
-def every(app: Celery) -> Iterator[Lock]:
+def every(app: Celery) -> Iterator[HeldLock]:
     """Yield every lock."""
     return (lock for _, _, lock in _records(app))
 
 
-def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, Lock]:
+def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, HeldLock]:
     """Return the locks that task ids hold, one for each that holds any; read no more locks than that takes."""
-    found: dict[str, Lock] = {}
+    found: dict[str, HeldLock] = {}
     locks = (lock for lock in every(app) if lock.task_id in task_ids)
     while len(found) < len(task_ids) and (lock := next(locks, None)) is not None:
         found[lock.task_id] = lock
@@ -87,7 +87,7 @@ def locks_(app: Celery, as_json: bool) -> None:
         return
     cells = []
     for _, record, lock in rows:
-        since = instant(record["since"]) if record.get("since", "").isdigit() else None
+        since = from_ms(record["since"]) if record.get("since", "").isdigit() else None
         age = f"{max(0.0, (now - since).total_seconds()):.0f} s" if since else "?"
         left = "?" if lock.left is None else f"{lock.left:.0f} s"
         what = f"{record.get('task', '')} {record.get('args', '')}".strip()
@@ -133,7 +133,7 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
         # This run's alone: meanwhile its lease may have ended, and another run begun. Its end is not remembered: if its
         # worker died, the broker may deliver its message again.
         run = Ref(lock.key, lock.task_id, read_generation(record.get("gen") or "0"), record.get("nonce", ""))
-        backend.finish_many([run], memory=0)
+        backend.finish_many([run], remember_for=0)
     # What waited for a lost message is free; the next run may have taken it since.
     if (force or lock.state != "queued") and (holder := backend.get(lock.key)):
         fail(f"{lock.key} is not free: task {holder} holds it")
@@ -143,7 +143,7 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
     click.echo(printable(f"{lock.key}: free; it was held by task {lock.task_id}, {lock.state}"))
 
 
-def _unlock_queued(app: Celery, lock: Lock, found: Waiting | None) -> None:
+def _unlock_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
     """Free the lock of a message that is gone; end the command if it may not be gone."""
     results = examine(app, [found]) if found is not None else []
     if not free(app, results):

@@ -28,9 +28,9 @@ __all__ = (
     "age",
     "command",
     "fail",
-    "instant",
     "marked",
     "moment",
+    "parse_instant",
     "printable",
     "progress",
     "show_json",
@@ -141,7 +141,7 @@ def age(when: datetime | None, now: datetime) -> str:
     return f"{seconds} s"
 
 
-def instant(text: str | None) -> datetime | None:
+def parse_instant(text: str | None) -> datetime | None:
     """Read an instant from the command line; one without offset is in UTC."""
     if text is None:
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.leadership.lease import resign
-from ..beat.status import MAX_LAG, State
+from ..beat.status import MAX_LAG, ScheduleStatus
 from .output import Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HANDOVER = 15.0
 
 
-def who(state: State) -> str:
+def who(state: ScheduleStatus) -> str:
     """Return who leads, for people."""
     if state.is_shared:
         since = "no sign of any" if state.silent is None else f"the last sign of one is {state.silent:.0f} s old"
@@ -40,7 +40,7 @@ _NOBODY = {"host": "?", "pid": "?", "term": "?", "since": "?"}
 @command("status")
 def status_(app: Celery, as_json: bool) -> None:
     """Show who leads and stands by, and how much is scheduled, overdue, pending and set aside."""
-    state = State.of(app)
+    state = ScheduleStatus.of(app)
     if as_json:
         show_json(asdict(state))
         return
@@ -71,7 +71,7 @@ def status_(app: Celery, as_json: bool) -> None:
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""
-    state = State.of(app)
+    state = ScheduleStatus.of(app)
     wrong = state.problem(max_lag)
     if wrong:
         pass
@@ -97,11 +97,11 @@ def resign_(app: Celery, as_json: bool) -> None:
     Use it for a beat of RedBeat that was killed, too: its lock lasts for up to 25 minutes. Stop one that lives instead:
     it would end with an error in its next tick, and what it sends just now could be sent twice.
     """
-    before, ended = State.of(app), resign(app)
+    before, ended = ScheduleStatus.of(app), resign(app)
     if not ended:
         fail("nobody leads")
     deadline = time.monotonic() + HANDOVER
-    while not (now := State.of(app)).leader and time.monotonic() < deadline:
+    while not (now := ScheduleStatus.of(app)).leader and time.monotonic() < deadline:
         time.sleep(0.1)
     if as_json:
         show_json({"before": before.leader, "now": now.leader})

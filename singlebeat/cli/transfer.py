@@ -16,7 +16,7 @@ from ..beat.entries.entry import Entry
 from ..beat.entries.save import BATCH, save_entries
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
-from ..beat.status import State
+from ..beat.status import ScheduleStatus
 from ..connections import schedule_client
 from ..errors import EntryError
 from .django_celery_beat import is_dump, rows_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def export_(app: Celery, as_json: bool) -> None:
     """Print all entries as JSON, for ``import``; exit code 1 if some cannot be used: they are named, and left out."""
     found, problems = [], dict[str, EntryError]()
-    with progress("entries read", State.of(app).entries, quiet=as_json) as step:
+    with progress("entries read", ScheduleStatus.of(app).entries, quiet=as_json) as step:
         for entry in Schedule(app).list(left_out=problems.__setitem__):
             found.append(as_mapping(entry))
             step()

@@ -29,8 +29,8 @@ from .base import (
     unusable,
 )
 from .key import behind_key, beside, readable, suspects_key
-from .late_release import never_mind, refused, undo_later
-from .modes import Lock, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
+from .late_release import cancel_release, refused, release_later
+from .modes import LockMode, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
 
 __all__ = ("UNSENT_TTL", "Admitted", "claim", "free", "keep", "unclaimed")
 
@@ -72,7 +72,7 @@ class Admitted:
             return self.ticket.waits_for
         about = {"task": task.name, "id": self.ticket.task_id}
         try:
-            holder: Holder = task.singleton_backend.acquire_many([self.replacing], again=True)[0]
+            holder: Holder = task.singleton_backend.acquire_many([self.replacing], may_be_resent=True)[0]
         except LockBackendError as exc:
             log.warning(
                 "%(task)s[%(id)s] waits for its turn: it could not replace other calls",
@@ -99,9 +99,9 @@ class Admitted:
 
 def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
     """Return the ticket of a call that holds no lock while it waits, such as one that was sent by name."""
-    if overlap is Overlap.ALLOW_ALL or task.lock in {Lock.UNTIL_EXECUTING, Lock.UNTIL_EXPIRED}:
+    if overlap is Overlap.ALLOW_ALL or task.lock in {LockMode.UNTIL_EXECUTING, LockMode.UNTIL_EXPIRED}:
         return Ticket(task_id, beside(key, task_id))  # a lock of its own excludes none, and refuses copies of the call
-    skipped = overlap in {Overlap.SKIP, Overlap.RAISE} and task.lock != Lock.UNTIL_AND_WHILE_EXECUTING
+    skipped = overlap in {Overlap.SKIP, Overlap.RAISE} and task.lock != LockMode.UNTIL_AND_WHILE_EXECUTING
     return Ticket(task_id, key) if skipped else Ticket(task_id, key, behind_key(key), waits=True)
 
 
@@ -120,18 +120,18 @@ def claim(
     """
     key = str(task.generate_lock(task.name, args, kwargs))
     otherwise, behind = unclaimed(task, task_id, key, overlap), behind_key(key)
-    if overlap is Overlap.ALLOW_ALL or task.lock == Lock.WHILE_EXECUTING:
+    if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.WHILE_EXECUTING:
         return Admitted(otherwise)
     must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
     call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
     wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
     call = dataclasses.replace(call, ttl=min(wait, UNSENT_TTL) if is_of_beat else wait)
     match task.lock:
-        case Lock.UNTIL_EXECUTING:
+        case LockMode.UNTIL_EXECUTING:
             ticket = Ticket(task_id, otherwise.key, key)
-        case Lock.UNTIL_EXPIRED:
+        case LockMode.UNTIL_EXPIRED:
             ticket = otherwise
-        case Lock.UNTIL_AND_WHILE_EXECUTING:
+        case LockMode.UNTIL_AND_WHILE_EXECUTING:
             ticket = Ticket(task_id, key, behind, waits=True)
             call = dataclasses.replace(call, ref=dataclasses.replace(call.ref, key=behind))
         case _:
@@ -147,7 +147,7 @@ def claim(
         _check_backend(task, overlap)
 
     # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
-    holder = _acquire(task, call, again=is_of_beat)
+    holder = _acquire(task, call, may_be_resent=is_of_beat)
     if holder.verdict is Verdict.ACQUIRED:
         return Admitted(ticket, call.ref, wait=wait * is_of_beat)
     if holder.verdict is Verdict.WAITING:
@@ -176,28 +176,28 @@ def _check_backend(task: Any, overlap: Overlap) -> None:
 
 def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Call:
     wait, expiry = task.time_to_start(options), task.effective_lock_expiry
-    if task.lock == Lock.UNTIL_EXPIRED and expiry:
+    if task.lock == LockMode.UNTIL_EXPIRED and expiry:
         wait = expiry
     entry = entry_of(options.get("headers") or {})
     return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry, entry=entry)
 
 
-def _acquire(task: Any, call: Call, *, again: bool) -> Holder:
+def _acquire(task: Any, call: Call, *, may_be_resent: bool) -> Holder:
     """Ask for the lock of a call; free first what an earlier, refused call of this process may have got."""
     backend, ref = task.singleton_backend, call.ref
     places = [ref, dataclasses.replace(ref, key=behind_key(ref.key))]
     for place in places:
-        never_mind(place)
+        cancel_release(place)
     try:
-        holder: Holder = backend.acquire_many([call], again=again)[0]
+        holder: Holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
         unsent = [found for place in places if (found := refused(place.key, holder.task_id))]
         if holder.verdict is Verdict.HELD and unsent:
-            backend.finish_many(unsent, memory=0)
-            holder = backend.acquire_many([call], again=again)[0]
+            backend.finish_many(unsent, remember_for=0)
+            holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
     except LockBackendError:
-        if not again:
+        if not may_be_resent:
             for place in places:
-                undo_later(task.app, place)
+                release_later(task.app, place)
         raise
     if holder.verdict is Verdict.UNUSABLE:
         raise UnusableLockError(unusable(ref.key, holder.task_id))
@@ -242,15 +242,15 @@ def _suspect(task: Any, key: str, holder: Holder) -> None:
         task.singleton_backend.suspect(suspects_key(config.singleton_key_prefix), key)
 
 
-def free(task: Any, ref: Ref, *, memory: float = 0.0) -> None:
+def free(task: Any, ref: Ref, *, remember_for: float = 0.0) -> None:
     """Free the lock of a call that was not sent, at once or when the locks' server answers again.
 
     Args:
-        memory: seconds for which the end of its run, if it is one, is remembered.
+        remember_for: seconds for which the end of its run, if it is one, is remembered.
     """
     try:
-        task.singleton_backend.finish_many([ref], memory=memory)
+        task.singleton_backend.finish_many([ref], remember_for=remember_for)
     except LockBackendError as exc:  # the error that brought us here matters more
-        undo_later(task.app, ref)
+        release_later(task.app, ref)
         about = {"id": ref.task_id, "reason": exc}
         log.warning("the lock of task %(id)s stays until the locks' server answers", event="lock_kept", **about)

@@ -298,13 +298,13 @@ class BaseBackend(ABC):
         return cls(**Config.of(app).singleton_backend_kwargs)
 
     @abstractmethod
-    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+    def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent, in one round trip.
 
         The verdicts: ACQUIRED, WAITING, RUNNING, DONE, HELD, UNUSABLE.
 
         Args:
-            again: the task ids may have been sent before, so one that has ended is refused.
+            may_be_resent: the task ids may have been sent before, so one that has ended is refused.
         """
 
     @abstractmethod
@@ -315,7 +315,7 @@ class BaseBackend(ABC):
         queued: str = "",
         turn_ttl: float = 0.0,
         lease: float,
-        memory: float,
+        remember_for: float,
         task: str,
         arguments: str,
         expiry: float | None = None,
@@ -328,12 +328,12 @@ class BaseBackend(ABC):
             turn_ttl: if the lock is held, the message will be sent again, and no newer call overtakes it for so long;
                 0: it will not be sent again.
             lease: how long the lock outlives a worker that died.
-            memory: how long the end of a run is remembered.
+            remember_for: how long the end of a run is remembered.
             entry: of the schedule, that has sent the message, for people; empty: a program has.
         """
 
     @abstractmethod
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits. False if it was lost.
 
         Args:
@@ -357,7 +357,7 @@ class BaseBackend(ABC):
         self.renew_many(list(sent), lease=lease)
 
     @abstractmethod
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
         """Free the locks of requests that are over, in one round trip; only their own.
 
         Args:
@@ -425,7 +425,7 @@ def unusable(key: str, reason: str) -> str:
     return f"the lock {key} is unusable: {reason}; it is a hash, {done_key(key)} beside it a zset: delete what is not"
 
 
-def instant(milliseconds: str | int) -> datetime | None:
+def from_ms(milliseconds: str | int) -> datetime | None:
     """Return an instant from milliseconds since 1970, None for 0."""
     value = int(float(milliseconds))
     return datetime.fromtimestamp(value / 1000, UTC) if value else None

@@ -81,7 +81,7 @@ class InspectBackend(BaseBackend):
         """Return the backend of an app."""
         return cls(app, **Config.of(app).singleton_backend_kwargs)
 
-    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+    def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
         """Let every call be sent: always ACQUIRED."""
         now = datetime.now(UTC)
         return [Holder(Verdict.ACQUIRED, call.ref.task_id, "queued", now, 0, call.ttl) for call in calls]
@@ -93,7 +93,7 @@ class InspectBackend(BaseBackend):
         queued: str = "",
         turn_ttl: float = 0.0,
         lease: float,
-        memory: float,
+        remember_for: float,
         task: str,
         arguments: str,
         expiry: float | None = None,
@@ -123,10 +123,10 @@ class InspectBackend(BaseBackend):
         """Return RUNNING for each: what runs is seen to run."""
         return [Renewal.RUNNING] * len(refs)
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
         """Do nothing: what has ended is not seen to run."""
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Do nothing: a retry asks for itself."""
         return True
 

@@ -16,7 +16,7 @@ from .base import BaseBackend, Ref
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("never_mind", "refused", "undo_later")
+__all__ = ("cancel_release", "refused", "release_later")
 
 log = Log(__name__)
 
@@ -30,7 +30,7 @@ PATIENCE = 600.0
 MOST_CALLS = 10_000
 
 
-class _Undoing:
+class _LateReleases:
     """The refused calls of one process, and the thread that waits for their server while there are any."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Undoing:
             self._wanted[ref] = given_up = time.monotonic() + PATIENCE
             self._refused.put((self._backends[app], ref, given_up))
         if self._may_start():
-            start_native_thread(self._run, "singlebeat-undo")
+            start_native_thread(self._run, "singlebeat-late-release")
 
     def forget(self, ref: Ref) -> None:
         if ref in self._wanted:
@@ -81,20 +81,20 @@ class _Undoing:
                 if self._refused.empty() or not self._may_start():
                     return
             else:
-                if self._undone(backend, ref, given_up) or time.monotonic() >= given_up:
+                if self._is_released(backend, ref, given_up) or time.monotonic() >= given_up:
                     if self._wanted.get(ref) == given_up:
                         self._wanted.pop(ref, None)
                 else:
                     self._refused.put((backend, ref, given_up))  # behind those of servers that may answer
                     native_sleep(PAUSE)
 
-    def _undone(self, backend: BaseBackend, ref: Ref, given_up: float) -> bool:
+    def _is_released(self, backend: BaseBackend, ref: Ref, given_up: float) -> bool:
         try:
             backend.get(ref.key)  # once it answers, it has read what came before
             self._turn.get()
             try:
                 if self._wanted.get(ref) == given_up:
-                    backend.finish_many([ref], memory=0)
+                    backend.finish_many([ref], remember_for=0)
             finally:
                 self._turn.put(None)
         except LockBackendError:
@@ -105,23 +105,23 @@ class _Undoing:
         return True
 
 
-_undoing = _Undoing()
+_releases = _LateReleases()
 
 
-def undo_later(app: Celery, ref: Ref) -> None:
+def release_later(app: Celery, ref: Ref) -> None:
     """Free the lock of a call that was refused because its server did not answer, when it answers again."""
-    global _undoing  # noqa: PLW0603 - a forked child has none of its parent's threads
-    if _undoing.pid != os.getpid():
-        _undoing = _Undoing()
-    _undoing.add(app, ref)
+    global _releases  # noqa: PLW0603 - a forked child has none of its parent's threads
+    if _releases.pid != os.getpid():
+        _releases = _LateReleases()
+    _releases.add(app, ref)
 
 
-def never_mind(ref: Ref) -> None:
+def cancel_release(ref: Ref) -> None:
     """Leave the lock of a call alone, whatever became of it before: it is made again, under the same id."""
-    if _undoing.pid == os.getpid():
-        _undoing.forget(ref)
+    if _releases.pid == os.getpid():
+        _releases.forget(ref)
 
 
 def refused(key: str, task_id: str) -> Ref | None:
     """Return the claim of a call of this process that was refused and may yet hold its lock, or None."""
-    return _undoing.find(key, task_id) if _undoing.pid == os.getpid() else None
+    return _releases.find(key, task_id) if _releases.pid == os.getpid() else None

@@ -60,7 +60,7 @@ class LegacyBackend(BaseBackend):
         except Exception as exc:  # it may do anything
             raise ConfigError(f"singleton_backend_class: cannot build {custom_class!r}: {exc!r}") from exc
 
-    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+    def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent, one by one: ACQUIRED, WAITING, RUNNING or HELD."""
         return [self._acquire(call) for call in calls]
 
@@ -97,7 +97,7 @@ class LegacyBackend(BaseBackend):
         queued: str = "",
         turn_ttl: float = 0.0,
         lease: float,
-        memory: float,
+        remember_for: float,
         task: str,
         arguments: str,
         expiry: float | None = None,
@@ -120,7 +120,7 @@ class LegacyBackend(BaseBackend):
                 self.custom.unlock(queued)
         return _holder(Verdict.STARTED, task_id)
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits. False if it was lost."""
         with _naming(self.name):
             ours = self._held(ref.key) == (ref.task_id, ref.generation)
@@ -151,7 +151,7 @@ class LegacyBackend(BaseBackend):
             return Renewal.LOST
         return Renewal.RUNNING if held[1] == ref.generation else Renewal.OVER
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
         """Free the locks of requests that are over; only their own."""
         with _naming(self.name):
             for ref in refs:

@@ -71,15 +71,15 @@ class MemoryBackend(BaseBackend):
         assert isinstance(memory, cls)  # noqa: S101 - for the type checker
         return memory
 
-    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+    def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent."""
         with self._mutex:
-            return [self._acquire(call, again=again) for call in calls]
+            return [self._acquire(call, may_be_resent=may_be_resent) for call in calls]
 
-    def _acquire(self, call: Call, *, again: bool) -> Holder:  # noqa: PLR0912 - a table of cases, as in acquire.lua
+    def _acquire(self, call: Call, *, may_be_resent: bool) -> Holder:  # noqa: PLR0912 - as in acquire.lua
         ref, behind = call.ref, replace(call.ref, key=behind_key(call.ref.key))
         turn = replace(ref, key=turn_key(ref.key))
-        if again and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
+        if may_be_resent and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
             return self._holder(Verdict.DONE, ref)
         holder, waiting = self._live(ref.key), self._live(behind.key)
         taken = waiting.taken if waiting else self._clock()
@@ -138,7 +138,7 @@ class MemoryBackend(BaseBackend):
         queued: str = "",
         turn_ttl: float = 0.0,
         lease: float,
-        memory: float,
+        remember_for: float,
         task: str,
         arguments: str,
         expiry: float | None = None,
@@ -181,7 +181,7 @@ class MemoryBackend(BaseBackend):
                 same = (record.generation, record.nonce) == (ref.generation, ref.nonce)
                 return self._started(ref) if same else self._holder(Verdict.COPY, ref)
             if record and record.generation < ref.generation:
-                self._remember(ref.key, record.task_id, record.generation, memory)
+                self._remember(ref.key, record.task_id, record.generation, remember_for)
                 record = replace(record, payload="")
             if record is None:
                 record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry)
@@ -212,7 +212,7 @@ class MemoryBackend(BaseBackend):
     def _started(self, ref: Ref) -> Holder:
         return replace(self._holder(Verdict.STARTED, ref), payload=self._records[ref.key].payload)
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits."""
         with self._mutex:
             record = self._live(ref.key)
@@ -221,7 +221,7 @@ class MemoryBackend(BaseBackend):
                 return record is not None and (record.task_id, record.generation, record.nonce) == repeated
             payload = record.payload
             if to.generation > record.generation:
-                self._remember(ref.key, ref.task_id, record.generation, memory)
+                self._remember(ref.key, ref.task_id, record.generation, remember_for)
                 payload = ""
             handed = replace(
                 record, generation=to.generation, nonce="", state="queued", since=self._clock(), payload=payload
@@ -255,13 +255,13 @@ class MemoryBackend(BaseBackend):
             self._records[run.key] = replace(record, promised=(to.generation, ttl) if to else None)
             return True
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
         """Free the locks of requests that are over."""
         with self._mutex:
             for ref in refs:
-                self._finish(ref, memory, ran=ran)
+                self._finish(ref, remember_for, ran=ran)
 
-    def _finish(self, ref: Ref, memory: float, *, ran: bool) -> None:
+    def _finish(self, ref: Ref, remember_for: float, *, ran: bool) -> None:
         by_itself = self._live(turn_key(ref.key))
         if by_itself and by_itself.task_id == ref.task_id and by_itself.generation <= ref.generation:
             del self._records[turn_key(ref.key)]
@@ -272,8 +272,8 @@ class MemoryBackend(BaseBackend):
             record = self._records[ref.key] = replace(record, promised=None)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
         queued = ours and record is not None and record.state == "queued"
-        if memory > 0 and (holds or (ran and (queued or not ours))):
-            self._remember(ref.key, ref.task_id, ref.generation, memory)
+        if remember_for > 0 and (holds or (ran and (queued or not ours))):
+            self._remember(ref.key, ref.task_id, ref.generation, remember_for)
         if record is None or not (holds or queued):
             return
         if holds and record.promised:
@@ -332,10 +332,10 @@ class MemoryBackend(BaseBackend):
     def _ended(self, key: str, task_id: str, generation: float) -> bool:
         return self._done.get(key, {}).get((task_id, generation), 0.0) > self._clock()
 
-    def _remember(self, key: str, task_id: str, generation: float, memory: float) -> None:
+    def _remember(self, key: str, task_id: str, generation: float, remember_for: float) -> None:
         now = self._clock()
         ended = {run: until for run, until in self._done.get(key, {}).items() if until > now}
-        self._done[key] = {**ended, (task_id, generation): now + memory}
+        self._done[key] = {**ended, (task_id, generation): now + remember_for}
 
     def _holder(self, verdict: Verdict, ref: Ref) -> Holder:
         record = self._live(ref.key)

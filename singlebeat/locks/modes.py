@@ -15,7 +15,7 @@ from ..overlap import Overlap
 from .key import culprit
 
 __all__ = (
-    "Lock",
+    "LockMode",
     "Overlap",
     "check",
     "decode_arguments",
@@ -29,7 +29,7 @@ __all__ = (
 )
 
 
-class Lock(StrEnum):
+class LockMode(StrEnum):
     """When a call excludes its equals (the terms of sidekiq-unique-jobs)."""
 
     UNTIL_EXECUTED = "until_executed"  #: from the call to the end of its run
@@ -42,19 +42,19 @@ class Lock(StrEnum):
 _AT_THE_CALL = {Overlap.SKIP, Overlap.RAISE, Overlap.ALLOW_ALL}
 
 #: Which overlap makes sense with which lock.
-TOGETHER: Mapping[Lock, set[Overlap]] = {
-    Lock.UNTIL_EXECUTED: set(Overlap),
-    Lock.UNTIL_EXECUTING: _AT_THE_CALL,
-    Lock.UNTIL_EXPIRED: _AT_THE_CALL,
-    Lock.WHILE_EXECUTING: {Overlap.SKIP, Overlap.BUFFER_ALL, Overlap.ALLOW_ALL},
-    Lock.UNTIL_AND_WHILE_EXECUTING: _AT_THE_CALL,
+TOGETHER: Mapping[LockMode, set[Overlap]] = {
+    LockMode.UNTIL_EXECUTED: set(Overlap),
+    LockMode.UNTIL_EXECUTING: _AT_THE_CALL,
+    LockMode.UNTIL_EXPIRED: _AT_THE_CALL,
+    LockMode.WHILE_EXECUTING: {Overlap.SKIP, Overlap.BUFFER_ALL, Overlap.ALLOW_ALL},
+    LockMode.UNTIL_AND_WHILE_EXECUTING: _AT_THE_CALL,
 }
 
 #: Options of a call that somebody waits on: they would never hear of it if it were not sent.
 CONTINUATIONS = ("chord", "group_id", "link", "link_error", "replaced_task_nesting")
 
 
-def _overlap_of(word: Any, lock: Lock) -> Overlap:
+def _overlap_of(word: Any, lock: LockMode) -> Overlap:
     """Return an overlap policy that goes with a lock.
 
     Raises:
@@ -76,13 +76,13 @@ def overlap_for(task: Any, word: Any = None) -> Overlap:
     Raises:
         ConfigError: the call's word is wrong, or contradicts the task's lock.
     """
-    lock, config = Lock(task.lock), task.singleton_config
+    lock, config = LockMode(task.lock), task.singleton_config
     if word:
         return _overlap_of(word, lock)
     if task.overlap is not None:
         return Overlap(task.overlap)
     raises = config.singleton_raise_on_duplicate if task.raise_on_duplicate is None else task.raise_on_duplicate
-    if raises and lock is not Lock.WHILE_EXECUTING:
+    if raises and lock is not LockMode.WHILE_EXECUTING:
         return Overlap.RAISE
     try:
         return _overlap_of(config.singlebeat_overlap, lock)
@@ -96,11 +96,11 @@ def drops_by_default(task: Any) -> bool:
     Args:
         task: None, or no Singleton: one whose lock beat takes.
     """
-    if not hasattr(task, "claims_by_itself"):
+    if not hasattr(task, "acquires_on_send"):
         return True
     if task.overlap is not None or task.raise_on_duplicate is not None:
         return False
-    return overlap_for(task) in {Overlap.SKIP, Overlap.RAISE} and Overlap.BUFFER_ALL in TOGETHER[Lock(task.lock)]
+    return overlap_for(task) in {Overlap.SKIP, Overlap.RAISE} and Overlap.BUFFER_ALL in TOGETHER[LockMode(task.lock)]
 
 
 def check(task: Any, name: str) -> None:
@@ -117,12 +117,12 @@ def check(task: Any, name: str) -> None:
 
 
 def _check_lock(task: Any) -> None:
-    if task.lock not in list(Lock):
-        raise ConfigError(f"lock must be one of {', '.join(Lock)}, not {task.lock!r}")
-    lock, expiry = Lock(task.lock), task.lock_expiry
+    if task.lock not in list(LockMode):
+        raise ConfigError(f"lock must be one of {', '.join(LockMode)}, not {task.lock!r}")
+    lock, expiry = LockMode(task.lock), task.lock_expiry
     if expiry is not None and not hasattr(expiry, "__get__") and not _is_duration(expiry):
         raise ConfigError(f"lock_expiry must be a positive number of seconds, or None, not {expiry!r}")
-    if lock is Lock.UNTIL_EXPIRED and task.lock_expiry is None:
+    if lock is LockMode.UNTIL_EXPIRED and task.lock_expiry is None:
         raise ConfigError("lock=until_expired needs lock_expiry")
     if task.overlap is None:
         return

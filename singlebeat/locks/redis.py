@@ -15,7 +15,7 @@ from ..connections import RedisError, lock_server, masked, private, same_slot, s
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
-from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, instant, unusable
+from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, from_ms, unusable
 from .key import behind_key, done_key, is_done_key, turn_key
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class RedisBackend(BaseBackend):
             self._client = user, client
         return client
 
-    def acquire_many(self, calls: Sequence[Call], *, again: bool = False) -> list[Holder]:
+    def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
         """Take the locks of calls that are about to be sent.
 
         A server that comes to it only after the timeout leaves the locks alone: the caller has given up by then.
@@ -117,7 +117,7 @@ class RedisBackend(BaseBackend):
             for owner, c in zip(_requests(refs), calls, strict=True)
         ]
         return self._in_time(
-            lambda deadline: self._run_many("acquire", refs, int(again), deadline, rows=rows, keys_of=_all_keys)
+            lambda deadline: self._run_many("acquire", refs, int(may_be_resent), deadline, rows=rows, keys_of=_all_keys)
         )
 
     def _in_time(self, run: Callable[[int], Sequence[Any]]) -> list[Holder]:
@@ -141,7 +141,7 @@ class RedisBackend(BaseBackend):
         queued: str = "",
         turn_ttl: float = 0.0,
         lease: float,
-        memory: float,
+        remember_for: float,
         task: str,
         arguments: str,
         expiry: float | None = None,
@@ -152,16 +152,16 @@ class RedisBackend(BaseBackend):
         A server that comes to it only after the timeout leaves the lock alone, as in ``acquire_many``.
         """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
-        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(memory), _ms(turn_ttl), entry)
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(remember_for), _ms(turn_ttl), entry)
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         (holder,) = self._in_time(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))
         return holder
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, memory: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand the lock of a run over to a message of the same task id that waits."""
-        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(memory))
+        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for))
         return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -181,9 +181,9 @@ class RedisBackend(BaseBackend):
         args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl))
         return bool(self._run("promise", (run.key,), args))
 
-    def finish_many(self, refs: Sequence[Ref], *, memory: float, ran: bool = False) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
         """Free the locks of requests that are over."""
-        self._run_many("finish", refs, _ms(memory), int(ran), rows=_requests(refs), keys_of=_keys_to_finish)
+        self._run_many("finish", refs, _ms(remember_for), int(ran), rows=_requests(refs), keys_of=_keys_to_finish)
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Say that a worker lives which releases the locks of the tasks that it runs."""
@@ -343,7 +343,7 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
 def _holder(reply: Sequence[Any]) -> Holder:
     verdict, task_id, state, since, fence, ttl_ms, *more = reply
     ttl = max(0, int(ttl_ms)) / 1000
-    return Holder(Verdict(verdict), task_id, state, instant(since), int(fence), ttl, *more)
+    return Holder(Verdict(verdict), task_id, state, from_ms(since), int(fence), ttl, *more)
 
 
 def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:

@@ -8,14 +8,14 @@ from typing import Any
 from ..config import Config
 from ..locks import eager_backend_of
 from ..locks.base import Call, Ref, Verdict
-from ..locks.modes import Lock, Overlap
+from ..locks.modes import LockMode, Overlap
 
 __all__ = ("run_eagerly",)
 
 
 def run_eagerly(task: Any, lock: str, task_id: str, run: Callable[[], Any], *, overlap: Overlap = Overlap.SKIP) -> Any:
     """Return the result of a run under a lock, or the ``Holder`` of that: a call that surrounds this one."""
-    if overlap is Overlap.ALLOW_ALL or task.lock == Lock.UNTIL_EXECUTING:  # a call that surrounds it has started
+    if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.UNTIL_EXECUTING:  # a call that surrounds it has started
         return run()
     backend, ref = eager_backend_of(task.app), Ref(lock, task_id)
     holder = backend.acquire_many([Call(ref, task.name, "", Config.of(task.app).singlebeat_queued_ttl)])[0]
@@ -24,4 +24,4 @@ def run_eagerly(task: Any, lock: str, task_id: str, run: Callable[[], Any], *, o
     try:
         return run()
     finally:
-        backend.finish_many([ref], memory=0)
+        backend.finish_many([ref], remember_for=0)

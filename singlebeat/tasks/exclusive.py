@@ -22,7 +22,7 @@ from ..locks.base import Holder, Ref, Renewal, Verdict
 from ..locks.key import check_sendable, lock_key, readable
 from ..log import Log
 from ..native_threads import do_in_loop
-from .exclusive_renewer import Keeper, keeper_of
+from .exclusive_renewer import ExclusiveRenewer, exclusive_renewer_of
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -35,7 +35,7 @@ log = Log(__name__)
 NO_TASK = "singlebeat.exclusive"
 
 #: Ends of locks are not remembered: whoever had one may have it again.
-NO_MEMORY = 0.0
+NOT_REMEMBERED = 0.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,7 +65,7 @@ class Exclusive:
     holder: Holder
 
     ref: Ref
-    _keeper: Keeper | None = None
+    _renewer: ExclusiveRenewer | None = None
     _entered = False
 
     def __init__(self, key: str | Callable[..., str], *, app: Celery | None = None, lease: float | None = None) -> None:
@@ -95,7 +95,7 @@ class Exclusive:
         task = current_app.current_worker_task
         app = self._app or (task.app if task else current_app)
         try:
-            keeper = keeper_of(app._get_current_object() if isinstance(app, Proxy) else app)
+            keeper = exclusive_renewer_of(app._get_current_object() if isinstance(app, Proxy) else app)
         except ConfigError as exc:
             if self._app is not None or task is not None:
                 raise
@@ -109,21 +109,21 @@ class Exclusive:
         key = lock_key(keeper.config.singleton_key_prefix, f"exclusive:{self.key}")
         self.ref, self._renewed_at = Ref(key, owner, nonce=nonce), time.monotonic()
         self.holder = keeper.backend.begin(
-            self.ref, lease=self.lease, memory=NO_MEMORY, task=self.name, arguments=readable([self.key], {})
+            self.ref, lease=self.lease, remember_for=NOT_REMEMBERED, task=self.name, arguments=readable([self.key], {})
         )
         if self.holder.verdict is Verdict.STARTED:
-            self._keeper = keeper
+            self._renewer = keeper
             keeper.keep(self.ref, self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Free the lock if it is ours; never raises because of it."""
-        if self._keeper is None or not self._keeper.drop(self.ref):
+        if self._renewer is None or not self._renewer.drop(self.ref):
             return
         if self._is_out_of_lease():  # nobody has seen it: the body may have kept Python's lock for so long
             self._tell_lost()
         try:
-            self._keeper.backend.finish_many([self.ref], memory=NO_MEMORY)
+            self._renewer.backend.finish_many([self.ref], remember_for=NOT_REMEMBERED)
         except Exception as exc:  # backends raise what they like, and how the body ended matters more
             log.warning(
                 "the exclusive lock '%(key)s' stays until its lease ends",
@@ -134,7 +134,7 @@ class Exclusive:
             )
 
     def __bool__(self) -> bool:
-        return self._keeper is not None
+        return self._renewer is not None
 
     @property
     def fence(self) -> int:
@@ -143,15 +143,15 @@ class Exclusive:
 
     def is_lost(self) -> bool:
         """Ask the locks' server whether the lock is not ours, or not any more; while it is away, the lease decides."""
-        if self._keeper is None or not self._keeper.keeps(self.ref):
+        if self._renewer is None or not self._renewer.keeps(self.ref):
             return True
         asked_at = time.monotonic()
         try:
-            (renewal,) = self._keeper.backend.renew_many([self.ref], lease=self.lease)
+            (renewal,) = self._renewer.backend.renew_many([self.ref], lease=self.lease)
         except LockBackendError:
             return self._is_out_of_lease()
         self.note(renewal, asked_at)
-        return not self._keeper.keeps(self.ref)
+        return not self._renewer.keeps(self.ref)
 
     def note(self, renewal: Renewal, asked_at: float) -> None:
         """Take note of what the server answered to a renewal.
@@ -161,7 +161,7 @@ class Exclusive:
         """
         if renewal is Renewal.RUNNING:
             self._renewed_at = asked_at
-        elif self._keeper is not None and self._keeper.drop(self.ref):
+        elif self._renewer is not None and self._renewer.drop(self.ref):
             self._tell_lost()
 
     def _is_out_of_lease(self) -> bool:

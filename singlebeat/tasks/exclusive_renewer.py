@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..locks.base import Ref
     from .exclusive import Exclusive
 
-__all__ = ("Keeper", "keeper_of")
+__all__ = ("ExclusiveRenewer", "exclusive_renewer_of")
 
 log = Log(__name__)
 
@@ -36,7 +36,7 @@ RETRY_AFTER = 0.5
 LINGER = 1.0
 
 
-class Keeper:
+class ExclusiveRenewer:
     """Renews the exclusive locks that this process holds for an app.
 
     The set of locks is weak: what nobody is inside of any more is not renewed, however it was left. It is also what
@@ -129,12 +129,12 @@ class Keeper:
         return bool(locks)
 
 
-_keepers: WeakKeyDictionary[Celery, Keeper] = WeakKeyDictionary()
+_renewers: WeakKeyDictionary[Celery, ExclusiveRenewer] = WeakKeyDictionary()
 
 
-def keeper_of(app: Celery) -> Keeper:
+def exclusive_renewer_of(app: Celery) -> ExclusiveRenewer:
     """Return the keeper of an app in this process; a forked child gets one of its own."""
-    keeper = _keepers.get(app)
+    keeper = _renewers.get(app)
     if keeper is None or keeper.pid != os.getpid():
-        keeper = _keepers[app] = Keeper(app)
+        keeper = _renewers[app] = ExclusiveRenewer(app)
     return keeper

@@ -149,7 +149,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
             queued=ticket.queued,
             turn_ttl=turn_ttl(ticket, request, lease=config.singlebeat_lock_lease),
             lease=config.singlebeat_lock_lease,
-            memory=config.singlebeat_queued_ttl,
+            remember_for=config.singlebeat_queued_ttl,
             task=task.name,
             arguments=readable(request.args or (), request.kwargs or {}, vars(request)),
             expiry=task.effective_lock_expiry,
@@ -188,7 +188,7 @@ def _latest_arguments(task: Any, holder: Holder, request: Any) -> tuple[list[Any
 
 def _finish(task: Any, ticket: Ticket) -> None:
     try:
-        backend_of(task.app).finish_many([ticket.run], memory=Config.of(task.app).singlebeat_queued_ttl, ran=True)
+        backend_of(task.app).finish_many([ticket.run], remember_for=Config.of(task.app).singlebeat_queued_ttl, ran=True)
     except LockBackendError as exc:  # the main process tries again, and then the lease ends by itself
         log.warning(
             "the lock of task %(id)s stays until its lease ends",

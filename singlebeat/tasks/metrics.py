@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .renewer import Renewer
 
-__all__ = ("Metrics",)
+__all__ = ("WorkerMetrics",)
 
 log = Log(__name__)
 
@@ -28,7 +28,7 @@ log = Log(__name__)
 ON_TIME = {"scheduled", "catch_up"}
 
 
-class Metrics:
+class WorkerMetrics:
     """The metrics of one worker; needs ``prometheus_client``.
 
     Args:

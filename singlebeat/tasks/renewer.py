@@ -61,7 +61,7 @@ class Renewer:
 
     def __init__(self, app: Celery) -> None:
         config = Config.of(app)
-        self.lease, self.memory = config.singlebeat_lock_lease, config.singlebeat_queued_ttl
+        self.lease, self.remember_for = config.singlebeat_lock_lease, config.singlebeat_queued_ttl
         #: Under which it announces that its worker lives; empty: it does not.
         self.name = f"{os.uname().nodename}:{os.getpid()}"
         self.backend = new_backend(app, own_connections=True)
@@ -123,13 +123,13 @@ class Renewer:
             at_once: before this returns, unless the locks' server does not answer.
             ttl: seconds that the message may wait for its start; default: as long as one without countdown.
         """
-        ttl = self.memory if ttl is None else ttl
+        ttl = self.remember_for if ttl is None else ttl
         self._requests.pop(id(request), None)
         if request.ticket is None:
             return
         if at_once and self.answers():
             try:
-                self._gate.rotate(request.ticket.run, to=successor, ttl=ttl, memory=self.memory)
+                self._gate.rotate(request.ticket.run, to=successor, ttl=ttl, remember_for=self.remember_for)
             except LockBackendError:
                 self.failed()
             else:
@@ -225,7 +225,7 @@ class Renewer:
         while not self._handovers.empty():
             run, successor, ttl = self._handovers.get_nowait()
             try:
-                self.backend.rotate(run, to=successor, ttl=ttl, memory=self.memory)
+                self.backend.rotate(run, to=successor, ttl=ttl, remember_for=self.remember_for)
             except LockBackendError:
                 self._handovers.put((run, successor, ttl))
                 raise
@@ -238,8 +238,8 @@ class Renewer:
         self._later = later + [(now + RETRY_AFTER, ticket, ran) for ticket, ran in over][-MOST_ENDS:]
         for has_run in (True, False):
             refs = [ticket.run for ticket, ran in over if ran is has_run]
-            self.backend.finish_many(refs, memory=self.memory, ran=has_run)
-        self.backend.finish_many([ref for ticket, _ in over for ref in ticket.refs[1:]], memory=self.memory)
+            self.backend.finish_many(refs, remember_for=self.remember_for, ran=has_run)
+        self.backend.finish_many([ref for ticket, _ in over for ref in ticket.refs[1:]], remember_for=self.remember_for)
         self._later = later
 
     def _free_revoked(self) -> None:
@@ -283,7 +283,7 @@ class Renewer:
     def _begin(self, request: Request, ref: Ref) -> None:
         queued = request.ticket.queued if request.ticket else ""
         about = {"task": request.name, "arguments": request.shown, "entry": entry_of(request.request_dict)}
-        self.backend.begin(ref, queued=queued, lease=self.lease, memory=self.memory, **about)
+        self.backend.begin(ref, queued=queued, lease=self.lease, remember_for=self.remember_for, **about)
 
 
 _renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()

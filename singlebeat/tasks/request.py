@@ -223,7 +223,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 queued=ticket.queued,
                 turn_ttl=turn_ttl(ticket, self._context, lease=config.singlebeat_lock_lease),
                 lease=config.singlebeat_lock_lease,
-                memory=config.singlebeat_queued_ttl,
+                remember_for=config.singlebeat_queued_ttl,
                 task=self.task.name,
                 arguments=self.shown,
                 entry=entry_of(self.request_dict),
@@ -309,7 +309,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             exc = exc_info.exception
             when = getattr(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, "when", None)
             renewer = renewer_of(self.app)
-            ttl = time_to_start({"eta": when}, queued_ttl=renewer.memory, now=datetime.now(UTC))
+            ttl = time_to_start({"eta": when}, queued_ttl=renewer.remember_for, now=datetime.now(UTC))
             renewer.hand_over(self, self.ticket.successor().run, ttl=ttl)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:

@@ -33,7 +33,7 @@ from ..locks.base import (
     without_deaths,
 )
 from ..locks.key import canonical, digest, lock_key
-from ..locks.modes import Lock, Overlap, check, overlap_for, pick, signature_of
+from ..locks.modes import LockMode, Overlap, check, overlap_for, pick, signature_of
 from ..log import Log
 from .eager import run_eagerly
 from .gate import Run, run_under_lock
@@ -64,8 +64,8 @@ class Singleton(Task):  # type: ignore[misc]
     #: What makes a call unique: names of arguments, dotted paths into them, a function of all of them, or [] for the
     #: task's name alone; None: all arguments.
     unique_on: Sequence[str] | str | Callable[..., Any] | None = None
-    #: When it excludes its equals: a word of ``policy.Lock``.
-    lock: str = Lock.UNTIL_EXECUTED
+    #: When it excludes its equals: a word of ``locks.modes.LockMode``.
+    lock: str = LockMode.UNTIL_EXECUTED
     #: What becomes of a call that meets its equal: a word of ``policy.Overlap``; None: setting ``singlebeat_overlap``.
     overlap: str | None = None
     #: Raise DuplicateTaskError for a duplicate; None: as the setting ``singleton_raise_on_duplicate`` says.
@@ -102,9 +102,9 @@ class Singleton(Task):  # type: ignore[misc]
         return backend_of(self.app)
 
     @property
-    def claims_by_itself(self) -> bool:
+    def acquires_on_send(self) -> bool:
         """Tell beat that it cannot take the lock of this task along with those of others."""
-        return self.lock != Lock.UNTIL_EXECUTED or overlap_for(self) not in {Overlap.SKIP, Overlap.RAISE}
+        return self.lock != LockMode.UNTIL_EXECUTED or overlap_for(self) not in {Overlap.SKIP, Overlap.RAISE}
 
     @property
     def has_pure_keys(self) -> bool:
@@ -262,7 +262,7 @@ class Singleton(Task):  # type: ignore[misc]
                 headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}
                 sig.set(headers=headers)
             else:
-                free(self, run.ticket.run, memory=self.singleton_config.singlebeat_queued_ttl)
+                free(self, run.ticket.run, remember_for=self.singleton_config.singlebeat_queued_ttl)
         super().on_replace(sig)
 
     def get_existing_task_id(self, lock: str) -> str | None:

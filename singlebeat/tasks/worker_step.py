@@ -23,7 +23,7 @@ from .request import Request, report_exceptions
 if TYPE_CHECKING:
     from celery import Celery
 
-    from .metrics import Metrics
+    from .metrics import WorkerMetrics
 
 __all__ = ("install",)
 
@@ -33,13 +33,13 @@ log = Log(__name__)
 UNSEEN_ENDS = (task_unknown, task_rejected)
 
 
-class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
+class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """The step of a worker that gives every task our Request class; it starts between pool and consumer."""
 
     #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
     requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
     renewer: Renewer | None = None
-    metrics: Metrics | None = None
+    metrics: WorkerMetrics | None = None
     said: Mapping[str, Any] = MappingProxyType({})
 
     def start(self, parent: Any) -> None:
@@ -59,9 +59,9 @@ class LockKeeper(bootsteps.StartStopStep):  # type: ignore[misc]
 
         self.said = {"singlebeat": {"version": __version__}}
         if (port := Config.of(parent.app).singlebeat_worker_metrics_port) is not None:
-            from .metrics import Metrics  # noqa: PLC0415
+            from .metrics import WorkerMetrics  # noqa: PLC0415
 
-            self.metrics = Metrics(parent.app, renewer)
+            self.metrics = WorkerMetrics(parent.app, renewer)
             self.metrics.serve(port)
         for ended in UNSEEN_ENDS:
             ended.connect(self._end_unseen, weak=False, dispatch_uid=id(self))
@@ -104,4 +104,4 @@ def install(app: Celery) -> None:
     It is called for you where an app has a Singleton, and by the ``celery`` command wherever singlebeat is installed.
     Call it for workers that are started in another way and run plain tasks that beat dispatches.
     """
-    app.steps["worker"].add(LockKeeper)
+    app.steps["worker"].add(WorkerLockStep)

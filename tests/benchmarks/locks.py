@@ -70,14 +70,14 @@ class _Locks:
         _expect(holder.verdict, Verdict.ACQUIRED)
 
     def begin(self, ref: Ref) -> None:
-        holder = self.backend.begin(ref, lease=30.0, memory=3600.0, task=OURS, arguments="('17',)")
+        holder = self.backend.begin(ref, lease=30.0, remember_for=3600.0, task=OURS, arguments="('17',)")
         _expect(holder.verdict, Verdict.STARTED)
 
     def renew(self, ref: Ref) -> None:
         _expect(self.backend.renew_many([ref], lease=30.0)[0], Renewal.RUNNING)
 
     def finish(self, ref: Ref) -> None:
-        self.backend.finish_many([ref], memory=3600.0, ran=True)
+        self.backend.finish_many([ref], remember_for=3600.0, ran=True)
 
 
 def _expect(verdict: Verdict | Renewal, expected: Verdict | Renewal) -> None:

@@ -23,12 +23,12 @@ from redis.exceptions import RedisError
 from singlebeat import Entry
 from singlebeat.beat.calendar.recurrence import latest_occurrence, next_occurrence
 from singlebeat.beat.entries.entry import Meta
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership import lease as lease_module
 from singlebeat.beat.leadership.lease import MARGIN, Lease, Term
 from singlebeat.beat.store import claims as store_module
-from singlebeat.beat.store.claims import Claim, Claimed, Due, Store, Stored
+from singlebeat.beat.store.claims import Claim, ClaimVerdict, Due, Store, Stored
 from singlebeat.lua import Script
 from tests.system.apps import make_app
 
@@ -213,8 +213,8 @@ class LeaseMachine(RuleBasedStateMachine):
         fenced = self.is_fenced(hands.term)
         replies = store.claim(claims, hands.term, retry_at=self.retry_at())
         for claim, reply in zip(claims, replies, strict=True):
-            assert not fenced or reply in {Claimed.FENCED}, "a beat has claimed that another one has fenced off"
-            if reply is Claimed.CLAIMED:
+            assert not fenced or reply in {ClaimVerdict.FENCED}, "a beat has claimed that another one has fenced off"
+            if reply is ClaimVerdict.CLAIMED:
                 self.claimed[claim.occurrence.id] += 1
                 hands.taken.append((claim.stored, claim.occurrence))
 
@@ -244,7 +244,7 @@ class LeaseMachine(RuleBasedStateMachine):
         store.client.repeats = repeated
         self.ledger_is_new = True
         decisions = [
-            (stored, Decision(stored.entry.name, stored.entry.task, occurrence, Outcome.DISPATCHED), None)
+            (stored, Decision(stored.entry.name, stored.entry.task, occurrence, DecisionType.DISPATCHED), None)
             for stored, occurrence in hands.taken
         ]
         store.confirm(decisions, hands.term)

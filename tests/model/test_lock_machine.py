@@ -209,8 +209,8 @@ class LockMachine(RuleBasedStateMachine):
         call = Call(ref, "app.task", "", TTL, payload=payload, if_held=if_held)
         return self.ask(
             lost,
-            lambda: self.backend.acquire_many([call], again=again)[0].verdict,
-            lambda: self.model.acquire(ref, again=again, payload=payload, if_held=if_held),
+            lambda: self.backend.acquire_many([call], may_be_resent=again)[0].verdict,
+            lambda: self.model.acquire(ref, may_be_resent=again, payload=payload, if_held=if_held),
         )
 
     @precondition(lambda self: self.senders < SENDERS)
@@ -219,7 +219,7 @@ class LockMachine(RuleBasedStateMachine):
         self.senders += 1
         ref = Ref(LOCK, f"task {self.senders}", generation)
         lock, place, runs = self.stored(), self.stored(BEHIND), self.runner is not None
-        verdict = self.acquire(ref, lost, again=False, payload=payload, if_held=if_held)
+        verdict = self.acquire(ref, lost, may_be_resent=False, payload=payload, if_held=if_held)
         if if_held is IfHeld.REPLACE:
             self.replaced |= {lock.id} if lock and not runs else set()
             self.replaced |= {place.id} if place else set()
@@ -234,7 +234,7 @@ class LockMachine(RuleBasedStateMachine):
 
     @rule(ref=tasks, lost=lost, if_held=wishes)
     def call_again(self, ref, lost, if_held):
-        verdict = self.acquire(ref, lost, again=True, if_held=if_held)
+        verdict = self.acquire(ref, lost, may_be_resent=True, if_held=if_held)
         if if_held is IfHeld.REPLACE and verdict in {Verdict.ACQUIRED, Verdict.WAITING}:
             self.replaced = set(self.model.replaced)  # held against the promises when a replaced one tries to start
         assert (verdict is Verdict.DONE) == ((ref.task_id, ref.generation) in self.over or ref.task_id in self.replaced)
@@ -313,7 +313,7 @@ class LockMachine(RuleBasedStateMachine):
     def finish(self, ref, runner, lost):
         ref = self.pick(ref, runner)
         before = self.stored()
-        self.ask(lost, lambda: self.backend.finish_many([ref], memory=MEMORY), lambda: self.model.finish(ref))
+        self.ask(lost, lambda: self.backend.finish_many([ref], remember_for=MEMORY), lambda: self.model.finish(ref))
         if ref.key == BEHIND:
             assert self.stored() == before
             return
@@ -329,7 +329,9 @@ class LockMachine(RuleBasedStateMachine):
     def hand_over(self, ref: Ref, to: Ref, lost: bool) -> None:
         held = ref == self.runner
         rotated = self.ask(
-            lost, lambda: self.backend.rotate(ref, to=to, ttl=TTL, memory=MEMORY), lambda: self.model.rotate(ref, to)
+            lost,
+            lambda: self.backend.rotate(ref, to=to, ttl=TTL, remember_for=MEMORY),
+            lambda: self.model.rotate(ref, to),
         )
         assert rotated or not held
         if held:

@@ -20,7 +20,7 @@ from redis import Redis
 from singlebeat import Entry, Schedule, Scheduler
 from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.entries.occurrence import Kind, Occurrence
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
@@ -90,7 +90,7 @@ def test_what_was_stored_is_got(api):
 
     assert (entry.name, entry.task, entry.schedule, entry.enabled) == ("e", PLAIN, schedule(60), False)
     assert (entry.args, entry.kwargs, entry.options) == (["a"], {"seconds": 1}, {"queue": "q"})
-    assert entry.policy == Policy(jitter=5.0, note="n")
+    assert entry.policy == EntryPolicy(jitter=5.0, note="n")
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_a_pause_without_a_note_leaves_the_note(api):
 
     api.pause("e")
 
-    assert api.get("e").policy == Policy(paused=True, note="ask Ann")
+    assert api.get("e").policy == EntryPolicy(paused=True, note="ask Ann")
 
 
 def test_an_upsert_leaves_a_paused_entry_paused(api):
@@ -442,7 +442,7 @@ def test_an_upsert_leaves_a_paused_entry_paused(api):
 
     api.upsert("e", PLAIN, 120)
 
-    assert api.get("e").policy == Policy(paused=True, note="why")
+    assert api.get("e").policy == EntryPolicy(paused=True, note="why")
 
 
 def test_a_pause_amid_claims_loses_neither(api, redis):
@@ -467,7 +467,7 @@ def test_a_pause_amid_claims_loses_neither(api, redis):
     finally:
         over.set()
         thread.join()
-    assert api.get("e").policy == Policy()
+    assert api.get("e").policy == EntryPolicy()
     assert api.get("e").total_run_count > 0
 
 
@@ -756,8 +756,8 @@ def test_a_second_backfill_of_the_same_times_runs_them_once_more(api, redis, hou
         wait_until(lambda number=number: len(decisions(redis)) == number, what="the decisions")
         for key, record in backend.locks("SINGLETONLOCK_"):  # as their workers end them
             runs = [Ref(key, occurrence.id, nonce="n") for occurrence in done]
-            backend.begin(Ref(key, record["id"], nonce="n"), lease=60, memory=60, task=task, arguments="")
-            backend.finish_many(runs, memory=60, ran=True)
+            backend.begin(Ref(key, record["id"], nonce="n"), lease=60, remember_for=60, task=task, arguments="")
+            backend.finish_many(runs, remember_for=60, ran=True)
 
     assert ids(redis) == [occurrence.id for occurrence in done]
     assert len(set(ids(redis))) == 10

@@ -78,7 +78,7 @@ def acquire(draw: st.DrawFn) -> Ask:
         )
     )
     again = draw(st.booleans())
-    return Ask("acquire", lambda b: b.acquire_many(calls, again=again), calls, again)
+    return Ask("acquire", lambda b: b.acquire_many(calls, may_be_resent=again), calls, again)
 
 
 @st.composite
@@ -94,7 +94,7 @@ def begin(draw: st.DrawFn) -> Ask:
 def rotate(draw: st.DrawFn) -> Ask:
     ref, generation = draw(anybody), draw(generations)
     to = Ref(ref.key, ref.task_id, generation)
-    return Ask("rotate", lambda b: b.rotate(ref, to=to, ttl=PROMISED_TTL, memory=MEMORY), ref, to)
+    return Ask("rotate", lambda b: b.rotate(ref, to=to, ttl=PROMISED_TTL, remember_for=MEMORY), ref, to)
 
 
 @st.composite
@@ -113,7 +113,7 @@ def renew(draw: st.DrawFn) -> Ask:
 @st.composite
 def finish(draw: st.DrawFn) -> Ask:
     refs, ran = draw(st.lists(anybody, min_size=1, max_size=2)), draw(st.booleans())
-    return Ask("finish", lambda b: b.finish_many(refs, memory=MEMORY, ran=ran), refs, ran)
+    return Ask("finish", lambda b: b.finish_many(refs, remember_for=MEMORY, ran=ran), refs, ran)
 
 
 @st.composite
@@ -137,9 +137,9 @@ def life(draw: st.DrawFn) -> list[Ask]:
     steps = [
         Ask("begin", lambda b: b.begin(run, **options), run),
         Ask("promise", lambda b: b.promise(run, to=to, ttl=PROMISED_TTL), run, to),
-        Ask("finish", lambda b: b.finish_many([copy], memory=MEMORY, ran=ran), copy, ran),
+        Ask("finish", lambda b: b.finish_many([copy], remember_for=MEMORY, ran=ran), copy, ran),
         Ask("renew", lambda b: b.renew_many([run], lease=LEASE), run),
-        Ask("finish", lambda b: b.finish_many([run], memory=MEMORY), run),
+        Ask("finish", lambda b: b.finish_many([run], remember_for=MEMORY), run),
         Ask("begin", lambda b: b.begin(copy, **options), copy),
     ]
     return [step for step in steps if draw(st.sampled_from([True, True, True, False]))]
@@ -269,11 +269,11 @@ def free(backend: BaseBackend, lock: str = LOCK) -> None:
 def take(
     backend: BaseBackend, task_id: str = "a", *, ttl: float = QUEUED_TTL, again: bool = False, **options: Any
 ) -> Holder:
-    return backend.acquire_many([Call(Ref(LOCK, task_id), "app.task", "", ttl, **options)], again=again)[0]
+    return backend.acquire_many([Call(Ref(LOCK, task_id), "app.task", "", ttl, **options)], may_be_resent=again)[0]
 
 
 def start(backend: BaseBackend, ref: Ref, *, lease: float = LEASE, **options: Any) -> Holder:
-    return backend.begin(ref, lease=lease, memory=MEMORY, task="app.task", arguments="", **options)
+    return backend.begin(ref, lease=lease, remember_for=MEMORY, task="app.task", arguments="", **options)
 
 
 RUN = Ref(LOCK, "a", nonce="n1")
@@ -294,7 +294,7 @@ def test_a_run_that_is_not_renewed_loses_its_lock_to_the_next_call(backend):
     assert backend.renew_many([RUN], lease=LEASE) == [Renewal.LOST]
     assert backend.get(LOCK) is None
     assert take(backend, "b").verdict is Verdict.ACQUIRED
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
     assert backend.get(LOCK) == "b"
 
 
@@ -314,7 +314,7 @@ def test_no_renewal_and_no_hand_over_goes_past_the_expiry(backend, by):
         take(backend, expiry=TINY)
     start(backend, RUN, expiry=TINY)
     backend.renew_many([RUN], lease=LEASE)
-    backend.rotate(RUN, to=Ref(LOCK, "a", 1), ttl=QUEUED_TTL, memory=MEMORY)
+    backend.rotate(RUN, to=Ref(LOCK, "a", 1), ttl=QUEUED_TTL, remember_for=MEMORY)
 
     free(backend)
 
@@ -322,7 +322,7 @@ def test_no_renewal_and_no_hand_over_goes_past_the_expiry(backend, by):
 def test_a_lock_that_was_promised_ends_when_its_retry_has_waited_too_long(backend):
     start(backend, RUN)
     backend.promise(RUN, to=Ref(LOCK, "a", 1), ttl=TINY)
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
 
     free(backend)
 
@@ -331,19 +331,19 @@ def test_a_lock_that_was_promised_to_a_revoked_retry_is_free_after_its_run(backe
     start(backend, RUN)
     backend.promise(RUN, to=Ref(LOCK, "a", 1), ttl=QUEUED_TTL)
 
-    backend.finish_many([Ref(LOCK, "a", 1, "n2")], memory=MEMORY)
+    backend.finish_many([Ref(LOCK, "a", 1, "n2")], remember_for=MEMORY)
 
     assert backend.renew_many([RUN], lease=LEASE) == [Renewal.RUNNING]
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
     assert take(backend, "b").verdict is Verdict.ACQUIRED
 
 
 def test_the_end_of_a_run_is_forgotten_after_its_time(backend):
     start(backend, RUN)
-    backend.finish_many([RUN], memory=TINY)
+    backend.finish_many([RUN], remember_for=TINY)
 
     def forgotten() -> bool:
-        return take(backend, again=True).verdict is Verdict.ACQUIRED
+        return take(backend, may_be_resent=True).verdict is Verdict.ACQUIRED
 
     wait_until(forgotten, what="a new call under the old id")
 

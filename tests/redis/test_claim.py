@@ -25,7 +25,7 @@ from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key
-from singlebeat.locks.late_release import undo_later
+from singlebeat.locks.late_release import release_later
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.modes import decode_arguments
 from singlebeat.locks.redis import RedisBackend
@@ -64,11 +64,11 @@ class Shop:
     def begins(self, lock: str, task_id: str, generation: int = 0) -> Holder:
         run = Ref(lock, task_id, generation, f"run of {task_id}")
         queued = behind_key(lock)
-        return self.backend.begin(run, queued=queued, lease=LEASE, memory=MEMORY, task="claimed", arguments="")
+        return self.backend.begin(run, queued=queued, lease=LEASE, remember_for=MEMORY, task="claimed", arguments="")
 
     def run(self, lock: str, task_id: str) -> None:
         """Let a call that waits run and end."""
-        self.backend.finish_many([self.begin(lock, task_id)], memory=MEMORY, ran=True)
+        self.backend.finish_many([self.begin(lock, task_id)], remember_for=MEMORY, ran=True)
 
     @property
     def sent(self) -> list[str]:
@@ -169,7 +169,7 @@ def test_no_call_overtakes_the_one_that_waits_between_two_tries(define, shop, ov
     task.apply_async([1], task_id="first")
     run = shop.begin(lock, "first")
     task.apply_async([2], task_id="older")
-    shop.backend.finish_many([run], memory=MEMORY)
+    shop.backend.finish_many([run], remember_for=MEMORY)
 
     result = task.apply_async([3], task_id="latest", overlap=overlap)
 
@@ -356,7 +356,7 @@ def refuse(server, redis, own_server) -> Iterator[Callable[..., Any]]:
         def refuse(**options: Any) -> Any:
             own_server.pause()
             for number in range(300):  # so that ours is not undone before it is made again
-                undo_later(app, Ref(f"another lock {number}", "refused"))
+                release_later(app, Ref(f"another lock {number}", "refused"))
             with pytest.raises(LockBackendError):
                 task.apply_async([1], **options)
             own_server.resume()
@@ -367,7 +367,7 @@ def refuse(server, redis, own_server) -> Iterator[Callable[..., Any]]:
 
 
 def all_undone() -> None:
-    waiting = late_release._undoing
+    waiting = late_release._releases
     wait_until(
         lambda: not waiting._wanted and not waiting._no_thread.empty(),
         timeout=30,
@@ -423,7 +423,7 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.tasks.gate import Postponed
 from singlebeat.locks.modes import decode_arguments
-from singlebeat.locks.late_release import undo_later
+from singlebeat.locks.late_release import release_later
 from tests.system.apps import make_app
 
 with make_app(sys.argv[1]) as app:
@@ -436,7 +436,7 @@ with make_app(sys.argv[1]) as app:
     for number in range(10):
         backend.lock("a lock", "refused")
         greenlets = [spawn(wait) for _ in range(5)]
-        undo_later(app, Ref("a lock", "refused"))
+        release_later(app, Ref("a lock", "refused"))
         joinall(greenlets, raise_error=True)
     print(backend.get("a lock"))
 """
@@ -457,8 +457,8 @@ def test_an_error_that_nobody_has_foreseen_does_not_end_the_undoing_of_others(ap
 
     with make_app("memory://", {"singleton_backend_class": Broken}) as broken:
         backend_of(app).lock("a lock", "refused")
-        undo_later(broken, Ref("another lock", "refused"))
-        undo_later(app, Ref("a lock", "refused"))
+        release_later(broken, Ref("another lock", "refused"))
+        release_later(app, Ref("a lock", "refused"))
         wait_until(lambda: not redis.exists("a lock"), what="the end of the lock")
         all_undone()
 
@@ -609,7 +609,7 @@ def test_a_replacement_that_never_starts_frees_its_lock(other, redis):
     ref, backend = replacement(other, redis), other.singleton_backend
     assert backend.get(ref.key) == "replaced"
 
-    backend.finish_many([ref], memory=MEMORY)
+    backend.finish_many([ref], remember_for=MEMORY)
 
     assert backend.get(ref.key) is None
 
@@ -618,7 +618,7 @@ def test_a_replacement_that_waits_in_its_worker_keeps_its_lock_and_starts(other,
     ref, backend = replacement(other, redis), other.singleton_backend
 
     (renewal,) = backend.renew_many([ref], lease=LEASE)
-    begun = backend.begin(replace(ref, nonce="n"), lease=LEASE, memory=MEMORY, task="claimed", arguments="")
+    begun = backend.begin(replace(ref, nonce="n"), lease=LEASE, remember_for=MEMORY, task="claimed", arguments="")
 
     assert renewal is not Renewal.LOST
     assert begun.verdict is Verdict.STARTED

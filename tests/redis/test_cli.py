@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.entries import save
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS
 from singlebeat.cli.workers import Workers
@@ -66,7 +66,7 @@ def lead(app, server, redis):
     lease.release()
 
 
-def decided(app, redis, outcome: Outcome, **about) -> None:
+def decided(app, redis, outcome: DecisionType, **about) -> None:
     decision = Decision("e", TASK, Occurrence.of("redbeat:", "e", NOON), outcome, **about)
     Store(app, redis).record([decision], Term(1, ""))
 
@@ -244,7 +244,7 @@ def test_a_place_of_zero_says_nothing_about_how_late_an_entry_is(cli, redis, sco
 def test_history_shows_decisions(cli, put, app, redis):
     put()
     occurrence = Occurrence.of("redbeat:", "e", NOON)
-    Store(app, redis).record([Decision("e", TASK, occurrence, Outcome.MISSED, "100 s late")], Term(3, ""))
+    Store(app, redis).record([Decision("e", TASK, occurrence, DecisionType.MISSED, "100 s late")], Term(3, ""))
 
     for args in (["history"], ["history", "e"]):
         row = cli(*args).output.splitlines()[1]
@@ -260,7 +260,7 @@ def test_history_shows_decisions(cli, put, app, redis):
 
 def begin_and_die(backend, redis, run: Ref, *, task: str = "t", arguments: str = "") -> None:
     """Start a run whose worker dies at once, and let most of its lease pass."""
-    backend.begin(run, lease=30, memory=60, task=task, arguments=arguments)
+    backend.begin(run, lease=30, remember_for=60, task=task, arguments=arguments)
     redis.hset(run.key, "since", int(redis.hget(run.key, "since")) - 25_000)
     redis.pexpire(run.key, 5_000)
 
@@ -268,7 +268,7 @@ def begin_and_die(backend, redis, run: Ref, *, task: str = "t", arguments: str =
 def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redis):
     backend = backend_of(app)
     backend.acquire_many([Call(Ref("SINGLETONLOCK_{a}", "queued-one"), "t", "(1,)", 60)])
-    backend.begin(Ref("SINGLETONLOCK_{b}", "live-one", 0, "n"), lease=30, memory=60, task="t", arguments="(2,)")
+    backend.begin(Ref("SINGLETONLOCK_{b}", "live-one", 0, "n"), lease=30, remember_for=60, task="t", arguments="(2,)")
     begin_and_die(backend, redis, Ref("SINGLETONLOCK_{c}", "dead-one", 0, "n"), task="t", arguments="(3,)")
 
     rows = {row["task_id"]: row for row in answer(cli("locks", "--json"))}
@@ -300,7 +300,7 @@ def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, 
     def ask_slowly(app: Any) -> Any:
         answers = ask(app)
         backend.unlock(lock)  # as the end of its lease does
-        backend.begin(Ref(lock, "next-one", 0, "n"), lease=30, memory=60, task="t", arguments="")
+        backend.begin(Ref(lock, "next-one", 0, "n"), lease=30, remember_for=60, task="t", arguments="")
         return answers
 
     monkeypatch.setattr(Workers, "ask", ask_slowly)
@@ -313,7 +313,7 @@ def test_the_message_of_a_dead_run_runs_when_it_is_delivered_again_after_unlock(
     backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "dead-one", 0, "n")
     again = {"lease": 5, "memory": 60, "task": "t", "arguments": ""}
     backend.begin(Ref(run.key, "ended-one", 0, "n"), **again)
-    backend.finish_many([Ref(run.key, "ended-one", 0, "n")], memory=60)
+    backend.finish_many([Ref(run.key, "ended-one", 0, "n")], remember_for=60)
     begin_and_die(backend, redis, run)
 
     cli("unlock", "dead-one")
@@ -345,7 +345,7 @@ def test_unlock_never_touches_an_entry(cli, server, redis):
 
 def test_unlock_and_explain_read_few_locks_of_many(cli, app, put, redis, monkeypatch):
     put("e")
-    decided(app, redis, Outcome.SKIPPED_OVERLAP, holder="holder")
+    decided(app, redis, DecisionType.SKIPPED_OVERLAP, holder="holder")
     backend = backend_of(app)
     refs = [Ref(f"SINGLETONLOCK_{{{n}}}", "holder") for n in range(5_000)]
     backend.acquire_many([Call(ref, "t", "", 60) for ref in refs])
@@ -381,7 +381,7 @@ def test_doctor_reads_entries_once_and_few_locks_of_many(cli, app, put, redis, m
 
 def test_explain_reads_no_locks_where_none_is_asked_for(cli, app, put, redis, monkeypatch):
     put("e")
-    decided(app, redis, Outcome.PAUSED)
+    decided(app, redis, DecisionType.PAUSED)
 
     monkeypatch.setattr(RedisBackend, "locks", lambda *args: pytest.fail("it has asked for locks"))
 
@@ -394,7 +394,7 @@ def test_unlock_says_so_if_the_backend_cannot_free_a_lock(cli, server):
             """Do nothing, as without locks there is nothing to do."""
 
     with make_app(server.celery_url, {"singleton_backend_class": Stubborn}) as app:
-        backend_of(app).begin(Ref("SINGLETONLOCK_{a}", "a", 0, "n"), lease=30, memory=60, task="t", arguments="")
+        backend_of(app).begin(Ref("SINGLETONLOCK_{a}", "a", 0, "n"), lease=30, remember_for=60, task="t", arguments="")
 
         result = cli("unlock", "a", "--force", code=1, app=app)
 
@@ -470,7 +470,7 @@ def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app)
     from singlebeat.cli.doctor import _leadership
 
     def of_beat(app=app) -> list[str]:
-        return [finding.level for finding in _leadership(app, State.of(app))]
+        return [finding.level for finding in _leadership(app, ScheduleStatus.of(app))]
 
     assert "no beat leads" in cli("health", code=1).output
     found = cli("doctor", code=1).output
@@ -660,7 +660,9 @@ def test_the_history_of_an_entry_that_never_was_is_an_error(cli, put, redis):
 def test_times_of_history_are_those_of_the_records(cli, put, app, redis):
     put()
     began = datetime.now(UTC) - timedelta(seconds=1)
-    Store(app, redis).record([Decision("e", TASK, Occurrence.of("redbeat:", "e", NOON), Outcome.PAUSED)], Term(1, ""))
+    Store(app, redis).record(
+        [Decision("e", TASK, Occurrence.of("redbeat:", "e", NOON), DecisionType.PAUSED)], Term(1, "")
+    )
 
     (record,) = Schedule(app).history("e")
 

@@ -16,7 +16,7 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import Metrics
 from singlebeat.beat.server_time import ServerTime
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP
 from tests.system.apps import make_app
 
@@ -184,7 +184,7 @@ def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on,
     beat_on().tick()
 
     assert redis.zscore("redbeat::schedule", "redbeat:e") - time.time() < 2
-    assert State.of(app).overdue == 0
+    assert ScheduleStatus.of(app).overdue == 0
 
 
 def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, app, redis, cli):
@@ -192,12 +192,12 @@ def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, app, redi
     for beat in (leader, standby, other, standby):
         beat.tick()
 
-    off = dict(State.of(app).wrong_clocks(standbys=True))
+    off = dict(ScheduleStatus.of(app).wrong_clocks(standbys=True))
     assert {text: round(ahead) for text, ahead in off.items()} == {
         "the clock of web1, which leads, is +7200.0 s off that of the schedule's server": 7200,
         "the clock of web2, which stands by, is -600.0 s off that of the schedule's server": -600,
     }
-    assert len(State.of(app).standbys) == 2
+    assert len(ScheduleStatus.of(app).standbys) == 2
     doctor = [row for row in json.loads(cli("doctor", "--json", code=1).stdout) if row["about"] == "clock"]
     assert [(row["level"], row["text"].partition(",")[0]) for row in doctor] == [
         ("problem", "the clock of web1"),
@@ -251,7 +251,7 @@ def test_what_another_program_writes_about_a_clock_ends_no_tool(beat_on, redis, 
         redis.set("redbeat::clock", text)
         redis.zadd("redbeat::standbys", {json.dumps({"host": "h", "pid": 1, "since": "", "ahead": [text]}): 9e15})
 
-        assert list(State.of(app).wrong_clocks(standbys=True)) == []
+        assert list(ScheduleStatus.of(app).wrong_clocks(standbys=True)) == []
 
 
 # ---------------------------------------------------------------- the server's clock was set back

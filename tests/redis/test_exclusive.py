@@ -21,7 +21,7 @@ import singlebeat
 from singlebeat import signals
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks.key import done_key, lock_key
-from singlebeat.tasks.exclusive_renewer import keeper_of
+from singlebeat.tasks.exclusive_renewer import exclusive_renewer_of
 from tests.support import ROOT, RedisServer, wait_until
 from tests.system.apps import make_app
 
@@ -443,7 +443,7 @@ def test_what_a_server_that_hung_grants_later_ends_with_its_lease(away):
 
 def test_a_lock_outlives_an_outage_that_is_shorter_than_its_lease(away, lost, caplog):
     asked = SimpleQueue()
-    backend = keeper_of(away.app)._backend
+    backend = exclusive_renewer_of(away.app)._backend
     renew_many = backend.renew_many
     backend.renew_many = lambda refs, **options: (asked.put(refs), renew_many(refs, **options))[1]
     with away.exclusive("a", lease=30) as lock, away.exclusive("short", lease=LEASE):

@@ -66,7 +66,7 @@ def use(app, single, name: str, rounds: int = 1) -> None:
         lock = single.generate_lock(single.name, [own])
         assert single.acquire_lock(lock, own)
         assert single.get_existing_task_id(lock) == own
-        backend.finish_many([Ref(lock, own)], memory=0)
+        backend.finish_many([Ref(lock, own)], remember_for=0)
         assert backend.get(lock) is None
         with singlebeat.exclusive(own, app=app) as mine:
             assert mine

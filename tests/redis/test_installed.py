@@ -11,7 +11,7 @@ from celery.signals import task_rejected, task_unknown
 
 from singlebeat import signals
 from singlebeat.locks.base import HEADER
-from singlebeat.tasks.worker_step import LockKeeper
+from singlebeat.tasks.worker_step import WorkerLockStep
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ def test_of_workers_one_after_another_in_one_process_only_the_last_tells_of_a_me
     message = SimpleNamespace(headers={"id": "1", HEADER: {"id": "1", "key": "k"}})
     try:
         for number in (1, 2):
-            step = LockKeeper(worker)
+            step = WorkerLockStep(worker)
             step.start(worker)
             for ended, word in ((task_unknown, "unknown_task"), (task_rejected, "rejected")):
                 ended.send(sender=worker, message=message)

@@ -91,11 +91,11 @@ def acquire(backend: BaseBackend, ref: Ref = RUN, *, expiry: float | None = None
 
 
 def begin(backend: BaseBackend, ref: Ref = RUN, *, expiry: float | None = None) -> Holder:
-    return backend.begin(ref, lease=LEASE, memory=MEMORY, task="app.task", arguments="1", expiry=expiry)
+    return backend.begin(ref, lease=LEASE, remember_for=MEMORY, task="app.task", arguments="1", expiry=expiry)
 
 
 def finish(backend: BaseBackend, ref: Ref = RUN) -> None:
-    backend.finish_many([ref], memory=MEMORY, ran=True)
+    backend.finish_many([ref], remember_for=MEMORY, ran=True)
 
 
 def test_a_call_takes_a_free_lock_and_its_equal_learns_who_has_it(backend):
@@ -200,8 +200,8 @@ def test_a_retry_goes_on_without_the_last_word_of_its_run(backend):
 def test_a_message_that_the_broker_takes_back_keeps_its_lock(backend):
     begin(backend)
 
-    assert backend.rotate(RUN, to=replace(RUN, nonce=""), ttl=QUEUED_TTL, memory=MEMORY)
-    assert not backend.rotate(OTHER, to=replace(OTHER, nonce=""), ttl=QUEUED_TTL, memory=MEMORY)
+    assert backend.rotate(RUN, to=replace(RUN, nonce=""), ttl=QUEUED_TTL, remember_for=MEMORY)
+    assert not backend.rotate(OTHER, to=replace(OTHER, nonce=""), ttl=QUEUED_TTL, remember_for=MEMORY)
     assert backend.get(LOCK) == "a"
     assert begin(backend, replace(RUN, nonce="n9")).verdict is Verdict.STARTED
 
@@ -254,7 +254,7 @@ class Forgetful(Broken):
         acquire,
         begin,
         finish,
-        lambda b: b.rotate(RUN, to=RETRY, ttl=1, memory=1),
+        lambda b: b.rotate(RUN, to=RETRY, ttl=1, remember_for=1),
         lambda b: b.promise(RUN, to=RETRY, ttl=1),
         lambda b: b.renew_many([RUN], lease=1),
         lambda b: b.get(LOCK),

@@ -56,7 +56,7 @@ def call(ref: Ref = A, *, ttl: float = QUEUED_TTL, **options) -> Call:
 
 
 def acquire(backend: RedisBackend, ref: Ref = A, *, again: bool = False, **options) -> Holder:
-    return backend.acquire_many([call(ref, **options)], again=again)[0]
+    return backend.acquire_many([call(ref, **options)], may_be_resent=again)[0]
 
 
 def acquire_all(backend: RedisBackend, keys: Sequence[str]) -> None:
@@ -64,20 +64,20 @@ def acquire_all(backend: RedisBackend, keys: Sequence[str]) -> None:
 
 
 def begin(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE, **options) -> Holder:
-    return backend.begin(ref, lease=lease, memory=MEMORY, task="app.task", arguments="1, x=2", **options)
+    return backend.begin(ref, lease=lease, remember_for=MEMORY, task="app.task", arguments="1, x=2", **options)
 
 
 def rotate(backend: RedisBackend, ref: Ref, to: Ref, *, ttl: float = QUEUED_TTL) -> bool:
-    return backend.rotate(ref, to=to, ttl=ttl, memory=MEMORY)
+    return backend.rotate(ref, to=to, ttl=ttl, remember_for=MEMORY)
 
 
 def renew(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE) -> Renewal:
     return backend.renew_many([ref], lease=lease)[0]
 
 
-def finish(redis: Redis, ref: Ref = RUN, *, memory: float = MEMORY) -> str:
+def finish(redis: Redis, ref: Ref = RUN, *, remember_for: float = MEMORY) -> str:
     """Call the script itself: the backend drops its verdict."""
-    args = (round(memory * 1000), 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
+    args = (round(remember_for * 1000), 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
     reply = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key), turn_key(ref.key)), args)
     (verdict,) = json.loads(reply)
     return verdict
@@ -101,12 +101,12 @@ def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis, again, bes
     key = done_key(foreign.key) if beside else foreign.key
     redis.set(key, "somebody else's")
 
-    acquired = backend.acquire_many([call(foreign), call(A)], again=again)
+    acquired = backend.acquire_many([call(foreign), call(A)], may_be_resent=again)
     with pytest.raises(LockBackendError, match=rf"the lock {re.escape(foreign.key)} is unusable: WRONGTYPE"):
         begin(backend, foreign)
     begin(backend, RUN)
     renewed = backend.renew_many([foreign, RUN], lease=LEASE)
-    backend.finish_many([foreign, RUN], memory=MEMORY, ran=True)
+    backend.finish_many([foreign, RUN], remember_for=MEMORY, ran=True)
 
     assert [holder.verdict for holder in acquired] == [Verdict.UNUSABLE, Verdict.ACQUIRED]
     assert renewed == [Renewal.LOST, Renewal.RUNNING]
@@ -132,7 +132,7 @@ def test_a_right_that_is_missing_is_no_foreign_key(server, redis):
         redis.acl_setuser("half", enabled=True, nopass=True, keys=["*"], commands=rights)
         backend = RedisBackend(server.url.replace("://", "://half:any@"), own_connections=True)
 
-        for ask in (acquire, begin, lambda backend: backend.finish_many([RUN], memory=MEMORY, ran=True)):
+        for ask in (acquire, begin, lambda backend: backend.finish_many([RUN], remember_for=MEMORY, ran=True)):
             with pytest.raises(LockBackendError, match=missing) as error:
                 ask(backend)
             assert not isinstance(error.value, UnusableLockError)
@@ -152,7 +152,7 @@ def test_a_server_that_became_a_replica_says_so_at_every_verb(own_server):
             lambda: acquire(backend, free),
             lambda: begin(backend, free),
             lambda: renew(backend),
-            lambda: backend.finish_many([RUN], memory=MEMORY, ran=True),
+            lambda: backend.finish_many([RUN], remember_for=MEMORY, ran=True),
             lambda: rotate(backend, RUN, later(A)),
         ):
             with pytest.raises(LockBackendError) as caught:
@@ -213,7 +213,7 @@ def test_a_repeated_publish_acquires_its_own_lock_again(backend, redis, lives, a
     acquire(backend, ttl=QUEUED_TTL / 2)
     before = redis.hgetall(LOCK)
 
-    holder = acquire(backend, again=again)
+    holder = acquire(backend, may_be_resent=again)
 
     assert (holder.verdict, holder.task_id) == (Verdict.ACQUIRED, "a")
     assert redis.hgetall(LOCK) == before
@@ -232,7 +232,7 @@ def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, a
     acquire(backend)
     run = begin(backend)
 
-    holder = acquire(backend, again=again)
+    holder = acquire(backend, may_be_resent=again)
 
     assert (holder.verdict, holder.task_id, holder.fence) == (Verdict.RUNNING, "a", run.fence)
     assert lives(LEASE)  # not the longer time that a queued message may wait
@@ -242,9 +242,9 @@ def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, a
 def test_a_call_that_ended_is_not_sent_again(backend, redis):
     acquire(backend)
     begin(backend)
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
 
-    holder = acquire(backend, again=True)
+    holder = acquire(backend, may_be_resent=True)
 
     assert (holder.verdict, holder.task_id, holder.state) == (Verdict.DONE, "a", "")
     assert not redis.exists(LOCK)
@@ -252,10 +252,10 @@ def test_a_call_that_ended_is_not_sent_again(backend, redis):
 
 def test_a_call_that_ended_is_not_sent_again_while_another_holds_the_lock(backend, redis):
     begin(backend)
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
     acquire(backend, B)
 
-    assert acquire(backend, again=True).verdict is Verdict.DONE
+    assert acquire(backend, may_be_resent=True).verdict is Verdict.DONE
     assert redis.hget(LOCK, "id") == "b"
 
 
@@ -264,15 +264,15 @@ def test_a_call_that_went_on_to_a_retry_is_not_sent_again(backend, redis):
     begin(backend)
     rotate(backend, RUN, later(A))
 
-    assert acquire(backend, again=True).verdict is Verdict.DONE
+    assert acquire(backend, may_be_resent=True).verdict is Verdict.DONE
     assert redis.hget(LOCK, "gen") == "1"
 
 
 def test_a_new_call_may_use_an_old_task_id(backend):
     begin(backend)
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
 
-    assert acquire(backend, again=False).verdict is Verdict.ACQUIRED
+    assert acquire(backend, may_be_resent=False).verdict is Verdict.ACQUIRED
     assert begin(backend, replace(A, nonce="n3")).verdict is Verdict.STARTED
 
 
@@ -455,7 +455,7 @@ def test_a_message_that_is_quicker_than_its_sender_gets_the_places_all_the_same(
     waiter = replace(B, nonce="n2")
     begin(backend, waiter, queued=BEHIND, turn_ttl=TURN_TTL)
 
-    holders = [acquire(backend, B, again=True, if_held=IfHeld.REPLACE) for _ in range(2)]
+    holders = [acquire(backend, B, may_be_resent=True, if_held=IfHeld.REPLACE) for _ in range(2)]
 
     if state == "queued":
         assert [holder.verdict for holder in holders] == [Verdict.ACQUIRED] * 2
@@ -513,7 +513,7 @@ def test_a_turn_of_another_shape_keeps_no_lock_from_being_freed(backend, redis):
     begin(backend)
     redis.hset(TURN, "id", RUN.task_id)  # written by another program, without a generation
 
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
 
     assert not redis.exists(LOCK)
 
@@ -524,9 +524,9 @@ def test_a_call_that_is_over_leaves_its_turn(backend, redis):
     waiter = replace(B, nonce="n2")
     begin(backend, waiter, turn_ttl=TURN_TTL)
 
-    backend.finish_many([replace(waiter, task_id="c")], memory=MEMORY)
+    backend.finish_many([replace(waiter, task_id="c")], remember_for=MEMORY)
     assert redis.exists(TURN), "of another call"
-    backend.finish_many([waiter], memory=MEMORY)
+    backend.finish_many([waiter], remember_for=MEMORY)
 
     assert not redis.exists(TURN)
 
@@ -600,7 +600,7 @@ def test_a_retry_has_arguments_of_its_own(backend, way):
         rotate(backend, RUN, later(A))
     if way == "promised":
         backend.promise(RUN, to=later(A), ttl=QUEUED_TTL)
-        backend.finish_many([RUN], memory=MEMORY)
+        backend.finish_many([RUN], remember_for=MEMORY)
 
     started = begin(backend, later(A, 1, "n2"))
 
@@ -633,12 +633,12 @@ def test_a_holder_that_was_replaced_is_remembered_for_as_long_as_it_may_wait(bac
     acquire(backend, B, ttl=1.0, if_held=IfHeld.REPLACE)
     run = replace(B, nonce="n2")
     begin(backend, run)
-    backend.finish_many([run], memory=0.001)
+    backend.finish_many([run], remember_for=0.001)
     acquire(backend, B)
     begin(backend, run)
     rotate(backend, run, later(B))
     begin(backend, later(B, 1, "n3"))
-    backend.finish_many([later(B, 1, "n3")], memory=MEMORY)
+    backend.finish_many([later(B, 1, "n3")], remember_for=MEMORY)
 
     assert redis.pttl(done_key(LOCK)) > MEMORY * 1000
     assert redis.zscore(done_key(LOCK), "a:replaced") > (time.time() + MEMORY) * 1000
@@ -649,12 +649,12 @@ def test_a_holder_that_was_replaced_never_starts(backend, redis):
     acquire(backend)
     acquire(backend, B, if_held=IfHeld.REPLACE)
     begin(backend, replace(B, nonce="n2"))
-    backend.finish_many([replace(B, nonce="n2")], memory=MEMORY)
+    backend.finish_many([replace(B, nonce="n2")], remember_for=MEMORY)
 
     assert begin(backend).verdict is Verdict.REPLACED
     assert begin(backend, later(A, 1, "n3")).verdict is Verdict.REPLACED
     assert 0 < redis.pttl(done_key(LOCK)) <= max(QUEUED_TTL, MEMORY) * 1000
-    assert acquire(backend, again=True).verdict is Verdict.DONE
+    assert acquire(backend, may_be_resent=True).verdict is Verdict.DONE
     assert acquire(backend).verdict is Verdict.ACQUIRED  # its sender knows what it does
     assert begin(backend).verdict is Verdict.STARTED
 
@@ -820,7 +820,7 @@ def test_a_copy_of_a_run_that_handed_over_is_done(backend):
 
 def test_a_copy_of_a_run_that_ended_is_done(backend, redis):
     begin(backend)
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
 
     holder = begin(backend, COPY)
 
@@ -830,9 +830,9 @@ def test_a_copy_of_a_run_that_ended_is_done(backend, redis):
 
 def test_a_late_copy_is_done_even_if_newer_calls_have_run_since(backend, redis):
     begin(backend)
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
     begin(backend, replace(B, nonce="n5"))
-    backend.finish_many([replace(B, nonce="n5")], memory=MEMORY)
+    backend.finish_many([replace(B, nonce="n5")], remember_for=MEMORY)
     begin(backend, Ref(LOCK, "c", nonce="n6"))
 
     assert begin(backend, COPY).verdict is Verdict.DONE
@@ -872,7 +872,7 @@ def test_the_fence_rises_from_run_to_run(backend):
         run = Ref(LOCK, f"task {number}", nonce=str(number))
         acquire(backend, run)
         fences.append(begin(backend, run).fence)
-        backend.finish_many([run], memory=MEMORY)
+        backend.finish_many([run], remember_for=MEMORY)
 
     assert fences == sorted(set(fences))
 
@@ -921,7 +921,7 @@ def test_a_retry_does_not_bring_a_generation_back_that_has_ended(backend, redis)
     redis.delete(LOCK)  # the lease ends, so the run cannot hand over what it has lost, and its retry is sent
     assert not rotate(backend, RUN, later(A))
     begin(backend, later(A, 1, "n3"))
-    backend.finish_many([later(A, 1, "n3")], memory=MEMORY)
+    backend.finish_many([later(A, 1, "n3")], remember_for=MEMORY)
     begin(backend, COPY)
 
     rotate(backend, COPY, later(A))
@@ -1020,7 +1020,7 @@ def test_a_run_that_ended_or_handed_over_has_nothing_to_renew(backend, redis):
     assert redis.pttl(LOCK) <= ttl
 
     begin(backend, later(A, 1, "n2"))
-    backend.finish_many([later(A, 1, "n2")], memory=MEMORY)
+    backend.finish_many([later(A, 1, "n2")], remember_for=MEMORY)
     assert renew(backend, later(A, 1, "n2")) is Renewal.OVER
     assert not redis.exists(LOCK)
 
@@ -1079,7 +1079,7 @@ def test_each_of_many_locks_is_renewed_on_its_own(backend, redis):
     for ref in refs[:2]:
         begin(backend, ref)
     acquire(backend, refs[2])
-    backend.finish_many(refs[:1], memory=MEMORY)
+    backend.finish_many(refs[:1], remember_for=MEMORY)
 
     renewals = backend.renew_many(refs, lease=LEASE)
 
@@ -1159,7 +1159,7 @@ def test_ends_are_forgotten_after_their_time(backend, redis):
     redis.zadd(DONE, {"old:0": (time.time() - MEMORY - SLACK) * 1000, "young:0": (time.time() - SLACK) * 1000})
     begin(backend)
 
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
 
     assert redis.zrange(DONE, 0, -1) == ["young:0", "a:0"]
 
@@ -1169,7 +1169,7 @@ def test_many_locks_are_freed_at_once_and_only_their_own(backend, redis):
     for ref in refs:
         begin(backend, ref)
 
-    backend.finish_many([refs[0], replace(refs[1], nonce="other"), refs[2]], memory=MEMORY)
+    backend.finish_many([refs[0], replace(refs[1], nonce="other"), refs[2]], remember_for=MEMORY)
 
     assert [bool(redis.exists(ref.key)) for ref in refs] == [False, True, False]
 
@@ -1208,7 +1208,7 @@ def test_clear_frees_the_locks_of_its_prefix_and_no_others(backend, redis, prefi
     acquire_all(backend, [*inside, *others])
     ended = Ref(lock_key(prefix, "2"), "b", nonce="n")
     begin(backend, ended)
-    backend.finish_many([ended], memory=MEMORY)
+    backend.finish_many([ended], remember_for=MEMORY)
 
     backend.clear(prefix)
 
@@ -1264,7 +1264,7 @@ def test_every_lock_of_a_prefix_is_listed_with_its_record(backend, redis):
     acquire(backend, Ref(lock_key("OTHER_", "d3"), "c"))
     finished = Ref(lock_key(PREFIX, "d4"), "d", nonce="n4")
     begin(backend, finished)
-    backend.finish_many([finished], memory=MEMORY)
+    backend.finish_many([finished], remember_for=MEMORY)
 
     listed = dict(backend.locks(PREFIX))
 
@@ -1297,7 +1297,7 @@ EVERY_VERB: dict[str, Callable[[RedisBackend], object]] = {
     "begin": begin,
     "rotate": lambda backend: rotate(backend, RUN, later(A)),
     "renew": renew,
-    "finish": lambda backend: backend.finish_many([RUN], memory=MEMORY),
+    "finish": lambda backend: backend.finish_many([RUN], remember_for=MEMORY),
     "announce": lambda backend: backend.announce("w", ttl=LEASE),
     "workers_seen": lambda backend: backend.workers_seen(),
     "retire": lambda backend: backend.retire("w"),
@@ -1399,7 +1399,7 @@ def test_people_read_who_holds_a_lock(backend):
     holder = begin(backend)
 
     assert str(holder) == f"task a, running since {holder.since:%Y-%m-%d %H:%M:%S}Z"
-    backend.finish_many([RUN], memory=MEMORY)
+    backend.finish_many([RUN], remember_for=MEMORY)
     assert str(begin(backend, COPY)) == "task a, ended"
 
 

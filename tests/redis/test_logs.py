@@ -19,7 +19,7 @@ from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.explain import Facts, explain
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref, Verdict
 from singlebeat.run_results import flush_ends, record_end_of_message
@@ -65,7 +65,7 @@ class Desk:
         return [{"level": level, **pairs} for level, pairs in found if pairs.get("event") == event]
 
     def explained(self, name: str = "e") -> str:
-        entries, state = Schedule(self.app), State.of(self.app)
+        entries, state = Schedule(self.app), ScheduleStatus.of(self.app)
         entry = None if name in state.quarantine else entries.get(name)
         facts = Facts(name, entry, state, entries.history(name, 1), {}, None, None, datetime.now(UTC))
         return "\n".join(explain(facts))
@@ -172,7 +172,7 @@ def _start(desk: Desk, task_id: str) -> None:
     """Start a run as its worker would."""
     (lock,) = [key for key in desk.redis.keys("SINGLETONLOCK_*") if desk.redis.type(key) == "hash"]
     ref = Ref(lock, task_id, nonce="n")
-    holder = backend_of(desk.app).begin(ref, lease=60, memory=60, task="t", arguments="")
+    holder = backend_of(desk.app).begin(ref, lease=60, remember_for=60, task="t", arguments="")
     assert holder.verdict is Verdict.STARTED
 
 
@@ -219,7 +219,7 @@ def test_an_entry_that_is_set_aside_is_recorded_once_for_each_reason(desk):
         desk.beats[-1].tick()
     assert [each["decision"] for each in desk.history] == ["quarantined"] * 2 + ["dispatched"]
     assert [each.decision for each in Schedule(desk.app).history("e")] == ["dispatched", "quarantined", "quarantined"]
-    assert len(desk.told("entry_mended")) == 1
+    assert len(desk.told("entry_recovered")) == 1
 
 
 def test_what_was_set_aside_and_mended_is_explained(desk):

@@ -19,11 +19,11 @@ from celery.schedules import schedule
 from prometheus_client.parser import text_string_to_metric_families
 
 from singlebeat import Entry, signals
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
 from singlebeat.exposition import Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
@@ -51,7 +51,7 @@ def value(text: str, sample: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
-def decide(app, redis, outcome: Outcome) -> None:
+def decide(app, redis, outcome: DecisionType) -> None:
     occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))
     Store(app, redis).record([Decision("e", TASK, occurrence, outcome)], Term(1, ""))
 
@@ -199,7 +199,7 @@ def test_a_child_that_was_forked_amid_a_count_does_not_wait_for_its_end(app, of_
 
 
 def test_decisions_are_counted(app, redis, metrics):
-    for outcome in (Outcome.DISPATCHED, Outcome.MISSED, Outcome.MISSED):
+    for outcome in (DecisionType.DISPATCHED, DecisionType.MISSED, DecisionType.MISSED):
         decide(app, redis, outcome)
 
     text = metrics.answer("/metrics")[2].decode()
@@ -216,7 +216,7 @@ def test_a_receiver_that_raises_harms_nobody(app, redis, metrics):
     Entry("e", TASK, schedule(3600), app=app).save()
     signals.occurrence_decided.connect(bad, weak=False)
     try:
-        decide(app, redis, Outcome.PAUSED)
+        decide(app, redis, DecisionType.PAUSED)
     finally:
         signals.occurrence_decided.disconnect(bad)
 
@@ -259,8 +259,8 @@ def test_a_server_that_hangs_keeps_no_probe_waiting_for_its_retries(own_server, 
 def test_a_scrape_counts_a_quarantine_and_reads_no_record_of_it(app, redis):
     redis.hset("redbeat::quarantine", mapping={f"redbeat:e{at}": "{}" for at in range(3)})
 
-    assert (State.of(app, names=False).quarantined, State.of(app, names=False).quarantine) == (3, {})
-    assert (State.of(app).quarantined, len(State.of(app).quarantine)) == (3, 3)
+    assert (ScheduleStatus.of(app, names=False).quarantined, ScheduleStatus.of(app, names=False).quarantine) == (3, {})
+    assert (ScheduleStatus.of(app).quarantined, len(ScheduleStatus.of(app).quarantine)) == (3, 3)
 
 
 def test_beat_serves_its_metrics_on_this_host(celery, app, redis):

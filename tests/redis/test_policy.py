@@ -20,7 +20,7 @@ from redis import Redis
 from singlebeat import Entry, Schedule, Singleton, clocked
 from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.entries.occurrence import Occurrence
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.scheduler import Scheduler
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ref
@@ -161,7 +161,7 @@ def test_a_retry_after_the_end_time_is_missed_and_a_trigger_runs(desk):
     (stored,) = desk.scheduler.store.due(datetime.now(UTC), all_pending=False).entries
     pending = Occurrence.of("redbeat:", "e", stored.meta.last_run_at + HOUR)
     desk.redis.hset("redbeat:e", "pending", pending.encode())
-    desk.redis.hset("redbeat:e", "policy", Policy(end_time=datetime.now(UTC) - HOUR / 4).encode())
+    desk.redis.hset("redbeat:e", "policy", EntryPolicy(end_time=datetime.now(UTC) - HOUR / 4).encode())
     desk.redis.zadd(SCHEDULE, {"redbeat:e": PARKED})
     desk.redis.zadd(PENDING, {"redbeat:e": 0})
     desk.tick()
@@ -281,7 +281,7 @@ def test_what_jitter_has_put_off_is_late_from_when_it_was_due(desk, grace, decis
     now = entry.last_run_at + 2 * HOUR - SECOND
     late = (now - due).total_seconds()
     assert 600 < late < 3590
-    desk.redis.hset("redbeat:e", "policy", Policy(jitter=1800.0, misfire_grace_time=late + grace).encode())
+    desk.redis.hset("redbeat:e", "policy", EntryPolicy(jitter=1800.0, misfire_grace_time=late + grace).encode())
     desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
     desk.scheduler._tick(now, desk.scheduler.lease.acquire())
 
@@ -451,9 +451,9 @@ def test_what_has_run_is_dispatched_even_if_an_equal_call_runs_before_beat_knows
     (message,) = desk.messages
     for task_id in (message["id"], "another"):
         run = Ref(message[HEADER]["key"], task_id, nonce=f"run of {task_id}")
-        backend.begin(run, lease=60, memory=60, task=task, arguments="")
+        backend.begin(run, lease=60, remember_for=60, task=task, arguments="")
         if task_id == message["id"]:
-            backend.finish_many([run], memory=60, ran=True)
+            backend.finish_many([run], remember_for=60, ran=True)
 
     desk.redis.zadd(PENDING, {"redbeat:e": 0})
     desk.tick()

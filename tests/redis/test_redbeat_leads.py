@@ -17,7 +17,7 @@ from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP, CeleryProcess, wait_until
 from tests.system.apps import make_app
 
@@ -54,7 +54,7 @@ def redbeat(celery, app, redis) -> CeleryProcess:
 def test_every_tool_says_what_it_means_that_redbeat_leads(redbeat, app, redis, cli):
     meaning = "a beat of RedBeat leads. It knows no policy: it sends what is paused"
 
-    assert State.of(app).redbeat_leads
+    assert ScheduleStatus.of(app).redbeat_leads
     assert ready(app, redis) == (200, "ok")
     assert "healthy: a beat of RedBeat, which leaves no name; its lock ends in 1" in cli("health").output
     status = cli("status").output
@@ -76,7 +76,7 @@ def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, 
     redbeat.kill()
     redbeat.wait()
     dead, resign = "a beat of RedBeat holds the lock, which has no name, and 2 entries are overdue", "singlebeat resign"
-    wait_until(lambda: State.of(app).overdue == 2, timeout=30)
+    wait_until(lambda: ScheduleStatus.of(app).overdue == 2, timeout=30)
 
     for text in (cli("status").output, cli("doctor", code=1).output, cli("explain", "e").output.replace("A b", "a b")):
         assert dead in text
@@ -95,11 +95,11 @@ def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, 
     sent = redis.llen(QUEUE)
     assert "leads: " in cli("resign").output
 
-    assert State.of(app).leader["term"] == "1"
+    assert ScheduleStatus.of(app).leader["term"] == "1"
     wait_until(lambda: redis.llen(QUEUE) > sent, what="singlebeat to send")
     # A run is recorded after it was sent.
     wait_until(lambda: [record for record in Schedule(app).history() if record.decision == "dispatched"])
-    assert not State.of(app).redbeat_silent
+    assert not ScheduleStatus.of(app).redbeat_silent
 
 
 def test_a_living_redbeat_ends_when_it_is_made_to_resign(redbeat, app, redis, cli, monkeypatch):
@@ -109,7 +109,7 @@ def test_a_living_redbeat_ends_when_it_is_made_to_resign(redbeat, app, redis, cl
 
     assert redbeat.wait() != 0
     assert "LockNotOwnedError" in redbeat.text
-    assert not State.of(app).locked
+    assert not ScheduleStatus.of(app).locked
 
 
 def test_an_entry_whose_place_redbeat_has_made_too_early_is_not_overdue(server, app, redis):
@@ -124,10 +124,10 @@ def test_an_entry_whose_place_redbeat_has_made_too_early_is_not_overdue(server, 
         assert redis.zscore(SCHEDULE, "redbeat:e") < now.timestamp() - 300
         assert redis.llen(QUEUE) == 0, "RedBeat itself does not think so"
 
-        assert (State.of(app).overdue, State.of(app).lag) == (0, 0.0)
+        assert (ScheduleStatus.of(app).overdue, ScheduleStatus.of(app).lag) == (0, 0.0)
 
         redis.hset("redbeat:e", "meta", Meta(now - timedelta(minutes=90), 1).encode())
-        state = State.of(app)
+        state = ScheduleStatus.of(app)
         assert state.overdue == 1
         assert state.lag == pytest.approx(30 * 60, abs=90), "since RedBeat should have looked at it"
         scheduler.close()
@@ -140,5 +140,5 @@ def test_an_entry_that_redbeat_has_disabled_or_never_sends_is_not_overdue(app, r
     redis.zadd(SCHEDULE, {"redbeat:off": long_ago.timestamp(), "redbeat:max": long_ago.timestamp()})
     redis.set(LOCK, "of RedBeat", ex=60)
 
-    assert State.of(app).overdue == 1, "RedBeat knows no max_runs"
-    assert replace(State.of(app), leader={"host": "h"}).redbeat_silent == ""
+    assert ScheduleStatus.of(app).overdue == 1, "RedBeat knows no max_runs"
+    assert replace(ScheduleStatus.of(app), leader={"host": "h"}).redbeat_silent == ""

@@ -22,7 +22,7 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import Metrics
-from singlebeat.beat.status import SILENT_AFTER, State
+from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.cli.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
@@ -411,10 +411,10 @@ def test_a_sign_of_life_by_a_clock_that_was_ahead_hides_no_dead_beat(shared, red
     now, term = beat.server_time.now(), beat.lease.acquire()
 
     beat._tick(now + timedelta(hours=1), term)
-    assert not State.of(shared).works
+    assert not ScheduleStatus.of(shared).works
     beat._tick(now, term)
 
-    assert State.of(shared).works
+    assert ScheduleStatus.of(shared).works
     assert float(redis.get("redbeat::clock")) > now.timestamp() + 3000
 
 
@@ -428,7 +428,7 @@ def test_a_beat_that_shares_the_work_gives_signs_of_life_in_time(shared, redis, 
 
     assert float(redis.get("redbeat::alive")) > first
     assert STORED_EVERY.total_seconds() * 2 < SILENT_AFTER
-    assert State.of(shared).works
+    assert ScheduleStatus.of(shared).works
 
 
 # ---------------------------------------------------------------- locks that may not be read
@@ -441,10 +441,10 @@ def test_a_lock_that_may_not_be_read_is_not_unusable(server, redis):
         backend = backend_of(mute)
         asked = {
             "acquire": lambda: backend.acquire_many([Call(replace(ref, nonce=""), "t", "", 60)]),
-            "begin": lambda: backend.begin(ref, lease=60, memory=60, task="t", arguments=""),
+            "begin": lambda: backend.begin(ref, lease=60, remember_for=60, task="t", arguments=""),
             "renew": lambda: backend.renew_many([ref], lease=60),
-            "rotate": lambda: backend.rotate(ref, to=ref, ttl=60, memory=60),
-            "finish": lambda: backend.finish_many([ref], memory=60),
+            "rotate": lambda: backend.rotate(ref, to=ref, ttl=60, remember_for=60),
+            "finish": lambda: backend.finish_many([ref], remember_for=60),
         }
         for verb, ask in asked.items():
             with pytest.raises(LockBackendError, match=r"(?i)hmget|can't run this command") as error:

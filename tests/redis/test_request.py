@@ -170,11 +170,11 @@ def test_a_rejected_message_neither_starts_beside_its_run_nor_as_its_own_copy(ap
 
     assert backend.begin(first, **lived).verdict is Verdict.STARTED
     assert backend.begin(back, **lived).verdict is Verdict.COPY
-    backend.finish_many([first], memory=60, ran=True)
+    backend.finish_many([first], remember_for=60, ran=True)
     assert backend.begin(back, **lived).verdict is Verdict.STARTED
     assert [backend.begin(copy, **lived).verdict for copy in copies] == [Verdict.DONE, Verdict.COPY]
     assert backend.renew_many([back], lease=60) == [Renewal.RUNNING]
-    backend.finish_many([back], memory=60, ran=True)
+    backend.finish_many([back], remember_for=60, ran=True)
     assert [backend.begin(copy, **lived).verdict for copy in copies] == [Verdict.DONE, Verdict.DONE]
 
 
@@ -259,7 +259,7 @@ def test_what_no_server_takes_spoils_no_lock_of_its_worker(app, deliver, redis, 
     good, bad = task_of(app), app.task(same, name="app.bad", base=Numbered, shared=False)
     renewer, backend = renewer_of(app), backend_of(app)
     run = deliver(good, ["a"])
-    backend.begin(run.ticket.run, lease=1, memory=60, task="app.task", arguments="")
+    backend.begin(run.ticket.run, lease=1, remember_for=60, task="app.task", arguments="")
     told = {"argsrepr": LONE, **({HEADER: {"id": task_id, **header}} if header else {})}
 
     hostile = deliver(bad, [key], id=task_id, **told)
@@ -357,7 +357,7 @@ def test_no_lock_is_taken_late_for_a_message_that_waits_on(app, deliver, own_ser
     redis, ticket = own_server.client(), Ticket(id_, "LOCK_a", "LOCK_a", waits=True)
     backend_of(app).acquire_many([Call(ticket.run, task.name, "", 600)])
     another = Ref("LOCK_b", "another", nonce="n")  # so that the server knows the script
-    backend_of(app).begin(another, lease=60, memory=60, task=task.name, arguments="")
+    backend_of(app).begin(another, lease=60, remember_for=60, task=task.name, arguments="")
     request = deliver(task, ["a"], id=id_, **{HEADER: ticket.header()})
     own_server.pause()
 
@@ -412,7 +412,7 @@ def mute(server, app):
 def other(app):
     """The run of another call, by which the lock of every test here is held."""
     backend, other = backend_of(app), Ref("SINGLETONLOCK_a", "other", nonce="n")
-    assert backend.begin(other, lease=60, memory=60, task="app.task", arguments="").verdict is Verdict.STARTED
+    assert backend.begin(other, lease=60, remember_for=60, task="app.task", arguments="").verdict is Verdict.STARTED
     return other
 
 
@@ -514,7 +514,7 @@ def test_an_acknowledged_message_that_waits_outlives_a_restart_of_its_broker(
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(app, deliver, redis, mute, late):
     run = Ref("SINGLETONLOCK_a", uuid(), nonce="n")
-    backend_of(app).begin(run, lease=60, memory=60, task="app.task", arguments="")
+    backend_of(app).begin(run, lease=60, remember_for=60, task="app.task", arguments="")
     renewer_of(app).timer = Timer()
 
     started(deliver(task_of(app, acks_late=late), ["a"], id=run.task_id, **{HEADER: waiting(run.task_id)}))
@@ -547,7 +547,7 @@ def test_a_waiting_message_that_is_revoked_leaves_nothing_held(app, deliver, red
     header = {"id": task_id, "key": "SINGLETONLOCK_plain"}
     if overlap:
         other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
-        backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+        backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
         task.apply_async(["a"], task_id=task_id, overlap=overlap)
         if held == "turn":
             started(deliver(task))
@@ -633,14 +633,14 @@ def buffered(app):
 def run(app, buffered):
     """A run of that task, of user "a"."""
     run = Ref(buffered.generate_lock(buffered.name, ["a", 0]), "run", nonce="n")
-    backend_of(app).begin(run, lease=60, memory=60, task=buffered.name, arguments="")
+    backend_of(app).begin(run, lease=60, remember_for=60, task=buffered.name, arguments="")
     return run
 
 
 def test_a_retry_has_the_latest_arguments_too(app, deliver, buffered, run):
     result = buffered.delay("a", 2, times=3)
     assert buffered.delay("a", 3, times=3).id == result.id
-    backend_of(app).finish_many([run], memory=60)
+    backend_of(app).finish_many([run], remember_for=60)
 
     for _ in range(3):
         started(deliver(buffered))
@@ -681,7 +681,7 @@ def test_arguments_in_a_lock_that_cannot_be_read_leave_a_run_its_own(app, delive
     lock = run.key
     result = buffered.delay("a", 2)
     redis.hset(behind_key(lock), "payload", '["application/x-python-serialize", "binary", "gASVAAAA"]')
-    backend_of(app).finish_many([run], memory=60)
+    backend_of(app).finish_many([run], remember_for=60)
 
     started(deliver(buffered))
 
@@ -713,7 +713,7 @@ SKIPPED = [{}, {"overlap": "raise"}, {"lock": "while_executing"}]
 def test_a_call_that_is_sent_by_name_meets_its_equal_as_its_task_says(app, deliver, redis, options, becomes):
     task = task_of(app, **options)
     other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
-    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
     result = app.send_task(task.name, ["a"])
 
     started(deliver(task))
@@ -730,7 +730,7 @@ def test_a_message_that_comes_back_waits_for_an_equal_call_that_was_quicker(app,
     message = json.loads(redis.lpop("celery"))
     redis.delete(lock)  # its worker was killed, and the lease has ended
     other = Ref(lock, "other", nonce="n")
-    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
     if how == "dead-lettered":
         message["headers"]["x-death"] = [{"reason": "rejected", "count": 1, "queue": "celery"}]
     redis.lpush("celery", json.dumps(message))
@@ -748,7 +748,7 @@ def test_the_turn_of_a_waiting_message_lasts_as_long_as_the_message(app, deliver
     task = task_of(app)
     lock = task.generate_lock(task.name, ["a"])
     other = Ref(lock, "other", nonce="n")
-    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
     task.apply_async(["a"], overlap="buffer_all", expires=expires)
     started(deliver(task))
     first_ttl = redis.ttl(turn_key(lock))
@@ -763,7 +763,7 @@ def test_the_turn_of_a_waiting_message_lasts_as_long_as_the_message(app, deliver
         replace(ticket.run, key=turn_key(lock)): Renewal.QUEUED,
     }
     assert redis.ttl(turn_key(lock)) > 1900
-    backend_of(app).finish_many(ticket.refs, memory=60)
+    backend_of(app).finish_many(ticket.refs, remember_for=60)
     assert not redis.exists(turn_key(lock))
 
 
@@ -799,7 +799,7 @@ def test_a_run_past_its_time_limit_keeps_message_and_lock_until_its_process_is_s
     timer = renewer_of(app).timer = Timer()
     request = deliver(task, ["a"])
     backend, run = backend_of(app), request.ticket.run
-    backend.begin(run, lease=60, memory=60, task=task.name, arguments="")
+    backend.begin(run, lease=60, remember_for=60, task=task.name, arguments="")
     request.on_accepted(1, time.monotonic())
     began = time.monotonic()
 

@@ -30,8 +30,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.entries.entry import PARKED, Meta
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.timetable import Timetable
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.plain_task import PlainTask
@@ -1017,7 +1017,7 @@ def test_a_plain_task_that_cancels_another_waits_for_the_broker_like_any_other(
     backend.announce("w@h", ttl=60)
     bench.put(overlap=overlap)
     key = PlainTask(bench.app, PLAIN, {}, "e").generate_lock(PLAIN, ["e"], {})
-    backend.begin(Ref(key, "running", nonce="n"), lease=60, memory=60, task=PLAIN, arguments="")
+    backend.begin(Ref(key, "running", nonce="n"), lease=60, remember_for=60, task=PLAIN, arguments="")
     scheduler = bench.scheduler()
     own_server.kill()
 
@@ -1269,7 +1269,7 @@ def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
 
 
 def all_undone() -> bool:
-    return not late_release._undoing._wanted and not late_release._undoing._no_thread.empty()
+    return not late_release._releases._wanted and not late_release._releases._no_thread.empty()
 
 
 def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(server, redis, own_server, bench_on):
@@ -1316,8 +1316,8 @@ def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_ser
     bench.put(task=SINGLE)
     scheduler = bench.scheduler()
     key = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
-    undone, sent = late_release._Undoing._undone, threading.Event()
-    monkeypatch.setattr(late_release._Undoing, "_undone", lambda *args: sent.wait(30) and undone(*args))
+    undone, sent = late_release._LateReleases._is_released, threading.Event()
+    monkeypatch.setattr(late_release._LateReleases, "_is_released", lambda *args: sent.wait(30) and undone(*args))
     own_server.pause()
     scheduler.tick()
     own_server.resume()
@@ -1362,7 +1362,9 @@ def test_what_is_not_sent_after_all_leaves_no_lock_behind_that_it_took_when_its_
     bench.redis.zadd(PENDING, {entry.key: 0})
     key = PlainTask(bench.app, task, {}, "e").generate_lock(task, ["e"], {})
     key = bench.app.tasks[task].generate_lock(task, ["e"]) if task == SINGLE else key
-    backend.acquire_many([Call(Ref(behind_key(key) if behind else key, occurrence.id), task, "", 3600)], again=True)
+    backend.acquire_many(
+        [Call(Ref(behind_key(key) if behind else key, occurrence.id), task, "", 3600)], may_be_resent=True
+    )
 
     bench.scheduler().tick()
 
@@ -1378,7 +1380,7 @@ def test_what_is_given_up_leaves_no_lock_behind_that_it_took_when_its_server_did
     bench.redis.hset(entry.key, "pending", occurrence.encode())
     bench.redis.zadd(PENDING, {entry.key: 0})
     key = task.generate_lock("own", ["e"])
-    backend_of(app).acquire_many([Call(Ref(key, occurrence.id), "own", "", 3600)], again=True)
+    backend_of(app).acquire_many([Call(Ref(key, occurrence.id), "own", "", 3600)], may_be_resent=True)
 
     bench.scheduler(app=app).tick()
 
@@ -1420,7 +1422,7 @@ def test_without_leadership_an_entry_runs_no_more_often_than_it_wants(server, re
 
     def claim_late(*args: Any, **kwargs: Any) -> Any:
         (stored,) = first.store.due(now, all_pending=True).recovered
-        decision = Decision("e", PLAIN, stored.pending, Outcome.DISPATCHED)
+        decision = Decision("e", PLAIN, stored.pending, DecisionType.DISPATCHED)
         first.store.confirm([(stored, decision, None)], first.lease.term())
         monkeypatch.undo()
         return claim(*args, **kwargs)
@@ -1464,7 +1466,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     lock = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
     if state == "running":  # its message was sent, and nobody knows
         run = Ref(lock, bench.pending().id, nonce="n")
-        backend_of(bench.app).begin(run, lease=60, memory=60, task=SINGLE, arguments="")
+        backend_of(bench.app).begin(run, lease=60, remember_for=60, task=SINGLE, arguments="")
     else:
         backend_of(bench.app).acquire_many([Call(Ref(lock, "another"), SINGLE, "", 3600)])
     before, backoff = redis.hgetall(lock), scheduler.dispatcher._backoff
@@ -1549,7 +1551,7 @@ RESUMES: dict[str, Callable[[Schedule], object]] = {
 
 
 def _enabled(entry: Entry) -> Entry:
-    entry.enabled, entry.policy = True, Policy()
+    entry.enabled, entry.policy = True, EntryPolicy()
     return entry
 
 
@@ -1634,8 +1636,8 @@ def test_what_was_not_sent_is_not_recorded_as_dispatched(bench, task, overlap, a
     key = bench.app.tasks[task].generate_lock(task, ["e"]) if task == SINGLE else key
     run = Ref(key, occurrence.id, nonce="n")
     if again:
-        backend.begin(run, lease=60, memory=60, task=task, arguments="")
-        backend.finish_many([run], memory=60, ran=True)
+        backend.begin(run, lease=60, remember_for=60, task=task, arguments="")
+        backend.finish_many([run], remember_for=60, ran=True)
 
     bench.scheduler().tick()
 
@@ -1682,7 +1684,7 @@ def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis,
     own_server.kill()
     scheduler.tick()
     key = PlainTask(bench.app, PLAIN, {}, "e").generate_lock(PLAIN, ["e"], {})  # as a leader leaves it that dies
-    backend_of(bench.app).acquire_many([Call(Ref(key, bench.pending().id), entry.task, "", 3600)], again=True)
+    backend_of(bench.app).acquire_many([Call(Ref(key, bench.pending().id), entry.task, "", 3600)], may_be_resent=True)
 
     own_server.restart()  # and no worker is left to free it
     bench.retry_now()
@@ -1762,10 +1764,10 @@ def test_what_a_dead_leader_has_sent_is_not_sent_again(bench, state):
     # Its message went out, and a worker has got it.
     backend = backend_of(bench.app)
     ref = Ref(bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"], {}), occurrence.id, nonce="n")
-    begun = backend.begin(ref, lease=60, memory=60, task=SINGLE, arguments="")
+    begun = backend.begin(ref, lease=60, remember_for=60, task=SINGLE, arguments="")
     assert begun.verdict is Verdict.STARTED
     if state == "done":
-        backend.finish_many([ref], memory=60)
+        backend.finish_many([ref], remember_for=60)
 
     bench.scheduler().tick()
 
@@ -1845,9 +1847,9 @@ def test_a_lock_is_not_touched_that_a_worker_has_taken_amid_the_tick(bench, stat
     def work(**_: Any) -> None:
         backend = backend_of(bench.app)
         if state != "dropped":
-            assert backend.begin(ref, lease=20, memory=60, task=SINGLE, arguments="").verdict is Verdict.STARTED
+            assert backend.begin(ref, lease=20, remember_for=60, task=SINGLE, arguments="").verdict is Verdict.STARTED
         if state != "running":
-            backend.finish_many([ref], memory=60)
+            backend.finish_many([ref], remember_for=60)
 
     with connected(after_task_publish, work):
         bench.scheduler().tick()
@@ -2195,7 +2197,7 @@ def test_beats_of_two_zones_double_nothing_and_lose_nothing(server, redis, bench
             beat.lease._term = None
         beat._zone_turn_at = 0.0  # comes within the hour
         beat._tick(now, beat.lease.acquire())
-        table = Timetable("e", crontab(hour=3, minute=0), Policy(), ZoneInfo(str(beat.app.timezone)))
+        table = Timetable("e", crontab(hour=3, minute=0), EntryPolicy(), ZoneInfo(str(beat.app.timezone)))
         assert table.latest(bench.meta().last_run_at, now) is None, "late, or lost"
 
     sent = [task_id for task_id, _ in bench.sent]

@@ -21,13 +21,13 @@ from redis.exceptions import RedisError, ResponseError
 
 from singlebeat import Entry, Schedule, signals
 from singlebeat.beat.entries.entry import PARKED, Meta
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.statics import Statics
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import Clock
 from singlebeat.beat.leadership.lease import Term
-from singlebeat.beat.store.claims import Claim, Claimed, Due, Store, Stored
+from singlebeat.beat.store.claims import Claim, ClaimVerdict, Due, Store, Stored
 from singlebeat.connections import schedule_client
 from singlebeat.errors import ConfigError
 from tests.system.apps import make_app
@@ -119,7 +119,7 @@ def test_a_read_entry_carries_all_that_is_needed_to_decide(store, put, app):
     (stored,) = due(store).entries
 
     assert stored.member == stored.entry.key == "redbeat:e"
-    assert (stored.meta, stored.pending, stored.policy) == (Meta(NOW, 4), None, Policy(misfire_grace_time=90.0))
+    assert (stored.meta, stored.pending, stored.policy) == (Meta(NOW, 4), None, EntryPolicy(misfire_grace_time=90.0))
     assert stored.entry.schedule == schedule(60)
 
 
@@ -233,7 +233,7 @@ def test_claims_and_confirmations_take_one_round_trip_each(app, put, round_trips
     def take(client: Redis) -> None:
         store = Store(app, client)
         taken["claims"] = [claim_of(stored) for stored in due(store).entries]
-        assert set(store.claim(taken["claims"], OFF, retry_at=RETRY_AT)) == {Claimed.CLAIMED}
+        assert set(store.claim(taken["claims"], OFF, retry_at=RETRY_AT)) == {ClaimVerdict.CLAIMED}
 
     def confirm(client: Redis) -> None:
         Store(app, client).confirm([(c.stored, dispatched(c), None) for c in taken["claims"]], OFF)
@@ -266,7 +266,7 @@ def test_a_bare_name_in_the_schedule_means_the_entry_of_that_name(store, put, re
     (stored,) = due(store).entries
 
     assert (stored.member, stored.entry.name) == ("e", "e")
-    assert store.claim([claim_of(stored)], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert store.claim([claim_of(stored)], OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
     assert dict(redis.zrange(SCHEDULE, 0, -1, withscores=True)) == {"e": LATER.timestamp()}
     assert redis.zrange(PENDING, 0, -1) == ["e"]
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 1)
@@ -315,7 +315,7 @@ def test_a_claim_moves_the_entry_on_and_keeps_its_occurrence(store, put, redis):
     (stored,) = due(store).entries
     claim = claim_of(stored, count=7)
 
-    assert store.claim([claim], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert store.claim([claim], OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
 
     assert redis.zscore(SCHEDULE, key) == LATER.timestamp()
     assert redis.zscore(PENDING, key) == RETRY_AT.timestamp()
@@ -330,7 +330,7 @@ def test_a_claim_without_an_occurrence_only_moves_the_entry_on(store, put, redis
     (stored,) = due(store).entries
     before = redis.hgetall(key)
 
-    assert store.claim([Claim(stored, PARKED)], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert store.claim([Claim(stored, PARKED)], OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
 
     assert redis.zscore(SCHEDULE, key) == PARKED
     assert redis.hgetall(key) == before
@@ -343,7 +343,7 @@ def test_times_are_kept_to_the_microsecond(store, put, redis):
     (stored,) = due(store, now=LATER).entries
     claim = Claim(stored, (moment + timedelta(hours=2)).timestamp())
 
-    assert store.claim([claim], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert store.claim([claim], OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
 
     assert redis.zscore(SCHEDULE, "redbeat:e") == (moment + timedelta(hours=2)).timestamp()
 
@@ -352,51 +352,51 @@ def test_the_leader_claims(store, put, redis):
     put()
     redis.set(LOCK, TERM.token)
 
-    assert store.claim([claim_of(s) for s in due(store).entries], TERM, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert store.claim([claim_of(s) for s in due(store).entries], TERM, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
 
 
 def test_an_unconfirmed_occurrence_does_not_keep_an_entry_from_moving_on(store, put, redis):
     key = put(pending='{"id": "x", "nominal": 1.0}')
     (stored,) = due(store).entries
 
-    assert store.claim([Claim(stored, LATER.timestamp())], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert store.claim([Claim(stored, LATER.timestamp())], OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
 
     assert redis.zscore(SCHEDULE, key) == LATER.timestamp()
     assert redis.hget(key, "pending") == '{"id": "x", "nominal": 1.0}'
 
 
 REFUSALS = {
-    "another leads": (Claimed.FENCED, TERM, lambda redis, app: redis.set(LOCK, "another's")),
-    "nobody leads": (Claimed.FENCED, TERM, lambda redis, app: redis.delete(LOCK)),
-    "its time was changed": (Claimed.MOVED, OFF, lambda redis, app: redis.zincrby(SCHEDULE, 0.001, "redbeat:e")),
-    "it was parked": (Claimed.MOVED, OFF, lambda redis, app: redis.zadd(SCHEDULE, {"redbeat:e": PARKED})),
+    "another leads": (ClaimVerdict.FENCED, TERM, lambda redis, app: redis.set(LOCK, "another's")),
+    "nobody leads": (ClaimVerdict.FENCED, TERM, lambda redis, app: redis.delete(LOCK)),
+    "its time was changed": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.zincrby(SCHEDULE, 0.001, "redbeat:e")),
+    "it was parked": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.zadd(SCHEDULE, {"redbeat:e": PARKED})),
     "its definition was changed": (
-        Claimed.MOVED,
+        ClaimVerdict.MOVED,
         OFF,
         lambda redis, app: redis.hset("redbeat:e", "definition", Entry("e", TASK, schedule(5), app=app).encode()),
     ),
-    "it was paused": (Claimed.MOVED, OFF, lambda redis, app: Schedule(app).pause("e")),
+    "it was paused": (ClaimVerdict.MOVED, OFF, lambda redis, app: Schedule(app).pause("e")),
     "its policy was changed": (
-        Claimed.MOVED,
+        ClaimVerdict.MOVED,
         OFF,
         lambda redis, app: redis.hset("redbeat:e", "policy", '{"max_runs": 2}'),
     ),
     "another program has counted a run": (
-        Claimed.MOVED,
+        ClaimVerdict.MOVED,
         OFF,
         lambda redis, app: redis.hset("redbeat:e", "meta", Meta(NOW, 3).encode()),
     ),
     "it counts from another moment": (
-        Claimed.MOVED,
+        ClaimVerdict.MOVED,
         OFF,
         lambda redis, app: redis.hset("redbeat:e", "since", Meta(NOW, 2, NOW).encode_since()),
     ),
-    "its hash was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.delete("redbeat:e")),
-    "its definition was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.hdel("redbeat:e", "definition")),
-    "it was unscheduled": (Claimed.MOVED, OFF, lambda redis, app: redis.zrem(SCHEDULE, "redbeat:e")),
-    "it was deleted": (Claimed.MOVED, OFF, lambda redis, app: redis.delete("redbeat:e", SCHEDULE)),
+    "its hash was deleted": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.delete("redbeat:e")),
+    "its definition was deleted": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.hdel("redbeat:e", "definition")),
+    "it was unscheduled": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.zrem(SCHEDULE, "redbeat:e")),
+    "it was deleted": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.delete("redbeat:e", SCHEDULE)),
     "its last occurrence is not confirmed": (
-        Claimed.PENDING,
+        ClaimVerdict.PENDING,
         OFF,
         lambda redis, app: redis.hset("redbeat:e", "pending", "{}") and redis.zadd(PENDING, {"redbeat:e": 5}),
     ),
@@ -424,7 +424,7 @@ def test_a_claim_is_refused_if_what_was_pending_is_confirmed_by_now(store, put, 
     redis.hdel(key, "pending")
     before = contents(redis)
 
-    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.MOVED]
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [ClaimVerdict.MOVED]
     assert contents(redis) == before
 
 
@@ -432,7 +432,7 @@ def test_an_occurrence_that_is_lost_from_those_that_wait_is_found_again_when_the
     key = put(pending=Occurrence.of("redbeat:", "e", NOW - timedelta(minutes=1)).encode())
     claims = [claim_of(stored) for stored in due(store).entries]
 
-    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.PENDING]
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [ClaimVerdict.PENDING]
 
     assert redis.zscore(PENDING, key) == RETRY_AT.timestamp()
     assert [stored.member for stored in due(store, now=RETRY_AT).recovered] == [key]
@@ -457,7 +457,7 @@ def test_an_entry_is_claimed_whatever_bytes_other_programs_have_written(store, p
 
     claims = [claim_of(stored) for stored in due(store).entries]
 
-    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
 
 
 def test_a_refused_claim_does_not_hinder_the_others(store, put, redis):
@@ -468,7 +468,7 @@ def test_a_refused_claim_does_not_hinder_the_others(store, put, redis):
 
     verdicts = store.claim(claims, OFF, retry_at=RETRY_AT)
 
-    assert verdicts == [Claimed.CLAIMED, Claimed.MOVED, Claimed.CLAIMED]
+    assert verdicts == [ClaimVerdict.CLAIMED, ClaimVerdict.MOVED, ClaimVerdict.CLAIMED]
 
 
 def test_a_second_claim_of_the_same_occurrence_is_refused(store, put):
@@ -476,7 +476,7 @@ def test_a_second_claim_of_the_same_occurrence_is_refused(store, put):
     claims = [claim_of(stored) for stored in due(store).entries]
     store.claim(claims, OFF, retry_at=RETRY_AT)
 
-    assert store.claim(claims, OFF, retry_at=RETRY_AT + ANOTHER_TICK) == [Claimed.MOVED]
+    assert store.claim(claims, OFF, retry_at=RETRY_AT + ANOTHER_TICK) == [ClaimVerdict.MOVED]
 
 
 def test_of_two_claims_at_once_exactly_one_wins(app, put, server, redis):
@@ -502,7 +502,7 @@ def test_of_two_claims_at_once_exactly_one_wins(app, put, server, redis):
         thread.join(30)
 
     all_of_them = [pair for batch in verdicts for pair in batch]
-    won = Counter(claim.stored.member for claim, verdict in all_of_them if verdict is Claimed.CLAIMED)
+    won = Counter(claim.stored.member for claim, verdict in all_of_them if verdict is ClaimVerdict.CLAIMED)
     assert len(all_of_them) == 2 * number
     assert won == Counter(f"redbeat:e{at}" for at in range(number))
     assert redis.zcard(PENDING) == number
@@ -511,7 +511,7 @@ def test_of_two_claims_at_once_exactly_one_wins(app, put, server, redis):
 # ---------------------------------------------------------------- confirm, postpone, recover
 
 
-def dispatched(claim: Claim, outcome: Outcome = Outcome.DISPATCHED, reason: str = "") -> Decision:
+def dispatched(claim: Claim, outcome: DecisionType = DecisionType.DISPATCHED, reason: str = "") -> Decision:
     return Decision(claim.stored.entry.name, TASK, claim.occurrence, outcome, reason)
 
 
@@ -523,7 +523,7 @@ def claimed(put) -> Callable[..., Claim]:
         put(name)
         (stored,) = (stored for stored in due(store).entries if stored.entry.name == name)
         claim = claim_of(stored)
-        assert store.claim([claim], OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED]
+        assert store.claim([claim], OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
         return claim
 
     return claimed
@@ -532,7 +532,7 @@ def claimed(put) -> Callable[..., Claim]:
 def test_a_confirmed_occurrence_is_pending_no_longer_and_in_the_history(store, claimed, redis):
     claim = claimed(store)
 
-    store.confirm([(claim.stored, dispatched(claim, Outcome.SKIPPED_OVERLAP, 'held "by" x'), None)], TERM)
+    store.confirm([(claim.stored, dispatched(claim, DecisionType.SKIPPED_OVERLAP, 'held "by" x'), None)], TERM)
 
     assert redis.hget("redbeat:e", "pending") is None
     assert redis.exists(PENDING) == 0
@@ -729,7 +729,7 @@ def test_a_decision_about_an_occurrence_that_nobody_claimed_is_recorded(store, p
     put()
     claim = claim_of(due(store).entries[0])
 
-    store.record([dispatched(claim, Outcome.PAUSED), dispatched(claim, Outcome.MISSED, "why")], TERM)
+    store.record([dispatched(claim, DecisionType.PAUSED), dispatched(claim, DecisionType.MISSED, "why")], TERM)
 
     records = [record for _, record in redis.xrange(HISTORY)]
     assert [(r["decision"], r["reason"], r["term"]) for r in records] == [("paused", "", "3"), ("missed", "why", "3")]
@@ -1256,7 +1256,7 @@ def test_more_static_entries_than_one_batch_are_installed(install, redis):
 def test_without_redis_every_verb_says_so(own_server, app):
     store, statics = Store(app, own_server.client()), Statics(app, own_server.client())
     own_server.kill()
-    stored = Stored("redbeat:e", 0, [], Entry("e", TASK, schedule(60), app=app), Meta(), Policy(), None)
+    stored = Stored("redbeat:e", 0, [], Entry("e", TASK, schedule(60), app=app), Meta(), EntryPolicy(), None)
     claim = claim_of(stored)
 
     for verb in (
@@ -1279,7 +1279,7 @@ def test_a_server_that_has_forgotten_the_scripts_learns_them_again(store, put, r
     claims = [claim_of(stored) for stored in due(store).entries]
     redis.script_flush()
 
-    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [Claimed.CLAIMED] * 2
+    assert store.claim(claims, OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED] * 2
     redis.script_flush()
     store.confirm([(claim.stored, dispatched(claim), None) for claim in claims], OFF)
 

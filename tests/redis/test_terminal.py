@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from wcwidth import wcswidth
 
 from singlebeat import Entry
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import main
@@ -135,7 +135,7 @@ def confirming(app: Any, redis: Any) -> Iterator[None]:
         while not ended.wait(0.005):
             if pending := redis.hget("redbeat:e", "pending"):
                 occurrence = Occurrence.decode(pending)
-                decision = Decision("e", TASK, occurrence, Outcome.DISPATCHED)
+                decision = Decision("e", TASK, occurrence, DecisionType.DISPATCHED)
                 (stored,) = Store(app, redis).due(datetime.now(UTC), all_pending=True).recovered
                 Store(app, redis).confirm([(stored, decision, None)], Term(1, ""))
 
@@ -220,7 +220,7 @@ def test_a_table_of_any_names_fits_80_columns(cli, app, redis, what):
     Entry(name, text, schedule(3600), app=app, args=[text], last_run_at=datetime.now(UTC)).save()
     Entry("short", "task", schedule(3600), app=app, last_run_at=datetime.now(UTC)).save()
     occurrence = Occurrence.of("redbeat:", name, datetime(2030, 1, 1, 12, tzinfo=UTC))
-    Store(app, schedule_client(app)).record([Decision(name, text, occurrence, Outcome.MISSED, text)], Term(3, ""))
+    Store(app, schedule_client(app)).record([Decision(name, text, occurrence, DecisionType.MISSED, text)], Term(3, ""))
     backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{a}", text), text, text, 60)])
     backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{b}", "0b6f5c9e-8e0f-4d0c-9c3c-1c8b2d4f6a7e"), text, "", 60)])
 

@@ -21,7 +21,7 @@ from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.entries.definition import Meta
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.overlap import Overlap
 from tests.support import PytzLike
 from tests.system.apps import make_app
@@ -91,7 +91,7 @@ entries = st.fixed_dictionaries(
         "kwargs": st.dictionaries(st.text(max_size=5), json_values, max_size=2),
         "options": st.fixed_dictionaries({}, optional={"queue": st.text(max_size=5), "priority": st.integers(0, 9)}),
         "enabled": st.booleans(),
-        "policy": policies.map(Policy.of),
+        "policy": policies.map(EntryPolicy.of),
         "past": st.builds(Meta, st.none() | pasts, st.integers(0, 99), st.none() | pasts),
     }
 )

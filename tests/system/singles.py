@@ -19,7 +19,7 @@ from celery import Celery
 from redis import Redis
 
 from singlebeat import DuplicateTaskError, Singleton, errors
-from singlebeat.locks.modes import Lock
+from singlebeat.locks.modes import LockMode
 from singlebeat.overlap import Overlap
 from singlebeat.signals import lock_lost
 from tests.support import (
@@ -106,7 +106,7 @@ def by_initial(name: str, value: str, seconds: float) -> list[str]:
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "single": {"unique_on": ["name"]},
     **{str(word): {"unique_on": ["name"], "overlap": str(word)} for word in Overlap},
-    **{str(word): {"lock": str(word)} for word in Lock if word is not Lock.UNTIL_EXPIRED},
+    **{str(word): {"lock": str(word)} for word in LockMode if word is not LockMode.UNTIL_EXPIRED},
     "until_expired": {"lock": "until_expired", "lock_expiry": 600},
     "until_soon_expired": {"lock": "until_expired", "lock_expiry": 1},
     "while_executing_in_turn": {"lock": "while_executing", "overlap": "buffer_all"},

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from tests.support import RedisServer, free_port, wait_until
 from tests.system.chaos import CLOCK, PLAIN, SINGLE, Chaos, steady
 
@@ -153,7 +153,7 @@ def test_beats_without_a_lock_share_the_work(chaos_on, server):
     assert all(shares)
 
     def named() -> list[int]:
-        return [int(beat["pid"]) for beat in State.of(chaos.app).standbys]
+        return [int(beat["pid"]) for beat in ScheduleStatus.of(chaos.app).standbys]
 
     assert set(named()) == {beat.pid for beat in beats}
     beats[0].kill_group()

@@ -15,7 +15,7 @@ from celery.schedules import schedule
 from click.testing import CliRunner
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.cli import main
 from tests.support import APP, ROOT, RedisServer, wait_until
 from tests.system.apps import make_app
@@ -114,12 +114,14 @@ def test_entries_that_wait_for_the_servers_clock_are_told_of_until_they_run(cele
         ahead(0)
         beat.wait_for("WARNING.*event=clock_set_back")
         # Until its lease is renewed, what the leader has noted of its host's clock is of before.
-        wait_until(lambda: State.of(app).problem().startswith("entries wait until"), timeout=40, what="the problem")
-        assert 7000 < State.of(app).set_back <= 7300
+        wait_until(
+            lambda: ScheduleStatus.of(app).problem().startswith("entries wait until"), timeout=40, what="the problem"
+        )
+        assert 7000 < ScheduleStatus.of(app).set_back <= 7300
         assert beat.matches("event=clock_caught_up") == []
         ahead(7300)
         beat.wait_for("WARNING.*event=clock_caught_up")
         wait_until(lambda: sent(time.time() + 7290), timeout=40, what="a run after that")
-        wait_until(lambda: not State.of(app).set_back, timeout=40)
+        wait_until(lambda: not ScheduleStatus.of(app).set_back, timeout=40)
         nominal = sent(0)
         assert len(nominal) == len(set(nominal)), "no time is decided twice"

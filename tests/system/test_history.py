@@ -8,7 +8,7 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import HISTORY_BYTES, Store
 from singlebeat.beat.store.history import History
@@ -24,7 +24,7 @@ NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
 def recorded(store: Store, name: str, count: int, begin: datetime = NOON, **fields: str) -> None:
     """Record decisions about an entry, a second between two of them."""
     occurrences = (Occurrence.of("redbeat:", name, begin + timedelta(seconds=at)) for at in range(count))
-    store.record([Decision(name, "t", occurrence, Outcome.PAUSED, **fields) for occurrence in occurrences], OFF)
+    store.record([Decision(name, "t", occurrence, DecisionType.PAUSED, **fields) for occurrence in occurrences], OFF)
 
 
 def put(app, *names: str) -> None:

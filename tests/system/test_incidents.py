@@ -50,7 +50,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from singlebeat import Entry, Schedule, clear_locks
-from singlebeat.beat.status import SILENT_AFTER, State
+from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
 from singlebeat.cli import doctor as doctor_module
 from singlebeat.locks import backend_of
 from tests.support import APP, ROOT, CeleryProcess, RedisServer, free_port, wait_until
@@ -100,7 +100,7 @@ def sent(app: Celery, name: str = "steady", *, more: int = 1) -> None:
 
 
 def standbys(app: Celery) -> list[str]:
-    return [standby["pid"] for standby in State.of(app).standbys]
+    return [standby["pid"] for standby in ScheduleStatus.of(app).standbys]
 
 
 def decided_once(redis: Redis) -> None:
@@ -485,7 +485,7 @@ def shop_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     with served(tmp_path_factory.mktemp("shop"), "-c", "1", "-Q", "celery", app=name) as at:
         at.start("worker", "-c", "1", "-P", "threads", "-Q", "other", app=f"{name}:nameless")
         beat = at.start("beat", "-l", "WARNING", app=name, conf={"singlebeat_metrics_port": port})
-        wait_until(lambda: State.of(at.app()).leader, timeout=30, what="a leader")
+        wait_until(lambda: ScheduleStatus.of(at.app()).leader, timeout=30, what="a leader")
         yield Shop(**vars(at), beat=Beat(beat, port), tools=Tools(at.app()))
 
 
@@ -586,7 +586,7 @@ def test_b10_a_bad_cron_is_named_everywhere_until_it_is_corrected(shop):
     shop.redis.hset("redbeat:nightly", "definition", json.dumps(definition))
     shop.redis.zadd("redbeat::schedule", {"redbeat:nightly": 0})
     incident.until(
-        shop.beat.logs("WARNING.*event=entry_mended entry=nightly", after=logged),
+        shop.beat.logs("WARNING.*event=entry_recovered entry=nightly", after=logged),
         shop.beat.metric("quarantined_entries", "0.0"),
         tools.say("status", "^quarantine +0"),
         tools.say("explain nightly", "success", gone="No worker"),
@@ -659,7 +659,7 @@ def test_b13_beats_with_wrong_clocks_send_on_time_and_are_named(celery, app, lib
         wait_until(lambda beat=beat: standbys(app) == [str(beat.pid)], timeout=40)
         sign = "-" if ahead < 0 else r"\+"
         off = f"the clock of {here}, which {{}}, is {sign}[0-9.]+ s off that of the schedule's server"
-        if ahead and not State.of(app).problem():  # each host is named once, and both are this one
+        if ahead and not ScheduleStatus.of(app).problem():  # each host is named once, and both are this one
             Incident(f"B13 standby with a clock {ahead:+d} s off").until(
                 beat.logs("WARNING.*event=clock_differs"),
                 tools.say("doctor", f"^problem  clock: {off.format('stands by')}: set up NTP on both", code=1),
@@ -689,7 +689,7 @@ def test_b13_beats_with_wrong_clocks_send_on_time_and_are_named(celery, app, lib
             tools.say("explain e", "^The run for .* was sent", never=r"in \d{3,} s", gone="No beat"),
         )
         sends(beat)
-        assert abs(float(State.of(app).leader["ahead"]) - ahead) < 3
+        assert abs(float(ScheduleStatus.of(app).leader["ahead"]) - ahead) < 3
         differs = [json.loads(m[1]) for m in beat.process.matches(r"WARNING.*event=clock_differs ahead=(\S+) host=")]
         assert [abs(seconds - ahead) < 3 for seconds in differs] == [True] * bool(ahead), "one line, of the right size"
         leader = beat

@@ -183,7 +183,7 @@ def run(task_id: str, start: float | None, *, key: Any = KEY, node: str = "", pi
 def begin(*answers: list[Mapping[str, Any]], ref: Ref = REF) -> tuple[Verdict, str, int]:
     """Return the verdict on a start, who holds it, and how often was asked."""
     backend = Asked(*answers)
-    holder = backend.begin(ref, lease=30, memory=1, task="task", arguments="")
+    holder = backend.begin(ref, lease=30, remember_for=1, task="task", arguments="")
     return holder.verdict, holder.task_id, backend.asked
 
 
@@ -256,9 +256,9 @@ def test_it_keeps_nothing_and_frees_nothing():
     assert [h.verdict for h in backend.acquire_many([call, call])] == [Verdict.ACQUIRED] * 2
     assert backend.lock(KEY, "anybody")
     assert backend.renew_many([REF, REF], lease=30) == [Renewal.RUNNING] * 2
-    backend.finish_many([REF, REF], memory=1)
+    backend.finish_many([REF, REF], remember_for=1)
     assert backend.promise(REF, to=None, ttl=1)
-    assert backend.rotate(REF, to=REF, ttl=1, memory=1)
+    assert backend.rotate(REF, to=REF, ttl=1, remember_for=1)
     backend.announce("here", ttl=60)
     assert not backend.workers_seen()
     backend.unlock(KEY)
@@ -272,4 +272,4 @@ def test_a_broker_that_is_away_is_an_error_and_not_a_hang():
     app = make_app(f"redis://127.0.0.1:{free_port()}", {**INSPECT, "singleton_backend_kwargs": {"timeout": 0.5}})
 
     with pytest.raises(LockBackendError, match=r"^the workers cannot be asked what they run: "):
-        backend_of(app).begin(REF, lease=30, memory=1, task=SINGLE, arguments="")
+        backend_of(app).begin(REF, lease=30, remember_for=1, task=SINGLE, arguments="")

@@ -13,7 +13,7 @@ from singlebeat import DuplicateTaskError, Singleton
 from singlebeat.errors import ConfigError
 from singlebeat.locks.base import HEADER
 from singlebeat.locks.key import behind_key, turn_key
-from singlebeat.locks.modes import Lock
+from singlebeat.locks.modes import LockMode
 from singlebeat.overlap import Overlap
 from tests.support import wait_until
 from tests.system.singles import PATIENCE, served, task_name
@@ -398,7 +398,7 @@ CONTRADICTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("lock", "overlap"), [(str(lock), str(overlap)) for lock in Lock for overlap in Overlap])
+@pytest.mark.parametrize(("lock", "overlap"), [(str(lock), str(overlap)) for lock in LockMode for overlap in Overlap])
 def test_a_task_whose_words_contradict_each_other_is_refused_when_it_is_defined(lock, overlap):
     options = {"lock": lock, "overlap": overlap, "lock_expiry": 60}
 

@@ -51,7 +51,7 @@ def single(request, locks, server, redis):
     with make_app(server.celery_url, {**settings(locks, policy), "result_backend": "disabled"}) as app:
         yield app.tasks[task_name("until_executed")]
     # What is left of refused calls is undone one by one: the next test's would wait for a server that has ended.
-    refused = late_release._undoing
+    refused = late_release._releases
     wait_until(
         lambda: not refused._wanted and not refused._no_thread.empty(),
         timeout=PATIENCE,

@@ -10,7 +10,7 @@ from celery import Celery
 from celery.schedules import schedule
 
 from singlebeat import Entry
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP, CeleryProcess, wait_until
 
 BEAT = ("beat", "-S", "singlebeat.Scheduler")
@@ -28,7 +28,7 @@ def two(celery, app) -> list[CeleryProcess]:
 
 
 def standbys(app: Celery) -> list[int]:
-    return [int(standby["pid"]) for standby in State.of(app).standbys]
+    return [int(standby["pid"]) for standby in ScheduleStatus.of(app).standbys]
 
 
 def test_status_names_the_beats_that_stand_by(two, celery, app):
@@ -40,7 +40,7 @@ def test_status_names_the_beats_that_stand_by(two, celery, app):
     (record,) = json.loads(as_json.text)["standbys"]
     assert (record["host"], record["pid"]) == (socket.gethostname(), str(standby.pid))
     assert f"standbys    1\n  {record['host']}, pid {standby.pid}, since {record['since']}" in shown.text
-    assert State.of(app).leader["pid"] == str(leader.pid)
+    assert ScheduleStatus.of(app).leader["pid"] == str(leader.pid)
 
 
 def test_a_beat_that_closes_stands_by_no_more_at_once_and_one_that_dies_soon(two, celery, app, redis):
@@ -67,7 +67,7 @@ def test_after_a_resignation_the_other_beat_leads(two, celery, app):
     standby.wait_for("this beat leads event=leadership_gained term=2")
     leader.wait_for("Standing by")
     wait_until(lambda: standbys(app) == [leader.pid])
-    assert State.of(app).leader["pid"] == str(standby.pid)
+    assert ScheduleStatus.of(app).leader["pid"] == str(standby.pid)
 
 
 def test_after_a_resignation_the_only_beat_leads_again(celery, app):
@@ -78,4 +78,4 @@ def test_after_a_resignation_the_only_beat_leads_again(celery, app):
 
     assert command.wait(60) == 0
     beat.wait_for("this beat leads event=leadership_gained term=2")
-    assert State.of(app).leader["pid"] == str(beat.pid)
+    assert ScheduleStatus.of(app).leader["pid"] == str(beat.pid)

@@ -144,11 +144,11 @@ from singlebeat.locks.redis import RedisBackend
 lua.resources = None
 backend, run = RedisBackend(sys.argv[1]), Ref("lock", "id", nonce="nonce")
 backend.acquire_many([Call(run, "task", "", 60)])
-backend.begin(run, lease=60, memory=60, task="task", arguments="")
+backend.begin(run, lease=60, remember_for=60, task="task", arguments="")
 backend.renew_many([run], lease=60)
 backend.promise(run, to=None, ttl=60)
-backend.rotate(run, to=run, ttl=60, memory=60)
-backend.finish_many([run], memory=60)
+backend.rotate(run, to=run, ttl=60, remember_for=60)
+backend.finish_many([run], remember_for=60)
 """
 
 

@@ -93,7 +93,7 @@ def take_locks_of_all_slots(app: Celery) -> None:
 
     def held(ids: str = "") -> list[Verdict]:
         calls = [Call(Ref(ref.key, ids or ref.task_id), "task", "", 60) for ref in refs]
-        return [holder.verdict for holder in backend.acquire_many(calls, again=True)]
+        return [holder.verdict for holder in backend.acquire_many(calls, may_be_resent=True)]
 
     assert set(held()) == {Verdict.ACQUIRED}
     assert set(held("other")) == {Verdict.HELD}
@@ -101,7 +101,7 @@ def take_locks_of_all_slots(app: Celery) -> None:
         ref.task_id for ref in refs
     ], "each call gets its own answer"
     assert set(backend.renew_many(refs, lease=60)) == {Renewal.QUEUED}
-    backend.finish_many(refs[:11], memory=60, ran=True)
+    backend.finish_many(refs[:11], remember_for=60, ran=True)
     assert held("other") == [Verdict.ACQUIRED] * 11 + [Verdict.HELD] * 13
     assert len(dict(backend.locks(prefix))) == 21
     backend.clear(prefix)

@@ -118,7 +118,7 @@ def test_what_is_left_of_a_run_that_died_runs_even_if_an_equal_call_takes_the_lo
     worker.wait_for(r"first.* waits for its turn .*its lock is held by task second")
 
     assert not oracle.runs()
-    backend.finish_many([other], memory=60)
+    backend.finish_many([other], remember_for=60)
     assert [run.id for run in oracle.wait_started(1)] == ["first"]
 
 
@@ -342,13 +342,13 @@ def test_a_call_that_waits_keeps_its_serializer_and_compression(task, celery, or
     conf = {"accept_content": ["json", "pickle"]}
     worker = celery("worker", "-c", "1", conf=conf, env={"C_FORCE_ROOT": "yes"}).ready()
     task, lock, other = app.tasks[f"{APP}.{task}"], "SINGLETONLOCK_{a}", Ref("SINGLETONLOCK_{a}", "b", nonce="n")
-    backend_of(app).begin(other, lease=60, memory=60, task=task.name, arguments="")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
     headers = {HEADER: Ticket("a", lock, lock, waits=True).header()}
 
     nothing = frozenset()  # which JSON does not know
     task.apply_async(("a", nothing), task_id="a", headers=headers, serializer="pickle", compression="gzip")
     worker.wait_for(r"\[a\] waits for its turn", count=2)
-    backend_of(app).finish_many([other], memory=60)
+    backend_of(app).finish_many([other], remember_for=60)
 
     oracle.wait_ended(1)
 
@@ -357,7 +357,7 @@ def test_a_broker_that_takes_no_messages_costs_no_call_that_waits_for_its_turn(
     celery, oracle, redis, server, app, single, lock_of
 ):
     backend, other = single.singleton_backend, Ref(lock_of(single, "a"), "other", nonce="of an equal call")
-    backend.begin(other, lease=60, memory=60, task=single.name, arguments="")
+    backend.begin(other, lease=60, remember_for=60, task=single.name, arguments="")
     with without(server, "lpush") as url:
         worker = celery("worker", "-c", "2", conf={"broker_write_url": url, "task_acks_late": True}).ready()
         for task in (single, app.tasks[f"{APP}.plain"]):
@@ -368,7 +368,7 @@ def test_a_broker_that_takes_no_messages_costs_no_call_that_waits_for_its_turn(
         assert not oracle.runs()
 
         redis.acl_setuser("mute", enabled=True, commands=["+lpush"])
-        backend.finish_many([other], memory=60)
+        backend.finish_many([other], remember_for=60)
         runs = oracle.wait_ended(2)
 
     assert sorted(run.id for run in runs) == [f"{APP}.plain", single.name]

@@ -11,9 +11,9 @@ from celery.schedules import schedule
 from singlebeat import Entry
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.explain import Facts, explain
-from singlebeat.beat.status import State
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.history import End, Record
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
@@ -33,7 +33,7 @@ def said(*records: Record, at: datetime | None = None, **fields: Any) -> str:
     facts: dict[str, Any] = {
         "name": "e",
         "entry": entry,
-        "state": State(leader, [], True, 5.0, 1, 0, 0, 0.0, 0, {}),
+        "state": ScheduleStatus(leader, [], True, 5.0, 1, 0, 0, 0.0, 0, {}),
         "records": records,
         "locks": {},
         "running": {},
@@ -109,7 +109,7 @@ def test_an_unknown_task_is_explained_with_the_nearest_name():
 
 def test_while_redbeat_leads_no_policy_holds_and_pending_runs_wait_for_singlebeat():
     entry = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, paused=True, max_runs=1).with_past(Meta(NOON, 1))
-    state = State({}, [], True, 900.0, 1, 0, 0, 0.0, 1, {})
+    state = ScheduleStatus({}, [], True, 900.0, 1, 0, 0, 0.0, 1, {})
     about = {"state": state, "pending": Occurrence("id", NOON.timestamp(), None), "running": None}
 
     text = said(entry=entry, **about)
@@ -118,13 +118,13 @@ def test_while_redbeat_leads_no_policy_holds_and_pending_runs_wait_for_singlebea
     assert "the broker does not answer" not in text
     assert "It is paused, and runs all the same" in text
 
-    entry.policy = Policy(max_runs=1)
+    entry.policy = EntryPolicy(max_runs=1)
     assert "It runs next for 2026-12-01 13:00:00Z, in 1800 s." in said(entry=entry, **about)
     assert "It is finished" in said(entry=entry)
 
 
 def test_a_redbeat_that_was_killed_is_told_with_what_to_do():
-    text = said(state=State({}, [], True, 900.0, 3, 2, 2, 42.0, 0, {}))
+    text = said(state=ScheduleStatus({}, [], True, 900.0, 3, 2, 2, 42.0, 0, {}))
 
     assert "A beat of RedBeat holds the lock, which has no name, and 2 entries are overdue, the first by 42 s" in text
     assert "Its lock ends by itself in 900 s. If no process of RedBeat runs any more, end it now: " in text

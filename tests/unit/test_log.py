@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from singlebeat.beat.decision_log import tell
-from singlebeat.beat.entries.occurrence import Decision, Occurrence, Outcome
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.log import Log, printable, without_passwords
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from tests.support import ROOT
@@ -197,7 +197,7 @@ def test_a_password_is_masked_wherever_it_stands(log, lines):
 
 
 def test_a_password_does_not_get_into_the_history():
-    decision = Decision("e", "t", Occurrence("i", 0.0), Outcome.PUBLISH_FAILED, "no redis://:geheim@h/0")
+    decision = Decision("e", "t", Occurrence("i", 0.0), DecisionType.PUBLISH_FAILED, "no redis://:geheim@h/0")
 
     assert "no redis://:**@h/0" in decision.values(1, "h:1")
 
@@ -205,7 +205,7 @@ def test_a_password_does_not_get_into_the_history():
 # ---------------------------------------------------------------- decisions
 
 
-@pytest.mark.parametrize("outcome", [each for each in Outcome if each is not Outcome.QUARANTINED])
+@pytest.mark.parametrize("outcome", [each for each in DecisionType if each is not DecisionType.QUARANTINED])
 def test_every_decision_has_a_line_that_names_it(outcome, caplog):
     caplog.set_level("DEBUG", "celery.beat")
     occurrence = Occurrence("an-id", 1_800_000_000.0)
@@ -266,4 +266,4 @@ def test_every_event_is_documented_and_every_documented_one_is_there():
     documented = set(re.findall(r"^``(\w+)``", section, re.MULTILINE))
     written = {event for _, call in calls() for event in constants(call, "event")}
 
-    assert documented == written | {str(outcome) for outcome in Outcome} | {MESSAGE_LOST, RAN_ELSEWHERE}
+    assert documented == written | {str(outcome) for outcome in DecisionType} | {MESSAGE_LOST, RAN_ELSEWHERE}

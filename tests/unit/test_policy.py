@@ -23,7 +23,7 @@ from redbeat.schedules import rrule
 
 from singlebeat import Entry, clocked
 from singlebeat.beat.entries.definition import TAKEN_HEADERS, TAKEN_OPTIONS, decode_definition
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.errors import EntryError
 from singlebeat.overlap import Overlap
 from tests.support import ROOT
@@ -72,26 +72,32 @@ def app() -> Celery:
 
 
 def test_nothing_is_wished_by_default():
-    assert Policy.decode(None) == Policy.decode("") == Policy.decode("{}") == Policy.of({}) == Policy()
-    assert Policy().encode() == ""
+    assert (
+        EntryPolicy.decode(None)
+        == EntryPolicy.decode("")
+        == EntryPolicy.decode("{}")
+        == EntryPolicy.of({})
+        == EntryPolicy()
+    )
+    assert EntryPolicy().encode() == ""
 
 
 def test_the_examples_have_every_wish():
-    assert WISHES.keys() == WRITTEN.keys() == Policy.names() == {each.name for each in fields(Policy)}
+    assert WISHES.keys() == WRITTEN.keys() == EntryPolicy.names() == {each.name for each in fields(EntryPolicy)}
 
 
 @pytest.mark.parametrize("name", WISHES)
 def test_a_wish_is_read_as_an_object_and_as_json(name):
-    wished = Policy(**{name: WISHES[name]})
+    wished = EntryPolicy(**{name: WISHES[name]})
 
-    assert Policy.of({name: WISHES[name]}) == wished
-    assert Policy.decode(json.dumps({name: WRITTEN[name]})) == wished
+    assert EntryPolicy.of({name: WISHES[name]}) == wished
+    assert EntryPolicy.decode(json.dumps({name: WRITTEN[name]})) == wished
     assert json.loads(wished.encode()) == {name: WRITTEN[name]}
 
 
 @pytest.mark.parametrize("name", WISHES)
 def test_null_is_the_default(name):
-    assert Policy.decode(json.dumps({name: None})) == Policy()
+    assert EntryPolicy.decode(json.dumps({name: None})) == EntryPolicy()
 
 
 @pytest.mark.parametrize(
@@ -99,16 +105,16 @@ def test_null_is_the_default(name):
     ["2026-12-01T09:00:00+01:00", "2026-12-01T08:00:00Z", "2026-12-01 09:00+01:00", START, START.astimezone(UTC)],
 )
 def test_an_instant_is_kept_in_utc(written):
-    assert Policy.of({"start_time": written}).start_time == START
-    assert Policy.of({"start_time": written}).start_time.tzinfo is UTC
+    assert EntryPolicy.of({"start_time": written}).start_time == START
+    assert EntryPolicy.of({"start_time": written}).start_time.tzinfo is UTC
 
 
 def test_a_whole_number_of_seconds_will_do():
-    assert Policy.of({"jitter": 5}) == Policy(jitter=5.0)
+    assert EntryPolicy.of({"jitter": 5}) == EntryPolicy(jitter=5.0)
 
 
 def test_the_first_and_the_last_time_may_be_the_same():
-    assert Policy.of({"start_time": START, "end_time": START}).end_time == START
+    assert EntryPolicy.of({"start_time": START, "end_time": START}).end_time == START
 
 
 # ---------------------------------------------------------------- what is refused
@@ -130,15 +136,15 @@ WRONG_PAIRS = [(name, value) for name, values in WRONG.items() for value in valu
 
 
 def test_there_are_wrong_values_of_every_wish():
-    assert WRONG.keys() == Policy.names()
+    assert WRONG.keys() == EntryPolicy.names()
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_PAIRS)
 def test_a_wrong_value_is_refused_by_name_with_what_would_be_right(name, value):
     with pytest.raises(EntryError, match=rf"^policy: {name} must be .+, not {re.escape(repr(value))}$"):
-        Policy.of({name: value})
+        EntryPolicy.of({name: value})
     with pytest.raises(EntryError, match=rf"^policy: {name} must be"):
-        Policy.decode(json.dumps({name: value}))
+        EntryPolicy.decode(json.dumps({name: value}))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_a_wrong_value_is_refused_by_name_with_what_would_be_right(name, value):
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(written, message):
     with pytest.raises(EntryError) as caught:
-        Policy.decode(written)
+        EntryPolicy.decode(written)
 
     assert str(caught.value).startswith(message)
 
@@ -177,7 +183,7 @@ def test_an_entry_refuses_them_as_well(app):
 instants = st.datetimes(datetime(1970, 1, 2), datetime(2200, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001
 seconds = st.floats(0.001, 1e9)
 policies = st.builds(
-    Policy,
+    EntryPolicy,
     timezone=st.none() | st.sampled_from([BERLIN, ZoneInfo("UTC"), ZoneInfo("Australia/Lord_Howe")]),
     overlap=st.none() | st.sampled_from([word for word in Overlap if word is not Overlap.RAISE]),
     misfire_grace_time=st.none() | seconds,
@@ -197,7 +203,7 @@ policies = st.builds(
 def test_what_is_written_is_read_as_it_was_and_agrees_with_the_schema(policy):
     text = policy.encode()
 
-    assert Policy.decode(text) == policy
+    assert EntryPolicy.decode(text) == policy
     assert text == "" or POLICY.is_valid(json.loads(text))
 
 
@@ -207,7 +213,7 @@ def test_what_is_written_is_read_as_it_was_and_agrees_with_the_schema(policy):
 def test_the_schema_of_policies_knows_every_wish_with_a_description():
     properties = POLICY.schema["properties"]
 
-    assert properties.keys() == Policy.names()
+    assert properties.keys() == EntryPolicy.names()
     assert all(len(each["description"]) > 10 for each in properties.values())
     assert set(properties["overlap"]["enum"]) == {None, *(word for word in Overlap if word is not Overlap.RAISE)}
 
@@ -360,7 +366,7 @@ def test_the_readme_has_examples():
 def test_every_example_of_the_readme_agrees_with_its_schema_and_is_understood(field, raw):
     {"definition": DEFINITION, "policy": POLICY}[field].validate(raw)
 
-    assert decode_definition(json.dumps(raw), {}) if field == "definition" else Policy.decode(json.dumps(raw))
+    assert decode_definition(json.dumps(raw), {}) if field == "definition" else EntryPolicy.decode(json.dumps(raw))
 
 
 @pytest.mark.parametrize("kind", ["interval", "crontab", "rrule", "solar", "clocked", "given"])

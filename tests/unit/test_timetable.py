@@ -12,7 +12,7 @@ from celery.schedules import crontab, schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.timetable import PARKED, TICK, Timetable
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -20,7 +20,9 @@ MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 
 
 def table(when: Any = 60, *, name: str = "e", zone: str = "UTC", **wishes: Any) -> Timetable:
-    return Timetable(name, schedule(when) if isinstance(when, int | float) else when, Policy.of(wishes), ZoneInfo(zone))
+    return Timetable(
+        name, schedule(when) if isinstance(when, int | float) else when, EntryPolicy.of(wishes), ZoneInfo(zone)
+    )
 
 
 # ---------------------------------------------------------------- the zone
@@ -126,7 +128,7 @@ zones = st.sampled_from(["UTC", "Europe/Berlin", "Australia/Lord_Howe", "America
 @given(schedules, moments, zones, st.floats(0.001, 1e6), st.text(max_size=5))
 @settings(deadline=None)
 def test_jitter_is_at_most_what_was_wished_and_ends_before_the_next_time(when, after, zone, jitter, name):
-    entry = Timetable(name, when, Policy(jitter=jitter), ZoneInfo(zone))
+    entry = Timetable(name, when, EntryPolicy(jitter=jitter), ZoneInfo(zone))
     nominal = entry.next(after)
     due, following = entry.due(nominal), entry.next(nominal)
 
@@ -139,7 +141,7 @@ def test_jitter_is_at_most_what_was_wished_and_ends_before_the_next_time(when, a
 @given(schedules, moments, zones, st.floats(0.001, 1e6))
 @settings(deadline=None)
 def test_jitter_is_the_same_whoever_asks_and_whenever(when, after, zone, jitter):
-    one, other = (Timetable("e", when, Policy(jitter=jitter), ZoneInfo(zone)) for _ in range(2))
+    one, other = (Timetable("e", when, EntryPolicy(jitter=jitter), ZoneInfo(zone)) for _ in range(2))
     nominal = one.next(after)
 
     assert one.due(nominal) == other.due(nominal)
@@ -175,7 +177,7 @@ def test_without_jitter_an_entry_is_due_at_its_time():
 @given(schedules, moments, st.floats(0, 1e7), st.none() | st.floats(0.001, 1e6))
 @settings(deadline=None)
 def test_what_is_overdue_is_due_by_now_and_nothing_later_is(when, after, ahead, jitter):
-    entry = Timetable("e", when, Policy(jitter=jitter), UTC)
+    entry = Timetable("e", when, EntryPolicy(jitter=jitter), UTC)
     now = after + timedelta(seconds=ahead)
     overdue = entry.overdue(after, now)
     following = entry.next(overdue or after)
@@ -187,7 +189,7 @@ def test_what_is_overdue_is_due_by_now_and_nothing_later_is(when, after, ahead, 
 @given(schedules, moments, st.none() | st.floats(0.001, 1e4))
 @settings(deadline=None)
 def test_runs_rise_strictly_and_so_do_the_times_when_they_are_due(when, after, jitter):
-    entry = Timetable("e", when, Policy(jitter=jitter), UTC)
+    entry = Timetable("e", when, EntryPolicy(jitter=jitter), UTC)
     times = list(islice(entry.runs(after, after), 10))
 
     assert all(before < behind and entry.due(before) < entry.due(behind) for before, behind in pairwise(times))

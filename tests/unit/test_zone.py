@@ -19,7 +19,7 @@ from singlebeat import Entry
 from singlebeat.beat.calendar.recurrence import next_occurrence
 from singlebeat.beat.calendar.zone import app_zone
 from singlebeat.beat.entries.backfill import Span
-from singlebeat.beat.entries.policy import Policy
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.timetable import zone_of
 from singlebeat.errors import ConfigError, EntryError
 from tests.support import ROOT, PytzLike
@@ -69,7 +69,7 @@ def test_a_crontab_is_read_on_the_apps_zone_of_whatever_library(zone, month):
 @pytest.mark.parametrize("zone", ZONES.values(), ids=ZONES)
 def test_a_zone_of_whatever_library_is_taken_by_its_name(zone):
     assert app_zone(app_in(zone)) == BERLIN
-    assert Policy.of({"timezone": zone}).timezone == BERLIN
+    assert EntryPolicy.of({"timezone": zone}).timezone == BERLIN
 
 
 @pytest.mark.parametrize("zone", list(ZONES.values())[1:], ids=list(ZONES)[1:])
@@ -133,7 +133,7 @@ def test_a_time_without_a_zone_is_refused_wherever_it_comes_in():
     with pytest.raises(EntryError, match="start needs a time zone"):
         Span.of(naive, NOON, run="r")
     with pytest.raises(EntryError, match="end_time must be a date and time with offset"):
-        Policy.of({"end_time": naive})
+        EntryPolicy.of({"end_time": naive})
     with pytest.raises(ValueError, match="needs a time zone"):
         next_occurrence(crontab(), naive, zone=UTC)
 

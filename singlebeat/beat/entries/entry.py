@@ -22,7 +22,7 @@ from ..server_time import server_now
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object
 from .permission import check_allowed
-from .policy import Policy
+from .policy import EntryPolicy
 from .save import save_entries
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 
@@ -65,7 +65,7 @@ def prepare(app: Celery) -> None:
 
 
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
-    """A schedule entry in Redis, with RedBeat's interface; takes the wishes of ``Policy`` by name, too.
+    """A schedule entry in Redis, with RedBeat's interface; takes the wishes of ``EntryPolicy`` by name, too.
 
     >>> Entry("greet", "tasks.greet", schedule(60), args=["world"], jitter=5, app=app).save()  # doctest: +SKIP
 
@@ -90,11 +90,11 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: Of the lock that all its runs take; None: not known, or not always the same.
     lock_key: str | None = None
 
-    def __init__(self, *args: Any, app: Celery | None = None, policy: Policy | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, app: Celery | None = None, policy: EntryPolicy | None = None, **kwargs: Any) -> None:
         app = app_or_default(app)
         prepare(app)
-        wishes = {name: kwargs.pop(name) for name in Policy.names() & kwargs.keys()}
-        self.policy = policy or Policy.of(wishes)
+        wishes = {name: kwargs.pop(name) for name in EntryPolicy.names() & kwargs.keys()}
+        self.policy = policy or EntryPolicy.of(wishes)
         # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
         made_at = datetime.now(UTC)
         kwargs["last_run_at"] = kwargs.get("last_run_at") or made_at
@@ -236,7 +236,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if not definition:
             raise UnknownEntryError(f"there is no entry at {key!r}")
         entry = cls.decode(key, definition, app).with_past(Meta.decode(meta, since, sent))
-        wishes = Policy.decode(policy)
+        wishes = EntryPolicy.decode(policy)
         entry.policy = wishes if wishes.timezone else replace(wishes, timezone=entry.policy.timezone)
         entry.version = definition, policy or ""
         return entry

@@ -10,17 +10,17 @@ from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
 from ...errors import EntryError
-from ...log import instant, without_passwords
+from ...log import utc_iso, without_passwords
 from ...overlap import Overlap
 
-__all__ = ("Decision", "Kind", "Occurrence", "Outcome")
+__all__ = ("Decision", "DecisionType", "Kind", "Occurrence")
 
 
 #: Characters of a reason that are recorded.
 LONGEST_REASON = 200
 
 
-class Outcome(StrEnum):
+class DecisionType(StrEnum):
     """What beat decided about an occurrence."""
 
     DISPATCHED = "dispatched"  #: its message was sent
@@ -84,11 +84,11 @@ class Occurrence:
 
     def header(self, entry: str) -> dict[str, Any]:
         """Return what the message carries under ``RUN_HEADER``; instants in ISO 8601."""
-        previous = None if self.previous is None else instant(self.previous)
+        previous = None if self.previous is None else utc_iso(self.previous)
         return {
             "entry": entry,
             "occurrence": self.id,
-            "nominal": instant(self.nominal),
+            "nominal": utc_iso(self.nominal),
             "previous": previous,
             "kind": str(self.kind),
         }
@@ -119,7 +119,7 @@ class Occurrence:
             nominal, previous, overlap = float(raw["nominal"]), raw.get("previous"), raw.get("overlap")
             previous = None if previous is None else float(previous)
             for seconds in (nominal, previous):
-                instant(seconds or 0.0)  # else it cannot be sent
+                utc_iso(seconds or 0.0)  # else it cannot be sent
             return cls(
                 str(raw["id"]),
                 nominal,
@@ -139,7 +139,7 @@ class Decision:
     entry: str
     task: str
     occurrence: Occurrence
-    outcome: Outcome
+    outcome: DecisionType
     reason: str = ""
     holder: str = ""  #: the task that was in its way
     holder_entry: str = ""  #: the entry that has sent that; empty: a program has, or it is not known
@@ -147,7 +147,7 @@ class Decision:
     @property
     def is_sent(self) -> bool:
         """Whether there is a message of it now."""
-        return self.outcome in {Outcome.DISPATCHED, Outcome.BUFFERED}
+        return self.outcome in {DecisionType.DISPATCHED, DecisionType.BUFFERED}
 
     @property
     def sent(self) -> str:
@@ -160,7 +160,7 @@ class Decision:
         record = (
             self.entry,
             self.task,
-            instant(occurrence.nominal),
+            utc_iso(occurrence.nominal),
             occurrence.kind.value,
             self.outcome.value,
             _printable(without_passwords(self.reason))[:LONGEST_REASON],

@@ -16,7 +16,7 @@ from ...overlap import Overlap
 from ..calendar.zone import in_utc, named_zone
 from .definition import loads_object
 
-__all__ = ("Policy",)
+__all__ = ("EntryPolicy",)
 
 
 def _seconds(value: Any) -> float:
@@ -75,7 +75,7 @@ def _wish(check: Callable[[Any], Any], default: Any = None) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class EntryPolicy:
     """The wishes for one entry, all of them optional; durations are seconds, instants are in UTC."""
 
     #: The wall clock of its schedule; None: the app's.
@@ -102,7 +102,7 @@ class Policy:
     note: str = _wish(_text, default="")
 
     @classmethod
-    def of(cls, wishes: Mapping[str, Any]) -> Policy:
+    def of(cls, wishes: Mapping[str, Any]) -> EntryPolicy:
         """Return the policy of some wishes by name, each as the field or as JSON has it; None: the default.
 
         Raises:
@@ -135,7 +135,7 @@ class Policy:
         return frozenset(_CHECKS)
 
     @classmethod
-    def decode(cls, text: str | None) -> Policy:
+    def decode(cls, text: str | None) -> EntryPolicy:
         """Read the ``policy`` field of an entry.
 
         Raises:
@@ -155,13 +155,13 @@ class Policy:
         return json.dumps(wishes)
 
 
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {each.name: each.metadata["check"] for each in fields(Policy)}
-_NO_WISHES = Policy()
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {each.name: each.metadata["check"] for each in fields(EntryPolicy)}
+_NO_WISHES = EntryPolicy()
 
 
 @lru_cache(maxsize=4096)
-def _decoded(text: str) -> Policy:
-    return Policy.of(loads_object(text, "policy"))
+def _decoded(text: str) -> EntryPolicy:
+    return EntryPolicy.of(loads_object(text, "policy"))
 
 
 def _readable(value: Any) -> str:

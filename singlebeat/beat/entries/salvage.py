@@ -10,7 +10,7 @@ from ...errors import EntryError
 from .code_only import given_for
 from .definition import Meta, loads_object, salvaged
 from .entry import Entry
-from .policy import Policy
+from .policy import EntryPolicy
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -44,7 +44,7 @@ class Salvage:
         wishes, meta = dict[str, Any](), None
         try:
             wishes.update(loads_object(texts["policy"] or "{}", "policy"))
-            policy = Policy.of(wishes)
+            policy = EntryPolicy.of(wishes)
         except EntryError as exc:
             problems["policy"] = str(exc)
         else:
@@ -69,7 +69,7 @@ class Salvage:
         merged = {**self.wishes, **wishes}
         # One that is unknown can be taken away, and its misspelling cannot.
         wanted = {name: value for name, value in merged.items() if value is not None or name not in self.wishes}
-        entry = Entry(self.name, app=self.app, policy=Policy.of(wanted), **{**self.fields, **fields})
+        entry = Entry(self.name, app=self.app, policy=EntryPolicy.of(wanted), **{**self.fields, **fields})
         if self.meta is not None:
             entry = entry.with_past(self.meta)
         entry.version = self.texts["definition"], self.texts["policy"]

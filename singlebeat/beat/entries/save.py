@@ -13,7 +13,7 @@ from .code_only import given_for
 from .definition import Meta, loads_object, salvaged
 from .fields import read_fields, write_fields
 from .options import check_encoding
-from .policy import Policy
+from .policy import EntryPolicy
 from .schedule_json import have_same_times
 from .timetable import PARKED
 
@@ -139,7 +139,7 @@ def _wish(
     definition, meta, policy, since = found
     # Each by itself: what is broken is replaced, and the rest is kept.
     stored = _read(type(entry).decode, member, definition, entry.app) if definition else None
-    wanted = _read(Policy.decode, policy or "")
+    wanted = _read(EntryPolicy.decode, policy or "")
     whole = _read(Meta.decode, meta, since) if meta else None
     past = whole or (_read(Meta.decode, meta) if meta else None)
     if stored is not None:
@@ -199,7 +199,7 @@ def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
         json.loads(definition, parse_constant=_refuse)
         read = type(entry).usable(wish.member, definition, entry.app, now)
         check_encoding(read.options)
-        if why := Policy.decode(policy).contradicts(read.options):
+        if why := EntryPolicy.decode(policy).contradicts(read.options):
             raise EntryError(why)  # noqa: TRY301
         if meta and since is not False:
             Meta.decode(meta, since)
@@ -219,14 +219,14 @@ def _read(decode: Callable[..., _T], *values: Any) -> _T | None:
         return None
 
 
-def _pause(policy: str) -> Policy:
+def _pause(policy: str) -> EntryPolicy:
     """Return what a policy that is broken says about a pause."""
     try:
         raw = loads_object(policy, "policy")
     except EntryError:
-        return Policy()
-    wishes = [_read(Policy.of, {name: raw[name]}) or Policy() for name in ("paused", "note") if name in raw]
-    return Policy(paused=any(each.paused for each in wishes), note="".join(each.note for each in wishes))
+        return EntryPolicy()
+    wishes = [_read(EntryPolicy.of, {name: raw[name]}) or EntryPolicy() for name in ("paused", "note") if name in raw]
+    return EntryPolicy(paused=any(each.paused for each in wishes), note="".join(each.note for each in wishes))
 
 
 def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:

@@ -16,7 +16,7 @@ from ..calendar.clocked import clocked
 from ..calendar.recurrence import is_known, latest_occurrence, next_occurrence, starts_at
 from ..calendar.zone import known_zone, named_zone
 from .definition import Meta
-from .policy import Policy
+from .policy import EntryPolicy
 
 if TYPE_CHECKING:
     from zoneinfo import ZoneInfo
@@ -73,7 +73,7 @@ def on_its_clock(schedule: Any, zone: ZoneInfo | None) -> Any:
     return schedule if zone is None or not isinstance(schedule, crontab) else _with(schedule, tz=zone)
 
 
-def as_listed(schedule: Any, policy: Policy, *, is_static: bool, enabled: bool) -> Any:
+def as_listed(schedule: Any, policy: EntryPolicy, *, is_static: bool, enabled: bool) -> Any:
     """Return the schedule of an entry for a tool that lists entries, and may add them to ``beat_schedule`` again.
 
     Such a tool knows neither policy nor ``enabled``, so the schedule carries them.
@@ -87,9 +87,9 @@ def as_listed(schedule: Any, policy: Policy, *, is_static: bool, enabled: bool) 
     return _with(on_its_clock(schedule, policy.timezone), **{_LISTED: (policy, is_static, enabled)})
 
 
-def listed_policy(schedule: Any) -> Policy | None:
+def listed_policy(schedule: Any) -> EntryPolicy | None:
     """Return the policy that the schedule of a listed entry carries, or None."""
-    policy: Policy | None = getattr(schedule, _LISTED, _NOT_LISTED)[0]
+    policy: EntryPolicy | None = getattr(schedule, _LISTED, _NOT_LISTED)[0]
     return policy
 
 
@@ -116,7 +116,7 @@ class Timetable:
 
     name: str
     schedule: Any  #: Celery's ``BaseSchedule``
-    policy: Policy
+    policy: EntryPolicy
     zone: tzinfo  #: of the app, for an entry that has no zone of its own
 
     def since(self, counts_from: datetime | None) -> datetime | None:

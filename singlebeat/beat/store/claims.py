@@ -21,7 +21,7 @@ from ..calendar.zone import app_zone
 from ..entries.entry import Entry, Meta
 from ..entries.fields import read_fields
 from ..entries.occurrence import Decision, Occurrence
-from ..entries.policy import Policy
+from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..leadership.lease import Term
 
-__all__ = ("Claim", "Claimed", "Due", "Store", "Stored")
+__all__ = ("Claim", "ClaimVerdict", "Due", "Store", "Stored")
 
 log = Log("celery.beat")
 
@@ -55,7 +55,7 @@ class Stored:
     fields: Sequence[str]  #: definition, meta, policy, since and pending as they were read; empty if not there
     entry: Entry
     meta: Meta
-    policy: Policy
+    policy: EntryPolicy
     pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when that is to be tried again
 
@@ -99,7 +99,7 @@ class Claim:
     decision: Decision | None = None  #: to be recorded at once, where no occurrence is taken
 
 
-class Claimed(StrEnum):
+class ClaimVerdict(StrEnum):
     """What came of a claim."""
 
     CLAIMED = "claimed"
@@ -216,7 +216,7 @@ class Store:
                 entry = self._decode(member, definition, now)
                 taken = Occurrence.decode(pending) if pending else None
                 score, past = scores.get(member, PARKED), Meta.decode(meta, since, sent)
-                wishes = Policy.decode(policy)
+                wishes = EntryPolicy.decode(policy)
                 if why := wishes.contradicts(entry.options):
                     raise EntryError(why)  # noqa: TRY301
                 fields = [field or "" for field in reply[:5]]
@@ -248,7 +248,7 @@ class Store:
                 log.warning("beat: Entry %(entry)s has an unknown field", event="field_ignored", **about)
         return entry
 
-    def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[Claimed]:
+    def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[ClaimVerdict]:
         """Move entries on, each in one step that nobody else can have taken; one round trip."""
         if not claims:
             return []
@@ -265,7 +265,9 @@ class Store:
             past = (claim.meta.encode(), claim.meta.encode_since()) if claim.meta else ("", "")
             wishes.append((*wish, *past, claim.occurrence.encode() if claim.occurrence else ""))
         args = (token, repr(retry_at.timestamp()), packed(wishes), int(bool(keys.lock)))
-        return [Claimed(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))]
+        return [
+            ClaimVerdict(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))
+        ]
 
     def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
         """Record what became of claimed occurrences; one round trip."""

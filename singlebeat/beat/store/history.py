@@ -51,7 +51,7 @@ class Record:
     at: datetime  #: when it was decided
     nominal: datetime
     kind: str
-    decision: str  #: a word of ``Outcome``
+    decision: str  #: a word of ``DecisionType``
     reason: str
     task_id: str
     holder: str  #: the task that was in its way

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ... import signals
 from ...log import Log
 from ..entries.entry import PARKED
-from ..entries.occurrence import Decision, Occurrence, Outcome
+from ..entries.occurrence import Decision, DecisionType, Occurrence
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -189,7 +189,7 @@ class Quarantine:
         name, reason, exc = self.keys.name(member), problem.reason, problem.exc
         if not is_recorded and self.keys.entry(member) not in self.keys.own:
             # Without an id: when the entry is mended, it may still run for its time.
-            self._decided.append(Decision(name, "", Occurrence("", now.timestamp()), Outcome.QUARANTINED, reason))
+            self._decided.append(Decision(name, "", Occurrence("", now.timestamp()), DecisionType.QUARANTINED, reason))
         if self._known.get(member) == reason:
             return
         self._known[member] = reason
@@ -201,7 +201,7 @@ class Quarantine:
             reason=reason,
             detail="".join(traceback.format_exception(exc)) if exc else "",
         )
-        signals.entry_set_aside.send(sender=self.app, entry=member, reason=reason)
+        signals.entry_quarantined.send(sender=self.app, entry=member, reason=reason)
 
     def _forget(self, member: str, *, is_mended: bool) -> None:
         """Drop what is known about an entry that was deleted or mended."""
@@ -209,8 +209,8 @@ class Quarantine:
         self._refused.pop(member, None)
         if is_mended:
             about = {"entry": self.keys.name(member), "key": self.keys.entry(member)}
-            log.warning("beat: Entry %(key)s is mended", event="entry_mended", **about)
-            signals.entry_mended.send(sender=self.app, entry=member)
+            log.warning("beat: Entry %(key)s is mended", event="entry_recovered", **about)
+            signals.entry_recovered.send(sender=self.app, entry=member)
 
 
 def _why(exc: Exception) -> str:
