@@ -215,7 +215,7 @@ class Config:
     )
     singlebeat_history_limit: int = _setting(10_000, _count, "decisions of beat that are kept; 0 keeps none")
     singlebeat_allowed_tasks: tuple[str, ...] = _setting(
-        ("*",), _patterns, "patterns of the tasks that entries may make run; an entry with another one is set aside"
+        ("*",), _patterns, "patterns of the tasks that entries may make run; an entry with another one is quarantined"
     )
     singlebeat_other_app_check: str = _setting(
         "warn",

@@ -76,7 +76,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     """
     aside = facts.state.quarantine.get(facts.name)
     if aside is not None:
-        yield f"It is set aside and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
+        yield f"It is quarantined and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
         yield (
             "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by itself; "
             f"to delete it: celery singlebeat delete {facts.name}"
@@ -190,7 +190,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
         case "publish_failed":
             yield f"The run for {when} could not be sent, and never can: {record.reason}."
         case "quarantined" if facts.name not in facts.state.quarantine:
-            yield f"It was set aside at {_moment(record.at)}, and is mended since: {record.reason}."
+            yield f"It was quarantined at {_moment(record.at)}, and has recovered since: {record.reason}."
         case "quarantined":
             pass  # said first
         case other:

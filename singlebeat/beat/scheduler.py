@@ -402,7 +402,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             try:
                 yield again(now)
             except Exception as exc:  # a user's own schedule class may do anything: it harms nobody else
-                self.store.quarantine.refuse(stored.member, stored.found, exc, again, now)
+                self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
 
     def setup_schedule(self) -> None:
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""

@@ -1,4 +1,4 @@
-"""The state of a schedule as a whole: who leads and stands by, what is overdue, pending and set aside."""
+"""The state of a schedule as a whole: who leads and stands by, what is overdue, pending and quarantined."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         text = f"{pending} occurrences are claimed and not sent: the broker or the locks' server may be unreachable"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
-        text = f"is set aside since {record['since']} and does not run: {record['reason']}"
+        text = f"is quarantined since {record['since']} and does not run: {record['reason']}"
         yield Finding("problem", f"entry {name}", text)
 
 

@@ -61,7 +61,7 @@ def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[date
     try:
         runs = entry.timetable.runs(past.counts_from, now, count=past.total_run_count)
         upcoming = next(iter(runs), None)
-    except Exception:  # of a user's own schedule: why is with what is set aside
+    except Exception:  # of a user's own schedule: why is with what is quarantined
         fails = True
     if not entry.enabled:
         return upcoming, "disabled"
@@ -108,7 +108,7 @@ def list_(app: Celery, as_json: bool) -> None:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
     for name, record in aside.items():
-        click.echo(marked(f"{name}: set aside: {record['reason']}", "problem"))
+        click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
     for entry in entries:
         if entry.ignored:
             click.echo(marked(f"{entry.name}: {entry.ignored}", "warning"))
@@ -134,7 +134,7 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
     upcoming, state = _outlook(entry, now, late)
     if aside:
-        state = "set aside"
+        state = "quarantined"
     elif no_place := entries.no_place(name):
         aside, upcoming, state = no_place, None, "no place"
     elif late is not None and late.is_wrong:
@@ -169,12 +169,12 @@ def _show_broken(found: Salvage, reason: str, as_json: bool) -> None:
     broken = {"definition" if name in FIELDS else name for name in found.problems}
     texts = {name: text for name, text in found.texts.items() if text and name in broken}
     if as_json:
-        show_json({"name": found.name, "state": "set aside", "reason": reason, "problems": found.problems, **texts})
+        show_json({"name": found.name, "state": "quarantined", "reason": reason, "problems": found.problems, **texts})
         return
     fields = {name: found.fields[name] for name in FIELDS if name in found.fields}
     if "schedule" in fields:
         fields["schedule"] = readable_schedule(fields["schedule"])
-    _show_rows({**fields, "state": "set aside", **({} if "policy" in broken else found.wishes), **texts})
+    _show_rows({**fields, "state": "quarantined", **({} if "policy" in broken else found.wishes), **texts})
     for problem in dict.fromkeys((*found.problems.values(), reason)):
         _show_reason(problem)
 

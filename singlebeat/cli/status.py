@@ -39,7 +39,7 @@ _NOBODY = {"host": "?", "pid": "?", "term": "?", "since": "?"}
 
 @command("status")
 def status_(app: Celery, as_json: bool) -> None:
-    """Show who leads and stands by, and how much is scheduled, overdue, pending and set aside."""
+    """Show who leads and stands by, and how much is scheduled, overdue, pending and quarantined."""
     state = ScheduleStatus.of(app)
     if as_json:
         show_json(asdict(state))

@@ -150,7 +150,7 @@ def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis, mon
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"]
     assert any("paused" in line for line in lines)
-    assert lines[-1] == "bad: set aside: no task"
+    assert lines[-1] == "bad: quarantined: no task"
     assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
 
 
@@ -778,8 +778,8 @@ def test_a_broken_entry_is_shown_and_mended(cli, put, app, redis, definition, po
 
     text = cli("show", "e").output
     assert shown in text
-    assert "set aside" in text
-    assert answer(cli("show", "e", "--json"))["state"] == "set aside"
+    assert "quarantined" in text
+    assert answer(cli("show", "e", "--json"))["state"] == "quarantined"
     assert mending[0] in cli("edit", "e", "--disable", code=1).output or policy
     cli("edit", "e", *mending)
 

@@ -212,7 +212,7 @@ def test_an_entry_that_is_set_aside_is_recorded_once_for_each_reason(desk):
     desk.redis.hset("redbeat:e", "policy", "{")
     desk.beats[-1].tick()
     assert [each["decision"] for each in desk.history] == ["quarantined"] * 2
-    assert "It is set aside and does not run" in desk.explained()
+    assert "It is quarantined and does not run" in desk.explained()
 
     desk.redis.hdel("redbeat:e", "policy")
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_what_was_set_aside_and_mended_is_explained(desk):
     desk.beats[-1].tick()
     desk.beats[-1].tick()
 
-    assert "and is mended since: policy: there is no 'jiter'" in desk.explained()
+    assert "and has recovered since: policy: there is no 'jiter'" in desk.explained()
 
 
 def test_a_key_of_another_type_is_recorded_and_hinders_no_other_record(desk):

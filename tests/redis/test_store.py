@@ -879,7 +879,7 @@ def test_a_mended_entry_is_due_again_without_being_scheduled(store, put, app, re
     due(store)
 
     assert redis.exists(QUARANTINE) == 0
-    assert f"Entry {key} is mended" in caplog.text
+    assert f"Entry {key} is usable again" in caplog.text
     assert [stored.entry.name for stored in due(store).entries] == ["bad"]
 
 

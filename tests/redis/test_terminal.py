@@ -94,7 +94,7 @@ def _no_worker_is_waited_for(monkeypatch):
 
 @pytest.fixture
 def bad(redis) -> None:
-    """An entry that is set aside: every table of entries shows it as a problem."""
+    """An entry that is quarantined: every table of entries shows it as a problem."""
     redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
 
 

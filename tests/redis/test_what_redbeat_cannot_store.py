@@ -529,7 +529,7 @@ def test_600_entries_whose_schedules_fail_when_they_are_due_starve_nobody(redis,
     said = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(said) == 600, "each once, not in every tick"
     assert "Traceback (most recent call last):" in said[0].getMessage(), "the mistake is in somebody's code"
-    assert "is mended" not in caplog.text
+    assert "is usable again" not in caplog.text
 
 
 @pytest.mark.parametrize(

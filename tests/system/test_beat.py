@@ -100,7 +100,7 @@ def test_an_entry_that_is_written_with_redis_commands_runs_within_two_seconds(ce
         delays[name] = run.started - began
 
     redis.zadd("redbeat::schedule", {"redbeat:zadd first": 0})
-    beat.wait_for(r"Entry redbeat:zadd first cannot be used and waits to be mended")
+    beat.wait_for(r"Entry redbeat:zadd first cannot be used: it is quarantined until it is fixed")
     began = now(redis)
     redis.hset("redbeat:zadd first", "definition", definition("zadd first", INTERVAL))
     delays["zadd first"] = oracle.wait_started(1, "zadd first")[0].started - began

@@ -569,13 +569,15 @@ def test_b10_a_bad_cron_is_named_everywhere_until_it_is_corrected(shop):
     reason = "definition cannot be read: .*99"
 
     incident.until(
-        shop.beat.logs(f"ERROR.*cannot be used and waits to be mended event=quarantined entry=nightly .*{reason}"),
+        shop.beat.logs(
+            f"ERROR.*cannot be used: it is quarantined until it is fixed event=quarantined entry=nightly .*{reason}"
+        ),
         shop.beat.metric("quarantined_entries", "1.0"),
         tools.say("status", "^quarantine +1", f"^  nightly: {reason}"),
-        tools.say("list", f"^nightly: set aside: {reason}"),
+        tools.say("list", f"^nightly: quarantined: {reason}"),
         tools.say("show nightly", "99"),
-        tools.say("explain nightly", f"^It is set aside and does not run, since .*{reason}", "Correct the entry"),
-        tools.say("doctor", f"^problem  entry nightly: is set aside since .*{reason}", code=1),
+        tools.say("explain nightly", f"^It is quarantined and does not run, since .*{reason}", "Correct the entry"),
+        tools.say("doctor", f"^problem  entry nightly: is quarantined since .*{reason}", code=1),
         *shop.is_healthy(),
     )
     logged = shop.beat.process.position

@@ -74,5 +74,5 @@ class Listing(Mapping[str, Entry]):
         definition, meta, policy, since, _, sent = fields
         try:
             return Entry.from_fields(self._keys.prefix + name, definition, meta, policy, since, sent, app=self.app)
-        except EntryError:  # unknown, or set aside, which beat says
+        except EntryError:  # unknown, or quarantined, which beat says
             return None

@@ -2,7 +2,7 @@
 --
 -- KEYS[1]     schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[2]     pending     zset: members with an occurrence that is claimed and not confirmed
--- KEYS[3]     quarantine  hash: members that are set aside
+-- KEYS[3]     quarantine  hash: members that are quarantined
 -- KEYS[4]     statics     set: names of the entries that come from beat_schedule
 -- KEYS[5]     owners      hash: the apps of each of these names
 -- KEYS[6...]  entries     for each row two hashes: the entry, and where it is kept

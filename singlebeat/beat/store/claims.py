@@ -221,16 +221,16 @@ class Store:
                     raise EntryError(why)  # noqa: TRY301
                 fields = [field or "" for field in reply[:5]]
                 stored = Stored(member, score, fields, entry, past, wishes, taken)
-                if why := self.quarantine.why(member, stored.found, now):
+                if why := self.quarantine.why_failing(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
             except EntryError as exc:
                 if member in quarantined and member not in scores:
-                    self.quarantine.put_if_scheduled(member, str(exc))
+                    self.quarantine.keep(member, str(exc))
                 else:
-                    self.quarantine.put(member, str(exc), due=member in scores)
+                    self.quarantine.add(member, str(exc), due=member in scores)
             else:
                 if member in quarantined:
-                    self.quarantine.lift(member, has_pending=taken is not None)
+                    self.quarantine.readmit(member, has_pending=taken is not None)
                 yield stored
         self.quarantine.settle()
 

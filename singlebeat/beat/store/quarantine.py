@@ -1,4 +1,4 @@
-"""Entries that cannot be used: kept, never due, and looked at again until they are mended."""
+"""Entries that cannot be used: kept, never due, and looked at again until they are recovered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RETRY_AFTER = timedelta(minutes=1)
 
 
 @dataclass(slots=True)
-class _Refused:
+class _Failing:
     """An entry that can be read, and whose times cannot be calculated."""
 
     found: Any  #: what was read of it
@@ -50,7 +50,7 @@ class _Problem:
 
 
 class Quarantine:
-    """The entries that are set aside, with the reason and since when.
+    """The entries that are quarantined, with the reason and since when.
 
     What is found of an entry is noted first, and written for all entries at once by ``settle``.
 
@@ -64,17 +64,17 @@ class Quarantine:
         self.cursor = 0  #: of HSCAN: which entries are checked next
         self._known: dict[str, str] = {}
         self._decided: list[Decision] = []
-        self._refused: dict[str, _Refused] = {}
+        self._failing: dict[str, _Failing] = {}
         self._problems: dict[str, _Problem] = {}
-        self._mended: dict[str, bool] = {}
+        self._recovered: dict[str, bool] = {}
         self._unreadable: list[str] = []
 
     def decided(self) -> Sequence[Decision]:
-        """Return what was set aside since the last call, once for each reason, for the history."""
+        """Return what was quarantined since the last call, once for each reason, for the history."""
         decided, self._decided = self._decided, []
         return decided
 
-    def refuse(
+    def add_failing(
         self, member: str, found: Any, exc: Exception, again: Callable[[datetime], object], now: datetime
     ) -> None:
         """Note an entry that can be read, and whose times cannot be calculated.
@@ -84,12 +84,12 @@ class Quarantine:
             exc: what its schedule has raised.
             again: calculates its times at a moment.
         """
-        refused = self._refused[member] = _Refused(found, _why(exc), again, now)
-        self.put(member, refused.reason, due=True, exc=exc)
+        refused = self._failing[member] = _Failing(found, _why(exc), again, now)
+        self.add(member, refused.reason, due=True, exc=exc)
 
-    def why(self, member: str, found: Any, now: datetime) -> str:
+    def why_failing(self, member: str, found: Any, now: datetime) -> str:
         """Return the reason why an entry was refused, if that still holds; else an empty text."""
-        refused = self._refused.get(member)
+        refused = self._failing.get(member)
         if refused is None or refused.found != found:
             return ""
         if abs(now - refused.tried_at) >= RETRY_AFTER:
@@ -102,8 +102,8 @@ class Quarantine:
                 return ""
         return refused.reason
 
-    def put(self, member: str, reason: str, *, due: bool, exc: Exception | None = None) -> None:
-        """Note an entry to be set aside.
+    def add(self, member: str, reason: str, *, due: bool, exc: Exception | None = None) -> None:
+        """Note an entry to be quarantined.
 
         Args:
             due: it is among those that are due, and so must be parked.
@@ -111,30 +111,30 @@ class Quarantine:
         """
         self._problems[member] = _Problem(reason, due, exc)
 
-    def put_if_scheduled(self, member: str, reason: str) -> None:
-        """Note an entry that is set aside and still cannot be used: it is forgotten if it was deleted."""
+    def keep(self, member: str, reason: str) -> None:
+        """Note an entry that is quarantined and still cannot be used: it is forgotten if it was deleted."""
         self._unreadable.append(member)
-        self.put(member, reason, due=False)
+        self.add(member, reason, due=False)
 
-    def lift(self, member: str, *, has_pending: bool) -> None:
-        """Note an entry that is set aside and can be used again.
+    def readmit(self, member: str, *, has_pending: bool) -> None:
+        """Note an entry that is quarantined and can be used again.
 
         Args:
             has_pending: it has an occurrence that was not confirmed.
         """
-        self._mended[member] = has_pending
+        self._recovered[member] = has_pending
 
     def settle(self) -> None:
         """Write what was noted: two round trips, however much it is; then log it, once for each reason."""
-        problems, mended, unreadable = self._problems, self._mended, self._unreadable
-        self._problems, self._mended, self._unreadable = {}, {}, []
+        problems, recovered, unreadable = self._problems, self._recovered, self._unreadable
+        self._problems, self._recovered, self._unreadable = {}, {}, []
         known = self._known
         problems = {
             member: problem
             for member, problem in problems.items()
             if problem.due or member in unreadable or known.get(member) != problem.reason
         }
-        if not problems and not mended:
+        if not problems and not recovered:
             return
         records, deleted = self._stored(list(problems), unreadable)
         problems = {
@@ -155,11 +155,11 @@ class Quarantine:
                 pipe.hset(self.keys.quarantine, mapping=texts)
                 pipe.zadd(self.keys.schedule, dict.fromkeys(problems, PARKED), xx=True)
                 pipe.zrem(self.keys.pending, *problems)
-            if gone := [*deleted, *mended]:
+            if gone := [*deleted, *recovered]:
                 pipe.hdel(self.keys.quarantine, *gone)
-            if mended:
-                pipe.zadd(self.keys.schedule, dict.fromkeys(mended, 0), xx=True)
-            if waiting := [member for member, has_pending in mended.items() if has_pending]:
+            if recovered:
+                pipe.zadd(self.keys.schedule, dict.fromkeys(recovered, 0), xx=True)
+            if waiting := [member for member, has_pending in recovered.items() if has_pending]:
                 pipe.zadd(self.keys.pending, dict.fromkeys(waiting, 0), nx=True)
             pipe.execute()
         for member, problem in problems.items():
@@ -167,7 +167,7 @@ class Quarantine:
             self._tell(member, problem, now, is_recorded=records[member].get("reason") == problem.reason)
         for member in gone:
             self._progress()
-            self._forget(member, is_mended=member in mended)
+            self._forget(member, has_recovered=member in recovered)
 
     def _stored(
         self, members: Sequence[str], unreadable: Sequence[str]
@@ -185,16 +185,16 @@ class Quarantine:
         return {member: _record(text) for member, text in zip(members, texts, strict=True)}, deleted
 
     def _tell(self, member: str, problem: _Problem, now: datetime, *, is_recorded: bool) -> None:
-        """Log that an entry is set aside, if this beat has not yet done so for that reason."""
+        """Log that an entry is quarantined, if this beat has not yet done so for that reason."""
         name, reason, exc = self.keys.name(member), problem.reason, problem.exc
         if not is_recorded and self.keys.entry(member) not in self.keys.own:
-            # Without an id: when the entry is mended, it may still run for its time.
+            # Without an id: when the entry is recovered, it may still run for its time.
             self._decided.append(Decision(name, "", Occurrence("", now.timestamp()), DecisionType.QUARANTINED, reason))
         if self._known.get(member) == reason:
             return
         self._known[member] = reason
         log.error(
-            "beat: Entry %(key)s cannot be used and waits to be mended",
+            "beat: Entry %(key)s cannot be used: it is quarantined until it is fixed",
             event="quarantined",
             entry=name,
             key=self.keys.entry(member),
@@ -203,13 +203,13 @@ class Quarantine:
         )
         signals.entry_quarantined.send(sender=self.app, entry=member, reason=reason)
 
-    def _forget(self, member: str, *, is_mended: bool) -> None:
-        """Drop what is known about an entry that was deleted or mended."""
+    def _forget(self, member: str, *, has_recovered: bool) -> None:
+        """Drop what is known about an entry that was deleted or recovered."""
         self._known.pop(member, None)
-        self._refused.pop(member, None)
-        if is_mended:
+        self._failing.pop(member, None)
+        if has_recovered:
             about = {"entry": self.keys.name(member), "key": self.keys.entry(member)}
-            log.warning("beat: Entry %(key)s is mended", event="entry_recovered", **about)
+            log.warning("beat: Entry %(key)s is usable again", event="entry_recovered", **about)
             signals.entry_recovered.send(sender=self.app, entry=member)
 
 
