@@ -343,7 +343,8 @@ MUTANTS = {
 
 
 def break_script(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, *checks: str) -> None:
-    script, original = Script("singlebeat.beat", name), module.script
+    assert module.__package__ is not None
+    script, original = Script(module.__package__, name), module.script
     for check in checks:
         assert f"if {check} then" in script.text
         script.text = script.text.replace(f"if {check} then", "if false then")

@@ -56,8 +56,8 @@ class Model:
         self.done: set[tuple[str, int]] = set()
         self.replaced: set[str] = set()
 
-    def acquire(self, ref: Ref, *, again: bool, payload: str, if_held: IfHeld) -> Verdict:
-        if again and ((ref.task_id, ref.generation) in self.done or ref.task_id in self.replaced):
+    def acquire(self, ref: Ref, *, may_be_resent: bool, payload: str, if_held: IfHeld) -> Verdict:
+        if may_be_resent and ((ref.task_id, ref.generation) in self.done or ref.task_id in self.replaced):
             return Verdict.DONE
         if self.record and self.record.id == ref.task_id:
             return Verdict.ACQUIRED if self.record.state == "queued" else Verdict.RUNNING
@@ -204,13 +204,13 @@ class LockMachine(RuleBasedStateMachine):
     # ------------------------------------------------ senders
 
     def acquire(
-        self, ref: Ref, lost: bool, *, again: bool, payload: str = "", if_held: IfHeld = IfHeld.LEAVE
+        self, ref: Ref, lost: bool, *, may_be_resent: bool, payload: str = "", if_held: IfHeld = IfHeld.LEAVE
     ) -> Verdict:
         call = Call(ref, "app.task", "", TTL, payload=payload, if_held=if_held)
         return self.ask(
             lost,
-            lambda: self.backend.acquire_many([call], may_be_resent=again)[0].verdict,
-            lambda: self.model.acquire(ref, may_be_resent=again, payload=payload, if_held=if_held),
+            lambda: self.backend.acquire_many([call], may_be_resent=may_be_resent)[0].verdict,
+            lambda: self.model.acquire(ref, may_be_resent=may_be_resent, payload=payload, if_held=if_held),
         )
 
     @precondition(lambda self: self.senders < SENDERS)
@@ -262,7 +262,7 @@ class LockMachine(RuleBasedStateMachine):
 
         def verb() -> Verdict:
             before = self.stored()
-            options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+            options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
             place = self.stored(BEHIND)
             holder = self.backend.begin(ref, queued=BEHIND, turn_ttl=60 * waits, **options)
             if (

@@ -77,14 +77,14 @@ def acquire(draw: st.DrawFn) -> Ask:
             max_size=2,
         )
     )
-    again = draw(st.booleans())
-    return Ask("acquire", lambda b: b.acquire_many(calls, may_be_resent=again), calls, again)
+    may_be_resent = draw(st.booleans())
+    return Ask("acquire", lambda b: b.acquire_many(calls, may_be_resent=may_be_resent), calls, may_be_resent)
 
 
 @st.composite
 def begin(draw: st.DrawFn) -> Ask:
     ref, expiry, waits, waited = draw(runs), draw(expiries), draw(st.booleans()), draw(st.booleans())
-    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
+    options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
     options["entry"] = entry_of(ref)
     queued, options["turn_ttl"] = behind_key(ref.key) if waited else ref.key, LEASE * waits
     return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry)
@@ -133,7 +133,7 @@ def life(draw: st.DrawFn) -> list[Ask]:
     """What one delivery does, and a copy of it: verbs that pick their runs by themselves seldom meet."""
     run, generation, ran = draw(runs), draw(generations), draw(st.booleans())
     copy, to = replace(run, nonce="n3"), Ref(run.key, run.task_id, generation)
-    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+    options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
     steps = [
         Ask("begin", lambda b: b.begin(run, **options), run),
         Ask("promise", lambda b: b.promise(run, to=to, ttl=PROMISED_TTL), run, to),
@@ -155,7 +155,7 @@ def displaced(draw: st.DrawFn) -> list[Ask]:
         return Ask("acquire", lambda b: b.acquire_many([call]), call)
 
     run = Ref(lock, "a", generation, "n1")
-    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+    options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
     begun = Ask("begin", lambda b: b.begin(run, **options), run)
     return [Ask("unlock", lambda b: b.unlock(lock), lock), taken("a", IfHeld.LEAVE), taken("b", IfHeld.REPLACE), begun]
 
@@ -164,7 +164,7 @@ def displaced(draw: st.DrawFn) -> list[Ask]:
 def crowded(draw: st.DrawFn) -> list[Ask]:
     """A message waits behind a run, and a call with other arguments comes."""
     lock, if_held = draw(locks), draw(st.sampled_from(IfHeld))
-    options = {"lease": LEASE, "memory": MEMORY, "task": "app.task", "arguments": ""}
+    options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
     run, waiter = Ref(lock, "a", 0, "n1"), Ref(lock, "b", 0, "n2")
     call = Call(Ref(lock, "c"), "app.task", "1, x=2", QUEUED_TTL, None, draw(payloads), if_held)
     return [
@@ -267,9 +267,11 @@ def free(backend: BaseBackend, lock: str = LOCK) -> None:
 
 
 def take(
-    backend: BaseBackend, task_id: str = "a", *, ttl: float = QUEUED_TTL, again: bool = False, **options: Any
+    backend: BaseBackend, task_id: str = "a", *, ttl: float = QUEUED_TTL, may_be_resent: bool = False, **options: Any
 ) -> Holder:
-    return backend.acquire_many([Call(Ref(LOCK, task_id), "app.task", "", ttl, **options)], may_be_resent=again)[0]
+    return backend.acquire_many(
+        [Call(Ref(LOCK, task_id), "app.task", "", ttl, **options)], may_be_resent=may_be_resent
+    )[0]
 
 
 def start(backend: BaseBackend, ref: Ref, *, lease: float = LEASE, **options: Any) -> Holder:

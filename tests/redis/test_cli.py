@@ -311,7 +311,7 @@ def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, 
 
 def test_the_message_of_a_dead_run_runs_when_it_is_delivered_again_after_unlock(cli, app, redis):
     backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "dead-one", 0, "n")
-    again = {"lease": 5, "memory": 60, "task": "t", "arguments": ""}
+    again = {"lease": 5, "remember_for": 60, "task": "t", "arguments": ""}
     backend.begin(Ref(run.key, "ended-one", 0, "n"), **again)
     backend.finish_many([Ref(run.key, "ended-one", 0, "n")], remember_for=60)
     begin_and_die(backend, redis, run)

@@ -14,7 +14,7 @@ from celery.schedules import schedule
 from singlebeat import Entry
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.metrics import Metrics
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.server_time import ServerTime
 from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP
@@ -205,7 +205,7 @@ def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, app, redi
     ]
     assert "clock       the clock of web1, which leads" in cli("status").output
     assert "the clock of web1, which leads, is +7200.0 s off" in cli("health", code=1).output
-    metrics = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
+    metrics = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
     code, _, body = metrics.answer("/readyz")
     assert (code, "web1" in body.decode()) == (503, True)
 
@@ -234,7 +234,7 @@ def test_this_host_is_named_and_is_not_healthy_from_a_minute_on(
 
     assert [(row["level"], row["text"].partition(",")[0]) for row in found] == [(level, f"the clock of {HERE}")]
     cli("health", code=code)
-    metrics = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
+    metrics = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
     assert metrics.answer("/readyz")[0] == (503 if code else 200)
     (line,) = [
         line
@@ -283,7 +283,7 @@ def clock_findings(cli) -> list[tuple[str, str]]:
 
 
 def ready(app, redis) -> tuple[int, str, str]:
-    metrics = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
+    metrics = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
     code, _, body = metrics.answer("/readyz")
     (line,) = [
         line

@@ -55,8 +55,8 @@ def call(ref: Ref = A, *, ttl: float = QUEUED_TTL, **options) -> Call:
     return Call(ref, "app.task", "1, x=2", ttl, **options)
 
 
-def acquire(backend: RedisBackend, ref: Ref = A, *, again: bool = False, **options) -> Holder:
-    return backend.acquire_many([call(ref, **options)], may_be_resent=again)[0]
+def acquire(backend: RedisBackend, ref: Ref = A, *, may_be_resent: bool = False, **options) -> Holder:
+    return backend.acquire_many([call(ref, **options)], may_be_resent=may_be_resent)[0]
 
 
 def acquire_all(backend: RedisBackend, keys: Sequence[str]) -> None:
@@ -95,13 +95,13 @@ def just_now(moment: datetime | None) -> bool:
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["the lock's", "the memory's"])
-@pytest.mark.parametrize("again", [False, True])
-def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis, again, beside):
+@pytest.mark.parametrize("may_be_resent", [False, True])
+def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis, may_be_resent, beside):
     foreign = Ref(lock_key(PREFIX, "d2"), "b", nonce="n1")
     key = done_key(foreign.key) if beside else foreign.key
     redis.set(key, "somebody else's")
 
-    acquired = backend.acquire_many([call(foreign), call(A)], may_be_resent=again)
+    acquired = backend.acquire_many([call(foreign), call(A)], may_be_resent=may_be_resent)
     with pytest.raises(LockBackendError, match=rf"the lock {re.escape(foreign.key)} is unusable: WRONGTYPE"):
         begin(backend, foreign)
     begin(backend, RUN)
@@ -208,12 +208,12 @@ def test_a_call_is_held_off_by_a_run_and_learns_its_fence(backend, redis):
     assert redis.hget(LOCK, "id") == "a"
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_repeated_publish_acquires_its_own_lock_again(backend, redis, lives, again):
+@pytest.mark.parametrize("may_be_resent", [False, True])
+def test_a_repeated_publish_acquires_its_own_lock_again(backend, redis, lives, may_be_resent):
     acquire(backend, ttl=QUEUED_TTL / 2)
     before = redis.hgetall(LOCK)
 
-    holder = acquire(backend, may_be_resent=again)
+    holder = acquire(backend, may_be_resent=may_be_resent)
 
     assert (holder.verdict, holder.task_id) == (Verdict.ACQUIRED, "a")
     assert redis.hgetall(LOCK) == before
@@ -227,12 +227,12 @@ def test_a_call_that_would_wait_for_ever_does_not_fail_those_beside_it(backend, 
     assert [reply.verdict for reply in replies] == [Verdict.ACQUIRED] * 2
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, again):
+@pytest.mark.parametrize("may_be_resent", [False, True])
+def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, may_be_resent):
     acquire(backend)
     run = begin(backend)
 
-    holder = acquire(backend, may_be_resent=again)
+    holder = acquire(backend, may_be_resent=may_be_resent)
 
     assert (holder.verdict, holder.task_id, holder.fence) == (Verdict.RUNNING, "a", run.fence)
     assert lives(LEASE)  # not the longer time that a queued message may wait
@@ -722,7 +722,7 @@ def test_a_clock_that_differs_from_the_servers_refuses_no_call(server, redis, ah
 @pytest.mark.parametrize("verb", ["acquire_many", "renew_many", "finish_many"])
 def test_no_calls_are_no_round_trip(redis, verb):
     nowhere = RedisBackend("redis://127.0.0.1:1/0")
-    options = {"acquire_many": {}, "renew_many": {"lease": LEASE}, "finish_many": {"memory": MEMORY}}
+    options = {"acquire_many": {}, "renew_many": {"lease": LEASE}, "finish_many": {"remember_for": MEMORY}}
 
     assert not getattr(nowhere, verb)([], **options[verb])
 

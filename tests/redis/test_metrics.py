@@ -22,12 +22,12 @@ from singlebeat import Entry, signals
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
-from singlebeat.beat.metrics import Metrics
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
 from singlebeat.exposition import Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
-from singlebeat.tasks.metrics import Metrics as WorkerMetrics
+from singlebeat.tasks.metrics import WorkerMetrics
 from singlebeat.tasks.renewer import Renewer
 from tests.support import APP, ROOT, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
@@ -36,9 +36,9 @@ TASK = f"{APP}.plain"
 
 
 @pytest.fixture
-def metrics(app, server, redis) -> Iterator[Metrics]:
+def metrics(app, server, redis) -> Iterator[BeatMetrics]:
     lease = Lease(server.client, Keys.of(app).lease, ttl=30)
-    yield Metrics(app, lease)
+    yield BeatMetrics(app, lease)
     lease.release()
 
 
@@ -227,7 +227,7 @@ def test_a_receiver_that_raises_harms_nobody(app, redis, metrics):
 
 def test_a_server_that_is_away_is_a_metric_and_not_ready():
     with make_app(f"redis://127.0.0.1:{free_port()}/0", {"singlebeat_socket_timeout": 0.2}) as app:
-        metrics = Metrics(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
+        metrics = BeatMetrics(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
 
         text = metrics.answer("/metrics")[2].decode()
 
@@ -244,7 +244,7 @@ def test_a_server_that_is_away_is_a_metric_and_not_ready():
 def test_a_server_that_hangs_keeps_no_probe_waiting_for_its_retries(own_server, path):
     """With them the answer took 15 seconds: longer than probes and Prometheus wait."""
     with make_app(own_server.celery_url) as app:
-        metrics = Metrics(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
+        metrics = BeatMetrics(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
         own_server.pause()
         began = time.monotonic()
 
@@ -281,7 +281,7 @@ def test_beat_serves_its_metrics_on_this_host(celery, app, redis):
             return ""
 
     text: Callable[[], str] = lambda: get("/metrics")  # noqa: E731
-    wait_until(lambda: 'decision="dispatched",kind="scheduled"} 1.0' in text() and "set_aside_total 2.0" in text())
+    wait_until(lambda: 'decision="dispatched",kind="scheduled"} 1.0' in text() and "quarantines_total 2.0" in text())
     assert value(text(), "singlebeat_leader") == 1
     assert value(text(), "singlebeat_term") == 1
     assert value(text(), "singlebeat_quarantined_entries") == 2

@@ -16,7 +16,7 @@ from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.metrics import Metrics
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP, CeleryProcess, wait_until
 from tests.system.apps import make_app
@@ -37,7 +37,7 @@ def put(app, name: str, every: float, **fields: object) -> Entry:
 
 
 def ready(app, redis) -> tuple[int, str]:
-    code, _, body = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer("/readyz")
+    code, _, body = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer("/readyz")
     return code, body.decode().strip()
 
 

@@ -21,7 +21,7 @@ from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.metrics import Metrics
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.cli.workers import Workers
@@ -361,7 +361,7 @@ def shared(server, redis):
 
 
 def ready(app, redis) -> tuple[int, str]:
-    code, _, body = Metrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer("/readyz")
+    code, _, body = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer("/readyz")
     return code, body.decode().strip()
 
 

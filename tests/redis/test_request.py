@@ -164,7 +164,7 @@ def test_nonsense_about_deaths_stops_nobody(app, deliver, nonsense):
 
 def test_a_rejected_message_neither_starts_beside_its_run_nor_as_its_own_copy(app):
     backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
-    lived = {"lease": 60.0, "memory": 60.0, "task": "t", "arguments": ""}
+    lived = {"lease": 60.0, "remember_for": 60.0, "task": "t", "arguments": ""}
     first, back = Ref(lock, "a", 0, "n1"), Ref(lock, "a", 0.001, "n2")
     copies = [replace(first, nonce="n3"), replace(back, nonce="n4")]
 

@@ -2657,14 +2657,14 @@ def test_a_tick_reads_a_part_of_a_large_quarantine(bench, redis):
     redis.hset(
         QUARANTINE, mapping={f"redbeat:gone{at}": '{"reason": "of another one that was deleted"}' for at in range(2000)}
     )
-    checked = scheduler.store.quarantine.put_if_scheduled
+    checked = scheduler.store.quarantine.keep
     seen: list[str] = []
 
     def check(member: str, reason: str) -> None:
         seen.append(member)
         checked(member, reason)
 
-    scheduler.store.quarantine.put_if_scheduled = check
+    scheduler.store.quarantine.keep = check
     scheduler.tick()
     assert 0 < len(seen) < 400
 

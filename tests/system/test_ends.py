@@ -298,13 +298,13 @@ def _(s: Scene) -> None:
 
 @scenario("SystemExit", role="alone", conf=REDELIVERS_SOON, apart=_leaves_late_in_thread)
 def _(s: Scene) -> None:
-    _leave_alone(s, "SystemExit", dies=s.pool == "solo", may_be_resent=s.late)
+    _leave_alone(s, "SystemExit", dies=s.pool == "solo", again=s.late)
 
 
 @scenario("MemoryError", role="alone", conf=REDELIVERS_SOON)
 def _(s: Scene) -> None:
     # Celery has stored the failure when it ends its worker or forgets the message: what comes again is a copy.
-    _leave_alone(s, "MemoryError", dies=s.pool in {"prefork", "solo"}, may_be_resent=False)
+    _leave_alone(s, "MemoryError", dies=s.pool in {"prefork", "solo"}, again=False)
 
 
 def _leave_alone(s: Scene, kind: str, *, dies: bool, again: bool) -> None:

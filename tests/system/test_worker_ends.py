@@ -107,7 +107,7 @@ def test_what_is_left_of_a_run_that_died_runs_even_if_an_equal_call_takes_the_lo
 ):
     worker = celery("worker", "-c", "2").ready()
     backend, lock = single.singleton_backend, lock_of(single, "a")
-    lived = {"memory": 60.0, "task": single.name, "arguments": "'a'"}
+    lived = {"remember_for": 60.0, "task": single.name, "arguments": "'a'"}
     assert backend.begin(Ref(lock, "first", nonce="of the run that died"), lease=5, **lived).verdict == "started"
     single.apply_async(["a"], task_id="first", headers={HEADER: Ticket("first", lock, lock).header()})
     worker.wait_for("first.* waits for its turn .*it is running already")
