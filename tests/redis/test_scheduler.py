@@ -1271,7 +1271,7 @@ def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
 
 
 def all_undone() -> bool:
-    return not late_release._releases._wanted and not late_release._releases._no_thread.empty()
+    return not late_release._releases._wanted and not late_release._releases.thread.is_alive
 
 
 def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(server, redis, own_server, bench_on):
