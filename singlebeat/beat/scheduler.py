@@ -26,6 +26,7 @@ from .calendar.zone import app_zone
 from .dispatch import Dispatcher
 from .entries.entry import Entry as BeatEntry
 from .entries.entry import prepare
+from .entries.fields import BATCH
 from .entries.listing import Listing
 from .entries.statics import Statics, signature_of
 from .entries.timetable import is_listed_from_redis
@@ -37,7 +38,7 @@ from .lost_messages import LostMessages
 from .metrics import BeatMetrics
 from .publisher import BrokerAccess
 from .server_time import ServerTime
-from .store.claims import BATCH, Due, Store
+from .store.claims import Due, Store
 from .store.probe import TICKS, acl_hint, schedule_refusal
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay

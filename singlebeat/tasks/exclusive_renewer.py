@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
+from ..locks.base import RENEWALS_PER_LEASE
 from ..locks.inspect import InspectBackend
 from ..locks.legacy import LegacyBackend
 from ..log import Log
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ("ExclusiveRenewer", "exclusive_renewer_of")
 
 log = Log(__name__)
-
-#: Renewals per lease: two may fail before a lock is in danger.
-RENEWALS_PER_LEASE = 3
 
 #: Seconds after which a renewal that failed is repeated, at the latest.
 RETRY_AFTER = 0.5

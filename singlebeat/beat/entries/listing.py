@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import EntryError
 from ..keys import Keys
 from .entry import Entry
-from .fields import read_fields
+from .fields import BATCH, read_fields
 from .save import BATCH
 from .timetable import as_listed
 

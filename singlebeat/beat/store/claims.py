@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import signals
 from ...config import Config
-from ...connections import RedisError
 from ...errors import ConfigError, EntryError
 from ...log import Log
 from ...lua import packed, script
 from ..calendar.zone import app_zone
 from ..entries.entry import Entry, Meta
-from ..entries.fields import read_fields
+from ..entries.fields import BATCH, read_fields
 from ..entries.occurrence import Decision, Occurrence
 from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
 from .quarantine import RECHECKED_PER_TICK, Quarantine
+from .server import eviction_policy
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 __all__ = ("Claim", "ClaimVerdict", "ClaimedOccurrence", "Confirmation", "Due", "Store", "Stored")
 
 log = Log("celery.beat")
-
-#: Entries that one round trip reads or writes.
-BATCH = 500
 
 #: What an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
@@ -184,11 +181,8 @@ class Store:
         check = Config.of(self.app).redbeat_key_expiry_check
         if check == "ignore":
             return
-        try:
-            policy = str(self.client.config_get("maxmemory-policy").get("maxmemory-policy", ""))
-        except RedisError:  # not allowed to ask, or asked a server that does not know
-            return
-        if policy in {"", "noeviction"}:
+        policy = eviction_policy(self.client)
+        if policy in {None, "noeviction"}:
             return
         text = (
             f"the schedule's server may evict keys when its memory is full (maxmemory-policy {policy}): use noeviction"
