@@ -10,7 +10,6 @@ from ...errors import EntryError
 from ..keys import Keys
 from .entry import Entry
 from .fields import BATCH, read_fields
-from .save import BATCH
 from .timetable import as_listed
 
 if TYPE_CHECKING:
