@@ -31,7 +31,7 @@ DEFAULT_LEADER_LEASE = 10.0
 MOST_SECONDS, MOST_PATIENCE, MOST = 100 * 365 * 86_400, 86_400, 10**9
 
 
-def _seconds(value: Any) -> float:
+def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError("must be a positive number of seconds")
     if value > MOST_SECONDS:
@@ -39,81 +39,81 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _patience(value: Any) -> float:
+def _patience(value: object) -> float:
     if (seconds := _seconds(value)) > MOST_PATIENCE:
         raise ValueError("must be a day at most, 86,400 seconds")
     return seconds
 
 
-def _seconds_or_none(value: Any) -> float | None:
+def _seconds_or_none(value: object) -> float | None:
     return None if value is None else _seconds(value)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
         raise ValueError("must be a whole number, 0 to 1,000,000,000")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("must be a text that is not empty")
     return value
 
 
-def _text_or_none(value: Any) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return None if value is None else _text(value)
 
 
-def _lock_name(value: Any) -> str | None:
+def _lock_name(value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError("must be a text, or None for no lock")
     return value or None  # as in RedBeat, an empty text is no name
 
 
-def _options(value: Any) -> Mapping[str, Any]:
+def _options(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError("must be a dict")  # noqa: TRY004 - a wrong value, as far as the user is concerned
     return value
 
 
-def _flag_or_none(value: Any) -> bool | None:
+def _flag_or_none(value: object) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise ValueError("must be True or False")
 
 
-def _ssl(value: Any) -> Mapping[str, Any] | bool:
+def _ssl(value: object) -> Mapping[str, Any] | bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     return _options(value)
 
 
-def _backend_error(value: Any) -> str | None:
+def _backend_error(value: object) -> str | None:
     if value not in (None, "raise", "run"):
         raise ValueError("must be 'raise' or 'run'")
     return None if value is None else str(value)
 
 
-def _expiry_check(value: Any) -> str:
+def _expiry_check(value: object) -> str:
     if value not in ("ignore", "warn", "error", "raise"):
         raise ValueError("must be 'ignore', 'warn', 'error' or 'raise'")
     return str(value)
 
 
-def _other_app_check(value: Any) -> str:
+def _other_app_check(value: object) -> str:
     if value not in ("ignore", "warn", "raise"):
         raise ValueError("must be 'ignore', 'warn' or 'raise'")
     return str(value)
 
 
-def _overlap(value: Any) -> Overlap:
+def _overlap(value: object) -> Overlap:
     if value not in list(Overlap):
         raise ValueError(f"must be one of {', '.join(Overlap)}")
-    return Overlap(value)
+    return Overlap(str(value))
 
 
-def _port(value: Any) -> int | None:
+def _port(value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 65_536:
@@ -123,20 +123,20 @@ def _port(value: Any) -> int | None:
     return value
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
+def _patterns(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
         raise ValueError("must be a list of texts, such as ['shop.*']")
     return tuple(value)
 
 
-def _class(value: Any) -> Any:
+def _class(value: object) -> Any:
     # By name it is imported when it is needed: its module may need the app.
     if value is None or isinstance(value, type) or (isinstance(value, str) and re.fullmatch(r"\w[\w.]*[.:]\w+", value)):
         return value
     raise ValueError("must be a class, or the path of one, such as 'shop.json:Encoder'")
 
 
-def _anything(value: Any) -> Any:
+def _anything(value: object) -> Any:
     return value
 
 
@@ -282,7 +282,7 @@ def _own_names(conf: Any) -> Iterator[str]:
             yield name
 
 
-def _checked(name: str, check: Callable[[Any], Any], value: Any) -> Any:
+def _checked(name: str, check: Callable[[Any], Any], value: object) -> Any:
     try:
         return check(value)
     except ValueError as exc:

@@ -116,12 +116,12 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in encoded)
 
 
-def show_json(value: Any) -> None:
+def show_json(value: object) -> None:
     """Print JSON, readable and in ASCII."""
     click.echo(json.dumps(value, indent=2, default=_plain))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 

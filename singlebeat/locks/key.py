@@ -77,7 +77,7 @@ def digest(
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _encoded(value: Any, encoder: type | None) -> str:
+def _encoded(value: object, encoder: type | None) -> str:
     return str(kombu_json.dumps(value, cls=encoder) if encoder else _encode_default(value))
 
 
@@ -157,7 +157,7 @@ def readable(args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[st
     return text if len(text) <= READABLE_LENGTH else text[: READABLE_LENGTH - 1] + "…"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         return repr(value)
     except Exception:  # it is for people only: a call must not fail for it

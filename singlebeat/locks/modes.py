@@ -131,7 +131,7 @@ def _check_lock(task: Any) -> None:
         raise ConfigError(f"overlap={overlap} contradicts raise_on_duplicate={task.raise_on_duplicate}")
 
 
-def _is_duration(value: Any) -> bool:
+def _is_duration(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 

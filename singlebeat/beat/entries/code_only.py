@@ -80,7 +80,7 @@ def has_lazy(values: Any) -> bool:
     return bool(values) and any(_is_lazy(value) for _, value in _items(values))
 
 
-def _is_lazy(value: Any) -> bool:
+def _is_lazy(value: object) -> bool:
     return isinstance(value, BeatLazyFunc)
 
 

@@ -129,19 +129,19 @@ def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any],
     return fields, problems
 
 
-def _task(value: Any, _: Mapping[str, Any]) -> str:
+def _task(value: object, _: Mapping[str, Any]) -> str:
     if not isinstance(value, str) or not value:
         raise EntryError("definition has no task, or it is not a text")
     return value
 
 
-def _enabled(value: Any, _: Mapping[str, Any]) -> bool:
+def _enabled(value: object, _: Mapping[str, Any]) -> bool:
     if value not in (None, True, False):  # and so not 1 and 0
         raise EntryError(f"definition: enabled is neither true nor false: {saferepr(value)}")
     return value is None or bool(value)
 
 
-def _schedule(value: Any, given: Mapping[str, Any]) -> BaseSchedule:
+def _schedule(value: object, given: Mapping[str, Any]) -> BaseSchedule:
     when = restored_schedule(made(value), given)
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
@@ -151,15 +151,15 @@ def _schedule(value: Any, given: Mapping[str, Any]) -> BaseSchedule:
     return when
 
 
-def _args(value: Any, given: Mapping[str, Any]) -> Any:
+def _args(value: object, given: Mapping[str, Any]) -> Any:
     return restored("args", _typed(value, list, "args"), given)
 
 
-def _kwargs(value: Any, given: Mapping[str, Any]) -> Any:
+def _kwargs(value: object, given: Mapping[str, Any]) -> Any:
     return restored("kwargs", _typed(value, dict, "kwargs"), given)
 
 
-def _options(value: Any, _: Mapping[str, Any]) -> dict[str, Any]:
+def _options(value: object, _: Mapping[str, Any]) -> dict[str, Any]:
     return _checked_options(_typed(value, dict, "options"))
 
 
@@ -178,7 +178,7 @@ _READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 KNOWN = frozenset({*_READERS, "name", "relative", "last_run_at", "total_run_count"})
 
 
-def _typed(value: Any, kind: type, name: str) -> Any:
+def _typed(value: object, kind: type, name: str) -> Any:
     if value is None:
         return kind()
     if not isinstance(value, kind):

@@ -79,7 +79,7 @@ def _check_all(found: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
         raise EntryError("definition: the signatures are nested too deeply") from None
 
 
-def _check(name: str, value: Any, is_usable: Callable[[Any], bool], wanted: str) -> None:
+def _check(name: str, value: object, is_usable: Callable[[Any], bool], wanted: str) -> None:
     try:
         if value is None or is_usable(value):
             return
@@ -95,7 +95,7 @@ def _options(options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from _options_of(options.get(name))
 
 
-def _options_of(value: Any) -> Iterator[Mapping[str, Any]]:
+def _options_of(value: object) -> Iterator[Mapping[str, Any]]:
     """Yield the options of a signature or of a list of signatures, and those of the signatures in them."""
     if isinstance(value, list | tuple):
         for each in value:
@@ -109,7 +109,7 @@ def _options_of(value: Any) -> Iterator[Mapping[str, Any]]:
         yield from _options_of([*kwargs.values()])
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value))
 
 
@@ -117,25 +117,25 @@ def _is_limit(value: Any) -> bool:
     return _is_number(value) and value >= 0
 
 
-def _is_wait(value: Any) -> bool:
+def _is_wait(value: object) -> bool:
     return _is_number(value) and _is_in_the_calendar(value)
 
 
-def _is_moment(value: Any) -> bool:
+def _is_moment(value: object) -> bool:
     return isinstance(value, str | datetime) and _is_in_the_calendar(value)
 
 
-def _is_in_the_calendar(value: Any) -> bool:
+def _is_in_the_calendar(value: object) -> bool:
     now = datetime.now(UTC)
     _ = now + timedelta(seconds=seconds_until(value, now) or 0)  # as Celery makes a date of it
     return True
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, list | tuple) and all(map(_is_name, value))
 
 

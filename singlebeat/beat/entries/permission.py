@@ -93,7 +93,7 @@ def _named(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
             raise EntryError(f"the option {name} is not understood, as singlebeat_allowed_tasks needs it to be")
 
 
-def _tasks(value: Any) -> Iterator[str]:
+def _tasks(value: object) -> Iterator[str]:
     """Yield the tasks of a signature, of a list of them, or of what Celery takes for the name of a task."""
     if isinstance(value, str):
         yield value
@@ -118,5 +118,5 @@ def _tasks_of(signature: Mapping[str, Any]) -> Iterator[str]:
     yield from _named(task, args, signature.get("kwargs"), signature.get("options"))
 
 
-def _unclear(value: Any) -> EntryError:
+def _unclear(value: object) -> EntryError:
     return EntryError(f"what this makes run cannot be told, as singlebeat_allowed_tasks needs it: {saferepr(value)}")

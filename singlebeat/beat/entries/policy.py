@@ -19,15 +19,15 @@ from .definition import loads_object
 __all__ = ("EntryPolicy",)
 
 
-def _seconds(value: Any) -> float:
+def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError("must be a positive number of seconds")
     return float(value)
 
 
-def _zone(value: Any) -> ZoneInfo:
+def _zone(value: object) -> ZoneInfo:
     try:
-        zone = named_zone(value) if isinstance(value, tzinfo) else ZoneInfo(value)
+        zone = named_zone(value) if isinstance(value, tzinfo) else ZoneInfo(str(value))
     except Exception:  # whatever else it is: ZoneInfo raises five different errors
         zone = None
     if zone is None:
@@ -35,11 +35,11 @@ def _zone(value: Any) -> ZoneInfo:
     return zone
 
 
-def _overlap(value: Any) -> Overlap:
+def _overlap(value: object) -> Overlap:
     words = [word for word in Overlap if word is not Overlap.RAISE]
     if value not in words:
         raise ValueError(f"must be one of {', '.join(words)}")
-    return Overlap(value)
+    return Overlap(str(value))
 
 
 def _instant(value: Any) -> datetime:
@@ -52,19 +52,19 @@ def _instant(value: Any) -> datetime:
     return moment
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError("must be a whole number, 1 or more")
     return value
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")  # noqa: TRY004 - a wrong value, as far as the user is concerned
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("must be a text")  # noqa: TRY004 - as above
     return value
@@ -164,5 +164,5 @@ def _decoded(text: str) -> EntryPolicy:
     return EntryPolicy.of(loads_object(text, "policy"))
 
 
-def _readable(value: Any) -> str:
+def _readable(value: object) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -86,7 +86,7 @@ def _check_fields(d: Mapping[str, Any], known: Iterable[str]) -> None:
         raise ValueError(f"the {kind} has {', '.join(map(repr, sorted(unknown)))}: its fields are {fields}")
 
 
-def _crontab_field(value: Any) -> Any:
+def _crontab_field(value: object) -> Any:
     # "[1-12]" is how RedBeat's own documentation writes a range.
     return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
 
@@ -98,7 +98,7 @@ def _check_weekday(d: Mapping[str, Any]) -> None:
         raise ValueError(f"a weekday has a wkday, 0 (Monday) to 6, and perhaps a whole n, not {day!r} and {n!r}")
 
 
-def _plain(value: Any, *, parsed: Any) -> Any:
+def _plain(value: object, *, parsed: Any) -> Any:
     """Return a field of a schedule as JSON has it; sets, ranges and the like are lists there."""
     if isinstance(value, str | list | tuple) or not isinstance(value, Iterable):
         return value
@@ -137,7 +137,7 @@ def _moment(d: Mapping[str, Any], name: str) -> datetime | None:
     return datetime.fromtimestamp(seconds, timezone(timedelta(minutes=zone), "offset"))
 
 
-def _weekday(value: Any) -> Any:
+def _weekday(value: object) -> Any:
     """Return a day of the week: as RedBeat writes it, or ``1MO``, or an object with ``weekday`` and ``n``."""
     if isinstance(value, int) and value not in range(7):
         raise ValueError(f"a day of the week is 0, Monday, to 6, not {value!r}")
