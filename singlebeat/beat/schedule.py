@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import dropwhile, islice
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from uuid import uuid4
 
 from ..connections import schedule_client
@@ -23,7 +23,7 @@ from .entries.backfill import Span
 from .entries.entry import PARKED, Entry, Meta
 from .entries.fields import BATCH, read_fields, write_fields
 from .entries.occurrence import Kind, Occurrence
-from .entries.policy import EntryPolicy
+from .entries.policy import EntryPolicy, PolicyOptions
 from .entries.salvage import Salvage
 from .entries.save import ATTEMPTS, save_entries
 from .keys import Keys
@@ -114,7 +114,7 @@ class Schedule:
         kwargs: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         enabled: bool = True,
-        **policy: Any,
+        **policy: Unpack[PolicyOptions],
     ) -> Entry:
         """Store an entry under a name, whatever is there; it keeps its past, and stays paused if it is.
 
@@ -126,8 +126,18 @@ class Schedule:
         Raises:
             EntryError: a value cannot be stored, or a wish is unknown or wrong.
         """
-        given = {"args": list(args), "kwargs": dict(kwargs or {}), "options": dict(options or {}), "enabled": enabled}
-        return self.save(Entry(name, task, schedule, app=self.app, policy=EntryPolicy.of(policy), **given))
+        entry = Entry(
+            name,
+            task,
+            schedule,
+            app=self.app,
+            policy=EntryPolicy.of(policy),
+            args=list(args),
+            kwargs=dict(kwargs or {}),
+            options=dict(options or {}),
+            enabled=enabled,
+        )
+        return self.save(entry)
 
     def delete(self, name: str) -> bool:
         """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back.

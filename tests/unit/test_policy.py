@@ -23,7 +23,7 @@ from redbeat.schedules import rrule
 
 from singlebeat import Entry, clocked
 from singlebeat.beat.entries.definition import TAKEN_HEADERS, TAKEN_OPTIONS, decode_definition
-from singlebeat.beat.entries.policy import EntryPolicy
+from singlebeat.beat.entries.policy import EntryPolicy, PolicyOptions
 from singlebeat.errors import EntryError
 from singlebeat.overlap import Overlap
 from tests.support import ROOT
@@ -378,3 +378,7 @@ def test_the_examples_in_the_schema_agree_with_it(kind):
 def test_the_examples_of_instants_agree_with_the_schema():
     for name, example in product(("start_time", "end_time"), POLICY.schema["$defs"]["instant"]["examples"]):
         POLICY.validate({name: example})
+
+
+def test_every_field_of_a_policy_has_a_typed_option():
+    assert PolicyOptions.__annotations__.keys() == EntryPolicy.names()

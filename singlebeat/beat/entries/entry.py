@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from celery.app import app_or_default
 from celery.schedules import BaseSchedule
@@ -22,7 +23,7 @@ from ..server_time import server_now
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object
 from .permission import check_allowed
-from .policy import EntryPolicy
+from .policy import EntryPolicy, PolicyOptions
 from .save import save_entries
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 
@@ -64,6 +65,20 @@ def prepare(app: Celery) -> None:
         app.redbeat_conf = _Conf(app)
 
 
+class EntryOptions(PolicyOptions, total=False):
+    """What an entry is made of, as keyword arguments: those of RedBeat's, and the fields of its policy."""
+
+    name: str
+    task: str
+    schedule: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    enabled: bool
+    last_run_at: datetime | None
+    total_run_count: int
+
+
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     """A schedule entry in Redis, with RedBeat's interface; takes the wishes of ``EntryPolicy`` by name, too.
 
@@ -90,16 +105,23 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: Of the lock that all its runs take; None: not known, or not always the same.
     lock_key: str | None = None
 
-    def __init__(self, *args: Any, app: Celery | None = None, policy: EntryPolicy | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *positional: Any,
+        app: Celery | None = None,
+        policy: EntryPolicy | None = None,
+        **options: Unpack[EntryOptions],
+    ) -> None:
         app = app_or_default(app)
         prepare(app)
+        kwargs: dict[str, Any] = {**options}
         wishes = {name: kwargs.pop(name) for name in EntryPolicy.names() & kwargs.keys()}
         self.policy = policy or EntryPolicy.of(wishes)
         # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
         made_at = datetime.now(UTC)
         kwargs["last_run_at"] = kwargs.get("last_run_at") or made_at
         self._made_at = made_at
-        super().__init__(*args, app=app, **kwargs)
+        super().__init__(*positional, app=app, **kwargs)
         if policy is None and not wishes:
             self.policy = listed_policy(self.schedule) or self.policy
         if is_listed_as_disabled(self.schedule):

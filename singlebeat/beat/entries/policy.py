@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, tzinfo
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 from zoneinfo import ZoneInfo
 
 from ...errors import EntryError
@@ -16,7 +16,7 @@ from ...overlap import Overlap
 from ..calendar.zone import in_utc, named_zone
 from .definition import loads_object
 
-__all__ = ("EntryPolicy",)
+__all__ = ("EntryPolicy", "PolicyOptions")
 
 
 def _seconds(value: object) -> float:
@@ -72,6 +72,22 @@ def _text(value: object) -> str:
 
 def _wish(check: Callable[[Any], Any], default: Any = None) -> Any:
     return field(default=default, metadata={"check": check})
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The fields of an ``EntryPolicy`` as keyword arguments, each as the field or as JSON has it."""
+
+    timezone: tzinfo | str | None
+    overlap: Overlap | str | None
+    misfire_grace_time: float | None
+    jitter: float | None
+    start_time: datetime | str | None
+    end_time: datetime | str | None
+    max_runs: int | None
+    run_on_start: bool
+    expires: float | None
+    paused: bool
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
