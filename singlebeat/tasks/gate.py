@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
@@ -32,7 +32,7 @@ __all__ = (
     "Refused",
     "Run",
     "Unsent",
-    "may_start",
+    "admit",
     "postpone",
     "postpone_unlocked",
     "run_under_lock",
@@ -164,8 +164,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
             said += ", with the arguments that it was sent with"
         log.warning(said, event="unlocked", task=task.name, id=request.id, reason=exc)
         return 0, None
-    if not may_start(task, ticket, holder, request):
-        raise Refused(f"held by {holder}")
+    admit(task, ticket, holder, request)
     return holder.fence, _latest_arguments(task, holder, request)
 
 
@@ -215,16 +214,20 @@ def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:
     return ticket.waits or bool(ticket.queued and came_back) or has_continuations(embedded)
 
 
-def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
-    """Tell whether a run may start; if not, log why and see to what becomes of its message.
+def admit(task: Any, ticket: Ticket, holder: Holder, request: Any) -> None:
+    """Let a run start, or log why it must not and see to what becomes of its message.
+
+    Args:
+        holder: what the locks' server has answered to ``begin``.
 
     Raises:
+        Refused: the message is dropped.
         Postponed: the message was sent again, to wait for its turn.
-        Unsent, Exception: it could not be sent; see ``postpone``.
+        Unsent, Exception: the message could not be sent again; see ``postpone``.
     """
     match holder.verdict:
         case Verdict.STARTED:
-            return True
+            return
         case Verdict.COPY:
             # Not dropped: if the run dies, this message is what is left of it, and waits even for an equal call that
             # was quicker to take the lock.
@@ -244,10 +247,10 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
                 task=task.name,
                 id=ticket.task_id,
             )
-            return False
+            raise Refused("it has run already")
         case Verdict.REPLACED:
             _skip(task, ticket, request, "another call took its place", event="replaced")
-            return False
+            raise Refused("another call took its place")
     if waits_for_its_turn(ticket, request):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         waited = min(ticket.waited + 1, MOST_WAITS)
@@ -255,7 +258,7 @@ def may_start(task: Any, ticket: Ticket, holder: Holder, request: Any) -> bool:
         postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
-    return False
+    raise Refused(f"held by {holder}")
 
 
 def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, holder: str = "") -> None:
@@ -272,7 +275,7 @@ def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, hold
         )
 
 
-def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendError) -> None:
+def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendError) -> NoReturn:
     """Send the message of a request again, because its lock cannot be asked for.
 
     Raises: as ``postpone`` does.
@@ -282,7 +285,9 @@ def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendE
     postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc), level=level)
 
 
-def postpone(task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO) -> None:
+def postpone(
+    task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO
+) -> NoReturn:
     """Send the message of a request again, as it is but later.
 
     Args:

@@ -26,7 +26,7 @@ from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
 from ..log import Log
 from ..run_results import DUPLICATE_REFUSED, outcome_of, record_end
-from .gate import Postponed, Refused, Unsent, may_start, postpone_unlocked, turn_ttl
+from .gate import Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
 from .renewer import renewer_of
 
 __all__ = ("Request", "report_exceptions")
@@ -98,18 +98,20 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
     def gated(self: Request, *args: Any, **kwargs: Any) -> Any:
         self._given_to_pool = True
         try:
-            may_start = self.begin_for_plain_task()
+            self.begin_for_plain_task()
+        except Postponed as exc:
+            self._leave_to_next_delivery()
+            self._drop("postponed")
+            raise TaskRevokedError(self.id) from exc
+        except Refused as exc:
+            self._drop(DUPLICATE_REFUSED, str(exc))
+            raise TaskRevokedError(self.id) from exc
         except Exception as exc:  # the broker, a backend, a user's function: none of them may stop the worker
             if not isinstance(exc, Unsent):  # which has been logged
                 about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
                 log.warning("%(task)s[%(id)s] cannot start now and is put back", event="put_back", **about)
             self._put_back()
             raise TaskRevokedError(self.id) from exc
-        if not may_start:
-            self.acknowledge()
-            task_ready(self)
-            record_end(self, DUPLICATE_REFUSED, "an equal call runs, or this one has run")
-            raise TaskRevokedError(self.id)
         return execute(self, *args, **kwargs)
 
     return gated
@@ -200,22 +202,21 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except Exception:  # any program may write a message, and none of them may stop a worker
             return False
 
-    def begin_for_plain_task(self) -> bool:
-        """Take the lock for a task that has no gate of its own; tell whether it may start.
+    def begin_for_plain_task(self) -> None:
+        """Begin the run of a task that has no gate of its own; return if it may start.
 
-        Raises:
-            Exception: the message could not be sent again, to wait for its turn.
+        Raises: as ``gate.admit`` does.
         """
-        if self.ticket is None or self._has_own_gate or self.revoked():
-            return True
-        try:
-            return self._begin(self.ticket)
-        except Postponed:
-            self._leave_to_next_delivery()
-            record_end(self, "postponed")
-            return False
+        if self.ticket is not None and not self._has_own_gate and not self.revoked():
+            self._begin(self.ticket)
 
-    def _begin(self, ticket: Ticket) -> bool:
+    def _drop(self, outcome: str, reason: str = "") -> None:
+        """End a request that does not start."""
+        self.acknowledge()
+        task_ready(self)
+        record_end(self, outcome, reason)
+
+    def _begin(self, ticket: Ticket) -> None:
         renewer, config = renewer_of(self.app), Config.of(self.app)
         try:
             holder = renewer.gate.begin(
@@ -234,8 +235,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
             if ticket.waits:  # for the end of another run, which may go on
                 postpone_unlocked(self.task, self._context, ticket, exc)
             self._tell_unlocked(exc)
-            return True
-        return may_start(self.task, ticket, holder, self._context)
+            return
+        admit(self.task, ticket, holder, self._context)
 
     def _tell_unlocked(self, why: Exception | str) -> None:
         about = {"task": self.task.name, "id": self.id, "reason": why}
