@@ -33,7 +33,7 @@ from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.run_results import MESSAGE_LOST, flush_ends
-from singlebeat.tasks.gate import Postponed, postpone
+from singlebeat.tasks.gate import Postponed, Refused, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import Request
 from tests.support import wait_until, without
@@ -113,7 +113,7 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
 def test_the_lock_of_a_plain_task_waits_for_its_retry_with_the_countdown(app, deliver, redis, when, seconds):
     plain, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
     request = deliver(plain, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}})
-    assert request.begin_for_plain_task()
+    request.begin_for_plain_task()
     when = datetime.now(UTC) + when if isinstance(when, timedelta) else when
 
     with suppress(Retry):
@@ -289,8 +289,9 @@ def test_a_lock_that_cannot_be_read_opens_the_gate_for_its_own_task_alone(app, d
         for id_, key in zip(ids, ["SINGLETONLOCK_a", "SINGLETONLOCK_b"], strict=True)
     )
 
-    assert spoiled.begin_for_plain_task()
-    assert not held.begin_for_plain_task()
+    spoiled.begin_for_plain_task()
+    with pytest.raises(Refused):
+        held.begin_for_plain_task()
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
@@ -577,7 +578,7 @@ def test_a_message_that_the_pool_has_keeps_its_lock_though_it_is_revoked(app, de
     task, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
     request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}})
     request._given_to_pool = True
-    assert request.begin_for_plain_task()
+    request.begin_for_plain_task()
 
     revoke(task_id)
     renewer_of(app)._free_revoked()

@@ -65,7 +65,7 @@ def test_an_entry_keeps_its_last_four_ends_however_long_their_reasons_are(app, r
 
     assert [end.reason for end in own.ends] == ["x" * 200] * 4
     assert redis.hget("redbeat:e", "runs").count("\n") == 4
-    assert none == ([], [])
+    assert (none.decisions, none.ends) == ([], [])
 
 
 def test_a_long_reason_cannot_push_out_the_record_itself(app, redis):
