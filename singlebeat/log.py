@@ -16,7 +16,7 @@ from .native_threads import do_in_loop, is_native
 
 __all__ = ("LONGEST_REASON", "Log", "printable", "utc_iso", "without_passwords")
 
-#: Characters of a reason that the history keeps.
+#: Maximum length of a reason in the history.
 LONGEST_REASON = 200
 
 #: Matches from ``user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the line;

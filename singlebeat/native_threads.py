@@ -91,32 +91,32 @@ def do_in_loop(do: Callable[[], object]) -> None:
 
 
 class OnDemandThread:
-    """A native thread that lives while there is work, and starts again with the work that comes later.
+    """A native thread that ends when there is no work, and is started again when new work comes in.
 
     Args:
-        work: does all the work there is, and returns when it has found none for a while.
-        has_work: returns whether work has come in since then.
-        name: of the thread.
+        work: callable that does all the work, and returns when no work has come in for a while.
+        has_work: callable that returns whether work has come in since ``work`` returned.
+        name: name of the thread.
     """
 
     def __init__(self, work: Callable[[], None], *, has_work: Callable[[], bool], name: str) -> None:
         self._work, self._has_work, self._name = work, has_work, name
-        #: Holds one token while there is no thread. The caller that takes the token starts the thread: to take it is
-        #: one step in C, so no lock is shared with greenlets.
+        #: Holds one token while there is no thread. The caller that takes the token starts the thread. Taking it is one
+        #: step in C, so no lock is shared with greenlets.
         self._token: SimpleQueue[None] = SimpleQueue()
         self._token.put(None)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._token.empty()
 
     def wake(self) -> None:
-        """Start the thread if there is none; to be called after work has been added."""
-        if self._takes_token():
+        """Start the thread if there is none; call this after work was added."""
+        if self._take_token():
             start_native_thread(self._run, self._name)
 
-    def _takes_token(self) -> bool:
+    def _take_token(self) -> bool:
         with suppress(Empty):
             self._token.get_nowait()
             return True
@@ -127,7 +127,7 @@ class OnDemandThread:
             self._work()
             self._token.put(None)
             # Work that came in before the token was back has started no thread.
-            if not self._has_work() or not self._takes_token():
+            if not self._has_work() or not self._take_token():
                 return
 
 
