@@ -324,7 +324,7 @@ class BaseBackend(ABC):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run if the verdict is STARTED; with COPY, STALE, DONE, REPLACED or HELD it must not start.
+        """Try to start a run: with STARTED it runs; with COPY, STALE, DONE, REPLACED or HELD it must not start.
 
         Args:
             queued: key of the lock that the message holds while it is queued, to be freed; empty: that of the run.

@@ -104,7 +104,7 @@ class LegacyBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run if the verdict is STARTED; with STALE or HELD it must not start."""
+        """Try to start a run: with STARTED it runs; with STALE or HELD it must not start."""
         with _naming(self.name):
             held = self._held(ref.key)
             if held and held[0] == ref.task_id and held[1] <= ref.generation > 0:

@@ -12,7 +12,7 @@
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
 --          rotated  the lock was handed over
---          lost     that run does not hold the lock, or the key has another type; nothing was written
+--          lost     that run or queued message does not hold the lock, or the key has another type; nothing was written
 --
 -- A message that goes back to the broker keeps the payload; a retry has its own arguments.
 -- A repetition gives the same reply, and writes nothing.
