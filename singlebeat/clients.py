@@ -1,4 +1,4 @@
-"""URL and options to a Redis client: the only constructor of clients."""
+"""Builds every Redis client of singlebeat from a URL and options."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ __all__ = (
     "what_it_does",
 )
 
-#: Options that say where the servers are, in the words of RedBeat and of Celery's transports.
+#: Options that name the servers, as RedBeat and Celery's transports spell them.
 TOPOLOGY = frozenset(
     ["cluster", "startup_nodes", "sentinels", "service_name", "master_name", "sentinel_kwargs", "min_other_sentinels"]
 )
 
-#: Seconds after which a connection that was idle is checked before it is used.
+#: Seconds after which an idle connection is checked before it is used.
 HEALTH_CHECK_INTERVAL = 30
 
-#: Errors after which a call is repeated: those of a server that is away, and of one that a failover has just changed.
+#: Errors after which a call is retried: the server is unreachable, or a failover has just changed its role.
 PASSING = (
     redis_errors.ConnectionError,
     redis_errors.TimeoutError,
@@ -67,11 +67,11 @@ PASSING = (
 
 SENTINEL_PORT = 26379
 
-#: Arguments shorter than this are gathered before they are sent (redis-py's own value).
+#: Arguments shorter than this many bytes are joined before they are sent (redis-py's own value).
 BUFFER_BYTES = 6000
 
 _URL = re.compile(r"[\w+.-]+://")
-#: Up to the last @, because many a password is not quoted as it should be.
+#: Matches up to the last @, because passwords are often not quoted as a URL requires.
 _PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
 _NEXT_URL = re.compile(r";(?=[\w+-]+://)")
 _SINGLE = ("redis://", "rediss://", "unix://", "redis+socket://")
@@ -82,10 +82,10 @@ _clients: dict[tuple[int, str, str], Any] = {}
 
 
 class _Retry(Retry):
-    """Repeats a call, but not the connecting within it as well: that made nine tries of three.
+    """A retry policy that retries a call but not the connect inside it; nesting both made nine attempts of three.
 
     Args:
-        period: seconds in which to repeat it; 0: only the number counts.
+        period: seconds during which a call is retried; 0 means that only ``retries`` limits it.
     """
 
     _busy = False
@@ -95,7 +95,7 @@ class _Retry(Retry):
         self._period = period
 
     def call_with_retry(self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call, and call again if that fails; redis-py gives each connection a copy of its own."""
+        """Call ``do`` and retry it on failure; redis-py gives each connection its own copy of this policy."""
         if self._busy:
             return do()
         deadline = time.monotonic() + self._period
@@ -112,38 +112,38 @@ class _Retry(Retry):
             self._busy = False
 
 
-class _AsksAgain:
-    """Asks the sentinels each time it connects; redis-py's goes back to the last master when it repeats a call."""
+class _DiscoveringConnection:
+    """A connection that asks the sentinels at each connect; redis-py's own retries a call on the last master."""
 
     def send_packed_command(self: Any, command: Any, check_health: bool = True) -> Any:
-        """Send a command, connected to whoever is the master now."""
+        """Send a command; if there is no connection, connect to the current master first."""
         if not self._sock:
             self.connect()
         return super().send_packed_command(command, check_health)  # type: ignore[misc]
 
 
-class _MasterConnection(_AsksAgain, SentinelManagedConnection):
+class _MasterConnection(_DiscoveringConnection, SentinelManagedConnection):
     pass
 
 
-class _MasterSSLConnection(_AsksAgain, SentinelManagedSSLConnection):
+class _MasterSSLConnection(_DiscoveringConnection, SentinelManagedSSLConnection):
     pass
 
 
 class _Sentinels(Sentinel):
-    """Sentinels that say in one short line that they know no master."""
+    """Sentinels whose error for an unknown master is one short line."""
 
     def discover_master(self, service_name: str) -> Any:
         """Return host and port of the master.
 
         Raises:
-            MasterNotFoundError: no sentinel answers, or none knows a master that lives.
+            MasterNotFoundError: no sentinel answers, or no sentinel knows a live master.
         """
         try:
             return super().discover_master(service_name)  # type: ignore[no-untyped-call]
         except MasterNotFoundError:
             asked = ", ".join("{host}:{port}".format(**s.connection_pool.connection_kwargs) for s in self.sentinels)
-            why = f"the sentinels {asked} do not answer, or know none that lives"
+            why = f"the sentinels {asked} do not answer, or know no live master"
             raise MasterNotFoundError(f"no master {service_name!r} found: {why}") from None
 
 
@@ -152,39 +152,42 @@ def _retry(retries: int, period: float) -> _Retry:
 
 
 def is_redis(url: object) -> bool:
-    """Tell whether a URL names a Redis server in any of the forms that Celery, RedBeat or redis-py use."""
+    """Return whether a URL names a Redis server in any form that Celery, RedBeat or redis-py accepts."""
     return isinstance(url, str) and url.startswith((*_SINGLE, *_SENTINEL, *_CLUSTER))
 
 
 def is_cluster(url: str, options: Mapping[str, Any]) -> bool:
-    """Tell whether URL and options name a Redis Cluster."""
+    """Return whether URL and options name a Redis Cluster."""
     return bool(options.get("cluster")) or url.startswith(_CLUSTER)
 
 
 def first_home(url: str) -> str:
-    """Return the first of several single servers: Celery goes from one to the next, but what is kept has one home."""
+    """Return the first URL if several single servers are given.
+
+    Celery fails over from one broker to the next, but the data of singlebeat must stay on one server.
+    """
     return _NEXT_URL.split(url)[0] if url.startswith(_SINGLE) else url
 
 
 def masked(url: str) -> str:
-    """Return the URL, or each of several, without its password and options, for logs."""
+    """Return one or several URLs without passwords and options, for logs."""
     return ";".join(_masked(one).partition("?")[0] for one in _NEXT_URL.split(url))
 
 
 def _masked(url: str) -> str:
-    # In what is mistyped nothing tells a password from the rest before the @.
+    # Without a scheme, the password cannot be distinguished from the rest of the URL before the @.
     return _PASSWORD.sub(r"\1:**@", url) if _URL.match(url) else re.sub(r".*@", "**@", url, flags=re.DOTALL)
 
 
 def what_it_does(exc: BaseException) -> str:
-    """Return what a server does, Redis or a broker, that has caused an error: it refuses, or does not answer."""
+    """Return ``refuses`` or ``does not answer``: what a Redis server or broker did to cause an error."""
     cause: BaseException | None = exc
     while cause is not None:
-        # A wrong password is a ConnectionError to redis-py. What has a reply code is py-amqp's.
+        # redis-py raises a ConnectionError for a wrong password. Errors with a reply code are py-amqp's.
         is_answer = isinstance(cause, (ResponseError, redis_errors.AuthenticationError, redis_errors.BusyLoadingError))
         if is_answer or getattr(cause, "reply_code", None):
             return "refuses"
-        cause = cause.__cause__  # not its context: that a script was not known says nothing about the call after it
+        cause = cause.__cause__  # not __context__: the failed EVALSHA there says nothing about the EVAL that followed
     return "does not answer"
 
 
@@ -202,30 +205,30 @@ def native(url: str) -> str:
 def private(
     url: str, *, timeout: float, retries: int = 2, options: Mapping[str, Any] | None = None, setting: str = ""
 ) -> Any:
-    """Return a new client of its own connections.
+    """Return a new client with its own connections.
 
     Args:
-        url: of one server, or of several sentinels or nodes of a cluster with ``;`` between them.
-        timeout: seconds that one call may take, for connecting and for the reply alike.
-        retries: how often a call is repeated when the connection fails; 0 holds whatever the options say.
+        url: URL of one server, or URLs of sentinels or cluster nodes, separated by ``;``.
+        timeout: seconds that one connect may take, and that one reply may take.
+        retries: number of retries of a call whose connection fails; 0 overrides ``retry_period`` in the options.
         options: further arguments of the client, as in ``redbeat_redis_options``.
-        setting: that names the server, for errors.
+        setting: name of the setting that holds the URL, for errors.
 
     Raises:
         ConfigError: the URL or the options cannot be used; the message masks the password.
-        RedisError: no node of the cluster answers; any other server is connected when it is first asked.
+        RedisError: no node of the cluster answers. Clients of other servers connect on their first call.
     """
     try:
         return _client(_NEXT_URL.split(url), timeout, retries, dict(options or {}))
     except (ValueError, TypeError, redis_errors.DataError, ImportError, AttributeError) as exc:
-        # What is no port may be the password, cut at a character that had to be quoted.
-        reason = "its port is no number (is the password quoted?)" if "Port" in str(exc) else exc
+        # An invalid port may be part of the password, cut at a character that had to be quoted.
+        reason = "its port is not a number (is the password quoted?)" if "Port" in str(exc) else exc
         where = f"{setting}: " if setting else ""
         raise ConfigError(f"{where}cannot use {masked(url)} as a Redis server: {reason}") from None
 
 
 def shared(url: str, *, timeout: float, options: Mapping[str, Any] | None = None, setting: str = "") -> Any:
-    """Return the client that all users of the same URL and options share in this process."""
+    """Return the client that this process shares for the same URL, timeout and options."""
     key = (os.getpid(), url, repr(sorted((options or {}).items())) + repr(timeout))
     if key not in _clients:
         _clients.setdefault(key, private(url, timeout=timeout, options=options, setting=setting))
@@ -234,7 +237,7 @@ def shared(url: str, *, timeout: float, options: Mapping[str, Any] | None = None
 
 def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]) -> Any:
     topology = {name: given.pop(name) for name in TOPOLOGY & given.keys()}
-    # Below 0 RedBeat tries for ever: so does beat, tick by tick, and nobody else may wait so long.
+    # A negative value makes RedBeat retry for ever. Beat retries at every tick instead; other callers must not block.
     period = max(0.0, float(given.pop("retry_period", None) or 0)) * bool(retries)
     addresses: list[dict[str, Any]] = [parse_url(_plain(url)) for url in urls]  # type: ignore[no-untyped-call]
     kinds = [address.pop("connection_class", None) for address in addresses]
@@ -246,7 +249,7 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
     kwargs = {
         **limits,
         "health_check_interval": HEALTH_CHECK_INTERVAL,
-        "encoding_errors": "surrogateescape",  # bytes that are no text must not end a tick
+        "encoding_errors": "surrogateescape",  # bytes that are not UTF-8 must not end a tick
         **given,
         "decode_responses": True,
     }
@@ -254,42 +257,42 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
     if is_cluster(urls[0], topology):
         nodes = topology.get("startup_nodes") or addresses
         repeated = (lambda do: _retry(0, period).call_with_retry(do, lambda _: None)) if period else None
-        return Cluster(nodes, retries=retries, repeated=repeated, **_checked({**account, **kwargs, "ssl": tls}))
+        return Cluster(nodes, retries=retries, repeated=repeated, **_translated({**account, **kwargs, "ssl": tls}))
     kwargs |= {"retry": _retry(retries, period), "retry_on_error": list(PASSING)}
-    # hiredis has one of its own, which refuses bytes that are no text; a cluster's client takes no other.
+    # The serializer of hiredis refuses bytes that are not UTF-8. A cluster's client accepts no other serializer.
     encoder = Encoder("utf-8", kwargs["encoding_errors"], False)  # type: ignore[no-untyped-call]
     kwargs["command_packer"] = PythonRespSerializer(BUFFER_BYTES, encoder.encode)
     if urls[0].startswith(_SENTINEL):
         asked = topology.get("sentinels") or [(a.get("host", "localhost"), a.get("port", 0)) for a in addresses]
         name = topology.get("master_name") or topology.get("service_name")
         if not name and urls[0].startswith("sentinel://"):
-            raise ValueError("say which master the sentinels watch, with the option master_name")
-        # The next sentinel is the retry of the one before.
+            raise ValueError("the option master_name is missing: set it to the master that the sentinels watch")
+        # No retries: if a sentinel fails, redis-py asks the next sentinel.
         asking = {**limits, "retry": Retry(NoBackoff(), 0), **(topology.get("sentinel_kwargs") or {})}
         sentinel: Any = _Sentinels(  # type: ignore[no-untyped-call]
             [(host, int(port) or SENTINEL_PORT) for host, port in asked],
             min_other_sentinels=topology.get("min_other_sentinels", 0),
             sentinel_kwargs=asking,
             connection_class=_MasterSSLConnection if tls else _MasterConnection,
-            **_checked({**account, **kwargs}),
+            **_translated({**account, **kwargs}),
         )
         client = sentinel.master_for(name or "master")
     elif len(urls) > 1:
-        raise ValueError("what is kept has one home: name one server, or sentinels, or a cluster")
+        raise ValueError("several URLs given: name one server, or sentinels, or a cluster")
     else:
-        client = Redis.from_pool(ConnectionPool(connection_class=kind, **_checked({**kwargs, **addresses[0]})))
+        client = Redis.from_pool(ConnectionPool(connection_class=kind, **_translated({**kwargs, **addresses[0]})))
     pool = client.connection_pool
-    pool.connection_class(**pool.connection_kwargs)  # it is the first to look at the options
+    pool.connection_class(**pool.connection_kwargs)  # only a connection checks the options
     return client
 
 
 def _plain(url: str) -> str:
-    """Return a URL that redis-py can take apart."""
+    """Return the URL in a form that redis-py can parse."""
     return re.sub(r"^[\w-]+(?=://)", "redis", url) if url.startswith((*_SENTINEL, *_CLUSTER)) else native(url)
 
 
-def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a client, with redis-py's values for Celery's words."""
+def _translated(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a client, with Celery's values translated to redis-py's."""
     required = kwargs.get("ssl_cert_reqs")
     if isinstance(required, str):
         kwargs["ssl_cert_reqs"] = required.removeprefix("CERT_").lower()

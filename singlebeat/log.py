@@ -1,4 +1,4 @@
-"""Log lines: a sentence for people, then ``key=value`` pairs for machines; one event, one line, and no password."""
+"""Log lines: a sentence for people, then ``key=value`` pairs for machines. One event is one line without passwords."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .native_threads import do_in_loop, is_native
 
 __all__ = ("LONGEST_REASON", "Log", "printable", "utc_iso", "without_passwords")
 
-#: Characters of a reason that the history keeps.
+#: Maximum length of a reason in the history.
 LONGEST_REASON = 200
 
-#: After ``user:`` up to the last @ without a blank, or, for a password that holds one, up to the last @ at all if what
-#: follows the colon is no port.
+#: Matches from ``user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the line;
+#: a port after the colon is no password.
 _PASSWORD = re.compile(
     r"""(?<=://)([^:@/\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?<=[?&]password=)[^&\s'"]+"""
 )
@@ -37,12 +37,12 @@ DEPTH = 3
 
 
 class Log:
-    """Writes lines of one of Celery's loggers; a line that nobody wants costs a look at the level.
+    """A writer of log lines to one of Celery's loggers; a line below the level costs only a check of the level.
 
-    Each method takes a sentence, the name of the event, and what is known about it, which the sentence may quote:
-    ``log.info("%(task)s[%(id)s] waits", event="postponed", task=name, id=task_id)``. Of the pairs None and empty texts
-    are left out; ``detail`` is no pair but a text of several lines, which follow, indented. The pairs are also the
-    attribute ``singlebeat`` of the record, a dict, for formatters that write JSON.
+    Each method takes a sentence, the name of the event, and pairs of data, which the sentence may quote:
+    ``log.info("%(task)s[%(id)s] waits", event="postponed", task=name, id=task_id)``. Pairs with None or an empty string
+    are left out. ``detail`` is not a pair: its lines follow the log line, indented. The pairs are also a dict, the
+    attribute ``singlebeat`` of the record, for formatters that write JSON.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,40 +50,40 @@ class Log:
         self._logger.addFilter(_without_passwords_in_traceback)
 
     def debug(self, text: str, *, event: str, **pairs: Any) -> None:
-        """Log what only a search for an error needs."""
+        """Log an event that matters only in the search for an error."""
         if self.wants(logging.DEBUG):
             self._write(logging.DEBUG, text, {"event": event, **pairs})
 
     def info(self, text: str, *, event: str, **pairs: Any) -> None:
-        """Log what happened, as it should."""
+        """Log an expected event."""
         if self.wants(logging.INFO):
             self._write(logging.INFO, text, {"event": event, **pairs})
 
     def warning(self, text: str, *, event: str, **pairs: Any) -> None:
-        """Log what somebody may have to look after."""
+        """Log an event that may need the attention of an operator."""
         if self.wants(logging.WARNING):
             self._write(logging.WARNING, text, {"event": event, **pairs})
 
     def error(self, text: str, *, event: str, **pairs: Any) -> None:
-        """Log what somebody has to mend."""
+        """Log a problem that an operator has to fix."""
         if self.wants(logging.ERROR):
             self._write(logging.ERROR, text, {"event": event, **pairs})
 
     def exception(self, text: str, *, event: str, **pairs: Any) -> None:
-        """Log an error that nobody has foreseen, with the traceback of the exception that is being handled."""
+        """Log an unexpected error, with the traceback of the exception that is being handled."""
         self._write(logging.ERROR, text, {"event": event, **pairs}, exc_info=True)
 
     def critical(self, text: str, *, event: str, **pairs: Any) -> None:
-        """Log what ends this process."""
+        """Log the reason why this process ends."""
         self._write(logging.CRITICAL, text, {"event": event, **pairs})
 
     def write(self, level: int, text: str, *, event: str, **pairs: Any) -> None:
-        """Log at a level of ``logging``."""
+        """Log at the given level of ``logging``."""
         if self.wants(level):
             self._write(level, text, {"event": event, **pairs})
 
     def wants(self, level: int) -> bool:
-        """Tell whether a line of a level is written."""
+        """Return whether lines of the given level are written."""
         return is_native() or bool(self._logger.isEnabledFor(level))
 
     def _write(self, level: int, text: str, pairs: dict[str, Any], *, exc_info: Any = None) -> None:
@@ -94,14 +94,14 @@ class Log:
         detail = without_passwords(pairs.pop("detail", ""))
         facts = {name: _fact(value) for name, value in pairs.items() if value is not None and value != ""}
         tail = "".join(f" {name}={_encoded(fact)}" for name, fact in facts.items())
-        # Indented, so that no text in it can pass for a line of its own.
+        # Indented, so that none of these lines can pass for a separate log line.
         tail += "".join(f"\n    {printable(line)}" for line in detail.splitlines())
-        said = {name: _said(pairs[name]) for name in _quoted(text)}
+        quoted = {name: _escaped_value(pairs[name]) for name in _quoted_names(text)}
         line = f"{text}%(_tail)s"
         self._logger.log(
             level,
             line,
-            {**said, "_tail": tail},
+            {**quoted, "_tail": tail},
             exc_info=exc_info,
             extra={"singlebeat": facts},
             stacklevel=DEPTH,
@@ -109,20 +109,20 @@ class Log:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text without the passwords of the URLs in it."""
+    """Return a string without the passwords of the URLs in it."""
     if "://" not in text and "password=" not in text:
         return text
     return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", text)
 
 
 def _without_passwords_in_traceback(record: logging.LogRecord) -> bool:
-    if record.exc_info and hasattr(record, "singlebeat"):  # others write to Celery's loggers, too
+    if record.exc_info and hasattr(record, "singlebeat"):  # other libraries write to Celery's loggers, too
         record.exc_text = without_passwords(_formatter.formatException(record.exc_info))
     return True
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, with escapes for what is no visible character."""
+    """Return a string on one line, with escapes for characters that are not printable."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -133,7 +133,7 @@ def utc_iso(seconds: float) -> str:
 
 
 @cache
-def _quoted(text: str) -> tuple[str, ...]:
+def _quoted_names(text: str) -> tuple[str, ...]:
     """Return the names of the pairs that a sentence quotes."""
     return tuple(_QUOTE.findall(text))
 
@@ -144,15 +144,15 @@ def _fact(value: object) -> Any:
     return value if isinstance(value, int) else without_passwords(str(value))
 
 
-def _said(value: object) -> Any:
+def _escaped_value(value: object) -> Any:
     if isinstance(value, int | float):
         return value
-    # A name may hold what looks like a pair.
+    # A name may contain characters that look like a pair.
     return _KEY.sub(r"\\x3d", printable(without_passwords(str(value))))
 
 
 def _encoded(fact: Any) -> str:
-    """Return a value as JSON has it; a text that needs no quotes has none."""
+    """Return a value as JSON; a string that needs no quotes has none."""
     if isinstance(fact, str) and fact.isprintable() and _BARE.fullmatch(fact):
         return fact
     return printable(_json(fact))

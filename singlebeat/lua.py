@@ -15,7 +15,7 @@ __all__ = ("Script", "packed", "script")
 
 
 class Script:
-    """One Lua script; its header is its contract, the caller names its keys and arguments."""
+    """A Lua script; the header of its file documents its keys, arguments and reply."""
 
     def __init__(self, package: str, name: str) -> None:
         self.name = name
@@ -37,6 +37,6 @@ def script(package: str, name: str) -> Script:
 
 
 def packed(rows: Iterable[Sequence[Any]]) -> str:
-    """Return rows of values as JSON, one argument of a script: far cheaper than an argument for each value."""
-    # Not escaped: bytes that are no text pass through JSON on both sides as they are.
+    """Return rows of values as one JSON argument of a script, far cheaper than one argument for each value."""
+    # Not escaped, so that bytes that are not UTF-8 pass through JSON unchanged on both sides.
     return json.dumps(list(rows), ensure_ascii=False)

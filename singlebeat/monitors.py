@@ -1,7 +1,7 @@
-"""What Sentry and OpenTelemetry must learn of a message that does not simply run; without them it does nothing.
+"""Reports refused runs and resent messages to Sentry and OpenTelemetry; does nothing without them.
 
-They hear of Celery's signals. None is sent for a run that is refused, and a message that waits for its turn is for
-them a new message of the process that sends it again. Neither is imported here: a process that uses one has it loaded.
+Both libraries listen to Celery's signals. Celery sends no signal for a refused run. A message that waits for its turn
+is sent again, and would begin a new trace. Neither library is imported here: a process that uses it has it loaded.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _CHECK_IN = {
 
 @contextmanager
 def same_trace(headers: Mapping[str, Any]) -> Iterator[None]:
-    """Send what is sent in the block as part of the trace that a message belongs to.
+    """Send the messages of the block as part of the trace of another message.
 
     Args:
-        headers: of that message.
+        headers: headers of that other message.
     """
     with ExitStack() as stack:
         try:
             _enter_trace(stack, headers)
-        except Exception as exc:  # of a library, and of headers that anyone may write: the message must be sent
+        except Exception as exc:  # of a library, or of forged headers; the message must be sent
             log.debug("a message is sent again under a new trace", event="trace_lost", reason=exc)
         yield
 
@@ -50,12 +50,12 @@ def _enter_trace(stack: ExitStack, headers: Mapping[str, Any]) -> None:
 
 
 def close_check_in(headers: Mapping[str, Any]) -> None:
-    """Tell Sentry Crons that a run is over which was refused at its start: its monitor would wait for an end.
+    """Close the Sentry Crons check-in of a run that was refused at its start; the monitor would wait for its end.
 
-    It is told as ``ok``: Sentry has no word for skipped, and the equal call tells how its own run ends.
+    The status is ``ok``: Sentry has no status for skipped runs, and the run of the other call reports its own end.
 
     Args:
-        headers: of the message.
+        headers: headers of the refused message.
     """
     crons = sys.modules.get("sentry_sdk.crons")
     if crons is None or not headers.get(_CHECK_IN["check_in_id"]):
@@ -63,5 +63,5 @@ def close_check_in(headers: Mapping[str, Any]) -> None:
     try:
         given = {name: headers.get(header) for name, header in _CHECK_IN.items()}
         crons.capture_checkin(**given, status=crons.MonitorStatus.OK)
-    except Exception as exc:  # of a library, and of headers that anyone may write: no end of a run may be lost for it
+    except Exception as exc:  # of a library, or of forged headers; the end of the run must still be recorded
         log.debug("a check-in of Sentry stays open", event="check_in_open", reason=exc)

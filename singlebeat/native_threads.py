@@ -1,8 +1,8 @@
-"""Threads that run beside gevent and eventlet, too, and never wait for their loop, which a task may block.
+"""Threads that also run under gevent and eventlet, and never wait for their loop, which a task may block.
 
 gevent and eventlet replace sockets, locks and sleeping in the whole process. A native thread that waits for one of
-these needs a loop of its own, and a lock that it shares with a greenlet can keep both waiting for ever. A native thread
-of ours
+these needs its own loop, and a lock that it shares with a greenlet can block both for ever. A native thread of
+singlebeat
 
 - waits with ``SimpleQueue`` and ``native_sleep`` only;
 - reaches Redis through the original modules, which redis-py gets from here in native threads;
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from _queue import Empty, SimpleQueue  # the C one: nobody patches it, so that a native thread can wait on it
+from _queue import Empty, SimpleQueue  # the C class is never patched, so a native thread can wait on it
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -36,19 +36,19 @@ __all__ = (
     "start_native_thread",
 )
 
-#: Seconds between two polls of the loop for what native threads have left to it.
+#: Seconds between two polls of the loop for calls from native threads.
 POLL = 0.1
 
 _is_native = ContextVar("_is_native", default=False)
 
 
 def is_native() -> bool:
-    """Return whether this is a native thread of ours in a process that gevent or eventlet have patched."""
+    """Return whether this is a native thread of singlebeat in a process that gevent or eventlet have patched."""
     return _is_native.get()
 
 
 def native_sleep(seconds: float) -> None:
-    """Let a native thread sleep: ``time.sleep`` may be patched, and then it needs a loop of greenlets."""
+    """Sleep in a native thread, where a patched ``time.sleep`` would need a loop of greenlets."""
     with suppress(Empty):
         SimpleQueue[None]().get(timeout=seconds)
 
@@ -56,14 +56,14 @@ def native_sleep(seconds: float) -> None:
 def await_native(done: SimpleQueue[None], *, timeout: float) -> bool:
     """Wait until a native thread has put something into a queue; return whether it has."""
     given_up = time.monotonic() + timeout
-    # A native thread cannot end the wait of a greenlet; asleep, this one lets others run.
+    # A native thread cannot wake a greenlet, so the greenlet polls; its sleep lets other greenlets run.
     while done.empty() and time.monotonic() < given_up:
         time.sleep(0.02)
     return not done.empty()
 
 
 def start_native_thread(target: Callable[[], None], name: str) -> None:
-    """Start a daemon thread; a native one even where gevent or eventlet have patched threads."""
+    """Start a daemon thread, which is native even where gevent or eventlet have patched threads."""
     if (start := _original_start()) is None:
         threading.Thread(target=target, name=name, daemon=True).start()
         return
@@ -83,40 +83,40 @@ def start_native_thread(target: Callable[[], None], name: str) -> None:
 
 
 def do_in_loop(do: Callable[[], object]) -> None:
-    """Do something that may wait for a greenlet: soon, in the loop of greenlets; at once in any other thread."""
+    """Run a callable that may wait for a greenlet: a native thread leaves it to the loop, any other runs it at once."""
     if is_native():
-        _loop(os.getpid()).left.put(do)
+        _loop(os.getpid()).calls.put(do)
     else:
         do()
 
 
 class OnDemandThread:
-    """A native thread that lives while there is work, and starts again with the work that comes later.
+    """A native thread that ends when there is no work, and is started again when new work comes in.
 
     Args:
-        work: does all the work there is, and returns when it has found none for a while.
-        has_work: returns whether work has come in since then.
-        name: of the thread.
+        work: callable that does all the work, and returns when no work has come in for a while.
+        has_work: callable that returns whether work has come in since ``work`` returned.
+        name: name of the thread.
     """
 
     def __init__(self, work: Callable[[], None], *, has_work: Callable[[], bool], name: str) -> None:
         self._work, self._has_work, self._name = work, has_work, name
-        #: Holds one token while there is no thread. The caller that takes the token starts the thread: to take it is
-        #: one step in C, so no lock is shared with greenlets.
+        #: Holds one token while there is no thread. The caller that takes the token starts the thread. Taking it is one
+        #: step in C, so no lock is shared with greenlets.
         self._token: SimpleQueue[None] = SimpleQueue()
         self._token.put(None)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._token.empty()
 
     def wake(self) -> None:
-        """Start the thread if there is none; to be called after work has been added."""
-        if self._takes_token():
+        """Start the thread if there is none; call this after work was added."""
+        if self._take_token():
             start_native_thread(self._run, self._name)
 
-    def _takes_token(self) -> bool:
+    def _take_token(self) -> bool:
         with suppress(Empty):
             self._token.get_nowait()
             return True
@@ -127,15 +127,15 @@ class OnDemandThread:
             self._work()
             self._token.put(None)
             # Work that came in before the token was back has started no thread.
-            if not self._has_work() or not self._takes_token():
+            if not self._has_work() or not self._take_token():
                 return
 
 
 class _Loop:
-    """The greenlet that does what the native threads of a process leave to it, for as long as there are any."""
+    """The greenlet that runs the calls from the native threads of a process, for as long as there are such threads."""
 
     def __init__(self) -> None:
-        self.left: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self.threads: set[object] = set()
         self._runs = False
 
@@ -145,10 +145,10 @@ class _Loop:
             threading.Thread(target=self._run, name="singlebeat-loop", daemon=True).start()  # patched: a greenlet
 
     def _run(self) -> None:
-        while self.threads or not self.left.empty():
-            while not self.left.empty():
-                with suppress(Exception):  # a user's handler of log records may raise: the next is done all the same
-                    self.left.get_nowait()()
+        while self.threads or not self.calls.empty():
+            while not self.calls.empty():
+                with suppress(Exception):  # a user's log handler may raise, and the next call must still run
+                    self.calls.get_nowait()()
             threading.Event().wait(POLL)  # not time.sleep, which may be the original one
         self._runs = False
 
@@ -159,8 +159,8 @@ def _loop(pid: int) -> _Loop:
 
 
 def _original_start() -> Any:
-    """Return what starts a native thread if gevent or eventlet have patched threads, or None."""
-    # Neither is imported here: what is not there has patched nothing.
+    """Return the function that starts native threads, or None if neither gevent nor eventlet has patched threads."""
+    # Neither is imported here: a library that is not loaded has patched nothing.
     gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if gevent is not None and gevent.is_module_patched("threading"):
         return gevent.get_original("_thread", "start_new_thread")
@@ -170,7 +170,7 @@ def _original_start() -> Any:
 
 
 class _ByThread:
-    """A module as redis-py sees it: the original one in native threads, the patched one in greenlets."""
+    """A module for redis-py: the original module in native threads, the patched module in greenlets."""
 
     def __init__(self, patched: Any, original: Any) -> None:
         self._patched, self._original = patched, original
@@ -180,22 +180,22 @@ class _ByThread:
 
 
 def _give_originals_to_redis() -> None:
-    """Let redis-py connect, wrap in TLS and sleep in native threads without what was patched, whatever the topology."""
+    """Let redis-py connect, wrap in TLS and sleep with the original modules in native threads, for every topology."""
     modules = filter(None, map(sys.modules.get, ("redis.connection", "redis.cluster", "redis.retry")))
     for module, (name, by_thread) in product(modules, _modules_by_thread().items()):
-        # By one name some versions of redis-py have a module, and some a function of it.
+        # Under the same name, some versions of redis-py have a module, and others a function of that module.
         if name in vars(module) and isinstance(vars(module)[name], ModuleType) is (name != "sleep"):
             setattr(module, name, by_thread)
 
 
 @cache
 def _modules_by_thread() -> Mapping[str, Any]:
-    """Return what redis-py's modules use, by the names that it has there.
+    """Return the stand-ins for the modules and the function that redis-py uses, by their names in its modules.
 
-    gevent keeps the functions that it has replaced, but they make no TLS socket: they look each other up in the patched
-    modules. So socket and ssl are imported once more.
+    gevent keeps the original functions, but they cannot make a TLS socket, because they refer to the patched modules.
+    So socket and ssl are imported once more.
     """
-    names = {"socket", "ssl"} & sys.modules.keys()  # a Python may have no ssl
+    names = {"socket", "ssl"} & sys.modules.keys()  # Python may be built without ssl
     patched = {name: sys.modules.pop(name) for name in names}
     try:
         originals: dict[str, Any] = {name: import_module(name) for name in patched}

@@ -1,4 +1,4 @@
-"""The words for what becomes of a call that meets its equal."""
+"""The overlap policies: the words for the treatment of duplicate calls."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ("Overlap",)
 
 
 class Overlap(StrEnum):
-    """What becomes of a call that meets its equal (Temporal's overlap policies, and ``raise``)."""
+    """The treatment of a duplicate: a call whose lock another call holds (Temporal's policies, and ``raise``)."""
 
-    SKIP = "skip"  #: it is not sent; its result is that of the other
-    RAISE = "raise"  #: it is not sent; DuplicateTaskError
-    BUFFER_ONE = "buffer_one"  #: it runs once more after the other, with the latest arguments
-    BUFFER_ALL = "buffer_all"  #: each waits for its turn
-    CANCEL_OTHER = "cancel_other"  #: the other is revoked; this one runs after it
-    TERMINATE_OTHER = "terminate_other"  #: the other is terminated; this one runs after it
-    ALLOW_ALL = "allow_all"  #: it runs beside the other
+    SKIP = "skip"  #: the duplicate is not sent; its result is that of the other call
+    RAISE = "raise"  #: the duplicate is not sent; the caller gets a DuplicateTaskError
+    BUFFER_ONE = "buffer_one"  #: one more run follows a running call, with the latest arguments
+    BUFFER_ALL = "buffer_all"  #: each duplicate waits for its turn
+    CANCEL_OTHER = "cancel_other"  #: queued calls are revoked; the duplicate runs after a running call
+    TERMINATE_OTHER = "terminate_other"  #: as cancel_other, and a running call is terminated
+    ALLOW_ALL = "allow_all"  #: the duplicate runs beside the other call

@@ -1,18 +1,18 @@
-"""Celery-style signals; a receiver that raises is logged by Celery and harms nothing.
+"""Celery-style signals; Celery logs the error of a receiver that raises, and nothing else fails.
 
 ===================== ============================================================================
 signal                arguments
 ===================== ============================================================================
 leadership_gained     sender: the app · term
 leadership_lost       sender: the app · term, reason
-tick_ended            sender: the app · seconds that it took; of a beat that stands by, too
-occurrence_decided    sender: the app · entry (its name), decision (``beat.occurrence.Decision``)
-entry_quarantined       sender: the app · entry (its key, or its name), reason; once for each reason
-entry_recovered          sender: the app · entry
+tick_ended            sender: the app · seconds (its duration); standbys send it, too
+occurrence_decided    sender: the app · entry (its name), decision (``beat.entries.occurrence.Decision``)
+entry_quarantined     sender: the app · entry (its key, or its name), reason; once for each reason
+entry_recovered       sender: the app · entry
 duplicate             sender: the task · task_id (of the holder), args, kwargs, at (``send``, or ``start`` of its run)
-run_ended             sender: the app · outcome (of ``tasks.ends.OUTCOMES``), began (in seconds since 1970, or None),
+run_ended             sender: the app · outcome (of ``run_results.OUTCOMES``), began (in seconds since 1970, or None),
                       headers (of its message); in a worker's main process, of calls that have a lock or come from beat;
-                      in beat: ``message_lost`` or ``ran_elsewhere``, with the id and the entry alone in the headers
+                      in beat: ``message_lost`` or ``ran_elsewhere``, with only the id and the entry in the headers
 lock_lost             sender: the task's name, or ``singlebeat.exclusive`` · ref (``locks.base.Ref``)
 ===================== ============================================================================
 """

@@ -1,42 +1,41 @@
---- acquire: take the locks of calls that are about to be sent, or learn who holds them.
+--- acquire: acquire the locks of calls that are about to be sent, or return their holders.
 --
--- Two calls can wait behind a lock: one that others may join or replace, and one that runs by itself, which begin has
--- put there. While a call waits, it stands for its equals, even if the lock is free for the moment: no newer call
--- overtakes it. Of the two the one that came first goes first.
+-- Two calls can wait behind a lock: a call that others may join or evict, and a call that runs by itself, which begin
+-- has put there. While a call waits, it stands for its duplicates, even if the lock is free for the moment: no newer
+-- call overtakes it. Of the two calls, the call that came first goes first.
 --
 -- KEYS[1...]  four for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, if_held
---             done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and
---                        "id:replaced" of calls that lost it before they started, by the time until which they wait
---             behind     hash, as lock: the call that waits for its end
---             turn       hash, as lock: the call that waits for its end, and runs by itself
---             (if_held in the first and the third is what their call asked for; one that asked for nothing keeps its own
---             arguments; uncut (ms): until when its message may wait, if until is earlier; taken (ms), in the third:
---             since when the place has been taken, by this call or by one that it has replaced)
--- ARGV[1]  again      1: the ids may have been sent before, so refuse those that have ended; 0: they are new
+--             done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
+--                        "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
+--             behind     hash, as lock: the call that waits for the end of the holder
+--             turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
+--             (if_held, in lock and behind: that of their call; a call with an empty if_held keeps its own arguments;
+--             uncut (ms): time until which the message may wait, if until is earlier; taken (ms), in behind: time since
+--             which this call, or a call that it evicted, has had the place)
+-- ARGV[1]  again      1: the ids may have been sent before, so refuse ids that have ended; 0: the ids are new
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
---          id         task id of the call; it may ask again (a repeated publish)
+--          id         task id of the call; the same id may ask again (a repeated publish)
 --          gen        generation of its message: higher than 0 if it replaces another task
---          ttl        how long its message may wait (ms); a call that it replaces is remembered as long, or longer if
---                     that one may wait longer
---          expiry     absolute bound of the lock from now on (ms), 0 for none; from its start on if others have joined it
+--          ttl        ms that its message may wait; an evicted call is remembered for as long, or for its own wait if
+--                     that is longer
+--          expiry     ms until the lock ends in any case, 0 for no bound; from the start on if other calls join it
 --          task       name, for people
 --          args       arguments, for people
---          payload    arguments for the run of a call that stands for this one; empty: it has them already
---          if_held    what to do if another id holds the lock: "join" gives the payload to the call that has not started,
---                     or else waits behind; "replace" waits behind its run, and takes the places of those that have not
---                     started: they never will; empty: nothing
---          entry      of the schedule, that sends it, for people; empty: a program does
+--          payload    arguments for the run of a call that stands for this call; empty: that run has the same
+--          if_held    what to do if another id holds the lock: "join" gives the payload to a queued call, or else waits
+--                     behind the run; "replace" evicts queued calls, and waits behind the run; empty: nothing
+--          entry      name of the schedule's entry that sends the call, for people; empty: a program sends it
 --
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry]
 --          acquired  the lock is queued under our id
---          waiting   our id has the place behind the holder
---          running   our id holds it and has started: do not send again
---          done      our id ended under this lock: do not send again; another id may hold it now
---          held      another id holds it or waits for it; nothing was written but the payload
---          unusable  its keys hold something else; the second is the server's reason; nothing was written
---          late      the deadline has passed; the fourth is the server's time; nothing was written
+--          waiting   our id waits in the place behind the holder
+--          running   our id holds the lock and has started: do not send again
+--          done      our id ended under this lock: do not send again; another id may hold the lock now
+--          held      another id holds the lock or waits for it; nothing was written but the payload
+--          unusable  a key has another type; the second value is the server's reason; nothing was written
+--          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
 -- A repetition by the same id gives the same reply, and writes nothing new.
 
@@ -50,7 +49,7 @@ local function reply(verdict, lock, id)
   return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), "", r[5] or ""}
 end
 
---- Take a lock or the place behind it from a call that has not started, which never will.
+--- Evict a queued call from a lock or from the place behind the lock; the evicted call never starts.
 local function replace(lock, done, holder, ttl)
   local waits = math.max(redis.call("PTTL", lock), ttl)
   redis.call("DEL", lock)
@@ -58,7 +57,7 @@ local function replace(lock, done, holder, ttl)
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(waits, redis.call("PTTL", done))))
 end
 
---- Write the record of a free lock, or leave that of the same id; return how long it lasts.
+--- Write the record of a free lock, or leave the record of the same id; return the lifetime of the lock (ms).
 local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held, entry)
   if not is_ours then
     redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
@@ -95,7 +94,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     return reply("done", lock, id)
   end
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
-  local taken = next_record[4] -- a call that replaces the waiting one takes this over
+  local taken = next_record[4] -- a call that evicts the waiting call takes this time over
 
   local in_turn = by_itself[1] ~= id and by_itself[1]
   if waits == id and holder ~= id then
@@ -116,7 +115,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     local asked_for = waits and next_record[3] or record[4]
     if stands_for_us and ((asked_for and asked_for ~= "") or payload == "") then
       redis.call("HSET", stands_for_us, "payload", payload)
-      if payload ~= "" then -- they last until it starts: its expiry counts from then on
+      if payload ~= "" then -- the new arguments last until it starts: its expiry counts from then on
         local uncut = redis.call("HGET", stands_for_us, "uncut")
         if uncut then
           redis.call("HDEL", stands_for_us, "until", "uncut")
@@ -144,11 +143,11 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   if has_ended and (is_held or not holder) then
     redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
   end
-  if by_itself[1] == id then -- its message has come to the lock before its sender
+  if by_itself[1] == id then -- a worker has received its message before its sender got here
     redis.call("DEL", turn)
   end
   if is_held then
-    redis.call("DEL", behind) -- of a call that asked for nothing, nothing is left
+    redis.call("DEL", behind) -- drops the fields of a waiting call with an empty if_held
     hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry)
     redis.call("HSET", behind, "taken", taken or now_text)
     return reply("waiting", lock, id)

@@ -1,4 +1,4 @@
-"""The verbs of a lock and their verdicts: what every lock backend does."""
+"""The interface of every lock backend: the verbs of a lock and their verdicts."""
 
 from __future__ import annotations
 
@@ -38,75 +38,75 @@ __all__ = (
 #: The message header that carries a lock's key and the task id that owns it.
 HEADER = "singlebeat_lock"
 
-#: The message header that tells a run which occurrence of which entry it is: ``self.request.singlebeat``.
+#: The message header that names the entry and the occurrence of a run: ``self.request.singlebeat``.
 RUN_HEADER = "singlebeat"
 
-#: Retries that fit between two replacements of a task in its generation.
+#: Number of retries that a generation can count between two replacements of a task.
 RETRIES_PER_REPLACEMENT = 1_000_000
 
-#: Rejections of a message that fit between two retries: they are the decimals of its generation, thousandths.
+#: Number of rejections that a generation can count between two retries, as thousandths.
 REJECTIONS_PER_RETRY = 1_000
 
-#: Of the headers in which RabbitMQ counts how often a message was dead-lettered.
+#: Prefixes of the headers in which RabbitMQ counts how often a message was dead-lettered.
 DEATH_HEADERS = ("x-death", "x-first-death-", "x-last-death-")
 
-#: Up to which the waits of a message are counted: far beyond the longest that they make it wait.
+#: Upper bound for the count of a message's waits; its delay reaches the maximum earlier.
 MOST_WAITS = 10
 
 #: Renewals per lease: two may fail before a lock is in danger.
 RENEWALS_PER_LEASE = 3
 
-#: Seconds of a lock that user code takes without an expiry: until it is unlocked, as in celery-singleton.
+#: Seconds of a lock that user code acquires without an expiry: until ``unlock``, as in celery-singleton.
 UNTIL_UNLOCKED = 100 * 365 * 86_400.0
 
 
 class Verdict(StrEnum):
-    """What a lock's server answered."""
+    """The answer of a lock's server."""
 
     ACQUIRED = "acquired"  #: the lock is queued under our task id
-    WAITING = "waiting"  #: our task id has the place behind the holder
+    WAITING = "waiting"  #: our task id waits in the place behind the holder
     RUNNING = "running"  #: our task id holds the lock, and its run has started
     STARTED = "started"  #: our run holds the lock
     HELD = "held"  #: another task id holds the lock
-    COPY = "copy"  #: the same message runs elsewhere
+    COPY = "copy"  #: another delivery of the same message runs
     STALE = "stale"  #: a later generation of our task id holds the lock
     DONE = "done"  #: our task id has ended under this lock
-    REPLACED = "replaced"  #: another call took the lock of our task id while it was queued
+    REPLACED = "replaced"  #: another call has evicted our task id while it was queued
     ROTATED = "rotated"  #: the lock was handed over
-    LOST = "lost"  #: the lock is not held as we thought
-    UNUSABLE = "unusable"  #: what the lock's keys hold cannot be read; the holder's id is the reason
-    LATE = "late"  #: the server came to the question when no caller waited for its reply any more
+    LOST = "lost"  #: the lock is not held as the caller assumed
+    UNUSABLE = "unusable"  #: the lock's keys cannot be read; ``Holder.task_id`` is the reason
+    LATE = "late"  #: the server ran the request when no caller waited for the reply any more
 
 
 class IfHeld(StrEnum):
-    """What a call does to the calls that hold the lock which it wants."""
+    """What a call does to the calls that already hold its lock."""
 
     LEAVE = ""  #: nothing
-    JOIN = "join"  #: one that has not started runs for it, with its arguments; else it waits behind
-    REPLACE = "replace"  #: it waits behind one that runs; those that have not started never will
+    JOIN = "join"  #: a queued call runs for it, with its arguments; without a queued call, it waits
+    REPLACE = "replace"  #: it evicts queued calls, and waits behind a running call
 
 
 class Renewal(StrEnum):
-    """What became of a lock that its worker wanted to keep."""
+    """The outcome of a worker's renewal of a lock."""
 
     RUNNING = "running"  #: renewed, and held by this delivery of the message
     QUEUED = "queued"  #: renewed; the message has not started yet
-    OVER = "over"  #: the run ended or handed over
-    LOST = "lost"  #: the lock expired, or somebody else holds it
+    OVER = "over"  #: the run ended or handed its lock over
+    LOST = "lost"  #: the lock expired, or another call or delivery holds it
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock, as its server answered."""
+    """The holder of a lock, and the verdict of the lock's server."""
 
     verdict: Verdict
     task_id: str
     state: str  #: ``queued`` or ``running``
     since: datetime | None  #: when the state began, in UTC
     fence: int  #: the fencing number of the run: rises from run to run
-    ttl: float  #: seconds until the lock ends if nobody renews it
-    payload: str = ""  #: of a run that started: the arguments of the latest call that it stands for
-    entry: str = ""  #: of the schedule, that has sent it; empty: a program has, or it is not known
+    ttl: float  #: seconds until the lock ends unless it is renewed
+    payload: str = ""  #: if the run started: the arguments of the latest call that it stands for
+    entry: str = ""  #: name of the schedule's entry that sent it; empty: a program sent it, or unknown
 
     def __str__(self) -> str:
         since = f" since {self.since:%Y-%m-%d %H:%M:%S}Z" if self.since else ""
@@ -115,7 +115,7 @@ class Holder:
 
 
 def generation(headers: Mapping[str, Any], *, rejections: int = 0) -> float:
-    """Return the generation of a message, from its own headers: higher after each retry and each replace.
+    """Return the generation of a message from its headers; each retry and each replace raises the generation.
 
     Args:
         rejections: how often a worker has rejected the message and a dead letter exchange has sent it back.
@@ -126,7 +126,7 @@ def generation(headers: Mapping[str, Any], *, rejections: int = 0) -> float:
 
 
 def read_generation(text: str) -> float:
-    """Return a generation from the text in a lock's record; the text of the generation is the same again."""
+    """Return a generation from the string in a lock's record; ``str`` of the generation is that string."""
     number = float(text)
     return int(number) if number.is_integer() else number
 
@@ -134,7 +134,7 @@ def read_generation(text: str) -> float:
 def _rejections(headers: Mapping[str, Any]) -> int:
     """Return how often RabbitMQ has dead-lettered a message because a worker rejected it.
 
-    Other deaths do not count: a message that expires in a queue, such as one of a delayed delivery, has not been run.
+    Other deaths do not count: a message that expired in a queue, as in a delayed delivery, has not been run.
     """
     deaths = headers.get("x-death")
     known = [death for death in deaths if isinstance(death, Mapping)] if isinstance(deaths, list | tuple) else []
@@ -142,61 +142,61 @@ def _rejections(headers: Mapping[str, Any]) -> int:
 
 
 def entry_of(headers: Mapping[str, Any]) -> str:
-    """Return the name of the entry that has sent a message, by its headers; empty: a program has, or it is no name."""
+    """Return the name of the entry that sent a message, from its headers; empty if there is no valid name."""
     header = headers.get(RUN_HEADER)
     entry = header.get("entry") if isinstance(header, Mapping) else None
     try:
         name = entry if isinstance(entry, str) else ""
         check_sendable(name)
-    except UnicodeEncodeError:  # anybody may write a message
+    except UnicodeEncodeError:  # any program may write a message
         return ""
     return name
 
 
 def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return headers for a message that is sent anew: RabbitMQ drops one that seems to go in circles."""
+    """Return headers for a resend without the dead-letter counts: RabbitMQ drops messages that seem to cycle."""
     return {name: value for name, value in (headers or {}).items() if not name.startswith(DEATH_HEADERS)}
 
 
 def _count(value: Any) -> int:
     try:
         return int(value or 0)
-    except (TypeError, ValueError, OverflowError):  # anybody may write a message, and none of them may stop a worker
+    except (TypeError, ValueError, OverflowError):  # any program may write a message, and no message may stop a worker
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Names one claim to a lock: its key, the task id and generation that claim it, and the run."""
+    """The identity under which a message holds a lock: key, task id, generation, and the delivery that runs."""
 
     key: str
     task_id: str
     generation: float = 0
-    nonce: str = ""  #: names one delivery of the message; empty until a worker has received it
+    nonce: str = ""  #: names one delivery of the message; empty until a worker has received the message
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a message knows about its locks; it travels in the header, and is never computed again."""
+    """The data of a message about its locks; the ticket travels in a header, and is never computed again."""
 
     task_id: str
-    key: str  #: of the lock that the task holds while it runs
-    queued: str = ""  #: key of the lock that it holds while it waits, which may be the same; empty: none
-    waits: bool = False  #: when the lock is held at its start, it waits for its turn, where another would be skipped
-    joinable: bool = False  #: calls with other arguments may join it: its lock has the latest of them
-    waited: int = 0  #: how often it has waited, counted up to ``MOST_WAITS``
-    rejections: int = 0  #: how often workers have rejected it and it has come back, part of its generation
+    key: str  #: key of the lock that the task holds while it runs
+    queued: str = ""  #: key of the lock that the message holds while it is queued; may be the same; empty: none
+    waits: bool = False  #: if the lock is held at its start, the message waits for its turn and is not skipped
+    joinable: bool = False  #: calls with other arguments may join it; its lock has the latest arguments
+    waited: int = 0  #: how often the message has waited, counted up to ``MOST_WAITS``
+    rejections: int = 0  #: how often it came back after a worker's rejection; part of the generation
     generation: float = 0
     nonce: str = ""
-    serializer: str = ""  #: of the message, for its run: kombu tells it to the worker's main process only
-    waits_for: Holder | None = field(default=None, compare=False)  #: at the call; the message does not tell
+    serializer: str = ""  #: serializer of the message, which kombu gives only to the worker's main process
+    waits_for: Holder | None = field(default=None, compare=False)  #: holder at the call; not in the message
 
     @classmethod
     def of_message(cls, headers: Mapping[str, Any], task_id: str | None, *, delivered: bool = False) -> Ticket | None:
-        """Return the ticket in a message's headers, or None; another task's is not ours, nor what no server takes.
+        """Return the ticket in a message's headers, or None if it is missing, another task's, or not encodable.
 
         Args:
-            delivered: the worker's main process has put its own ticket there, with all rejections so far.
+            delivered: whether the worker's main process wrote this ticket, which then counts all rejections so far.
         """
         header = headers.get(HEADER)
         if not isinstance(header, Mapping) or not header.get("key") or header.get("id") != task_id:
@@ -221,7 +221,7 @@ class Ticket:
         return ticket
 
     def header(self) -> dict[str, Any]:
-        """Return what the message carries under ``HEADER``."""
+        """Return the value of the message header ``HEADER``."""
         header: dict[str, Any] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
         header["serializer"] = self.serializer
         header |= {"waits": self.waits, "joinable": self.joinable}
@@ -235,79 +235,79 @@ class Ticket:
 
     @property
     def undelivered(self) -> Ticket:
-        """The ticket of the message itself."""
+        """Return the ticket of the message itself, which names no delivery."""
         return replace(self, nonce="", serializer="")
 
     def successor(self, generation: float | None = None) -> Ticket:
-        """Return the ticket of the message that a run leaves its lock to: it waits until that run has ended.
+        """Return the ticket of the message that inherits a run's lock; the message waits until the run has ended.
 
         Args:
-            generation: of that message; default: the message is the retry of this one.
+            generation: generation of the new message; default: that of the next retry.
         """
         generation = math.floor(self.generation) + 1 if generation is None else generation
         return replace(self.undelivered, queued=self.key, waits=True, waited=0, rejections=0, generation=generation)
 
     @property
     def run(self) -> Ref:
-        """The claim to the lock of the run."""
+        """Return the ``Ref`` of the lock of the run."""
         return Ref(self.key, self.task_id, self.generation, self.nonce)
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """Its claims to locks: the one of its run, then the one that it has while it waits, if that is another."""
+        """Return the ``Ref`` of the run's lock, then that of the lock while queued, if it is another lock."""
         waiting = replace(self.run, key=self.queued)
         return (self.run,) if self.queued in {"", self.key} else (self.run, waiting)
 
     @property
     def turn(self) -> Ref | None:
-        """The claim to its turn, of a message that waits by itself; it is freed with the lock of its run."""
+        """Return the ``Ref`` of its turn if the message has waited, or None; the turn is freed with the run's lock."""
         return replace(self.run, key=turn_key(self.key)) if self.waited else None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that wants its lock before it is sent."""
+    """A call that needs its lock before it is sent."""
 
     ref: Ref
     task: str
     arguments: str  #: for people
     ttl: float  #: seconds that the message may wait for its start
-    expiry: float | None = None  #: seconds from now on after which the lock ends whatever happens
-    payload: str = ""  #: its arguments for the run of a call that stands for it; empty: that has the same
+    expiry: float | None = None  #: seconds from now until the lock ends in any case
+    payload: str = ""  #: its arguments, for the run of a call that stands for it; empty: that run has the same
     if_held: IfHeld = IfHeld.LEAVE
-    entry: str = ""  #: of the schedule, that sends it, for people; empty: a program does
+    entry: str = ""  #: name of the schedule's entry that sends it, for people; empty: a program sends it
 
 
 class BaseBackend(ABC):
-    """Keeps the locks; durations are seconds, instants are of the server's clock, every verb is atomic."""
+    """A store of locks; durations are in seconds, times are the server's, and every verb is atomic."""
 
-    #: Whether a call can replace another, and give it its arguments.
+    #: Whether a call can evict another call, or give it new arguments.
     replaces = True
-    #: The worker whose messages this backend renews, as a lock's record names it; empty: it belongs to no worker.
+    #: Name of the worker whose locks this backend renews, for their records; empty: the backend is no worker's.
     worker = ""
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
+        """Return the name of the backend in messages."""
         return type(self).__name__
 
     @classmethod
     def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
-        """Return a backend for an app, made of ``singleton_backend_kwargs``; override it for one that takes more.
+        """Return a backend for an app, built from ``singleton_backend_kwargs``; override it for other arguments.
 
         Args:
-            own_connections: share none with the rest of the process: it is for a thread beside it.
+            own_connections: whether to share no connections with the rest of the process; for a separate thread.
         """
         return cls(**Config.of(app).singleton_backend_kwargs)
 
     @abstractmethod
     def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
-        """Take the locks of calls that are about to be sent, in one round trip.
+        """Acquire the locks of calls that are about to be sent, in one round trip.
 
-        The verdicts: ACQUIRED, WAITING, RUNNING, DONE, HELD, UNUSABLE.
+        The verdicts are ACQUIRED, WAITING, RUNNING, DONE, HELD and UNUSABLE.
 
         Args:
-            may_be_resent: the task ids may have been sent before, so one that has ended is refused.
+            may_be_resent: whether the task ids may have been sent before; an id that has ended is then refused.
         """
 
     @abstractmethod
@@ -324,80 +324,81 @@ class BaseBackend(ABC):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run: STARTED, or COPY, STALE, DONE, REPLACED, HELD, and then it must not start.
+        """Try to start a run: with STARTED it runs; with COPY, STALE, DONE, REPLACED or HELD it must not start.
 
         Args:
-            queued: key of the lock that the message holds while it waits, to be freed; empty: that of the run.
-            turn_ttl: if the lock is held, the message will be sent again, and no newer call overtakes it for so long;
-                0: it will not be sent again.
-            lease: how long the lock outlives a worker that died.
-            remember_for: how long the end of a run is remembered.
-            entry: of the schedule, that has sent the message, for people; empty: a program has.
+            queued: key of the lock that the message holds while it is queued, to be freed; empty: that of the run.
+            turn_ttl: seconds for which no newer call overtakes the message, which is sent again if the lock is held;
+                0: the message is not sent again.
+            lease: seconds that the lock outlives a worker that died.
+            remember_for: seconds for which the end of a run is remembered.
+            entry: name of the schedule's entry that sent the message, for people; empty: a program sent it.
         """
 
     @abstractmethod
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
-        """Hand the lock of a run over to a message of the same task id that waits. False if it was lost.
+        """Hand a run's lock over to a waiting message of the same task id; return False if the lock was lost.
 
         Args:
-            to: of its generation or a higher one, and of no delivery.
+            to: that message, of the same or a higher generation, and with an empty nonce.
         """
 
     @abstractmethod
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
-        """Let a run leave its lock to its own retry when it ends; ``to`` None takes that back. False if it was lost.
+        """Promise a run's lock to its own retry, for when the run ends; return False if the lock was lost.
 
         Args:
-            ttl: how long the lock may then wait for the start of that message.
+            to: the retry; None takes the promise back.
+            ttl: seconds that the lock may then wait for the start of the retry.
         """
 
     @abstractmethod
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
-        """Keep the locks of living requests, in one round trip."""
+        """Renew the locks of live requests, in one round trip."""
 
     def note_sent(self, sent: Mapping[Ref, str], *, lease: float) -> None:
-        """Keep the locks of messages that were sent, each with a note on where its message went, where that is kept."""
+        """Renew the locks of sent messages; a backend may store the note on where each message went."""
         self.renew_many(list(sent), lease=lease)
 
     @abstractmethod
     def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
-        """Free the locks of requests that are over, in one round trip; only their own.
+        """Free the locks of requests that are over, in one round trip; the locks of other requests stay.
 
         Args:
-            ran: they have run, even if their locks were lost or never taken: their ends are remembered in any case.
+            ran: whether they have run; their ends are then remembered even if their locks were lost or never acquired.
         """
 
     @abstractmethod
     def announce(self, worker: str, *, ttl: float) -> None:
-        """Say that a worker lives which releases the locks of the tasks that it runs."""
+        """Record that a worker is alive that releases the locks of its tasks."""
 
     @abstractmethod
     def workers_seen(self) -> bool:
-        """Tell whether such a worker was seen lately."""
+        """Return whether such a worker was seen recently."""
 
-    def retire(self, worker: str) -> None:  # noqa: B027 - a backend need not know of it
-        """Say that a worker takes no further messages."""
+    def retire(self, worker: str) -> None:  # noqa: B027 - a backend need not implement it
+        """Record that a worker takes no further messages."""
 
     def workers(self) -> Mapping[str, float]:
-        """Return the workers that have announced themselves, and seconds since then; none where that is not known."""
+        """Return the workers that were announced, and the seconds since then; empty if the backend keeps none."""
         return {}
 
-    def suspect(self, place: str, lock: str) -> None:  # noqa: B027 - a backend need not know of it
-        """Note at a key that the message of a lock may be gone: a call was refused because of it."""
+    def suspect(self, place: str, lock: str) -> None:  # noqa: B027 - a backend need not implement it
+        """Record at the key ``place`` that the message of a lock may be lost; the lock has refused a call."""
 
     def suspects(self, place: str, count: int) -> Sequence[str]:
-        """Return so many of the locks that were noted, and note them no longer."""
+        """Return and remove up to ``count`` of the locks that ``suspect`` recorded."""
         return []
 
     def read(self, keys: Sequence[str]) -> Sequence[tuple[str, Mapping[str, str]]]:
-        """Return those of some locks that are held, and their records; none where records cannot be read so."""
+        """Return the held locks among ``keys`` with their records; empty if the backend cannot read records."""
         return []
 
     def lock(self, lock: str, task_id: str, expiry: float | None = None) -> bool:
-        """Take a lock for a task id; tell whether that id holds it now. For user code, as in celery-singleton.
+        """Acquire a lock for a task id; return whether that id holds it now. For user code, as in celery-singleton.
 
         Args:
-            expiry: seconds after which the lock ends whatever happens; None: it stays until it is unlocked.
+            expiry: seconds until the lock ends in any case; None: the lock stays until it is unlocked.
         """
         call = Call(Ref(lock, task_id), "", "", expiry or UNTIL_UNLOCKED, expiry)
         return self.acquire_many([call])[0].verdict in {Verdict.ACQUIRED, Verdict.RUNNING}
@@ -408,27 +409,27 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def unlock(self, lock: str) -> None:
-        """Free a lock, whoever holds it."""
+        """Free a lock, regardless of its holder."""
 
     @abstractmethod
     def clear(self, key_prefix: str) -> None:
-        """Free every lock under a prefix, whoever holds it."""
+        """Free every lock under a prefix, regardless of its holder."""
 
     @abstractmethod
     def locks(self, key_prefix: str) -> Iterable[tuple[str, Mapping[str, str]]]:
         """Yield every lock under a prefix and its record.
 
-        Beside the fields of the record: ``ttl``, the seconds that are left, and ``now``, the server's time in
-        milliseconds, where they are known.
+        If they are known, the record also has ``ttl``, the seconds that are left, and ``now``, the server's time in
+        milliseconds.
         """
 
 
 def unusable(key: str, reason: str) -> str:
-    """Return what to tell about a lock whose keys cannot be read, and why, in the server's words."""
-    return f"the lock {key} is unusable: {reason}; it is a hash, {done_key(key)} beside it a zset: delete what is not"
+    """Return the message for a lock whose keys cannot be read; the reason is in the server's words."""
+    return f"the lock {key} is unusable: {reason}; it must be a hash, and {done_key(key)} a zset: delete the wrong key"
 
 
 def from_ms(milliseconds: str | int) -> datetime | None:
-    """Return an instant from milliseconds since 1970, None for 0."""
+    """Return the time for milliseconds since 1970, or None for 0."""
     value = int(float(milliseconds))
     return datetime.fromtimestamp(value / 1000, UTC) if value else None

@@ -1,35 +1,35 @@
---- begin: start a run, or learn why it must not start.
+--- begin: start a run, or return the verdict that forbids the start.
 --
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next
--- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms), and "id:replaced"
---                     of calls that lost it before they started, by the time until which they wait
--- KEYS[3]  queued     hash, as lock: what the message holds while it waits; the lock itself if that is the same
+-- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
+--                     "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
+-- KEYS[3]  queued     hash, as lock: the lock of the message while it is queued; KEYS[1] if the lock is the same
 -- KEYS[4]  behind     hash, as lock, and if_held, taken: the call that waits for the end of the holder
 -- KEYS[5]  turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
 -- ARGV[1]  id         task id of the message
--- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals, higher after
---                     each time that a worker has rejected the message and it has come back
+-- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals are higher after
+--                     each time that the message has come back after a worker's rejection
 -- ARGV[3]  nonce      names this delivery of the message
--- ARGV[4]  lease_ms   how long the lock outlives the worker
--- ARGV[5]  expiry_ms  absolute bound, from now on, of a lock that has none, 0 for none
+-- ARGV[4]  lease_ms   ms that the lock outlives the worker
+-- ARGV[5]  expiry_ms  ms until a lock without a bound ends in any case, 0 for no bound
 -- ARGV[6]  task       name, for people
 -- ARGV[7]  args       arguments, for people
--- ARGV[8]  done_ms    how long the end of a generation is remembered
--- ARGV[9]  turn_ms    how long its turn lasts: if the lock is held, the message will be sent again; until then it is the
---                     call that runs by itself, if there is none; 0: it will not be sent again
--- ARGV[10] entry      of the schedule, that has sent the message, for people; empty: a program has
+-- ARGV[8]  done_ms    ms for which the end of a generation is remembered
+-- ARGV[9]  turn_ms    ms for which its turn lasts: if the lock is held, the message is sent again, and until then it
+--                     has the turn if the turn is free; 0: the message is not sent again
+-- ARGV[10] entry      name of the schedule's entry that sent the message, for people; empty: a program sent it
 -- ARGV[11] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}
---          started   the run holds the lock, and what it held while it waited is free; fence is its fencing number,
---                    payload the arguments of the latest call that it stands for, or an empty string
---          copy      the same message runs elsewhere under a live lease
+--          started   the run holds the lock, and its queued lock is free; fence is its fencing number, payload the
+--                    arguments of the latest call that it stands for, or an empty string
+--          copy      another delivery of the same message runs under a live lease
 --          stale     a later generation of the same id holds the lock
 --          done      this generation of the id has ended before
---          replaced  another id took the lock from ours while it was queued
---          held      another id holds it, or waits for it and came first; nothing was written but its turn
---          unusable  the keys hold something else; the second is the server's reason; nothing was written
---          late      the deadline has passed; the fourth is the server's time; nothing was written
+--          replaced  another call has evicted our id while it was queued
+--          held      another id holds the lock, or waits for it and came first; nothing was written but our turn
+--          unusable  a key has another type; the second value is the server's reason; nothing was written
+--          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
 -- A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn.
 
@@ -72,15 +72,15 @@ end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 local other = place[2] ~= "" and place[1] ~= id and place[1]
 local in_turn, taken = by_itself[1], tonumber(place[3] or place[4]) or 0
--- Of the two that wait, the one that came first goes first.
+-- Of the two waiting calls, the call that came first goes first.
 local turn_is_first = in_turn and (not place[1] or (tonumber(by_itself[2]) or 0) <= taken)
 
---- Reply who holds the lock, or waits for it and came first; the message, if it waits, takes the free turn.
+--- Reply with the call that holds the lock, or that waits and came first; a message that waits takes a free turn.
 local function held(by)
   local answer = reply("held", by)
   if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id) then
     if not in_turn then
-      local since = math.max(now, taken + 1) -- later than the one that is there already
+      local since = math.max(now, taken + 1) -- later than the call that waits already
       redis.call("HSET", turn, "id", id, "state", "queued", "task", task, "args", args,
         "entry", entry, "since", string.format("%.0f", since))
     end
@@ -97,7 +97,7 @@ if not holder and other and not (in_turn == id and turn_is_first) then
   return held(behind)
 end
 if not holder and in_turn and in_turn ~= id then
-  -- Those that run by themselves, and are sent again if they must wait, have no order among themselves.
+  -- Messages that run by themselves, and are sent again if they must wait, have no order among themselves.
   local may_not = turn_ms == 0
   if place[1] == id then
     may_not = turn_is_first
@@ -110,7 +110,7 @@ if holder and held_gen > gen then
   return reply("stale")
 end
 if holder and state == "running" and record[7] == ARGV[2] then
-  return reply("held") -- by the run that has promised us its lock, and has not ended yet
+  return reply("held") -- by the run that has promised its lock to us, and has not ended yet
 end
 if holder and math.floor(held_gen) == math.floor(gen) and state == "running" then
   return reply(held_gen == gen and held_nonce == nonce and "started" or "copy")
@@ -125,12 +125,12 @@ if not bound and expiry > 0 then
   redis.call("HSET", lock, "until", string.format("%.0f", bound))
 end
 if holder and held_gen < gen then
-  -- A higher generation exists only because the lower one has handed over to it: so that one is over.
+  -- A higher generation exists only after the lower generation has handed over, so the lower generation is over.
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. record[2])
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
-  redis.call("HSET", lock, "payload", "") -- and its message has arguments of its own
+  redis.call("HSET", lock, "payload", "") -- the new message has its own arguments
 end
--- Microseconds of the server's clock: rising from run to run even when no record of the last run is left.
+-- Microseconds of the server's clock, so that the fence rises even if no record of the last run is left.
 local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)
 redis.call("HSET", lock, "gen", ARGV[2], "state", "running", "nonce", nonce,
   "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))

@@ -1,24 +1,24 @@
---- finish: free the locks of requests that are over; of any other request's lock nothing changes.
+--- finish: free the locks of requests that are over; the locks of other requests stay.
 --
--- A run that has promised its lock to its retry leaves it to that message, unless that one is over before the run.
+-- A run that has promised its lock to its retry hands the lock over, unless the retry is over before the run.
 --
 -- KEYS[1...]  three for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
---             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
---             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; that of a
---                       request which is over is free
--- ARGV[1]  done_ms   how long the end of a run is remembered; 0: it is not
--- ARGV[2]  ran       1: they have run, even if their locks say otherwise; 0: they may not have started
--- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message; empty:
---                    it was never delivered]
+--             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
+--             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; the turn of a
+--                       request that is over is freed
+-- ARGV[1]  done_ms   ms for which the end of a run is remembered; 0: no end is remembered
+-- ARGV[2]  ran       1: the requests have run, even if their locks say otherwise; 0: they may not have started
+-- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, or empty
+--                    if the message was never delivered]
 --
 -- returns  JSON, one string for each request
---          finished  this run held the lock: it is free or its retry's, and the end is remembered
---          released  the message held the lock but not as a run: it is free
---          kept      the lock is free already, or another run, generation or id holds it, or it is no lock; what that
---                    run has promised to this message is taken back
+--          finished  this run held the lock: the lock is free or its retry's, and the end is remembered
+--          released  the message held the lock while it was queued: the lock is free
+--          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
+--                    a promise of the lock to this message is taken back
 --
--- A repetition replies "kept", and writes at most the time of the end again.
+-- A repetition replies "kept", and at most writes the time of the end again.
 
 local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
@@ -42,7 +42,7 @@ local function finish(lock, done, turn, id, gen, nonce)
   local another = ours and not holds and not queued
 
   if done_ms > 0 and (holds or (ran and not another)) then
-    if type(redis.pcall("ZCARD", done)) == "number" then -- what is no zset remembers nothing, and harms nobody
+    if type(redis.pcall("ZCARD", done)) == "number" then -- a key of another type remembers nothing and is no error
       redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
       redis.call("ZADD", done, now, id .. ":" .. gen)
       redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))

@@ -1,4 +1,4 @@
-"""No locks at all: a run asks all workers whether an equal one started earlier."""
+"""A backend without locks: a run asks all workers whether a duplicate started earlier."""
 
 from __future__ import annotations
 
@@ -21,52 +21,53 @@ if TYPE_CHECKING:
 
 __all__ = ("InspectBackend",)
 
-#: How often a run asks that is not the first: the one before it may be about to end, or to be skipped itself.
+#: How often a run asks if it is not the first, because an earlier run may be about to end, or to be skipped itself.
 ROUNDS = 2
 
 
 def _pids() -> set[int]:
-    """Return what a pool may call the process of the current task; gevent's and eventlet's mean its greenlet."""
+    """Return the pids that a pool may report for the current task; gevent and eventlet pools report its greenlet."""
     greenlet = sys.modules.get("greenlet")
     return {os.getpid(), *([id(greenlet.getcurrent())] if greenlet is not None else [])}
 
 
 class _Run(NamedTuple):
-    """A task that a worker runs; the lesser one started first, and no two are equal."""
+    """A run of a task on a worker; runs sort by their start, and no two runs are equal."""
 
     start: float
     task_id: str
     node: str
     pid: int
-    key: str  #: of its lock; empty: it is no Singleton
+    key: str  #: key of its lock; empty: the task is no Singleton
     task: str
     arguments: str
 
 
 class InspectBackend(BaseBackend):
-    """Excludes equal runs without Redis: every call is sent, and at its start it asks all workers through the broker.
+    """A lock backend without Redis: every call is sent, and each run asks all workers at its start, through the broker.
 
-    Of equal runs the one with the least (``time_start``, task id) goes on; the others meet a lock that is held. It
-    acts when tasks start, so ``lock`` should be ``while_executing`` (``overlap`` ``skip`` or ``buffer_all``) or
-    ``until_executed`` (``skip``): nothing is known of calls that wait in a queue.
+    Of duplicate runs, the run with the least (``time_start``, task id) goes on; the others are told that the lock is
+    held. The backend acts only when tasks start, and does not know queued calls. So ``lock`` should be
+    ``while_executing`` (``overlap`` ``skip`` or ``buffer_all``) or ``until_executed`` (``skip``).
 
-    ``time_start`` is the wall clock of the worker's host at the moment when its pool took the task: Celery computes it
-    from a monotonic clock, once. Of two runs that start at once, both see the same figures, so never do all of them
-    give up. What can go wrong, and then runs are doubled, never lost:
+    ``time_start`` is the wall clock of the worker's host when its pool accepted the task. Celery computes it once, from
+    a monotonic clock. Two runs that start at once see the same values, so that never all runs give up. In these cases
+    duplicates run, but no run is lost:
 
-    - two start at once, and their hosts' clocks differ, or a worker takes note of a start, by more than ``settle``;
-    - a worker does not answer within ``timeout``. One with the solo pool never does while it runs a task, nor do gevent
-      and eventlet while a task blocks their loop;
-    - a message that the broker delivers again waits while its first delivery runs, and runs when that has ended;
-    - a worker is cut off from the broker: it goes on, and nobody sees it.
+    - two runs start at once, and their hosts' clocks differ by more than ``settle``, or a worker registers a start
+      later than ``settle``;
+    - a worker does not answer within ``timeout``. A worker with the solo pool never answers while it runs a task, nor
+      do gevent and eventlet while a task blocks their loop;
+    - a redelivered message waits while its first delivery runs, and runs after it;
+    - a worker loses the broker: its runs go on, and no other worker sees them.
 
-    A call may be skipped for one that ended, or was skipped itself, while it asked. Every start takes ``settle`` +
-    ``timeout`` seconds, a skipped one twice as long. ``lock_and_run`` with a key of its own excludes
-    nobody, there are no fencing numbers, plain tasks that beat dispatches are not excluded, and arguments must be
-    encodable by ``task_serializer``.
+    A call may be skipped because of a run that ended, or was skipped itself, while the call asked. Every start takes
+    ``settle`` + ``timeout`` seconds, a skipped start twice as long. ``lock_and_run`` with its own key excludes no other
+    run. There are no fencing numbers. Plain tasks that beat dispatches are not excluded. ``task_serializer`` must be
+    able to encode the arguments.
 
     Args:
-        app: whose workers are asked.
+        app: app whose workers are asked.
         timeout: seconds to wait for a further answer.
         settle: seconds to wait before asking.
     """
@@ -99,68 +100,68 @@ class InspectBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run unless an equal one started earlier: STARTED, or HELD or COPY, and then it must not start."""
+        """Start a run (STARTED) unless a duplicate started earlier; with HELD or COPY it must not start."""
         node, began = current_task.request.hostname if current_task else "", time.time()
         earlier: list[_Run] = []
         for _ in range(ROUNDS):
             time.sleep(self.settle)
             equal = [run for run in self._runs(task) if ref.key == run.key or ref.task_id == run.task_id]
             ours = [run for run in equal if run.task_id == ref.task_id and run.pid in _pids()]
-            # In a worker that was not started by its command a task knows only the last part of its node's name. Two
-            # deliveries of our message may run in the threads of this process: we are the last so far.
+            # If the celery command did not start the worker, a task knows only the last part of its node's name. Two
+            # deliveries of our message may run in the threads of this process: ours is the last so far.
             own = max((run for run in ours if run.node.endswith(node) and run.start <= began), default=None)
             earlier = sorted(run for run in equal if own and run < own)
             if not earlier and (own or not equal):
                 break
-        if not earlier:  # at worst our own worker has not answered: then the others see us, and we do not give up, too
+        if not earlier:  # also if our own worker has not answered: the other runs see ours and give up
             return Holder(Verdict.STARTED, ref.task_id, "running", datetime.fromtimestamp(began, UTC), 0, lease)
         first = earlier[0]
-        # A retry may start while the run that has sent it ends: it waits its turn, as behind any other.
+        # A retry may start before the run that sent it has ended; it waits for its turn, as behind any other run.
         verdict = Verdict.COPY if first.task_id == ref.task_id and ref.generation < 1 else Verdict.HELD
         return Holder(verdict, first.task_id, "running", datetime.fromtimestamp(first.start, UTC), 0, lease)
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
-        """Return RUNNING for each: what runs is seen to run."""
+        """Return RUNNING for each request: there is nothing to renew."""
         return [Renewal.RUNNING] * len(refs)
 
     def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
-        """Do nothing: what has ended is not seen to run."""
+        """Do nothing: workers no longer report a run that has ended."""
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
-        """Do nothing: a retry asks for itself."""
+        """Do nothing: a retry asks the workers at its own start."""
         return True
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
-        """Do nothing: a retry asks for itself."""
+        """Do nothing: a retry asks the workers at its own start."""
         return True
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Do nothing: see ``workers_seen``."""
 
     def workers_seen(self) -> bool:
-        """Return False: the process that would ask for a plain task is the one that has to answer."""
+        """Return False: for a plain task, the worker process that asks would also have to answer."""
         return False
 
     def get(self, lock: str) -> str | None:
-        """Return the id of the run that started first of those with this key, or None."""
+        """Return the task id of the first run with this key, or None."""
         first = min((run for run in self._runs() if run.key == lock), default=None)
         return first.task_id if first else None
 
     def unlock(self, lock: str) -> None:
-        """Do nothing: a run cannot be made unseen."""
+        """Do nothing: a run cannot be hidden from the workers."""
 
     def clear(self, key_prefix: str) -> None:
-        """Do nothing: a run cannot be made unseen."""
+        """Do nothing: a run cannot be hidden from the workers."""
 
     def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
-        """Yield the key of every Singleton that runs, and what is known of the run that started first."""
+        """Yield the key of every running Singleton, and a record of the run that started first."""
         first = {run.key: run for run in sorted(self._runs(), reverse=True)}
         for key, run in first.items():
             if key and key.startswith(key_prefix):
                 yield key, {"id": run.task_id, "state": "running", "task": run.task, "args": run.arguments}
 
     def _runs(self, task: str | None = None) -> list[_Run]:
-        """Return what all workers run, of one task or of all."""
+        """Return the runs on all workers, of one task or of all tasks."""
         return [
             _Run(
                 row["time_start"],
@@ -176,17 +177,17 @@ class InspectBackend(BaseBackend):
         ]
 
     def _ask(self) -> list[Mapping[str, Any]]:
-        """Ask all workers what they run.
+        """Ask all workers for the tasks that they run.
 
         Raises:
             LockBackendError: the broker cannot be reached.
         """
         try:
             with self.app.connection_for_write() as connection:
-                # First, because Celery would try for ever to send the question.
+                # Connect first, because Celery would retry for ever to send the question.
                 connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=self.timeout)
                 answers = self.app.control.inspect(timeout=self.timeout, connection=connection).active() or {}
-        except Exception as exc:  # transports raise what they like
+        except Exception as exc:  # transports may raise any error
             raise LockBackendError(f"the workers cannot be asked what they run: {exc}") from exc
         return [row for answer in answers.values() if isinstance(answer, list) for row in answer]
 
@@ -194,5 +195,5 @@ class InspectBackend(BaseBackend):
         generate = getattr(self.app.tasks.get(row["type"]), "generate_lock", None)
         try:
             return str(generate(row["type"], row["args"], row["kwargs"])) if generate else ""
-        except Exception:  # a task's own key function may do anything, and what has no key is like no other
+        except Exception:  # a task's own key function may raise any error, and a run without a key has no duplicates
             return ""

@@ -1,4 +1,4 @@
-"""The unique key of a call: the same for every way to write the same arguments, and for nothing else."""
+"""The unique key of a call: the same for every way to write the same arguments, and different for any others."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = (
     "turn_key",
 )
 
-#: Characters of the arguments that a lock shows to people.
+#: Maximum length of the arguments in a lock's record, which are for people.
 READABLE_LENGTH = 200
 
-#: What a cluster takes of a key to find its slot, instead of the whole: what is between the first brace and the next
-#: closing one, unless that is nothing.
+#: Matches a key with a hash tag: a string between the first opening brace and the next closing brace that is not empty.
+#: A cluster computes the slot of the key from the hash tag only.
 _HASH_TAG = re.compile(r"[^{]*\{[^}]+\}", re.DOTALL)
 
-#: Made once: that costs more than writing a short text with them.
+#: Made once, because making an encoder costs more than encoding a short string.
 _encode_default = kombu_json.JSONEncoder().encode
 _encode_sorted = json.JSONEncoder(sort_keys=True).encode
 
 
 def canonical(bound: inspect.BoundArguments) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments in one form, whichever way they were written: by name where they have one."""
+    """Return the arguments in one form, however the call wrote them: by name where they have a name."""
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -62,7 +62,7 @@ def digest(
     """Return the SHA-256 of the canonical JSON of a call, in hex.
 
     Args:
-        scope: what else tells two calls apart, beside task and arguments.
+        scope: further value that distinguishes calls, besides task and arguments.
         encoder: JSON encoder class for the arguments; default: kombu's, which knows UUID, datetime and Decimal.
 
     Raises:
@@ -70,9 +70,9 @@ def digest(
     """
     call = [task, list(args), dict(kwargs)] + ([scope] if scope else [])
     try:
-        # There and back first, as the message goes: then keys of dicts are texts, sorted alike at sender and worker.
+        # Encoded and decoded first, as in a message: dict keys become strings, which sender and worker sort alike.
         text = _encode_sorted(json.loads(_encoded(call, encoder)))
-    except Exception as exc:  # an object's own methods raise what they like
+    except Exception as exc:  # an object's own methods may raise any error
         raise TypeError(f"{task}: {culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -82,7 +82,7 @@ def _encoded(value: object, encoder: type | None) -> str:
 
 
 def culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None = None) -> str:
-    """Return the name of the first argument that has no JSON, for an error message."""
+    """Return the name of the first argument that JSON cannot encode, for an error message."""
     for name, value in (*enumerate(args), *kwargs.items()):
         try:
             _encoded(value, encoder)
@@ -92,7 +92,7 @@ def culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None
 
 
 def lock_key(prefix: str, digest: str) -> str:
-    """Return the key of a lock; the braces keep it and what belongs to it in one slot of a cluster."""
+    """Return the key of a lock; the braces keep the lock and the keys beside it in one slot of a cluster."""
     return f"{prefix}{{{digest}}}"
 
 
@@ -102,40 +102,40 @@ def beside(lock: str, name: str) -> str:
 
 
 def done_key(lock: str) -> str:
-    """Return the key beside a lock that remembers which runs ended under it."""
+    """Return the key of the zset beside a lock that remembers which runs ended under the lock."""
     return beside(lock, "done")
 
 
 def behind_key(lock: str) -> str:
-    """Return the key beside a lock of the place in which one call waits for the end of the run that holds it."""
+    """Return the key of the place behind a lock, where one call waits for the end of the holder's run."""
     return beside(lock, "next")
 
 
 def turn_key(lock: str) -> str:
-    """Return the key beside a lock of the call that waits for the end of the run and then runs by itself."""
+    """Return the key of the turn of a lock: the call that waits for the end of the run and then runs by itself."""
     return beside(lock, "turn")
 
 
 def suspects_key(prefix: str) -> str:
-    """Return the key of the locks whose messages may be gone."""
+    """Return the key that records the locks whose messages may be lost."""
     return f"{prefix}:suspects"
 
 
 def is_done_key(key: str) -> bool:
-    """Return whether a key looks like one of ``done_key``."""
+    """Return whether a key has the form of ``done_key``."""
     return key.endswith(":done") and _HASH_TAG.match(key) is not None
 
 
 def is_turn_key(key: str) -> bool:
-    """Return whether a key looks like one of ``turn_key``."""
+    """Return whether a key has the form of ``turn_key``."""
     return key.endswith(":turn") and _HASH_TAG.match(key) is not None
 
 
 def check_sendable(*texts: str) -> None:
-    """Refuse here what no server takes, and what would fail the one call for many locks.
+    """Refuse strings that no server accepts; such a string would fail one request for many locks.
 
     Raises:
-        UnicodeEncodeError: a text has no UTF-8, though JSON can say it.
+        UnicodeEncodeError: UTF-8 cannot encode a string, though JSON can.
     """
     "".join(texts).encode(errors="surrogateescape")
 
@@ -144,7 +144,7 @@ def readable(args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[st
     """Return the arguments for people, cut at 200 characters.
 
     Args:
-        options: of the call, or the headers of its message: ``argsrepr`` and ``kwargsrepr`` are shown instead.
+        options: options of the call, or headers of its message; ``argsrepr`` and ``kwargsrepr`` are shown instead.
     """
     options = options or {}
     parts = [str(options["argsrepr"])] if options.get("argsrepr") else [_shown(value) for value in args]
@@ -152,7 +152,7 @@ def readable(args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[st
         parts.append(str(options["kwargsrepr"]))
     else:
         parts += [f"{name}={_shown(value)}" for name, value in kwargs.items()]
-    # What an object shows of itself may be no UTF-8, which no server would take.
+    # The repr of an object may contain characters that UTF-8 cannot encode, and no server would accept them.
     text = ", ".join(parts)[: READABLE_LENGTH + 1].encode(errors="backslashreplace").decode()
     return text if len(text) <= READABLE_LENGTH else text[: READABLE_LENGTH - 1] + "…"
 
@@ -160,5 +160,5 @@ def readable(args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[st
 def _shown(value: object) -> str:
     try:
         return repr(value)
-    except Exception:  # it is for people only: a call must not fail for it
+    except Exception:  # it is for people only, and a call must not fail because of it
         return f"<{type(value).__name__}>"

@@ -1,4 +1,4 @@
-"""Frees the locks of calls that were refused: a server that hung takes them when it goes on."""
+"""Frees the locks that a hung server may still grant to calls after the caller has given up."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ("cancel_release", "refused", "release_later")
 
 log = Log(__name__)
 
-#: Seconds between two tries, and until a thread that has nothing to do ends.
+#: Seconds between two attempts, and until an idle thread ends.
 PAUSE = 1.0
 
-#: Seconds after which a server that does not come back is given up: its locks end by themselves.
+#: Seconds after which the release of a lock is given up; the lock then ends by itself.
 PATIENCE = 600.0
 
-#: Calls that are kept in mind.
+#: Maximum number of calls whose locks are to be freed.
 MOST_CALLS = 10_000
 
 
 class _LateReleases:
-    """The refused calls of one process, and the thread that waits for their server while there are any."""
+    """The refused calls of one process, and the thread that waits for their servers while there are such calls."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._refused: SimpleQueue[tuple[BaseBackend, Ref, float]] = SimpleQueue()
-        self._wanted: dict[Ref, float] = {}  #: until when; whatever else is in the queue was sent after all
-        #: Holds one thing while nobody frees or forgets.
-        self._turn: SimpleQueue[None] = SimpleQueue()
-        self._turn.put(None)
-        #: Of the thread: under gevent it cannot use a connection of the greenlets.
+        self._wanted: dict[Ref, float] = {}  #: deadline by call; other calls in the queue were sent after all
+        #: A mutex of ``_is_released`` and ``forget``: it holds one item while it is free.
+        self._mutex: SimpleQueue[None] = SimpleQueue()
+        self._mutex.put(None)
+        #: Backends of the thread, which cannot use the connections of greenlets under gevent.
         self._backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
         self.thread = OnDemandThread(
             self._run, has_work=lambda: not self._refused.empty(), name="singlebeat-late-release"
@@ -50,15 +50,15 @@ class _LateReleases:
         if app not in self._backends:
             self._backends[app] = new_backend(app, own_connections=True)
         if self._refused.qsize() < MOST_CALLS:
-            self._wanted[ref] = given_up = time.monotonic() + PATIENCE
-            self._refused.put((self._backends[app], ref, given_up))
+            self._wanted[ref] = deadline = time.monotonic() + PATIENCE
+            self._refused.put((self._backends[app], ref, deadline))
         self.thread.wake()
 
     def forget(self, ref: Ref) -> None:
         if ref in self._wanted:
-            self._turn.get()
+            self._mutex.get()
             self._wanted.pop(ref, None)
-            self._turn.put(None)
+            self._mutex.put(None)
 
     def find(self, key: str, task_id: str) -> Ref | None:
         return next((ref for ref in list(self._wanted) if (ref.key, ref.task_id) == (key, task_id)), None)
@@ -66,28 +66,28 @@ class _LateReleases:
     def _run(self) -> None:
         while True:
             try:
-                backend, ref, given_up = self._refused.get(timeout=PAUSE)
+                backend, ref, deadline = self._refused.get(timeout=PAUSE)
             except Empty:
                 return
-            if self._is_released(backend, ref, given_up) or time.monotonic() >= given_up:
-                if self._wanted.get(ref) == given_up:
+            if self._is_released(backend, ref, deadline) or time.monotonic() >= deadline:
+                if self._wanted.get(ref) == deadline:
                     self._wanted.pop(ref, None)
             else:
-                self._refused.put((backend, ref, given_up))  # behind those of servers that may answer
+                self._refused.put((backend, ref, deadline))  # behind the calls of servers that may answer
                 native_sleep(PAUSE)
 
-    def _is_released(self, backend: BaseBackend, ref: Ref, given_up: float) -> bool:
+    def _is_released(self, backend: BaseBackend, ref: Ref, deadline: float) -> bool:
         try:
-            backend.get(ref.key)  # once it answers, it has read what came before
-            self._turn.get()
+            backend.get(ref.key)  # once the server answers, it has run the earlier requests
+            self._mutex.get()
             try:
-                if self._wanted.get(ref) == given_up:
+                if self._wanted.get(ref) == deadline:
                     backend.finish_many([ref], remember_for=0)
             finally:
-                self._turn.put(None)
+                self._mutex.put(None)
         except LockBackendError:
             return False
-        except Exception:  # the outer edge of the thread: others wait for it, too
+        except Exception:  # the outermost handler of the thread, which other calls need
             about = {"id": ref.task_id}
             log.exception("the lock of task %(id)s stays until it ends by itself", event="lock_kept", **about)
         return True
@@ -97,7 +97,7 @@ _releases = _LateReleases()
 
 
 def release_later(app: Celery, ref: Ref) -> None:
-    """Free the lock of a call that was refused because its server did not answer, when it answers again."""
+    """Free the lock of a call as soon as the locks' server answers, which did not answer the call."""
     global _releases  # noqa: PLW0603 - a forked child has none of its parent's threads
     if _releases.pid != os.getpid():
         _releases = _LateReleases()
@@ -105,11 +105,11 @@ def release_later(app: Celery, ref: Ref) -> None:
 
 
 def cancel_release(ref: Ref) -> None:
-    """Leave the lock of a call alone, whatever became of it before: it is made again, under the same id."""
+    """Cancel the release of a call's lock, because the call is made again under the same task id."""
     if _releases.pid == os.getpid():
         _releases.forget(ref)
 
 
 def refused(key: str, task_id: str) -> Ref | None:
-    """Return the claim of a call of this process that was refused and may yet hold its lock, or None."""
+    """Return the ``Ref`` of a refused call of this process that may still get its lock, or None."""
     return _releases.find(key, task_id) if _releases.pid == os.getpid() else None

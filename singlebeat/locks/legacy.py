@@ -1,4 +1,4 @@
-"""The locks in a backend that was written for celery-singleton: four methods, any store."""
+"""The adapter for a lock backend that was written for celery-singleton: four methods, any store."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ("LegacyBackend",)
 
-#: Between a task id and its generation in the store; the first generation is the bare id, as celery-singleton has it.
+#: Separates task id and generation in the store; the first generation is the bare id, as in celery-singleton.
 LATER = " #"
 
 
 class LegacyBackend(BaseBackend):
-    """Keeps the locks with ``lock``, ``unlock``, ``get`` and ``clear`` of a custom ``singleton_backend_class``.
+    """A lock backend that uses ``lock``, ``unlock``, ``get`` and ``clear`` of a custom ``singleton_backend_class``.
 
-    While a retry or a replacement holds a lock, its store has ``<task id> #<number>``: it must keep such a text.
+    While a retry or a replacement holds a lock, the store has ``<task id> #<number>``; it must accept such a string.
 
-    What four methods cannot promise: there is no lease, so a lock whose worker died with all its processes stays until
-    its ``lock_expiry``, or for good; freeing is a look and then a deletion, not one step; ends are not remembered, so
-    a message that the broker delivers twice runs twice; there are no payloads and no fencing numbers. Plain tasks
-    that beat dispatches get no lock.
+    Four methods cannot promise everything. There is no lease: if a worker died with all its processes, its lock stays
+    until its ``lock_expiry``, or for ever. Freeing is a check and then a deletion, not one step. Ends are not
+    remembered, so a message that the broker delivers twice runs twice. There are no payloads and no fencing numbers.
+    Plain tasks that beat dispatches get no lock.
 
     Args:
         custom: an object with these four methods.
@@ -41,15 +41,16 @@ class LegacyBackend(BaseBackend):
 
     def __init__(self, custom: Any) -> None:
         self.custom = custom
-        #: By run: its retry, and how long that may wait. Whoever promises knows its run by the nonce alone.
+        #: By run: its retry, and the seconds that the retry may wait. Keyed without the generation of the run, because
+        #: the caller of ``promise`` knows only its nonce.
         self._promised: dict[Ref, tuple[Ref, float]] = {}
 
     @classmethod
     def around(cls, custom_class: Any, app: Celery) -> Self:
-        """Return the adapter of a custom backend, which is built as celery-singleton does.
+        """Return the adapter of a custom backend, which is built as celery-singleton builds it.
 
         Raises:
-            ConfigError: it cannot be built.
+            ConfigError: the custom backend cannot be built.
         """
         config = Config.of(app)
         url = config.singleton_backend_url or app.conf.result_backend
@@ -57,11 +58,11 @@ class LegacyBackend(BaseBackend):
             url = app.conf.broker_url
         try:
             return cls(custom_class(url, **config.singleton_backend_kwargs))
-        except Exception as exc:  # it may do anything
+        except Exception as exc:  # it may raise any error
             raise ConfigError(f"singleton_backend_class: cannot build {custom_class!r}: {exc!r}") from exc
 
     def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
-        """Take the locks of calls that are about to be sent, one by one: ACQUIRED, WAITING, RUNNING or HELD."""
+        """Acquire the locks of calls that are about to be sent, one by one: ACQUIRED, WAITING, RUNNING or HELD."""
         return [self._acquire(call) for call in calls]
 
     def _acquire(self, call: Call) -> Holder:
@@ -80,9 +81,9 @@ class LegacyBackend(BaseBackend):
         return _holder(Verdict.WAITING, task_id) if waits_id == call.ref.task_id else _holder(Verdict.HELD, waits_id)
 
     def _take(self, ref: Ref, expiry: float | None) -> tuple[str, float]:
-        """Take a lock if it is free; return who holds it now, and of which generation it is."""
+        """Acquire a lock if it is free; return the task id and the generation that hold the lock now."""
         with _naming(self.name):
-            # Twice: it may be freed between the refusal and the look.
+            # Two attempts, because the lock may be freed between the refusal and the check.
             for _ in range(2):
                 if self.custom.lock(ref.key, _owner(ref), expiry=_seconds(expiry)):
                     return ref.task_id, ref.generation
@@ -103,11 +104,11 @@ class LegacyBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run: STARTED, or STALE or HELD, and then it must not start."""
+        """Try to start a run: with STARTED it runs; with STALE or HELD it must not start."""
         with _naming(self.name):
             held = self._held(ref.key)
             if held and held[0] == ref.task_id and held[1] <= ref.generation > 0:
-                # A retry: the run that has sent it is over, and what it has left ends when it has waited too long.
+                # A retry: the run that sent it is over. The lock lasts only for its wait, so it is acquired anew.
                 self.custom.unlock(ref.key)
                 held = None
         task_id, generation = held or self._take(ref, expiry)
@@ -121,7 +122,7 @@ class LegacyBackend(BaseBackend):
         return _holder(Verdict.STARTED, task_id)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
-        """Hand the lock of a run over to a message of the same task id that waits. False if it was lost."""
+        """Hand a run's lock over to a waiting message of the same task id; return False if the lock was lost."""
         with _naming(self.name):
             ours = self._held(ref.key) == (ref.task_id, ref.generation)
             if ours and to.generation != ref.generation:
@@ -129,7 +130,7 @@ class LegacyBackend(BaseBackend):
             return ours
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
-        """Let a run leave its lock to its own retry when it ends, in this process; ``to`` None takes that back."""
+        """Promise a run's lock to its own retry, for when the run ends in this process; None takes the promise back."""
         with _naming(self.name):
             held = self._held(run.key)
         if held is None or held[0] != run.task_id:
@@ -141,7 +142,7 @@ class LegacyBackend(BaseBackend):
         return True
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
-        """Tell what became of the locks of living requests; there is no lease to renew."""
+        """Return the state of the locks of live requests; there is no lease to renew."""
         with _naming(self.name):
             return [self._renew(ref) for ref in refs]
 
@@ -152,7 +153,7 @@ class LegacyBackend(BaseBackend):
         return Renewal.RUNNING if held[1] == ref.generation else Renewal.OVER
 
     def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
-        """Free the locks of requests that are over; only their own."""
+        """Free the locks of requests that are over; the locks of other requests stay."""
         with _naming(self.name):
             for ref in refs:
                 successor = self._promised.pop(replace(ref, generation=0), None)
@@ -167,7 +168,7 @@ class LegacyBackend(BaseBackend):
         """Do nothing: see ``workers_seen``."""
 
     def workers_seen(self) -> bool:
-        """Return False: a lock of a plain task is for good if its worker dies, so beat had better take none."""
+        """Return False: a plain task's lock would stay for ever if its worker died, so beat must acquire none."""
         return False
 
     def get(self, lock: str) -> str | None:
@@ -177,12 +178,12 @@ class LegacyBackend(BaseBackend):
         return held[0] if held else None
 
     def unlock(self, lock: str) -> None:
-        """Free a lock, whoever holds it."""
+        """Free a lock, regardless of its holder."""
         with _naming(self.name):
             self.custom.unlock(lock)
 
     def clear(self, key_prefix: str) -> None:
-        """Free every lock under a prefix, whoever holds it."""
+        """Free every lock under a prefix, regardless of its holder."""
         with _naming(self.name):
             self.custom.clear(key_prefix)
 
@@ -192,7 +193,7 @@ class LegacyBackend(BaseBackend):
 
     @property
     def name(self) -> str:
-        """What the user calls it: their own class."""
+        """Return the name of the user's own class."""
         return type(self.custom).__name__
 
     def _held(self, lock: str) -> tuple[str, float] | None:
@@ -206,13 +207,13 @@ class LegacyBackend(BaseBackend):
         return (task_id, read_generation(number)) if is_number else (text, 0)
 
     def _hand_over(self, ref: Ref, to: Ref, ttl: float) -> None:
-        # If another call takes the lock in between, the message that it is for waits for its turn.
+        # If another call acquires the lock in between, the message in ``to`` waits for its turn.
         self.custom.unlock(ref.key)
         self.custom.lock(to.key, _owner(to), expiry=_seconds(ttl))
 
 
 def _seconds(expiry: float | None) -> int | None:
-    return math.ceil(expiry) if expiry else None  # redis-py, for one, takes no fractions
+    return math.ceil(expiry) if expiry else None  # redis-py, for example, accepts no fractions
 
 
 def _owner(ref: Ref) -> str:
@@ -226,7 +227,7 @@ def _holder(verdict: Verdict, task_id: str) -> Holder:
 
 @contextmanager
 def _naming(backend: str) -> Iterator[None]:
-    """Turn whatever a custom backend raises into our error, with its name."""
+    """Convert any error of a custom backend to a LockBackendError with the backend's name."""
     try:
         yield
     except LockBackendError:

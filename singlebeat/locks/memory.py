@@ -1,4 +1,4 @@
-"""The locks in the memory of one process: for eager calls and for tests of your own."""
+"""Locks in the memory of one process, for eager calls and for the tests of users."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ("MemoryBackend",)
 
-#: Beside the generations of a task id that have ended: it lost its lock before it started.
+#: Remembered in place of an ended generation: the task id was evicted before it started.
 REPLACED = -1
 
 _memories: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
@@ -27,7 +27,7 @@ _memories: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What one lock holds, as the hash in Redis does."""
+    """The record of a lock, as the hash in Redis."""
 
     task_id: str
     generation: float
@@ -40,18 +40,18 @@ class _Record:
     expires: float
     until: float | None
     payload: str
-    if_held: str = ""  #: what its call asked for
+    if_held: str = ""  #: the ``IfHeld`` of its call
     entry: str = ""
-    uncut: float = 0.0  #: until when its message may wait, if until is earlier
-    taken: float = 0.0  #: since when the place behind has been taken, by this call or by one that it has replaced
-    promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl
+    uncut: float = 0.0  #: time until which its message may wait, if ``until`` is earlier
+    taken: float = 0.0  #: time since which this call, or a call that it evicted, waits behind the lock
+    promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl (s)
 
 
 class MemoryBackend(BaseBackend):
-    """Keeps the locks in this process, with the verdicts of ``RedisBackend``.
+    """A lock backend in the memory of this process, with the verdicts of ``RedisBackend``.
 
     Args:
-        clock: seconds since 1970.
+        clock: returns the time in seconds since 1970.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
@@ -64,7 +64,7 @@ class MemoryBackend(BaseBackend):
 
     @classmethod
     def of_app(cls, app: Celery, *, own_connections: bool = False) -> Self:
-        """Return the one memory of an app in this process."""
+        """Return the backend of an app in this process."""
         if app not in _memories:
             _memories[app] = super().of_app(app)
         memory = _memories[app]
@@ -72,7 +72,7 @@ class MemoryBackend(BaseBackend):
         return memory
 
     def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
-        """Take the locks of calls that are about to be sent."""
+        """Acquire the locks of calls that are about to be sent."""
         with self._mutex:
             return [self._acquire(call, may_be_resent=may_be_resent) for call in calls]
 
@@ -99,10 +99,10 @@ class MemoryBackend(BaseBackend):
 
         if (holder or waiting or in_turn) and call.if_held is IfHeld.LEAVE:
             return self._holder(Verdict.HELD, ref if holder else behind if waiting else turn)
-        last, record = (behind, waiting) if waiting else (ref, holder)  # of those that hold the lock or wait for it
+        last, record = (behind, waiting) if waiting else (ref, holder)  # the last of the holder and the waiting call
         joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
         if record and joins and (record.if_held or not call.payload):
-            if call.payload:  # they last until it starts: its expiry counts from then on
+            if call.payload:  # the new arguments last until it starts: its expiry counts from then on
                 expires = max(record.expires, record.uncut if record.until else 0.0)
                 self._records[last.key] = replace(record, payload=call.payload, until=None, expires=expires)
             else:
@@ -144,7 +144,7 @@ class MemoryBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run, or say why it must not start."""
+        """Start a run, or return the verdict that forbids the start."""
         with self._mutex:
             now, record = self._clock(), self._live(ref.key)
             if self._ended(ref.key, ref.task_id, ref.generation):
@@ -166,7 +166,7 @@ class MemoryBackend(BaseBackend):
                 held_by = turn
             if held_by:
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn):
-                    since = max(now, place.taken + 0.001) if place else now  # later than the one that is there already
+                    since = max(now, place.taken + 0.001) if place else now  # later than the call that waits already
                     new = _Record(
                         ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
                     )
@@ -213,7 +213,7 @@ class MemoryBackend(BaseBackend):
         return replace(self._holder(Verdict.STARTED, ref), payload=self._records[ref.key].payload)
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
-        """Hand the lock of a run over to a message of the same task id that waits."""
+        """Hand a run's lock over to a waiting message of the same task id."""
         with self._mutex:
             record = self._live(ref.key)
             if record is None or (record.task_id, record.nonce) != (ref.task_id, ref.nonce):
@@ -230,7 +230,7 @@ class MemoryBackend(BaseBackend):
             return True
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
-        """Keep the locks of living requests."""
+        """Renew the locks of live requests."""
         with self._mutex:
             return [self._renew(ref, lease) for ref in refs]
 
@@ -247,7 +247,7 @@ class MemoryBackend(BaseBackend):
         return Renewal(record.state)
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
-        """Let a run leave its lock to its own retry when it ends."""
+        """Promise a run's lock to its own retry, for when the run ends."""
         with self._mutex:
             record = self._live(run.key)
             if record is None or (record.task_id, record.nonce, record.state) != (run.task_id, run.nonce, "running"):
@@ -286,11 +286,11 @@ class MemoryBackend(BaseBackend):
             del self._records[ref.key]
 
     def announce(self, worker: str, *, ttl: float) -> None:
-        """Say that a worker lives which releases the locks of the tasks that it runs."""
+        """Record that a worker is alive that releases the locks of its tasks."""
         self._announced = (self._clock() + ttl, worker)
 
     def workers_seen(self) -> bool:
-        """Tell whether such a worker was seen lately."""
+        """Return whether such a worker was seen recently."""
         return self._announced[0] > self._clock()
 
     def get(self, lock: str) -> str | None:
@@ -299,11 +299,11 @@ class MemoryBackend(BaseBackend):
         return record.task_id if record else None
 
     def unlock(self, lock: str) -> None:
-        """Free a lock, whoever holds it."""
+        """Free a lock, regardless of its holder."""
         self._records.pop(lock, None)
 
     def clear(self, key_prefix: str) -> None:
-        """Free every lock under a prefix, whoever holds it."""
+        """Free every lock under a prefix, regardless of its holder."""
         with self._mutex:
             for kept in (self._records, self._done):
                 for key in [key for key in kept if key.startswith(key_prefix)]:

@@ -1,4 +1,4 @@
-"""The words for when a lock is held and what becomes of a call that meets it; which of them go together."""
+"""The lock modes, and the valid combinations of lock modes and overlap policies."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = (
 
 
 class LockMode(StrEnum):
-    """When a call excludes its equals (the terms of sidekiq-unique-jobs)."""
+    """The time in which a call excludes its duplicates (the terms of sidekiq-unique-jobs)."""
 
     UNTIL_EXECUTED = "until_executed"  #: from the call to the end of its run
     UNTIL_EXECUTING = "until_executing"  #: from the call to the start of its run
     UNTIL_EXPIRED = "until_expired"  #: from the call until ``lock_expiry`` has passed
     WHILE_EXECUTING = "while_executing"  #: from the start to the end of its run, retries and their countdowns included
-    UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"  #: one may run while another waits
+    UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"  #: one call may run while another is queued
 
 
 _AT_THE_CALL = {Overlap.SKIP, Overlap.RAISE, Overlap.ALLOW_ALL}
 
-#: Which overlap makes sense with which lock.
+#: The overlap policies that are valid for each lock mode.
 TOGETHER: Mapping[LockMode, set[Overlap]] = {
     LockMode.UNTIL_EXECUTED: set(Overlap),
     LockMode.UNTIL_EXECUTING: _AT_THE_CALL,
@@ -50,12 +50,12 @@ TOGETHER: Mapping[LockMode, set[Overlap]] = {
     LockMode.UNTIL_AND_WHILE_EXECUTING: _AT_THE_CALL,
 }
 
-#: Options of a call that somebody waits on: they would never hear of it if it were not sent.
+#: Options of a call for which other calls wait: they would wait for ever if the call were not sent.
 CONTINUATIONS = ("chord", "group_id", "link", "link_error", "replaced_task_nesting")
 
 
 def _overlap_of(word: Any, lock: LockMode) -> Overlap:
-    """Return an overlap policy that goes with a lock.
+    """Return an overlap policy by its word, if the policy is valid for a lock mode.
 
     Raises:
         ConfigError: there is no such policy, or it contradicts the lock.
@@ -86,15 +86,15 @@ def overlap_for(task: Any, word: Any = None) -> Overlap:
         return Overlap.RAISE
     try:
         return _overlap_of(config.singlebeat_overlap, lock)
-    except ConfigError:  # the app's default is for the tasks that it suits
+    except ConfigError:  # the app's default applies only to the tasks that allow it
         return Overlap.SKIP
 
 
 def drops_by_default(task: Any) -> bool:
-    """Return whether a call that meets its equal is dropped though its task does not say so, and could wait.
+    """Return whether a duplicate call is dropped though its task sets no policy, and the call could wait.
 
     Args:
-        task: None, or no Singleton: one whose lock beat takes.
+        task: a Singleton, or else a task whose lock beat acquires: None, or a plain task.
     """
     if not hasattr(task, "acquires_on_send"):
         return True
@@ -166,7 +166,7 @@ def signature_of(run: Any) -> inspect.Signature:
 
 
 def pick(unique_on: Sequence[str] | str | Callable[..., Any], bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return what makes a call unique, by name.
+    """Return the values that make a call unique, by name.
 
     Args:
         unique_on: names of arguments, dotted paths into them (``"user.id"``), or a function of all arguments.
@@ -180,7 +180,7 @@ def pick(unique_on: Sequence[str] | str | Callable[..., Any], bound: inspect.Bou
 def _follow(bound: inspect.BoundArguments, path: str) -> Any:
     first, *rest = path.split(".")
     arguments = bound.arguments
-    if first not in arguments:  # one of **kwargs
+    if first not in arguments:  # a name in **kwargs
         spare = [p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
         arguments = arguments.get(spare[0], {}) if spare else {}
     value = arguments.get(first)
@@ -190,8 +190,8 @@ def _follow(bound: inspect.BoundArguments, path: str) -> Any:
 
 
 def has_continuations(options: Mapping[str, Any]) -> bool:
-    """Tell whether somebody waits for this very call: a chain, a chord, a group, a callback or whom it replaces."""
-    # The last step of a chain comes with an empty one, a call of its own with none.
+    """Return whether a chain, a chord, a group, a callback or a replaced task waits for this very call."""
+    # The last step of a chain has an empty option ``chain``, a call outside of chains has None.
     return options.get("chain") is not None or any(options.get(name) for name in CONTINUATIONS)
 
 
@@ -201,31 +201,31 @@ def equal_calls_may_differ(task: Any) -> bool:
 
 
 def encode_arguments(task: Any, args: Any, kwargs: Any) -> str:
-    """Return the arguments of a call as JSON, for the run of an equal call that stands for it.
+    """Return the arguments of a call as JSON, for the run of another call that stands for it.
 
-    JSON whatever the serializer of the task: what is read from a lock must not choose how it is read.
+    The format is JSON for every serializer of a task, because data from a lock must not choose its own decoder.
 
     Raises:
-        TypeError: an argument has no JSON; the message names it.
+        TypeError: JSON cannot encode an argument; the message names the argument.
     """
     args, kwargs = task.as_sent(args, kwargs)
     try:
         return str(kombu_json.dumps([args, kwargs]))
-    except Exception as exc:  # an object's own methods raise what they like
+    except Exception as exc:  # an object's own methods may raise any error
         name = culprit(args, kwargs)
         raise TypeError(f"{task.name}: overlap=buffer_one keeps arguments as JSON, {name} has none: {exc}") from exc
 
 
 def decode_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Read what ``encode_arguments`` wrote.
+    """Return the arguments in a string of ``encode_arguments``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is not such a pair of arguments.
     """
     try:
         args, kwargs = kombu_json.loads(text)
-    except Exception as exc:  # a decoder of a user's type raises what it likes
-        raise ValueError(f"no arguments in JSON: {exc}") from exc
+    except Exception as exc:  # the decoder of a user's type may raise any error
+        raise ValueError(f"the arguments are not valid JSON: {exc}") from exc
     if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise ValueError("no list of arguments and dict of keyword arguments")  # noqa: TRY004 - it is data
+        raise ValueError("not a list of arguments and a dict of keyword arguments")  # noqa: TRY004 - it is data
     return args, kwargs

@@ -1,14 +1,14 @@
---- promise: let a run leave its lock to its own retry or replacement when it ends.
+--- promise: promise a run's lock to its own retry or replacement, for when the run ends.
 --
--- Until then it keeps the lock: its body may go on after the retry was sent.
+-- Until then the run keeps the lock, because its body may go on after the retry was sent.
 --
 -- KEYS[1]  lock     hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
 -- ARGV[1]  id       task id that must hold the lock
 -- ARGV[2]  nonce    the run that must hold it
 -- ARGV[3]  next     the generation that gets the lock; empty: the promise is taken back
--- ARGV[4]  ttl_ms   how long the lock may wait for that message to start
+-- ARGV[4]  ttl_ms   ms that the lock may wait for the start of that message
 --
--- returns  1 promised or taken back, 0 the lock is not held so
+-- returns  1: promised or taken back; 0: that run does not hold the lock
 
 local lock = KEYS[1]
 local id, nonce, next_gen, ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4]

@@ -1,4 +1,4 @@
-"""The locks in Redis: one hash per unique call, every verb one script and one round trip."""
+"""Locks in Redis: one hash per unique call; every verb is one script and one round trip."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = ("RedisBackend", "escaped")
 
-#: Keys that one step of a search through the server looks at, and locks that are read in one round trip.
+#: Number of keys in one step of SCAN, and of locks that are read in one round trip.
 SCAN_COUNT = 500
 
-#: Seconds for which it is known that the message of a lock may be gone.
+#: Seconds for which a suspicion is kept that the message of a lock is lost.
 SUSPECTED_FOR = 600.0
 
-#: Seconds since which a worker that takes no further messages counts as gone: longer than a lease, no more than a day.
+#: Age in seconds that the entry of a retired worker is set to: longer than a lease, at most a day.
 RETIRED = 12 * 3600
 
-#: Fields of a lock's record that people are shown. The first three are in every one, and together in nothing else.
+#: Fields of a lock's record that are shown to people. Every record, and no other hash, has all of the first three.
 SHOWN = (
     *("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until", "entry"),
     *("worker", "renewed", "sent"),
 )
 
-# Read before there are threads and forks: whoever reads a file of a package takes a lock of the import system, and a
-# child that is forked meanwhile never gets it.
+# Read before there are threads and forks: reading a file of a package acquires a lock of the import system. A child
+# that is forked meanwhile would wait for that lock for ever.
 _SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "finish", "promise", "renew", "rotate")}
 
 
@@ -56,27 +56,27 @@ def _all_keys(lock: str) -> tuple[str, ...]:
 
 
 def _ms(seconds: float | None) -> int:
-    # One call that asks for a longer time than the server can count must not fail those that are sent along with it.
+    # Capped, because a call with a time that the server cannot represent would fail all calls of the same request.
     return round(min(UNTIL_UNLOCKED, seconds or 0) * 1000)
 
 
 class RedisBackend(BaseBackend):
-    """Keeps the locks in a Redis or Valkey server.
+    """A lock backend in a Redis or Valkey server.
 
     Args:
-        url: in any form that Celery or redis-py take.
+        url: URL in any form that Celery or redis-py accepts.
         timeout: seconds that one call may take.
-        own_connections: do not share connections with the rest of the process (for threads beside it).
+        own_connections: whether to share no connections with the rest of the process; for a separate thread.
         kwargs: further arguments of the Redis client (``singleton_backend_kwargs``).
     """
 
-    setting = ""  #: that names the server, for errors
+    setting = ""  #: name of the setting that holds the URL, for errors
 
     def __init__(self, url: str, *, timeout: float = 5.0, own_connections: bool = False, **kwargs: Any) -> None:
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
         self._connect = private if own_connections else shared
-        self._client: tuple[tuple[int, bool], Any] = ((0, False), None)  #: who may use it, and the client
-        #: What the server's clock (s) is ahead of our monotonic one: a guess, until the server has told its time.
+        self._client: tuple[tuple[int, bool], Any] = ((0, False), None)  #: pid and kind of thread, client
+        #: Seconds that the server's clock is ahead of our monotonic clock: a guess, until a reply has its time.
         self._ahead = time.time() - time.monotonic()
 
     @classmethod
@@ -92,13 +92,13 @@ class RedisBackend(BaseBackend):
         backend = cls(server.url, **{**given, **server.options, **config.singleton_backend_kwargs})
         backend.setting = server.setting
         if own_connections:
-            with suppress(RedisError):  # a cluster that is away now may be there when it is needed
-                _ = backend.redis  # wrong options are told at the start
+            with suppress(RedisError):  # a cluster that is unreachable now may be reachable when it is needed
+                _ = backend.redis  # wrong options are an error at the start
         return backend
 
     @property
     def redis(self) -> Any:
-        """The client; a forked child must not use its parent's, nor a native thread the one of greenlets."""
+        """Return the client for this process and kind of thread: forked children and native threads need their own."""
         user = os.getpid(), is_native()
         known, client = self._client
         if known != user:
@@ -107,26 +107,26 @@ class RedisBackend(BaseBackend):
         return client
 
     def acquire_many(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
-        """Take the locks of calls that are about to be sent.
+        """Acquire the locks of calls that are about to be sent.
 
-        A server that comes to it only after the timeout leaves the locks alone: the caller has given up by then.
+        A server that runs the script only after the timeout leaves the locks alone: the caller has given up by then.
         """
         refs = [call.ref for call in calls]
         rows = [
             (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.if_held, c.entry)
             for owner, c in zip(_requests(refs), calls, strict=True)
         ]
-        return self._in_time(
+        return self._run_before_deadline(
             lambda deadline: self._run_many("acquire", refs, int(may_be_resent), deadline, rows=rows, keys_of=_all_keys)
         )
 
-    def _in_time(self, run: Callable[[int], Sequence[Any]]) -> list[Holder]:
+    def _run_before_deadline(self, run: Callable[[int], Sequence[Any]]) -> list[Holder]:
         """Run a script that writes nothing after a deadline, and return its replies.
 
         Args:
-            run: takes the server's time (ms) after which no caller waits for the reply.
+            run: function of the deadline: the server's time (ms) after which no caller waits for the reply.
         """
-        for _ in range(2):  # a wrong guess of its time is corrected by the reply
+        for _ in range(2):  # the first reply corrects a wrong guess of the server's time
             holders = [_holder(reply) for reply in run(_ms(time.monotonic() + self._ahead + self.timeout))]
             late = [holder.since.timestamp() for holder in holders if holder.verdict is Verdict.LATE and holder.since]
             if not late:
@@ -147,29 +147,29 @@ class RedisBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
     ) -> Holder:
-        """Start a run, or say why it must not start.
+        """Start a run, or return the verdict that forbids the start.
 
-        A server that comes to it only after the timeout leaves the lock alone, as in ``acquire_many``.
+        A server that runs the script only after the timeout leaves the lock alone, as in ``acquire_many``.
         """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
         args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(remember_for), _ms(turn_ttl), entry)
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
-        (holder,) = self._in_time(lambda deadline: [self._run("begin", keys, (*args, deadline))])
+        (holder,) = self._run_before_deadline(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(ref.key, holder.task_id))
         return holder
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
-        """Hand the lock of a run over to a message of the same task id that waits."""
+        """Hand a run's lock over to a waiting message of the same task id."""
         args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for))
         return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
-        """Keep the locks of living requests."""
+        """Renew the locks of live requests."""
         return self._renew_many(refs, [""] * len(refs), lease=lease)
 
     def note_sent(self, sent: Mapping[Ref, str], *, lease: float) -> None:
-        """Keep the locks of messages that were sent, each with a note on where its message went."""
+        """Renew the locks of sent messages, and store the note on where each message went."""
         self._renew_many(list(sent), list(sent.values()), lease=lease)
 
     def _renew_many(self, refs: Sequence[Ref], notes: Sequence[str], *, lease: float) -> list[Renewal]:
@@ -177,7 +177,7 @@ class RedisBackend(BaseBackend):
         return [Renewal(reply) for reply in self._run_many("renew", refs, _ms(lease), rows=rows, last=(self.worker,))]
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
-        """Let a run leave its lock to its own retry when it ends."""
+        """Promise a run's lock to its own retry, for when the run ends."""
         args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl))
         return bool(self._run("promise", (run.key,), args))
 
@@ -186,7 +186,7 @@ class RedisBackend(BaseBackend):
         self._run_many("finish", refs, _ms(remember_for), int(ran), rows=_requests(refs), keys_of=_keys_to_finish)
 
     def announce(self, worker: str, *, ttl: float) -> None:
-        """Say that a worker lives which releases the locks of the tasks that it runs."""
+        """Record that a worker is alive that releases the locks of its tasks."""
         with self._reaching():
             seconds, _ = self.redis.time()
             with self.redis.pipeline(transaction=False) as pipe:
@@ -196,32 +196,32 @@ class RedisBackend(BaseBackend):
                 pipe.execute()
 
     def workers_seen(self) -> bool:
-        """Tell whether such a worker was seen lately."""
+        """Return whether such a worker was seen recently."""
         with self._reaching():
             return bool(self.redis.exists(WORKERS_KEY))
 
     def retire(self, worker: str) -> None:
-        """Say that a worker takes no further messages; that it was seen stays known."""
+        """Record that a worker takes no further messages; it still counts as seen."""
         with self._reaching():
             seconds, _ = self.redis.time()
             self.redis.zadd(WORKERS_KEY, {worker: seconds - RETIRED}, xx=True)
 
     def workers(self) -> Mapping[str, float]:
-        """Return the workers that have announced themselves lately, and seconds since then."""
+        """Return the workers that were announced recently, and the seconds since then."""
         with self._reaching():
             now, _ = self.redis.time()
             seen: list[tuple[str, float]] = self.redis.zrange(WORKERS_KEY, 0, -1, withscores=True)
             return {worker: now - at for worker, at in seen}
 
     def suspect(self, place: str, lock: str) -> None:
-        """Note at a key that the message of a lock may be gone: a call was refused because of it."""
+        """Record at the key ``place`` that the message of a lock may be lost; the lock has refused a call."""
         with self._reaching(), self.redis.pipeline(transaction=False) as pipe:
             pipe.zadd(place, {lock: 0})
             pipe.pexpire(place, _ms(SUSPECTED_FOR))
             pipe.execute()
 
     def suspects(self, place: str, count: int) -> Sequence[str]:
-        """Return so many of the locks that were noted, and note them no longer."""
+        """Return and remove up to ``count`` of the locks that ``suspect`` recorded."""
         with self._reaching():
             noted: list[str] = self.redis.zrange(place, 0, count - 1)
             if noted:
@@ -234,12 +234,12 @@ class RedisBackend(BaseBackend):
             return cast("str | None", self.redis.hget(lock, "id"))
 
     def unlock(self, lock: str) -> None:
-        """Free a lock, whoever holds it."""
+        """Free a lock, regardless of its holder."""
         with self._reaching():
             self.redis.delete(lock)
 
     def clear(self, key_prefix: str) -> None:
-        """Free every lock under a prefix, whoever holds it; other keys under the prefix stay."""
+        """Free every lock under a prefix, regardless of its holder; other keys under the prefix stay."""
         with self._reaching():
             ended = (key for key in self._keys(key_prefix, "ZSET") if is_done_key(key))
             found = (each for key, _ in self.locks(key_prefix) for each in (key, done_key(key)))
@@ -257,7 +257,7 @@ class RedisBackend(BaseBackend):
                 yield from self._read(page)
 
     def read(self, keys: Sequence[str]) -> list[tuple[str, Mapping[str, str]]]:
-        """Return those of some locks that are held, and their records."""
+        """Return the held locks among ``keys`` with their records."""
         with self._reaching():
             return list(self._read(keys))
 
@@ -267,7 +267,7 @@ class RedisBackend(BaseBackend):
             return bool(self.redis.exists(key))
 
     def _read(self, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-        """Yield key and record of each that is a lock, and of no other hash that has such a key."""
+        """Yield the key and record of each lock among ``keys``; skip other hashes."""
         if not keys:
             return
         seconds, microseconds = self.redis.time()
@@ -318,7 +318,7 @@ class RedisBackend(BaseBackend):
 
 
 class _Reaching:
-    """Turns the client's errors into ours, with the server's name and without its password."""
+    """A context that converts the client's errors to LockBackendErrors, which name the server without its password."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -331,8 +331,8 @@ class _Reaching:
             raise LockBackendError(f"the locks' server {masked(self.url)} {what_it_does(exc)}: {exc}") from exc
 
 
-#: The workers with singlebeat that were seen, by the server's time; outside of every prefix of locks, so that clearing
-#: those leaves it.
+#: Key of the zset of the workers with singlebeat, by the server's time when they were seen. It is outside of every
+#: prefix of locks, so that it stays when locks are cleared.
 WORKERS_KEY = "singlebeat:workers"
 
 
@@ -353,5 +353,5 @@ def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:
 
 
 def escaped(prefix: str) -> str:
-    """Return the pattern of SCAN that means exactly a prefix."""
+    """Return a prefix as a pattern for SCAN that matches exactly the prefix."""
     return "".join(f"\\{char}" if char in "*?[]\\" else char for char in prefix)

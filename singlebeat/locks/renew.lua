@@ -1,19 +1,19 @@
---- renew: keep the locks of requests alive while their worker lives; never take one, never resurrect one.
+--- renew: renew the locks of requests while their worker lives; never acquire or revive a lock.
 --
 -- KEYS[1...]  two for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
---                       renewed (ms): who has renewed it last, and when; sent: a note of the sender
---             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
--- ARGV[1]  lease_ms  how long a lock outlives the worker
+--                       renewed (ms): the worker and time of the last renewal; sent: a note of the sender
+--             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
+-- ARGV[1]  lease_ms  ms that a lock outlives the worker
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
---                    the sender for a lock that is queued; empty: none]
--- ARGV[3]  worker    the worker that has the messages; empty: it is no worker that renews
+--                    the sender for a queued lock, or empty]
+-- ARGV[3]  worker    the worker that has the messages; empty: the caller is no worker
 --
 -- returns  JSON, one word for each request:
 --          running  renewed; this delivery is the run that holds the lock
 --          queued   renewed; the message has not started yet
---          over     this generation ended or handed over: nothing to renew
---          lost     the lock expired or somebody else holds it
+--          over     this generation has ended or has handed its lock over: nothing to renew
+--          lost     the lock expired, or another id, generation or delivery holds it
 
 local lease, worker = tonumber(ARGV[1]), ARGV[3]
 local time = redis.call("TIME")
@@ -24,7 +24,7 @@ local function renew(lock, done, id, gen, nonce, note)
   if record.err then
     return string.find(record.err, "WRONGTYPE", 1, true) and "lost" or record
   end
-  if type(redis.pcall("ZSCORE", done, id .. ":" .. gen)) == "string" then -- what is no zset remembers nothing
+  if type(redis.pcall("ZSCORE", done, id .. ":" .. gen)) == "string" then -- a key of another type remembers nothing
     return "over"
   end
   if record[1] ~= id or record[2] ~= gen then
@@ -43,7 +43,7 @@ local function renew(lock, done, id, gen, nonce, note)
     ttl = math.max(1, math.min(ttl, record[5] - now))
   end
   redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
-  -- For people, and refused by a server whose memory is full, which renews all the same.
+  -- For people only: a server whose memory is full refuses these writes, but the lock is renewed.
   if worker ~= "" then
     redis.pcall("HSET", lock, "worker", worker, "renewed", string.format("%.0f", now))
   end

@@ -1,20 +1,20 @@
---- rotate: hand the lock of a run over to a message of the same task id that waits.
+--- rotate: hand a run's lock over to a waiting message of the same task id.
 --
--- Retry and replace go to a higher generation; a message that the broker takes back stays in its generation.
+-- A retry or replace has a higher generation; a message that goes back to the broker keeps its generation.
 --
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
--- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock lately, by time (ms)
+-- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms)
 -- ARGV[1]  id         task id that must hold the lock
--- ARGV[2]  nonce      the run that must hold it; empty: it must be queued
--- ARGV[3]  to_gen     the generation that holds it from now on, queued; never a lower one
--- ARGV[4]  ttl_ms     lifetime from now on
--- ARGV[5]  done_ms    how long the end of a generation is remembered
+-- ARGV[2]  nonce      the run that must hold the lock; empty: the lock must be queued
+-- ARGV[3]  to_gen     the generation that holds the lock from now on, queued; never lower than the current generation
+-- ARGV[4]  ttl_ms     lifetime of the lock from now on
+-- ARGV[5]  done_ms    ms for which the end of a generation is remembered
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
---          rotated  done
---          lost     the lock is not held so, or it is no lock; nothing was written
+--          rotated  the lock was handed over
+--          lost     that run or queued message does not hold the lock, or the key has another type; nothing was written
 --
--- The payload goes with a message that the broker takes back; a retry has its own arguments.
+-- A message that goes back to the broker keeps the payload; a retry has its own arguments.
 -- A repetition gives the same reply, and writes nothing.
 
 local lock, done = KEYS[1], KEYS[2]
@@ -40,7 +40,7 @@ end
 
 local gen, bound = record[2], record[4]
 if tonumber(to_gen) > tonumber(gen) then
-  if type(redis.pcall("ZCARD", done)) == "number" then -- what is no zset remembers nothing, and harms nobody
+  if type(redis.pcall("ZCARD", done)) == "number" then -- a key of another type remembers nothing and is no error
     redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. gen)
     redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
   end

@@ -1,4 +1,4 @@
-"""Calls that run here and now (``task_always_eager``), under locks that only this process knows."""
+"""Eager calls (``task_always_eager``), under locks in the memory of this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ("run_eagerly",)
 
 
 def run_eagerly(task: Any, lock: str, task_id: str, run: Callable[[], Any], *, overlap: Overlap = Overlap.SKIP) -> Any:
-    """Return the result of a run under a lock, or the ``Holder`` of that: a call that surrounds this one."""
-    if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.UNTIL_EXECUTING:  # a call that surrounds it has started
+    """Return the result of a run under a lock, or the ``Holder`` if a surrounding call holds the lock."""
+    if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.UNTIL_EXECUTING:  # a surrounding call has started
         return run()
     backend, ref = eager_backend_of(task.app), Ref(lock, task_id)
     holder = backend.acquire_many([Call(ref, task.name, "", Config.of(task.app).singlebeat_queued_ttl)])[0]

@@ -31,10 +31,10 @@ __all__ = ("Exclusive", "exclusive")
 
 log = Log(__name__)
 
-#: What a lock that is taken outside of every task shows instead of the task's name.
+#: Name in the record of a lock that is acquired outside of a task, instead of the task's name.
 NO_TASK = "singlebeat.exclusive"
 
-#: Ends of locks are not remembered: whoever had one may have it again.
+#: Ends are not remembered, because a former holder may acquire the lock again.
 NOT_REMEMBERED = 0.0
 
 P = ParamSpec("P")
@@ -42,26 +42,26 @@ R = TypeVar("R")
 
 
 def exclusive(key: str | Callable[..., str], *, app: Celery | None = None, lease: float | None = None) -> Exclusive:
-    """Return a lock that is there or not, without waiting: for one ``with``, or for the decoration of a function.
+    """Return a non-blocking lock for one ``with`` block, or a decorator of functions.
 
-    It excludes everybody who asks for the same key, also the one who holds it. It is renewed for as long as it is held,
+    The lock excludes every other request for the same key, even from its own holder. It is renewed while it is held,
     and ends by itself ``lease`` seconds after its process died.
 
     Args:
-        key: any text; for a decorator a format of the arguments (``"feed:{feed_id}"``) or a function of them.
-        app: whose settings say where the locks are; default: the app of the running task, or else the current one.
+        key: any string; for a decorator a format of the arguments (``"feed:{feed_id}"``) or a function of them.
+        app: app whose settings name the locks' server; default: the app of the running task, or else the current app.
         lease: seconds; default: the setting ``singlebeat_lock_lease``.
 
     Raises:
-        ValueError: the lease is no positive number.
+        ValueError: the lease is not a positive number.
     """
     return Exclusive(key, app=app, lease=lease)
 
 
 class Exclusive:
-    """A lock for any code; true if it was acquired."""
+    """A lock for any code; it is true if it was acquired."""
 
-    #: Who holds the lock: we, or the one who was there before us.
+    #: The holder of the lock: this object, or another that acquired the lock before.
     holder: Holder
 
     ref: Ref
@@ -74,18 +74,18 @@ class Exclusive:
         self.key, self._app, self._lease = key, app, lease
 
     def __enter__(self) -> Self:
-        """Ask for the lock.
+        """Acquire the lock if it is free.
 
         Raises:
-            LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
-            ConfigError: the app has no server for its locks, or its lock backend knows no leases.
-            RuntimeError: it was entered before.
-            TypeError, ValueError: the key is no string, or one that has no UTF-8.
+            LockBackendError: the locks' server does not answer, or the value at the lock's key is not a lock.
+            ConfigError: the app has no server for its locks, or its lock backend has no leases.
+            RuntimeError: this object was entered before.
+            TypeError, ValueError: the key is not a string, or UTF-8 cannot encode it.
         """
         if self._entered:
-            raise RuntimeError(f"exclusive({self.key!r}) was entered before: make a new one for every with")
+            raise RuntimeError(f"exclusive({self.key!r}) was entered before: make a new one for each with block")
         if not isinstance(self.key, str):
-            raise TypeError(f"the key of an exclusive lock must be a text, not {self.key!r}")
+            raise TypeError(f"the key of an exclusive lock must be a string, not {self.key!r}")
         try:
             check_sendable(self.key)
         except UnicodeEncodeError:
@@ -99,12 +99,12 @@ class Exclusive:
         except ConfigError as exc:
             if self._app is not None or task is not None:
                 raise
-            # Most often the current app is not theirs: Celery makes one where no module of an app was imported.
+            # Mostly, the current app is not the caller's: Celery creates an app if no module of an app was imported.
             which = "no app is current here" if app.main in {None, "default"} else f"the current app is {app.main}"
             raise ConfigError(f"{exc}; {which}: if yours is another, write exclusive(..., app=app)") from exc
         self.lease = self._lease or renewer.config.singlebeat_lock_lease
         self.name, nonce = task.name if task else NO_TASK, uuid()
-        # The nonce excludes another lock of the same task, whose id is there for people.
+        # The nonce excludes another lock of the same task; the task's id is for people.
         owner = task.request.id if task else f"{os.uname().nodename}:{os.getpid()}:{nonce}"
         key = lock_key(renewer.config.singleton_key_prefix, f"exclusive:{self.key}")
         self.ref, self._renewed_at = Ref(key, owner, nonce=nonce), time.monotonic()
@@ -117,14 +117,14 @@ class Exclusive:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Free the lock if it is ours; never raises because of it."""
+        """Free the lock if this object holds it; never raise an error of the lock."""
         if self._renewer is None or not self._renewer.drop(self.ref):
             return
-        if self._is_out_of_lease():  # nobody has seen it: the body may have kept Python's lock for so long
-            self._tell_lost()
+        if self._is_out_of_lease():  # the renewer may not have seen it, if the body has held the GIL
+            self._report_loss()
         try:
             self._renewer.backend.finish_many([self.ref], remember_for=NOT_REMEMBERED)
-        except Exception as exc:  # backends raise what they like, and how the body ended matters more
+        except Exception as exc:  # backends may raise any error, and the body's own error matters more
             log.warning(
                 "the exclusive lock '%(key)s' stays until its lease ends",
                 event="lock_kept",
@@ -138,11 +138,14 @@ class Exclusive:
 
     @property
     def fence(self) -> int:
-        """Rises from holder to holder of a key, so that a resource can refuse one that lost it; 0: not acquired."""
+        """Return the fencing number, by which a resource can refuse former holders, or 0 if the lock was not acquired.
+
+        The number rises from holder to holder of a key.
+        """
         return self.holder.fence if self else 0
 
     def is_lost(self) -> bool:
-        """Ask the locks' server whether the lock is not ours, or not any more; while it is away, the lease decides."""
+        """Return whether this object does not hold the lock; if the locks' server is unreachable, the lease decides."""
         if self._renewer is None or not self._renewer.tracks(self.ref):
             return True
         asked_at = time.monotonic()
@@ -154,22 +157,22 @@ class Exclusive:
         return not self._renewer.tracks(self.ref)
 
     def note(self, renewal: Renewal, asked_at: float) -> None:
-        """Take note of what the server answered to a renewal.
+        """Record the server's answer to a renewal.
 
         Args:
-            asked_at: monotonic seconds; a slow reply must not stretch the lease.
+            asked_at: time of the request in monotonic seconds; a slow reply must not stretch the lease.
         """
         if renewal is Renewal.RUNNING:
             self._renewed_at = asked_at
         elif self._renewer is not None and self._renewer.drop(self.ref):
-            self._tell_lost()
+            self._report_loss()
 
     def _is_out_of_lease(self) -> bool:
         return time.monotonic() >= self._renewed_at + self.lease
 
-    def _tell_lost(self) -> None:
+    def _report_loss(self) -> None:
         log.warning(
-            "the exclusive lock '%(key)s' was lost: somebody else may hold it",
+            "the exclusive lock '%(key)s' was lost: another process may hold it",
             event="lock_lost",
             key=self.key,
             task=self.name,
@@ -178,10 +181,10 @@ class Exclusive:
         do_in_loop(functools.partial(signals.lock_lost.send, sender=self.name, ref=self.ref))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Return a function that runs under the lock, and returns None without running where somebody holds it.
+        """Return a function that runs under the lock, or returns None without a run if the lock is held.
 
         Raises:
-            TypeError: it cannot be guarded so; the message says why.
+            TypeError: the function cannot be guarded; the message says why.
         """
         _check_is_plain(function)
         signature = inspect.signature(function)
@@ -205,7 +208,7 @@ class Exclusive:
             )
             return None
 
-        guarded.__signature__ = signature  # type: ignore[attr-defined]  # Celery checks the arguments of calls by it
+        guarded.__signature__ = signature  # type: ignore[attr-defined]  # Celery checks the arguments of calls with it
         return guarded
 
 
@@ -219,8 +222,8 @@ def _check_is_plain(function: Any) -> None:
     for one in (function, getattr(function, "__call__", None)):  # noqa: B004 - an object may have an async one
         if inspect.iscoroutinefunction(one) or inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one):
             raise TypeError(
-                f"exclusive cannot guard {function!r}: it returns before its body runs, and the lock would be free by "
-                "then; write `with exclusive(...)` inside of it"
+                f"exclusive cannot guard {function!r}: it returns before its body runs, so the lock would be "
+                "free by then; write `with exclusive(...)` inside of it"
             )
 
 

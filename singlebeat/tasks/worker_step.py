@@ -1,4 +1,4 @@
-"""Lets the workers of an app look after the locks of the messages that carry one."""
+"""Makes the workers of an app manage the locks that messages carry."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ __all__ = ("install",)
 
 log = Log(__name__)
 
-#: The ends of a message that no Request sees.
+#: Signals for the ends of messages that have no Request.
 UNSEEN_ENDS = (task_unknown, task_rejected)
 
 
 class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """The step of a worker that gives every task our Request class; it starts between pool and consumer."""
+    """The bootstep of a worker that gives every task our Request class; it starts between pool and consumer."""
 
-    #: After both have forked: a child must not inherit the locks of a thread that it does not inherit.
+    #: After both have forked, because a child must not inherit the locks of a thread that it does not inherit.
     requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
     renewer: Renewer | None = None
     metrics: WorkerMetrics | None = None
-    said: Mapping[str, Any] = MappingProxyType({})
+    stats: Mapping[str, Any] = MappingProxyType({})
 
     def start(self, parent: Any) -> None:
         """Prepare the tasks of the worker's app and start renewing."""
         try:
             renewer = renewer_of(parent.app)
-        except ConfigError as exc:  # singlebeat is installed, but this app has nowhere to keep locks
-            log.info("locks are not looked after", event="unlocked", reason=exc)
+        except ConfigError as exc:  # singlebeat is installed, but this app has no server for locks
+            log.info("locks are not managed", event="unlocked", reason=exc)
             return
         for task in parent.app.tasks.values():
             task.Request = _with_locks(symbol_by_name(task.Request))
         report_exceptions(parent.pool)
         self.renewer, renewer.timer = renewer, parent.timer
         renewer.serve(parent.hostname, name=worker_name(parent.app, parent.hostname))
-        # Neither before now, because all who have a Singleton import this module, nor later, amid forks.
+        # Not at the top, because every app with a Singleton imports this module; not later, while the pool forks.
         from .. import __version__  # noqa: PLC0415
 
-        self.said = {"singlebeat": {"version": __version__}}
+        self.stats = {"singlebeat": {"version": __version__}}
         if (port := Config.of(parent.app).singlebeat_worker_metrics_port) is not None:
             from .metrics import WorkerMetrics  # noqa: PLC0415
 
@@ -67,15 +67,15 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             ended.connect(self._end_unseen, weak=False, dispatch_uid=id(self))
 
     def info(self, parent: Any) -> Mapping[str, Any]:
-        """Return what ``celery inspect stats`` says about this worker; nothing if it does not look after locks."""
-        return {name: {**about, "time": time.time()} for name, about in self.said.items()}
+        """Return what ``celery inspect stats`` says about this worker; nothing if the worker does not manage locks."""
+        return {name: {**about, "time": time.time()} for name, about in self.stats.items()}
 
     def stop(self, parent: Any) -> None:
-        """Free what is over before the process ends."""
+        """Free the locks of finished messages before the process ends."""
         for ended in UNSEEN_ENDS:
             ended.disconnect(dispatch_uid=id(self))
         if self.renewer is not None:
-            self.renewer.retire()  # the consumer has stopped: the broker has all messages again that do not run
+            self.renewer.retire()  # the consumer has stopped: messages that do not run are back at the broker
             self.renewer.flush()
             flush_ends(parent.app)
 
@@ -99,9 +99,9 @@ def _with_locks(request_class: type) -> type:
 
 
 def install(app: Celery) -> None:
-    """Let the workers of an app look after the locks of the messages that carry one.
+    """Make the workers of an app manage the locks that messages carry.
 
-    It is called for you where an app has a Singleton, and by the ``celery`` command wherever singlebeat is installed.
-    Call it for workers that are started in another way and run plain tasks that beat dispatches.
+    A Singleton calls it for its app, and the ``celery`` command calls it if singlebeat is installed. Call it for
+    workers that are started in another way and run plain tasks that beat dispatches.
     """
     app.steps["worker"].add(WorkerLockStep)

@@ -587,7 +587,7 @@ def test_a_key_without_utf_8_is_refused_and_named(exclusive):
 
 @pytest.mark.parametrize("key", [7, None, b"a", len])
 def test_a_key_that_is_no_text_is_refused(exclusive, key):
-    with pytest.raises(TypeError, match="must be a text"), exclusive(key):
+    with pytest.raises(TypeError, match="must be a string"), exclusive(key):
         pass
-    with pytest.raises(TypeError, match="must be a text"):
+    with pytest.raises(TypeError, match="must be a string"):
         exclusive(lambda: key)(lambda: None)()

@@ -486,7 +486,7 @@ def test_of_several_brokers_the_first_keeps_what_has_one_home(several):
 def test_several_homes_for_what_has_one_are_an_error(setting):
     app = app_with(**{"redbeat_redis_url": URL, setting: "redis://:geheim@h:1;redis://:geheim@h:2"})
 
-    with pytest.raises(ConfigError, match=f"^{setting}: .*one home: name one server, or sentinels") as caught:
+    with pytest.raises(ConfigError, match=f"^{setting}: .*several URLs given: name one server, or sentinels") as caught:
         _ = schedule_client(app), backend_of(app).redis
 
     assert "geheim" not in str(caught.value)
