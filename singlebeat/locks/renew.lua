@@ -2,7 +2,8 @@
 --
 -- KEYS[1...]  two for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
---                       renewed (ms): who has renewed it last, and when; sent: a note of the sender
+--                       renewed (ms): who has renewed it last, and when, the latter alone if that is no worker and the
+--                       lock is a run's; sent: a note of the sender
 --             done      zset: "id:generation" of runs that ended under this lock lately, by time (ms)
 -- ARGV[1]  lease_ms  how long a lock outlives the worker
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
@@ -43,9 +44,11 @@ local function renew(lock, done, id, gen, nonce, note)
     ttl = math.max(1, math.min(ttl, record[5] - now))
   end
   redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
-  -- For people, and refused by a server whose memory is full, which renews all the same.
+  -- Refused by a server whose memory is full, which renews all the same.
   if worker ~= "" then
     redis.pcall("HSET", lock, "worker", worker, "renewed", string.format("%.0f", now))
+  elseif state == "running" then
+    redis.pcall("HSET", lock, "renewed", string.format("%.0f", now))
   end
   if note ~= "" and state == "queued" then
     redis.pcall("HSET", lock, "sent", note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -289,6 +290,59 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redi
     cli("unlock", "SINGLETONLOCK_{b}", "--force")
     assert backend.get("SINGLETONLOCK_{b}") is backend.get("SINGLETONLOCK_{c}") is None
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
+
+
+def set_back(redis, lock: str, seconds: int) -> None:
+    """Leave a lock as it is after the clock of its server was set back."""
+    for name in ("since", "renewed"):
+        if at := redis.hget(lock, name):
+            redis.hset(lock, name, int(at) + seconds * 1000)
+    redis.pexpire(lock, redis.pttl(lock) + seconds * 1000)
+
+
+def test_a_lock_from_before_the_clock_was_set_back_is_shown_and_not_taken_for_alive(cli, app, redis):
+    backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "old-one", 0, "n")
+    backend.begin(run, lease=30, remember_for=60, task="t", arguments="")
+    set_back(redis, run.key, 18_000)
+
+    (row,) = answer(cli("locks", "--json"))
+    assert (row["renewed"], row["is_ahead"]) == (None, True)
+    assert re.search(r"old-one +running +\? +180\d\d s", cli("locks").output)
+    assert "was last renewed before the clock of the locks' server was set back" in (
+        said := cli("unlock", "old-one", code=1).output
+    )
+    assert "lives;" not in said
+    backend.acquire_many([Call(Ref(run.key, "next-one"), "t", "", 60)])
+    redis.pexpire(run.key, 10_000)  # its lease goes by, and no worker renews it
+
+    cli("unlock", "old-one")
+
+    assert backend.get(run.key) is None
+
+
+def test_a_run_renewed_after_the_clock_was_set_back_is_alive(cli, app, redis):
+    backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "live-one", 0, "n")
+    backend.begin(run, lease=30, remember_for=60, task="t", arguments="")
+    set_back(redis, run.key, 18_000)
+    backend.renew_many([run], lease=30)
+
+    (row,) = answer(cli("locks", "--json"))
+    assert 0 <= row["renewed"] < 30
+    assert row["is_ahead"] is False
+    assert "renewed lately" in cli("unlock", "live-one", code=1).output
+
+
+def test_unlock_examines_a_lock_queued_before_the_clock_was_set_back(cli, app, redis):
+    """Its message is late: workers and the queue are asked, of which none answers here."""
+    run = Ref("SINGLETONLOCK_{a}", "queued-one")
+    backend_of(app).acquire_many([Call(run, "t", "", 3600)])
+    set_back(redis, run.key, 18_000)
+
+    assert "of 1 old queued locks" in cli("unlock", "--stale").output
+    assert (
+        "task queued-one was queued before the clock of the locks' server was set back, and its lock is not freed: "
+        in cli("unlock", "queued-one", code=1).output
+    )
 
 
 def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, app, redis, monkeypatch):
