@@ -27,9 +27,10 @@ from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS
 from singlebeat.cli.workers import Workers
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import Call, Ref, Verdict
+from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
+from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.benchmarks import wire
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
@@ -257,6 +258,19 @@ def test_history_shows_decisions(cli, put, app, redis):
         ]
     (record,) = answer(cli("history", "e", "--json"))
     assert (record["decision"], record["term"], record["end"]) == ("missed", "3", None)
+
+
+def test_history_shows_the_end_of_an_id_with_the_run_that_was_sent_alone(cli, put, app, redis):
+    put()
+    store, occurrence = Store(app, redis), Occurrence.of("redbeat:", "e", NOON)
+    store.record([Decision("e", TASK, occurrence, DecisionType.DISPATCHED, "")], Term(3, ""))
+    record_end_of_message(app, {"id": occurrence.id, RUN_HEADER: {"entry": "e"}}, "success", worker="w")
+    flush_ends(app)
+    store.record([Decision("e", TASK, occurrence, DecisionType.RUN_BEFORE, "it has ended before")], Term(3, ""))
+
+    rows = [[cell.strip() for cell in row.split("  ") if cell] for row in cli("history", "e").output.splitlines()[1:3]]
+
+    assert [row[2:] for row in rows] == [["run_before", "it has ended before"], ["dispatched", "success"]]
 
 
 def begin_and_die(backend, redis, run: Ref, *, task: str = "t", arguments: str = "") -> None:
