@@ -346,8 +346,9 @@ def test_a_run_renewed_after_the_clock_was_set_back_is_alive(cli, app, redis):
     assert "renewed lately" in cli("unlock", "live-one", code=1).output
 
 
-def test_unlock_examines_a_lock_queued_before_the_clock_was_set_back(cli, app, redis):
+def test_unlock_examines_a_lock_queued_before_the_clock_was_set_back(cli, app, redis, monkeypatch):
     """Its message is late: workers and the queue are asked, of which none answers here."""
+    monkeypatch.setattr("singlebeat.beat.lost_messages.TIMEOUT", 0.05)
     run = Ref("SINGLETONLOCK_{a}", "queued-one")
     backend_of(app).acquire_many([Call(run, "t", "", 3600)])
     set_back(redis, run.key, 18_000)
