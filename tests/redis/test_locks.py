@@ -962,6 +962,16 @@ def test_a_living_runs_lock_keeps_its_lease_after_the_clock_was_set_back(
     assert renew(keeper) is Renewal.RUNNING
 
 
+def test_calls_before_its_next_renewal_end_no_living_runs_lock_early(backend, redis):
+    begin(backend)
+    set_back(redis, LEASE / 3)
+
+    for how in ("", "begin", "copy", ""):
+        meet(backend, how)
+
+    assert redis.pttl(LOCK) > (LEASE - SLACK) * 1000
+
+
 def test_a_run_that_starts_after_the_clock_was_set_back_keeps_its_lease(backend, of_worker, redis, lives):
     acquire(backend)
     renew(of_worker, A)
