@@ -14,7 +14,10 @@ from celery.utils.log import get_logger
 
 from .native_threads import do_in_loop, is_native
 
-__all__ = ("Log", "printable", "utc_iso", "without_passwords")
+__all__ = ("LONGEST_REASON", "Log", "printable", "utc_iso", "without_passwords")
+
+#: Characters of a reason that the history keeps.
+LONGEST_REASON = 200
 
 #: After ``user:`` up to the last @ without a blank, or, for a password that holds one, up to the last @ at all if what
 #: follows the colon is no port.

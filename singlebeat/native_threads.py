@@ -25,7 +25,16 @@ from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ("Empty", "SimpleQueue", "await_native", "do_in_loop", "is_native", "native_sleep", "start_native_thread")
+__all__ = (
+    "Empty",
+    "OnDemandThread",
+    "SimpleQueue",
+    "await_native",
+    "do_in_loop",
+    "is_native",
+    "native_sleep",
+    "start_native_thread",
+)
 
 #: Seconds between two polls of the loop for what native threads have left to it.
 POLL = 0.1
@@ -79,6 +88,47 @@ def do_in_loop(do: Callable[[], object]) -> None:
         _loop(os.getpid()).left.put(do)
     else:
         do()
+
+
+class OnDemandThread:
+    """A native thread that lives while there is work, and starts again with the work that comes later.
+
+    Args:
+        work: does all the work there is, and returns when it has found none for a while.
+        has_work: returns whether work has come in since then.
+        name: of the thread.
+    """
+
+    def __init__(self, work: Callable[[], None], *, has_work: Callable[[], bool], name: str) -> None:
+        self._work, self._has_work, self._name = work, has_work, name
+        #: Holds one token while there is no thread. The caller that takes the token starts the thread: to take it is
+        #: one step in C, so no lock is shared with greenlets.
+        self._token: SimpleQueue[None] = SimpleQueue()
+        self._token.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._token.empty()
+
+    def wake(self) -> None:
+        """Start the thread if there is none; to be called after work has been added."""
+        if self._takes_token():
+            start_native_thread(self._run, self._name)
+
+    def _takes_token(self) -> bool:
+        with suppress(Empty):
+            self._token.get_nowait()
+            return True
+        return False
+
+    def _run(self) -> None:
+        while True:
+            self._work()
+            self._token.put(None)
+            # Work that came in before the token was back has started no thread.
+            if not self._has_work() or not self._takes_token():
+                return
 
 
 class _Loop:

@@ -16,7 +16,7 @@ from kombu.utils.encoding import safe_repr
 from . import signals
 from .config import Config
 from .locks.base import HEADER, RUN_HEADER
-from .log import Log, without_passwords
+from .log import LONGEST_REASON, Log, without_passwords
 from .monitors import close_check_in
 from .native_threads import Empty, SimpleQueue, await_native, start_native_thread
 
@@ -46,9 +46,6 @@ TIMEOUT, PAUSE = 2.0, 10.0
 
 #: Ends of its last runs that an entry keeps: enough to see that they fail one after the other.
 KEPT_ENDS = 4
-
-#: Characters of a reason that are recorded.
-LONGEST_REASON = 200
 
 #: The end of a message that was not to run.
 DUPLICATE_REFUSED = "duplicate_refused"

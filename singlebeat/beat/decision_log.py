@@ -11,7 +11,7 @@ from .entries.occurrence import DecisionType
 if TYPE_CHECKING:
     from .entries.occurrence import Decision
 
-__all__ = ("tell",)
+__all__ = ("log_decision",)
 
 log = Log("celery.beat")
 
@@ -27,7 +27,7 @@ _LINES = {
 }
 
 
-def tell(decision: Decision, now: float, *, detail: str = "") -> None:
+def log_decision(decision: Decision, now: float, *, detail: str = "") -> None:
     """Log a decision about an occurrence.
 
     Args:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
@@ -25,8 +25,8 @@ from ..locks.late_release import cancel_release, release_later
 from ..log import Log
 from ..overlap import Overlap
 from .backoff import Backoff
-from .decision_log import tell
-from .entries.occurrence import Decision, DecisionType, Occurrence
+from .decision_log import log_decision
+from .entries.occurrence import Decision, DecisionType
 from .lost_messages import note
 from .message import Message, prepare
 from .store.probe import acl_hint
@@ -34,11 +34,10 @@ from .store.probe import acl_hint
 if TYPE_CHECKING:
     from celery import Celery
 
-    from .entries.entry import Entry, Meta
+    from .entries.entry import Entry
     from .leadership.lease import Term
-    from .store.claims import Store, Stored
+    from .store.claims import ClaimedOccurrence, Confirmation, Store
 
-    _Claimed = tuple[Stored, Occurrence, Meta]
 
 __all__ = ("RETRY_AFTER", "Dispatcher")
 
@@ -80,14 +79,34 @@ def _is_of_message(exc: BaseException) -> bool:
     return isinstance(cause, UNUSABLE) or (isinstance(cause, ResponseError) and "WRONGTYPE" in str(cause))
 
 
+class Publisher(Protocol):
+    """The scheduler as the dispatcher needs it."""
+
+    def publish(self, entry: Entry) -> Any:
+        """Send the task of an entry; raise SchedulingError if it could not be sent."""
+
+    def may_publish(self, term: Term) -> bool:
+        """Return whether this beat still leads in a term."""
+
+    def reaches_broker(self) -> bool:
+        """Return whether there is a connection to the broker, or can be one."""
+
+    def forget_broker(self) -> None:
+        """Drop a connection to the broker that failed."""
+
+
+class Published(NamedTuple):
+    """What came of an attempt to send an occurrence."""
+
+    type: DecisionType
+    holder: Holder | None = None  #: of its lock, if another run has it
+
+
 class Dispatcher:
     """Sends claimed occurrences, each under its lock and under its own task id.
 
     Args:
-        send: sends the task of an entry; raises SchedulingError.
-        forget_broker: drops a broker connection that failed.
-        reaches_broker: returns whether the broker takes a connection, unless there is one.
-        may_send: tells at any moment whether we lead.
+        publisher: sends messages while this beat leads.
         progress: hears of each step, before each call to a server: one may be repeated for long.
         timestamp: returns the server's time in seconds since 1970.
         suspect: hears of the keys of locks that keep a run waiting, though their messages may be gone.
@@ -98,25 +117,20 @@ class Dispatcher:
         app: Celery,
         store: Store,
         *,
-        send: Callable[[Entry], Any],
-        forget_broker: Callable[[], None],
-        reaches_broker: Callable[[], bool],
-        may_send: Callable[[Term], bool],
+        publisher: Publisher,
         progress: Callable[[], None],
         timestamp: Callable[[], float],
         suspect: Callable[..., object],
     ) -> None:
         self.app, self.store, self._timestamp, self._suspect = app, store, timestamp, suspect
-        self._send, self._may_send = send, may_send
-        self._forget_broker, self._reaches_broker = forget_broker, reaches_broker
-        self._progress = progress
+        self._publisher, self._progress = publisher, progress
         self._said_unlocked = False
         self._unreachable = set[str]()  #: of the servers, those that were logged so
         self._backoff = Backoff()
         self._queues: dict[str, str] = {}  #: to which messages of this dispatch are sent, by task id
         before_task_publish.connect(self._note_queue)
 
-    def dispatch(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]], term: Term, now: datetime) -> None:
+    def dispatch(self, claimed: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
 
         Each comes with its entry and the past of that, in which it is counted.
@@ -135,7 +149,7 @@ class Dispatcher:
             away, looked_after = exc, True  # what may need a lock waits
         messages, wrong = prepare(self.app, self._step_by_step(claimed), looked_after=looked_after)
         self._release(*(lock for message, _ in wrong for lock in message.locks(self.app)))
-        decided: list[tuple[Stored, Decision, Meta | None]] = [self._give_up(*each) for each in wrong]
+        decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
         unsent, asked = list[str](), away is None
         messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
         try:
@@ -155,12 +169,12 @@ class Dispatcher:
             for settled in self._send_each(ready, holders, term, deadline, unsent):
                 decided.append(settled)
         finally:
-            self._keep_locks({decision.occurrence.id for _, decision, _ in decided if decision.is_sent}, messages, now)
+            self._keep_locks({each.decision.occurrence.id for each in decided if each.decision.is_sent}, messages, now)
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
             # Else another beat may hold the same locks for the same ids.
-            if asked and self._may_send(term) and time.monotonic() < taken_until:
-                over = {decision.occurrence.id for _, decision, _ in decided}
+            if asked and self._publisher.may_publish(term) and time.monotonic() < taken_until:
+                over = {each.decision.occurrence.id for each in decided}
                 left = [message for message in messages if message.occurrence.id not in over]
                 locks = [lock for message in left for lock in message.locks(self.app)]
                 self._release(*locks) if away is None else self._release_later(locks)
@@ -172,7 +186,7 @@ class Dispatcher:
         term: Term,
         deadline: float,
         unsent: list[str],
-    ) -> Iterator[tuple[Stored, Decision, Meta | None]]:
+    ) -> Iterator[Confirmation]:
         """Send messages one after the other, for as long as we may; yield what was decided about each.
 
         Args:
@@ -182,7 +196,7 @@ class Dispatcher:
         for message in messages:
             member = message.stored.member
             self._progress()
-            if not self._may_send(term) or time.monotonic() > deadline:
+            if not self._publisher.may_publish(term) or time.monotonic() > deadline:
                 return
             if broker_is_away:  # it would keep us waiting for each of the others again
                 unsent.append(member)
@@ -191,45 +205,45 @@ class Dispatcher:
             try:
                 settled = self._settle(message, holders.get(message.occurrence.id))
                 self._backoff.succeeded(member)
-                if settled[1].is_sent:
+                if settled.decision.is_sent:
                     self._reached(BROKER)
             except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
-                if not self._may_send(term):
+                if not self._publisher.may_publish(term):
                     return
                 if _is_passing(exc):
                     unsent.append(member)
                     self._failed(exc, member)
                     patience -= time.monotonic() - began
                     # It may be the fault of this message alone. A broker that hangs may take connections.
-                    broker_is_away = patience <= 0 or not self._reaches_broker()
+                    broker_is_away = patience <= 0 or not self._publisher.reaches_broker()
                     continue
                 self._release(*message.locks(self.app))
                 settled = self._give_up(message, exc)
             yield settled
 
-    def _looks_after(self, claimed: Sequence[_Claimed]) -> bool:
+    def _looks_after(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
         """Return whether workers free the locks of the plain tasks among these occurrences.
 
         Raises:
             LockBackendError: the locks' server does not answer.
         """
         plain = [
-            (stored, occurrence, past)
-            for stored, occurrence, past in claimed
-            if not hasattr(type(self.app.tasks.get(stored.entry.task)), "generate_lock")
-            and (occurrence.overlap or stored.policy.overlap) is not Overlap.ALLOW_ALL
+            each
+            for each in claimed
+            if not hasattr(type(self.app.tasks.get(each.stored.entry.task)), "generate_lock")
+            and (each.occurrence.overlap or each.stored.policy.overlap) is not Overlap.ALLOW_ALL
         ]
         looked_after = bool(plain) and self._workers_look_after_locks()
         if not looked_after:  # what was taken while a worker was seen
-            self._free_locks([each for each in plain if each[0].pending is not None])
+            self._free_locks([each for each in plain if each.stored.pending is not None])
         return looked_after
 
-    def _step_by_step(self, claimed: Iterable[_Claimed]) -> Iterator[_Claimed]:
+    def _step_by_step(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
         for each in claimed:  # whose task may have a key function of its own, of any length
             self._progress()
             yield each
 
-    def _publish(self, message: Message) -> tuple[DecisionType, Holder | None]:
+    def _publish(self, message: Message) -> Published:
         """Send the task of an entry; return what came of it, and the holder of its lock if it takes one only now."""
         entry, occurrence = message.entry, message.occurrence
         task, admitted = None, None
@@ -238,31 +252,31 @@ class Dispatcher:
             claimed = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
             if isinstance(claimed, Holder):
                 is_own = claimed.task_id == occurrence.id
-                return _sent_before(message) if is_own else (DecisionType.SKIPPED_OVERLAP, claimed)
+                return _sent_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, claimed)
             admitted = claimed
             if admitted.taken is not None:
                 self._reached(LOCKS)
             entry.options["headers"][HEADER] = admitted.ticket.header()
         try:
-            result = self._send(entry)
+            result = self._publisher.publish(entry)
         except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
-                return DecisionType.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id)
+                return Published(DecisionType.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id))
             if admitted is not None:
                 admitted.give_up(task)
             raise
         if getattr(result, "is_duplicate", False):
             if result.id == entry.options["task_id"]:
                 return _sent_before(message)
-            return DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id)
+            return Published(DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id))
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
         waits_for = admitted.note_sent(task) if admitted is not None else getattr(result, "waits_for", None)
-        return (DecisionType.BUFFERED, waits_for) if waits_for else (DecisionType.DISPATCHED, None)
+        return Published(DecisionType.BUFFERED, waits_for) if waits_for else Published(DecisionType.DISPATCHED)
 
     def _failed(self, exc: Exception, member: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in (exc, exc.__context__))
         server = LOCKS if is_of_locks else BROKER
-        self._forget_broker()
+        self._publisher.forget_broker()
         if self._backoff.failed(member) and server not in self._unreachable:
             self._unreachable.add(server)
             # Celery's own error has the real one behind it.
@@ -276,13 +290,13 @@ class Dispatcher:
             self._unreachable.remove(server)
             log.warning("Scheduler: %(server)s works again", event="recovered", server=server)
 
-    def _give_up(self, message: Message, exc: Exception) -> tuple[Stored, Decision, Meta | None]:
+    def _give_up(self, message: Message, exc: Exception) -> Confirmation:
         """Decide about a message that can never be sent, whatever the broker does."""
         self._backoff.forget(message.stored.member)
         entry, why = message.entry, safe_repr(exc.__context__ or exc)
         decision = Decision(entry.name, entry.task, message.occurrence, DecisionType.PUBLISH_FAILED, why)
-        tell(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)))
-        return message.stored, decision, message.past.without(message.occurrence)
+        log_decision(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)))
+        return message.claimed.confirmation(decision)
 
     def _release(self, *locks: Ref) -> None:
         if not locks:
@@ -299,12 +313,12 @@ class Dispatcher:
         for lock in locks:
             release_later(self.app, lock)
 
-    def free(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
+    def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Free the locks that occurrences may hold which are not to be sent after all."""
-        self._backoff.forget(*(stored.member for stored, *_ in claimed))
+        self._backoff.forget(*(each.stored.member for each in claimed))
         self._free_locks(claimed)
 
-    def _free_locks(self, claimed: Sequence[tuple[Stored, Occurrence, Meta]]) -> None:
+    def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         messages, _ = prepare(self.app, self._step_by_step(claimed), looked_after=True)
         self._release(*(lock for message in messages for lock in message.locks(self.app)))
 
@@ -374,23 +388,24 @@ class Dispatcher:
         holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
-    def _settle(self, message: Message, holder: Holder | None) -> tuple[Stored, Decision, Meta | None]:
+    def _settle(self, message: Message, holder: Holder | None) -> Confirmation:
         """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
 
         Raises:
             Exception: it could not be sent, or its lock not be claimed: whatever the broker or a task's code raises.
         """
-        entry, occurrence, stored = message.entry, message.occurrence, message.stored
+        entry, occurrence = message.entry, message.occurrence
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:
             why = unusable(message.ticket.key, holder.task_id)
             log.error("beat: %(entry)s is sent without its lock", event="unlocked", entry=entry.name, reason=why)
             holder = None
         if holder is None or holder.verdict is Verdict.ACQUIRED:
-            outcome, other = self._publish(message)
+            published = self._publish(message)
         elif holder.verdict is Verdict.HELD:
-            outcome, other = DecisionType.SKIPPED_OVERLAP, holder
+            published = Published(DecisionType.SKIPPED_OVERLAP, holder)
         else:
-            outcome, other = _sent_before(message)
+            published = _sent_before(message)
+        outcome, other = published
         met = outcome in {DecisionType.BUFFERED, DecisionType.SKIPPED_OVERLAP}
         if met and (holder is None or holder.state == "queued"):
             keys = [lock.key for lock in message.locks(self.app)]
@@ -402,8 +417,8 @@ class Dispatcher:
             reason = f"{'waits for' if outcome is DecisionType.BUFFERED else 'held by'} {shown}"
         about = (other.task_id, other.entry) if other is not None else ("", "")
         decision = Decision(entry.name, entry.task, occurrence, outcome, reason, *about)
-        tell(decision, self._timestamp())
-        return stored, decision, None if decision.is_sent else message.past.without(occurrence)
+        log_decision(decision, self._timestamp())
+        return message.claimed.confirmation(decision)
 
 
 def _holder(known: Any, task_id: str) -> Holder:
@@ -411,6 +426,6 @@ def _holder(known: Any, task_id: str) -> Holder:
     return known if isinstance(known, Holder) else Holder(Verdict.HELD, task_id, "queued or running", None, 0, 0.0)
 
 
-def _sent_before(message: Message) -> tuple[DecisionType, None]:
+def _sent_before(message: Message) -> Published:
     """Return the outcome of an occurrence whose id has run: an earlier try has sent it, or else an earlier claim."""
-    return DecisionType.DISPATCHED if message.stored.pending is not None else DecisionType.RUN_BEFORE, None
+    return Published(DecisionType.DISPATCHED if message.stored.pending is not None else DecisionType.RUN_BEFORE)

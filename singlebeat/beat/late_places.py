@@ -15,8 +15,7 @@ from ..errors import EntryError
 from .calendar.zone import app_zone
 from .decide import claim_for
 from .entries.entry import Entry
-from .entries.fields import read_fields
-from .entries.save import BATCH
+from .entries.fields import BATCH, read_fields
 from .entries.timetable import PARKED
 from .keys import Keys
 from .leadership.clock_guard import LAST_INSTANT, LONGEST_STEP_BACK, latest_shown

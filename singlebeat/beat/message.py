@@ -22,8 +22,8 @@ from .plain_task import PlainTask
 if TYPE_CHECKING:
     from celery import Celery
 
-    from .entries.entry import Entry, Meta
-    from .store.claims import Stored
+    from .entries.entry import Entry
+    from .store.claims import ClaimedOccurrence, Stored
 
 __all__ = ("Message", "prepare")
 
@@ -34,12 +34,20 @@ log = Log("celery.beat")
 class Message:
     """One occurrence on its way to the broker."""
 
-    stored: Stored
-    occurrence: Occurrence
-    past: Meta  #: of its entry, in which it is counted
+    claimed: ClaimedOccurrence
     entry: Entry  #: a copy of its own, with task id and headers in its options
     ticket: Ticket | None = None  #: its lock; None: it takes one when it is sent, or is sent without one
     claims: tuple[PlainTask, Overlap] | None = None  #: for the lock that a plain task takes when it is sent
+
+    @property
+    def stored(self) -> Stored:
+        """Its entry as it is stored."""
+        return self.claimed.stored
+
+    @property
+    def occurrence(self) -> Occurrence:
+        """The occurrence whose task id the message has."""
+        return self.claimed.occurrence
 
     def find_lock(self, app: Celery, *, looked_after: bool) -> None:
         """Note what is known about its lock: its ticket, if it can be taken along with others."""
@@ -99,11 +107,12 @@ class Message:
 
 
 def prepare(
-    app: Celery, claimed: Iterable[tuple[Stored, Occurrence, Meta]], *, looked_after: bool
+    app: Celery, occurrences: Iterable[ClaimedOccurrence], *, looked_after: bool
 ) -> tuple[list[Message], list[tuple[Message, Exception]]]:
     """Return what can be sent, and what cannot with the reason."""
     messages, wrong = [], []
-    for stored, occurrence, past in claimed:
+    for claimed in occurrences:
+        stored, occurrence = claimed.stored, claimed.occurrence
         entry = copy.copy(stored.entry)
         entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
         entry.schedule = on_its_clock(entry.schedule, stored.policy.timezone)
@@ -114,7 +123,7 @@ def prepare(
             entry.options["expires"] = stored.policy.expires
         headers = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}
         entry.options["headers"] = headers
-        message = Message(stored, occurrence, past, entry)
+        message = Message(claimed, entry)
         try:
             if not entry.is_constant:
                 entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)

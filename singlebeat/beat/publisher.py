@@ -49,8 +49,16 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         except SchedulingError as exc:
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
             if isinstance(exc.__context__, errors):  # RabbitMQ has closed it: the next message would fail, too
-                self._forget_broker()
+                self.forget_broker()
             raise
+
+    def publish(self, entry: Entry) -> Any:
+        """Send the task of an entry, whose past Redis keeps.
+
+        Raises:
+            SchedulingError: it could not be sent.
+        """
+        return self.apply_async(entry, advance=False)
 
     @cached_property
     def connection(self) -> Any:
@@ -65,16 +73,16 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         # One attempt: a tick must not wait for the broker, the next one tries again.
         return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
 
-    def _reaches_broker(self) -> bool:
+    def reaches_broker(self) -> bool:
         """Return whether there is a connection to the broker, or can be one."""
         try:
             _ = self.producer
         except Exception:  # whatever the transport's driver raises
-            self._forget_broker()
+            self.forget_broker()
             return False
         return True
 
-    def _forget_broker(self) -> None:
+    def forget_broker(self) -> None:
         """Forget a broker connection that failed; the next message makes a new one."""
         self.__dict__.pop("producer", None)
         connection = self.__dict__.pop("connection", None)

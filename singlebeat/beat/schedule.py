@@ -21,11 +21,11 @@ from . import store
 from .calendar.zone import given_instant
 from .entries.backfill import Span
 from .entries.entry import PARKED, Entry, Meta
-from .entries.fields import read_fields, write_fields
+from .entries.fields import BATCH, read_fields, write_fields
 from .entries.occurrence import Kind, Occurrence
 from .entries.policy import EntryPolicy
 from .entries.salvage import Salvage
-from .entries.save import ATTEMPTS, BATCH, save_entries
+from .entries.save import ATTEMPTS, save_entries
 from .keys import Keys
 from .server_time import server_now
 from .store.history import History, Record

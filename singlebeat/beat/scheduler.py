@@ -8,9 +8,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,10 @@ from ..connections import RedisError, ResponseError, check_schedule_server, sche
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
 from .calendar.zone import app_zone
-from .decide import claim_for, dropped
-from .decision_log import tell
-from .dispatch import RETRY_AFTER, Dispatcher
+from .dispatch import Dispatcher
 from .entries.entry import Entry as BeatEntry
 from .entries.entry import prepare
+from .entries.fields import BATCH
 from .entries.listing import Listing
 from .entries.statics import Statics, signature_of
 from .entries.timetable import is_listed_from_redis
@@ -39,9 +38,10 @@ from .lost_messages import LostMessages
 from .metrics import BeatMetrics
 from .publisher import BrokerAccess
 from .server_time import ServerTime
-from .store.claims import BATCH, Claim, ClaimVerdict, Due, Store, Stored
+from .store.claims import Due, Store
 from .store.probe import TICKS, acl_hint, schedule_refusal
 from .store.zone_change import Places
+from .tick import SHORTEST_SLEEP, Tick, next_delay
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -52,9 +52,6 @@ log = Log("celery.beat")
 
 #: Longest sleep of the leader in seconds: how late a change that somebody writes into Redis may be noticed.
 POLL_INTERVAL = 1.0
-
-#: Sleep of the leader after it has sent what somebody asked for: of a backfill, the next one is asked for then.
-ASKED_INTERVAL = 0.1
 
 #: Seconds between two looks of a beat that stands by; how soon it follows a leader that has left.
 STANDBY_INTERVAL = 0.3
@@ -74,9 +71,6 @@ ZONE_TURN = 60.0
 
 #: Seconds from which a tick is slow: it keeps what is due after it waiting.
 SLOW_TICK = 10.0
-
-#: Shortest sleep: a tick that returns 0 keeps Celery from its own work.
-SHORTEST_SLEEP = 0.001
 
 #: Signals that end a process at once where nothing handles them: leadership would last until its lease ends.
 ENDING = ("SIGHUP", "SIGQUIT")
@@ -125,9 +119,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._vanished_in = 0  #: number of the present term, if we have told in it that the schedule has vanished
         self._has_statics = False  #: of ``beat_schedule``, something was stored
         self._metrics: BeatMetrics | None = None
-        self._recheck_at = 0.0
+        self._recheck_at: float | None = None  #: when all pending occurrences are retaken, after trouble
         self._zone_turn_at = 0.0  #: when we may compute the places in our zone; at our start at once
-        self._passed = 0  #: entries that are due, and whose last occurrence waits for the broker
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout + _longest_call(config)) if timeout else None
         self._lost_messages = LostMessages(app)
@@ -171,14 +164,21 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return Dispatcher(
             self.app,
             self.store,
-            send=lambda entry: self.apply_async(entry, advance=False),
-            forget_broker=self._forget_broker,
-            reaches_broker=self._reaches_broker,
-            may_send=lambda term: not self._closed and self.lease.term() == term,
+            publisher=self,
             progress=self._watched,
             timestamp=self.server_time.timestamp,
             suspect=self._lost_messages.suspect,
         )
+
+    @cached_property
+    def work(self) -> Tick:
+        """The work of each tick while this beat leads."""
+        timestamp = self.server_time.timestamp
+        return Tick(self.app, self.store, self.dispatcher, progress=self._watched, timestamp=timestamp)
+
+    def may_publish(self, term: Term) -> bool:
+        """Return whether this beat still leads in a term; another beat may have the next one."""
+        return not self._closed and self.lease.term() == term
 
     @property
     def lock(self) -> Lease:
@@ -235,7 +235,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Return whether a tick that succeeds ends the trouble: a server that refuses to write lets it read."""
         if not self._is_refused:
             return True
-        is_retried = term is None or not self._recheck_at
+        is_retried = term is None or self._recheck_at is None
         return is_retried and not schedule_refusal(self.app, needs=TICKS)
 
     def _watched(self) -> None:
@@ -251,33 +251,41 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if is_new:
             self._lead(term)
         self._lost_messages.poll()
-        lost_since = self.clock.check(now, term)
-        if lost_since is not None:
-            why = f"what was written since {lost_since.isoformat(timespec='seconds')}, or shortly before, is lost"
-            self._tell_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
-            self.setup_schedule()
-        recovered = 0 < self._recheck_at <= time.monotonic()
-        if recovered:
-            self._recheck_at = 0.0
-        wants_all = recovered or (is_new and not self._recheck_at)
-        due = self.store.due(now, all_pending=wants_all, start=self._passed)
-        zone = str(app_zone(self.app))
-        if due.zone != zone and (term.token or not due.zone or time.monotonic() >= self._zone_turn_at):
-            self.places.renew(due.zone, now, term)
-            due = self.store.due(now, all_pending=wants_all, start=self._passed)
-        if due.zone == zone:
-            self._zone_turn_at = time.monotonic() + ZONE_TURN
-        scores = [score for score in (due.next_score, *self._work_off(due, term, now)) if score is not None]
+        self._restore_lost_changes(now, term)
+        due = self._read_due(now, term, is_new=is_new)
+        scores = self.work.work_off(due, term, now)
         if due.statics_gone and self._has_statics:
             self._tell_vanished("beat_schedule was installed, and is gone")
             self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
-        if due.more:
-            return SHORTEST_SLEEP
-        upcoming = min(scores) - self.server_time.timestamp() if scores else POLL_INTERVAL
-        asked = any(stored.pending and not stored.pending.is_scheduled for stored in due.recovered)
-        return max(SHORTEST_SLEEP, min(upcoming, self.max_interval, ASKED_INTERVAL if asked else POLL_INTERVAL))
+        return next_delay(due, scores, self.server_time.timestamp(), longest=min(self.max_interval, POLL_INTERVAL))
+
+    def _restore_lost_changes(self, now: datetime, term: Term) -> None:
+        """Install ``beat_schedule`` again if the server has forgotten what this leader wrote."""
+        lost_since = self.clock.check(now, term)
+        if lost_since is not None:
+            why = f"what was written since {lost_since.isoformat(timespec='seconds')}, or shortly before, is lost"
+            self._tell_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
+            self.setup_schedule()
+
+    def _read_due(self, now: datetime, term: Term, *, is_new: bool) -> Due:
+        """Read due entries and pending occurrences, in places that were computed in this app's zone.
+
+        Args:
+            is_new: the term begins: all that the leader before has left pending is retaken.
+        """
+        wants_all = is_new
+        if self._recheck_at is not None:
+            wants_all = time.monotonic() >= self._recheck_at
+            self._recheck_at = None if wants_all else self._recheck_at
+        due, zone = self.work.read(now, all_pending=wants_all), str(app_zone(self.app))
+        if due.zone != zone and (term.token or not due.zone or time.monotonic() >= self._zone_turn_at):
+            self.places.renew(due.zone, now, term)
+            due = self.work.read(now, all_pending=wants_all)
+        if due.zone == zone:
+            self._zone_turn_at = time.monotonic() + ZONE_TURN
+        return due
 
     def _lead(self, term: Term) -> None:
         """Do what a term begins with; after an error it is called again, and what was logged is not logged again."""
@@ -364,45 +372,6 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if kind not in self._in_trouble:  # its words change from try to try
             log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
             self._in_trouble.add(kind)
-
-    def _work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
-        """Do what is due; return when the entries that this has moved on are due next."""
-        retry_at = now + timedelta(seconds=RETRY_AFTER)
-        retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
-        pending = [(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None]
-        zone = app_zone(self.app)
-        decided = [(taken, dropped(taken[0], taken[1], now, zone=zone)) for taken in pending]
-        gone = [(taken, decision) for taken, decision in decided if decision is not None]
-        self.store.confirm([(stored, decision, past.without(o)) for (stored, o, past), decision in gone], term)
-        self.dispatcher.free([taken for taken, _ in gone])
-        pasts = {stored.entry.key: less for (stored, o, past), _ in gone if (less := past.without(o)) is not None}
-        entries = [
-            stored.without_pending(pasts[stored.entry.key]) if stored.entry.key in pasts else stored
-            for stored in due.entries
-        ]
-        claims = list(self._decide(entries, now))
-        self.store.quarantine.settle()
-        replies = self.store.claim(claims, term, retry_at=retry_at)
-        # They keep their places at the head of what is due: the next tick goes on behind them, until it meets the end.
-        self._passed = self._passed + replies.count(ClaimVerdict.PENDING) if due.more else 0
-        done = [claim for claim, reply in zip(claims, replies, strict=True) if reply is ClaimVerdict.CLAIMED]
-        decisions = [claim.decision for claim in done if claim.decision is not None]
-        self.store.record([*self.store.quarantine.decided(), *decisions], term)
-        for decision in (*(decision for _, decision in gone), *decisions):
-            tell(decision, self.server_time.timestamp())
-        fresh = [(c.stored, c.occurrence, c.meta or c.stored.meta) for c in done if c.occurrence]
-        self.dispatcher.dispatch([taken for taken, decision in decided if decision is None] + fresh, term, now)
-        return [claim.next_score for claim in done if claim.next_score >= 0]
-
-    def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
-        zone = app_zone(self.app)
-        for stored in entries:
-            self._watched()
-            again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
-            try:
-                yield again(now)
-            except Exception as exc:  # a user's own schedule class may do anything: it harms nobody else
-                self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
 
     def setup_schedule(self) -> None:
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""

@@ -13,7 +13,8 @@ import click
 from ..beat.calendar.clocked import clocked
 from ..beat.calendar.zone import app_zone
 from ..beat.entries.entry import Entry
-from ..beat.entries.save import BATCH, save_entries
+from ..beat.entries.fields import BATCH
+from ..beat.entries.save import save_entries
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus

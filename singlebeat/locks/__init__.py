@@ -1,4 +1,35 @@
-"""WHO MAY RUN: one lock per unique call, with an owner, a state, a lease and a fencing number."""
+"""Who may run: one lock per unique call, with an owner, a state, a lease and a fencing number.
+
+The states of a lock::
+
+              acquire                    begin                     finish
+    (free) ------------> queued ---------------------> running ------------> (free), id remembered in :done
+       ^                 |    ^                        |    |
+       |    release,     |    |  rotate, promise       |    | lease ends: worker or host is dead
+       +-----------------+    +------------------------+    v
+         queued_ttl is over      a retry or a requeue      (free)
+
+======= ========================= ==========================================================================
+state   its holder                it lasts, without a renewal
+======= ========================= ==========================================================================
+queued  the message of a call     ``singlebeat_queued_ttl`` plus its countdown, and no longer than the message:
+                                  beat frees it if the message is lost
+running one delivery of it        ``singlebeat_lock_lease``; its worker renews it
+======= ========================= ==========================================================================
+
+Three keys belong to a lock. ``<lock>`` is the record itself; ``<lock>:next`` is the place of the one call that waits
+behind it (``buffer_one``, ``cancel_other``, ``until_and_while_executing``); ``<lock>:turn`` is the turn of the oldest
+call that waits and runs by itself (``buffer_all``, calls with continuations). ``<lock>:done`` remembers ids that have
+ended, so that a late copy of their messages does not run.
+
+``base`` names the verbs, which each backend does in one step: ``redis`` (the default; each verb a Lua script whose
+header is its contract), ``memory`` (eager calls), ``inspect`` (no server: asks the workers), ``legacy`` (a backend
+written for celery-singleton). ``acquire`` is what a call does before it is sent, by its lock mode and overlap policy
+(``modes``); ``late_release`` frees a lock whose server was unreachable when the call was refused.
+
+Tests: ``tests/redis/test_locks.py`` (each script), ``tests/redis/test_backends_agree.py`` (Redis and memory give the
+same answers), ``tests/model/test_lock_machine.py`` (any history keeps the promises, also with lost replies).
+"""
 
 from __future__ import annotations
 

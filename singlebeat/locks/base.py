@@ -53,6 +53,9 @@ DEATH_HEADERS = ("x-death", "x-first-death-", "x-last-death-")
 #: Up to which the waits of a message are counted: far beyond the longest that they make it wait.
 MOST_WAITS = 10
 
+#: Renewals per lease: two may fail before a lock is in danger.
+RENEWALS_PER_LEASE = 3
+
 #: Seconds of a lock that user code takes without an expiry: until it is unlocked, as in celery-singleton.
 UNTIL_UNLOCKED = 100 * 365 * 86_400.0
 

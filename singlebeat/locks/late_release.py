@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from ..errors import LockBackendError
 from ..log import Log
-from ..native_threads import Empty, SimpleQueue, native_sleep, start_native_thread
+from ..native_threads import Empty, OnDemandThread, SimpleQueue, native_sleep
 from . import new_backend
 from .base import BaseBackend, Ref
 
@@ -42,9 +42,9 @@ class _LateReleases:
         self._turn.put(None)
         #: Of the thread: under gevent it cannot use a connection of the greenlets.
         self._backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
-        #: Holds one thing while there is no thread: whoever gets it starts one.
-        self._no_thread: SimpleQueue[None] = SimpleQueue()
-        self._no_thread.put(None)
+        self.thread = OnDemandThread(
+            self._run, has_work=lambda: not self._refused.empty(), name="singlebeat-late-release"
+        )
 
     def add(self, app: Celery, ref: Ref) -> None:
         if app not in self._backends:
@@ -52,8 +52,7 @@ class _LateReleases:
         if self._refused.qsize() < MOST_CALLS:
             self._wanted[ref] = given_up = time.monotonic() + PATIENCE
             self._refused.put((self._backends[app], ref, given_up))
-        if self._may_start():
-            start_native_thread(self._run, "singlebeat-late-release")
+        self.thread.wake()
 
     def forget(self, ref: Ref) -> None:
         if ref in self._wanted:
@@ -64,29 +63,18 @@ class _LateReleases:
     def find(self, key: str, task_id: str) -> Ref | None:
         return next((ref for ref in list(self._wanted) if (ref.key, ref.task_id) == (key, task_id)), None)
 
-    def _may_start(self) -> bool:
-        try:
-            self._no_thread.get_nowait()
-        except Empty:
-            return False
-        return True
-
     def _run(self) -> None:
         while True:
             try:
                 backend, ref, given_up = self._refused.get(timeout=PAUSE)
             except Empty:
-                self._no_thread.put(None)
-                # One that came in between has found no reason to start a thread, or has started one.
-                if self._refused.empty() or not self._may_start():
-                    return
+                return
+            if self._is_released(backend, ref, given_up) or time.monotonic() >= given_up:
+                if self._wanted.get(ref) == given_up:
+                    self._wanted.pop(ref, None)
             else:
-                if self._is_released(backend, ref, given_up) or time.monotonic() >= given_up:
-                    if self._wanted.get(ref) == given_up:
-                        self._wanted.pop(ref, None)
-                else:
-                    self._refused.put((backend, ref, given_up))  # behind those of servers that may answer
-                    native_sleep(PAUSE)
+                self._refused.put((backend, ref, given_up))  # behind those of servers that may answer
+                native_sleep(PAUSE)
 
     def _is_released(self, backend: BaseBackend, ref: Ref, given_up: float) -> bool:
         try:

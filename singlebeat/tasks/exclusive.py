@@ -95,25 +95,25 @@ class Exclusive:
         task = current_app.current_worker_task
         app = self._app or (task.app if task else current_app)
         try:
-            keeper = exclusive_renewer_of(app._get_current_object() if isinstance(app, Proxy) else app)
+            renewer = exclusive_renewer_of(app._get_current_object() if isinstance(app, Proxy) else app)
         except ConfigError as exc:
             if self._app is not None or task is not None:
                 raise
             # Most often the current app is not theirs: Celery makes one where no module of an app was imported.
             which = "no app is current here" if app.main in {None, "default"} else f"the current app is {app.main}"
             raise ConfigError(f"{exc}; {which}: if yours is another, write exclusive(..., app=app)") from exc
-        self.lease = self._lease or keeper.config.singlebeat_lock_lease
+        self.lease = self._lease or renewer.config.singlebeat_lock_lease
         self.name, nonce = task.name if task else NO_TASK, uuid()
         # The nonce excludes another lock of the same task, whose id is there for people.
         owner = task.request.id if task else f"{os.uname().nodename}:{os.getpid()}:{nonce}"
-        key = lock_key(keeper.config.singleton_key_prefix, f"exclusive:{self.key}")
+        key = lock_key(renewer.config.singleton_key_prefix, f"exclusive:{self.key}")
         self.ref, self._renewed_at = Ref(key, owner, nonce=nonce), time.monotonic()
-        self.holder = keeper.backend.begin(
+        self.holder = renewer.backend.begin(
             self.ref, lease=self.lease, remember_for=NOT_REMEMBERED, task=self.name, arguments=readable([self.key], {})
         )
         if self.holder.verdict is Verdict.STARTED:
-            self._renewer = keeper
-            keeper.keep(self.ref, self)
+            self._renewer = renewer
+            renewer.track(self.ref, self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -143,7 +143,7 @@ class Exclusive:
 
     def is_lost(self) -> bool:
         """Ask the locks' server whether the lock is not ours, or not any more; while it is away, the lease decides."""
-        if self._renewer is None or not self._renewer.keeps(self.ref):
+        if self._renewer is None or not self._renewer.tracks(self.ref):
             return True
         asked_at = time.monotonic()
         try:
@@ -151,7 +151,7 @@ class Exclusive:
         except LockBackendError:
             return self._is_out_of_lease()
         self.note(renewal, asked_at)
-        return not self._renewer.keeps(self.ref)
+        return not self._renewer.tracks(self.ref)
 
     def note(self, renewal: Renewal, asked_at: float) -> None:
         """Take note of what the server answered to a renewal.

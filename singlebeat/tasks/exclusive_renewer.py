@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
+from ..locks.base import RENEWALS_PER_LEASE
 from ..locks.inspect import InspectBackend
 from ..locks.legacy import LegacyBackend
 from ..log import Log
-from ..native_threads import Empty, SimpleQueue, start_native_thread
+from ..native_threads import Empty, OnDemandThread, SimpleQueue
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -26,9 +27,6 @@ __all__ = ("ExclusiveRenewer", "exclusive_renewer_of")
 
 log = Log(__name__)
 
-#: Renewals per lease: two may fail before a lock is in danger.
-RENEWALS_PER_LEASE = 3
-
 #: Seconds after which a renewal that failed is repeated, at the latest.
 RETRY_AFTER = 0.5
 
@@ -39,8 +37,8 @@ LINGER = 1.0
 class ExclusiveRenewer:
     """Renews the exclusive locks that this process holds for an app.
 
-    The set of locks is weak: what nobody is inside of any more is not renewed, however it was left. It is also what
-    decides: whoever takes a lock out of it, the one who frees it or the one who finds it lost, is the only one.
+    The set of locks is weak: a lock whose block was left, in any way, is not renewed any more. The set also decides who
+    ends a lock: the caller that frees it and the thread that finds it lost both take it out, and one of them gets it.
 
     Raises:
         ConfigError: the app has no server for its locks, or its lock backend knows no leases.
@@ -56,30 +54,21 @@ class ExclusiveRenewer:
         self._backend = new_backend(app, own_connections=True)
         self._held: WeakValueDictionary[str, Exclusive] = WeakValueDictionary()
         self._news: SimpleQueue[None] = SimpleQueue()
-        #: Holds one thing while there is no thread: whoever gets it starts one.
-        self._no_thread: SimpleQueue[None] = SimpleQueue()
-        self._no_thread.put(None)
+        self._thread = OnDemandThread(self._run, has_work=lambda: bool(self._held), name="singlebeat-exclusive")
 
-    def keep(self, ref: Ref, lock: Exclusive) -> None:
+    def track(self, ref: Ref, lock: Exclusive) -> None:
         """Renew a lock from now on."""
         self._held[ref.nonce] = lock
         self._news.put(None)
-        if self._may_start():
-            start_native_thread(self._run, "singlebeat-exclusive")
+        self._thread.wake()
 
-    def keeps(self, ref: Ref) -> bool:
-        """Tell whether a lock is renewed; a forked child holds no lock of its parent."""
+    def tracks(self, ref: Ref) -> bool:
+        """Return whether a lock is renewed; a forked child holds no lock of its parent."""
         return self.pid == os.getpid() and ref.nonce in self._held
 
     def drop(self, ref: Ref) -> bool:
-        """Renew a lock no more; True for the first who says so."""
-        return self.keeps(ref) and self._held.pop(ref.nonce, None) is not None
-
-    def _may_start(self) -> bool:
-        with suppress(Empty):
-            self._no_thread.get_nowait()
-            return True
-        return False
+        """Stop renewing a lock, and return whether it was renewed until now: True for one caller alone."""
+        return self.tracks(ref) and self._held.pop(ref.nonce, None) is not None
 
     def _run(self) -> None:
         due, failing = time.monotonic() + self._pause(), False
@@ -90,10 +79,7 @@ class ExclusiveRenewer:
             if time.monotonic() < due:
                 continue
             if not self._held:
-                self._no_thread.put(None)
-                # One that came in between has found no reason to start a thread, or has started one.
-                if not self._held or not self._may_start():
-                    return
+                return
             try:
                 if self._renew() and failing:
                     failing = False
@@ -107,7 +93,7 @@ class ExclusiveRenewer:
                     )
                 failing = True
             except Exception:  # the outer edge of the thread: it must live as long as there are locks
-                log.exception("the keeper of exclusive locks failed and goes on", event="renewer_failed")
+                log.exception("the renewer of exclusive locks failed and goes on", event="renewer_failed")
                 due = time.monotonic() + self._pause()
 
     def _locks(self) -> list[Exclusive]:
@@ -133,8 +119,8 @@ _renewers: WeakKeyDictionary[Celery, ExclusiveRenewer] = WeakKeyDictionary()
 
 
 def exclusive_renewer_of(app: Celery) -> ExclusiveRenewer:
-    """Return the keeper of an app in this process; a forked child gets one of its own."""
-    keeper = _renewers.get(app)
-    if keeper is None or keeper.pid != os.getpid():
-        keeper = _renewers[app] = ExclusiveRenewer(app)
-    return keeper
+    """Return the renewer of an app in this process; a forked child gets one of its own."""
+    renewer = _renewers.get(app)
+    if renewer is None or renewer.pid != os.getpid():
+        renewer = _renewers[app] = ExclusiveRenewer(app)
+    return renewer

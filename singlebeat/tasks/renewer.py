@@ -17,7 +17,7 @@ from .. import signals
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import new_backend
-from ..locks.base import BaseBackend, Ref, Renewal, Ticket, entry_of
+from ..locks.base import RENEWALS_PER_LEASE, BaseBackend, Ref, Renewal, Ticket, entry_of
 from ..log import Log
 from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, native_sleep, start_native_thread
 
@@ -190,7 +190,7 @@ class Renewer:
                 self._free_revoked()
                 self._work_off()
                 if time.monotonic() >= due or not self.answers():
-                    due = time.monotonic() + self.lease / 3
+                    due = time.monotonic() + self.lease / RENEWALS_PER_LEASE
                     self._renew()
                     self._announce()
                     self._gate_closed_until = 0.0

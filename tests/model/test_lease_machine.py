@@ -28,7 +28,7 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership import lease as lease_module
 from singlebeat.beat.leadership.lease import MARGIN, Lease, Term
 from singlebeat.beat.store import claims as store_module
-from singlebeat.beat.store.claims import Claim, ClaimVerdict, Due, Store, Stored
+from singlebeat.beat.store.claims import Claim, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.lua import Script
 from tests.system.apps import make_app
 
@@ -243,11 +243,11 @@ class LeaseMachine(RuleBasedStateMachine):
         store, hands = data.draw(st.sampled_from(self.hands))
         store.client.repeats = repeated
         self.ledger_is_new = True
-        decisions = [
-            (stored, Decision(stored.entry.name, stored.entry.task, occurrence, DecisionType.DISPATCHED), None)
+        confirmations = [
+            Confirmation(stored, Decision(stored.entry.name, stored.entry.task, occurrence, DecisionType.DISPATCHED))
             for stored, occurrence in hands.taken
         ]
-        store.confirm(decisions, hands.term)
+        store.confirm(confirmations, hands.term)
 
     # ------------------------------------------------ the world
 

@@ -369,7 +369,7 @@ def refuse(server, redis, own_server) -> Iterator[Callable[..., Any]]:
 def all_undone() -> None:
     waiting = late_release._releases
     wait_until(
-        lambda: not waiting._wanted and not waiting._no_thread.empty(),
+        lambda: not waiting._wanted and not waiting.thread.is_alive,
         timeout=30,
         what="the end of the calls that were refused",
     )
@@ -403,7 +403,7 @@ def test_no_call_is_a_duplicate_of_one_that_was_refused(server, own_server, monk
             raise LockBackendError("as asked")
 
         # The thread that frees it has not come to it yet.
-        monkeypatch.setattr(late_release, "start_native_thread", lambda *_: None)
+        monkeypatch.setattr("singlebeat.native_threads.start_native_thread", lambda *_: None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RedisBackend, "acquire_many", lose_the_reply)
             with pytest.raises(LockBackendError):

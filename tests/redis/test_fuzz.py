@@ -15,7 +15,7 @@ from singlebeat.beat.decide import claim_for
 from singlebeat.beat.entries.entry import Entry
 from singlebeat.beat.entries.occurrence import Decision, DecisionType
 from singlebeat.beat.leadership.lease import Term
-from singlebeat.beat.store.claims import Store
+from singlebeat.beat.store.claims import Confirmation, Store
 from singlebeat.errors import EntryError
 from tests.system.apps import make_app
 
@@ -149,7 +149,7 @@ def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only
         claims = [claim_for(stored, NOW, zone=UTC, prefix="redbeat:") for stored in due.entries]
         store.claim(claims, Term(0, ""), retry_at=NOW)
         taken = [
-            (c.stored, Decision(c.stored.entry.name, "t", c.occurrence, DecisionType.DISPATCHED), None)
+            Confirmation(c.stored, Decision(c.stored.entry.name, "t", c.occurrence, DecisionType.DISPATCHED))
             for c in claims
             if c.occurrence
         ]

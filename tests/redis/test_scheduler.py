@@ -35,8 +35,10 @@ from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.timetable import Timetable
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.plain_task import PlainTask
-from singlebeat.beat.scheduler import POLL_INTERVAL, SHORTEST_SLEEP
+from singlebeat.beat.scheduler import POLL_INTERVAL
+from singlebeat.beat.store.claims import Confirmation
 from singlebeat.beat.store.zone_change import Places
+from singlebeat.beat.tick import SHORTEST_SLEEP
 from singlebeat.errors import ConfigError
 from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import Call, Ref, Verdict
@@ -1269,7 +1271,7 @@ def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
 
 
 def all_undone() -> bool:
-    return not late_release._releases._wanted and not late_release._releases._no_thread.empty()
+    return not late_release._releases._wanted and not late_release._releases.thread.is_alive
 
 
 def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(server, redis, own_server, bench_on):
@@ -1423,7 +1425,7 @@ def test_without_leadership_an_entry_runs_no_more_often_than_it_wants(server, re
     def claim_late(*args: Any, **kwargs: Any) -> Any:
         (stored,) = first.store.due(now, all_pending=True).recovered
         decision = Decision("e", PLAIN, stored.pending, DecisionType.DISPATCHED)
-        first.store.confirm([(stored, decision, None)], first.lease.term())
+        first.store.confirm([Confirmation(stored, decision)], first.lease.term())
         monkeypatch.undo()
         return claim(*args, **kwargs)
 
@@ -2622,7 +2624,7 @@ def test_entries_without_known_times_are_quarantined_in_few_round_trips(far_benc
     bench, proxy = far_bench
     put_many(bench, SINGLE, 300)
     (scheduler,) = bench.schedulers
-    monkeypatch.setattr("singlebeat.beat.scheduler.claim_for", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("singlebeat.beat.tick.claim_for", lambda *_, **__: 1 / 0)
     before = proxy.round_trips
 
     scheduler.tick()

@@ -27,7 +27,7 @@ from singlebeat.beat.entries.statics import Statics
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import Clock
 from singlebeat.beat.leadership.lease import Term
-from singlebeat.beat.store.claims import Claim, ClaimVerdict, Due, Store, Stored
+from singlebeat.beat.store.claims import Claim, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.connections import schedule_client
 from singlebeat.errors import ConfigError
 from tests.system.apps import make_app
@@ -236,7 +236,7 @@ def test_claims_and_confirmations_take_one_round_trip_each(app, put, round_trips
         assert set(store.claim(taken["claims"], OFF, retry_at=RETRY_AT)) == {ClaimVerdict.CLAIMED}
 
     def confirm(client: Redis) -> None:
-        Store(app, client).confirm([(c.stored, dispatched(c), None) for c in taken["claims"]], OFF)
+        Store(app, client).confirm([Confirmation(c.stored, dispatched(c)) for c in taken["claims"]], OFF)
 
     for nominal in (NOW, NOW):  # the first time, the server has to learn the scripts
         for at in range(40):
@@ -532,7 +532,7 @@ def claimed(put) -> Callable[..., Claim]:
 def test_a_confirmed_occurrence_is_pending_no_longer_and_in_the_history(store, claimed, redis):
     claim = claimed(store)
 
-    store.confirm([(claim.stored, dispatched(claim, DecisionType.SKIPPED_OVERLAP, 'held "by" x'), None)], TERM)
+    store.confirm([Confirmation(claim.stored, dispatched(claim, DecisionType.SKIPPED_OVERLAP, 'held "by" x'))], TERM)
 
     assert redis.hget("redbeat:e", "pending") is None
     assert redis.exists(PENDING) == 0
@@ -556,7 +556,7 @@ def test_a_confirmed_occurrence_is_pending_no_longer_and_in_the_history(store, c
 def test_a_confirmation_may_change_the_past(store, claimed, redis):
     claim = claimed(store)
 
-    store.confirm([(claim.stored, dispatched(claim), Meta(NOW, 0))], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim), Meta(NOW, 0))], OFF)
 
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 0)
 
@@ -566,7 +566,7 @@ def test_a_confirmation_leaves_it_to_an_edit_meanwhile_from_when_on_the_next_run
     Schedule(app).upsert("e", TASK, 7200)
     since = Entry.from_key("redbeat:e", app=app).meta.since
 
-    store.confirm([(claim.stored, dispatched(claim), Meta(NOW, 0))], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim), Meta(NOW, 0))], OFF)
 
     assert since is not None
     assert Entry.from_key("redbeat:e", app=app).meta == Meta(NOW, 0, since)
@@ -595,10 +595,10 @@ def test_a_claim_may_only_set_from_when_on_the_next_run_counts(store, put, redis
 
 def test_a_second_confirmation_does_nothing(store, claimed, redis):
     claim = claimed(store)
-    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim))], OFF)
     before = contents(redis)
 
-    store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
 
     assert contents(redis) == before
 
@@ -618,9 +618,9 @@ def told(app):
 
 def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told):
     claim = claimed(store)
-    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim))], OFF)
     another = replace(OFF, leader="another:1")
-    Store(app, schedule_client(app)).confirm([(claim.stored, dispatched(claim), None)], another)
+    Store(app, schedule_client(app)).confirm([Confirmation(claim.stored, dispatched(claim))], another)
 
     assert told == ["e"]
 
@@ -629,7 +629,7 @@ def test_what_was_sent_of_a_deleted_entry_is_told(store, claimed, redis, told):
     claim = claimed(store)
     redis.delete("redbeat:e")
 
-    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim))], OFF)
 
     assert told == ["e"]
 
@@ -639,7 +639,7 @@ def test_a_late_confirmation_leaves_a_newer_occurrence_alone(store, claimed, red
     redis.hset("redbeat:e", "pending", Occurrence.of("redbeat:", "e", LATER).encode())
     before = contents(redis)
 
-    store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
 
     assert contents(redis) == before
 
@@ -648,7 +648,7 @@ def test_the_confirmation_of_a_deleted_entry_does_not_bring_it_back(store, claim
     claim = claimed(store)
     redis.delete("redbeat:e")
 
-    store.confirm([(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim), Meta(LATER, 99))], OFF)
 
     assert redis.exists("redbeat:e", HISTORY) == 0
 
@@ -661,7 +661,7 @@ def test_the_history_is_trimmed(server, redis, put):
         claims = [claim_of(stored) for stored in due(store).entries]
         store.claim(claims, OFF, retry_at=RETRY_AT)
 
-        store.confirm([(claim.stored, dispatched(claim), None) for claim in claims], OFF)
+        store.confirm([Confirmation(claim.stored, dispatched(claim)) for claim in claims], OFF)
 
     # Redis trims in whole blocks of up to 100 records.
     assert 20 <= redis.xlen(HISTORY) <= 120
@@ -673,7 +673,7 @@ def test_a_history_of_nothing_is_not_written(server, redis, claimed):
         store = Store(app, redis)
         claim = claimed(store)
 
-        store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+        store.confirm([Confirmation(claim.stored, dispatched(claim))], OFF)
 
     assert redis.exists(HISTORY, PENDING) == 0
 
@@ -719,7 +719,7 @@ def test_only_the_leader_takes_up_an_occurrence(store, claimed, redis):
 def test_a_confirmed_occurrence_is_not_taken_up(store, claimed, redis):
     claim = claimed(store)
     seen = due(store, all_pending=True).recovered
-    store.confirm([(claim.stored, dispatched(claim), None)], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim))], OFF)
 
     assert store.retake(seen, OFF, retry_at=LATER) == []
     assert redis.exists(PENDING) == 0
@@ -1262,7 +1262,7 @@ def test_without_redis_every_verb_says_so(own_server, app):
     for verb in (
         lambda: due(store),
         lambda: store.claim([claim], OFF, retry_at=RETRY_AT),
-        lambda: store.confirm([(stored, dispatched(claim), None)], OFF),
+        lambda: store.confirm([Confirmation(stored, dispatched(claim))], OFF),
         lambda: store.postpone({"redbeat:e": LATER}),
         lambda: store.retake([stored], OFF, retry_at=LATER),
         lambda: store.record([dispatched(claim)], OFF),
@@ -1281,7 +1281,7 @@ def test_a_server_that_has_forgotten_the_scripts_learns_them_again(store, put, r
 
     assert store.claim(claims, OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED] * 2
     redis.script_flush()
-    store.confirm([(claim.stored, dispatched(claim), None) for claim in claims], OFF)
+    store.confirm([Confirmation(claim.stored, dispatched(claim)) for claim in claims], OFF)
 
     assert redis.xlen(HISTORY) == 2
 

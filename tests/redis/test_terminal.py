@@ -23,7 +23,7 @@ from wcwidth import wcswidth
 from singlebeat import Entry
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.leadership.lease import Term
-from singlebeat.beat.store.claims import Store
+from singlebeat.beat.store.claims import Confirmation, Store
 from singlebeat.cli import main
 from singlebeat.cli.output import table
 from singlebeat.connections import schedule_client
@@ -137,7 +137,7 @@ def confirming(app: Any, redis: Any) -> Iterator[None]:
                 occurrence = Occurrence.decode(pending)
                 decision = Decision("e", TASK, occurrence, DecisionType.DISPATCHED)
                 (stored,) = Store(app, redis).due(datetime.now(UTC), all_pending=True).recovered
-                Store(app, redis).confirm([(stored, decision, None)], Term(1, ""))
+                Store(app, redis).confirm([Confirmation(stored, decision)], Term(1, ""))
 
     thread = threading.Thread(target=confirm)
     thread.start()

@@ -53,7 +53,7 @@ def single(request, locks, server, redis):
     # What is left of refused calls is undone one by one: the next test's would wait for a server that has ended.
     refused = late_release._releases
     wait_until(
-        lambda: not refused._wanted and not refused._no_thread.empty(),
+        lambda: not refused._wanted and not refused.thread.is_alive,
         timeout=PATIENCE,
         what="the end of the calls that were refused",
     )

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from singlebeat.beat.decision_log import tell
+from singlebeat.beat.decision_log import log_decision
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.log import Log, printable, without_passwords
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
@@ -210,7 +210,7 @@ def test_every_decision_has_a_line_that_names_it(outcome, caplog):
     caplog.set_level("DEBUG", "celery.beat")
     occurrence = Occurrence("an-id", 1_800_000_000.0)
 
-    tell(Decision("my entry", "shop.bill", occurrence, outcome, "it is so", "another"), 0.0)
+    log_decision(Decision("my entry", "shop.bill", occurrence, outcome, "it is so", "another"), 0.0)
 
     (record,) = caplog.records
     told = pairs(record.getMessage())

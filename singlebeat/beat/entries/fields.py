@@ -8,7 +8,10 @@ from typing import Any
 
 from ...lua import packed, script
 
-__all__ = ("read_fields", "write_fields")
+__all__ = ("BATCH", "read_fields", "write_fields")
+
+#: Entries that one round trip reads or writes.
+BATCH = 500
 
 
 def read_fields(client: Any, keys: Sequence[str]) -> Sequence[Any]:

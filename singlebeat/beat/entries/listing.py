@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import EntryError
 from ..keys import Keys
 from .entry import Entry
-from .fields import read_fields
-from .save import BATCH
+from .fields import BATCH, read_fields
 from .timetable import as_listed
 
 if TYPE_CHECKING:

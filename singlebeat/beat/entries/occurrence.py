@@ -10,14 +10,10 @@ from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
 from ...errors import EntryError
-from ...log import utc_iso, without_passwords
+from ...log import LONGEST_REASON, utc_iso, without_passwords
 from ...overlap import Overlap
 
 __all__ = ("Decision", "DecisionType", "Kind", "Occurrence")
-
-
-#: Characters of a reason that are recorded.
-LONGEST_REASON = 200
 
 
 class DecisionType(StrEnum):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ...errors import ConflictError, EntryError
 from .code_only import given_for
 from .definition import Meta, loads_object, salvaged
-from .fields import read_fields, write_fields
+from .fields import BATCH, read_fields, write_fields
 from .options import check_encoding
 from .policy import EntryPolicy
 from .schedule_json import have_same_times
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 __all__ = ("save_entries",)
 
 _T = TypeVar("_T")
-
-#: Entries that one round trip reads or writes.
-BATCH = 500
 
 #: How often an entry is read and written again that somebody else has changed in between.
 ATTEMPTS = 5

@@ -15,8 +15,8 @@ from ...log import Log
 from ...lua import packed, script
 from ..keys import Keys
 from .definition import Meta
-from .fields import read_fields
-from .save import BATCH, save_entries
+from .fields import BATCH, read_fields
+from .save import save_entries
 
 if TYPE_CHECKING:
     from celery import Celery

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import EntryError
 from ...log import Log
 from ..entries.definition import Meta
-from ..entries.fields import read_fields
+from ..entries.fields import BATCH, read_fields
 from ..entries.timetable import PARKED
 from ..server_time import UNFIT_FROM
 
@@ -31,9 +31,6 @@ LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 #: How old the stored time may be: the next leader compares it in hours, and where beats share the work it is the sign
 #: of their life.
 STORED_EVERY = timedelta(seconds=10)
-
-#: Entries that one round trip reads or writes.
-BATCH = 500
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 

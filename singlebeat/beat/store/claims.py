@@ -9,35 +9,32 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import signals
 from ...config import Config
-from ...connections import RedisError
 from ...errors import ConfigError, EntryError
 from ...log import Log
 from ...lua import packed, script
 from ..calendar.zone import app_zone
 from ..entries.entry import Entry, Meta
-from ..entries.fields import read_fields
+from ..entries.fields import BATCH, read_fields
 from ..entries.occurrence import Decision, Occurrence
 from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
 from .quarantine import RECHECKED_PER_TICK, Quarantine
+from .server import eviction_policy
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ..leadership.lease import Term
 
-__all__ = ("Claim", "ClaimVerdict", "Due", "Store", "Stored")
+__all__ = ("Claim", "ClaimVerdict", "ClaimedOccurrence", "Confirmation", "Due", "Store", "Stored")
 
 log = Log("celery.beat")
-
-#: Entries that one round trip reads or writes.
-BATCH = 500
 
 #: What an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
@@ -98,6 +95,40 @@ class Claim:
     occurrence: Occurrence | None = None
     decision: Decision | None = None  #: to be recorded at once, where no occurrence is taken
 
+    @property
+    def claimed(self) -> ClaimedOccurrence | None:
+        """The occurrence that is to be sent once the claim is granted, None if there is none."""
+        if self.occurrence is None:
+            return None
+        return ClaimedOccurrence(self.stored, self.occurrence, self.meta or self.stored.meta)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedOccurrence:
+    """An occurrence on its way to the broker: claimed in this tick, or pending and retaken."""
+
+    stored: Stored
+    occurrence: Occurrence
+    past: Meta  #: of its entry, in which it is counted
+
+    def confirmation(self, decision: Decision) -> Confirmation:
+        """Return what a decision about it changes: an occurrence that was not sent is not counted any more."""
+        return Confirmation(self.stored, decision, None if decision.is_sent else self.past.without(self.occurrence))
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """The decision about a claimed occurrence, which is pending no longer."""
+
+    stored: Stored
+    decision: Decision
+    past: Meta | None = None  #: of its entry, in which it is not counted; None: its past stays as it is
+
+    @property
+    def past_json(self) -> str:
+        """The past as it is stored, empty if it stays as it is."""
+        return "" if self.past is None else self.past.encode()
+
 
 class ClaimVerdict(StrEnum):
     """What came of a claim."""
@@ -106,6 +137,15 @@ class ClaimVerdict(StrEnum):
     FENCED = "fenced"
     MOVED = "moved"
     PENDING = "pending"
+
+
+class _Row(NamedTuple):
+    """A decision as ``confirm.lua`` takes it."""
+
+    member: str
+    decision: Decision
+    occurrence: str = ""  #: that is pending; empty if none was claimed
+    meta: str = ""  #: empty: it stays as it is
 
 
 class Store:
@@ -141,11 +181,8 @@ class Store:
         check = Config.of(self.app).redbeat_key_expiry_check
         if check == "ignore":
             return
-        try:
-            policy = str(self.client.config_get("maxmemory-policy").get("maxmemory-policy", ""))
-        except RedisError:  # not allowed to ask, or asked a server that does not know
-            return
-        if policy in {"", "noeviction"}:
+        policy = eviction_policy(self.client)
+        if policy in {None, "noeviction"}:
             return
         text = (
             f"the schedule's server may evict keys when its memory is full (maxmemory-policy {policy}): use noeviction"
@@ -269,26 +306,38 @@ class Store:
             ClaimVerdict(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))
         ]
 
-    def confirm(self, decisions: Sequence[tuple[Stored, Decision, Meta | None]], term: Term) -> None:
+    def confirm(self, confirmations: Sequence[Confirmation], term: Term) -> None:
         """Record what became of claimed occurrences; one round trip."""
-        self._record([(s.member, d.occurrence.encode(), m.encode() if m else "", d) for s, d, m in decisions], term)
+        rows = [
+            _Row(
+                each.stored.member,
+                each.decision,
+                each.decision.occurrence.encode(),
+                each.past_json,
+            )
+            for each in confirmations
+        ]
+        self._record(rows, term)
 
     def record(self, decisions: Sequence[Decision], term: Term) -> None:
         """Record decisions about occurrences that were not claimed; one round trip."""
         if self.history_limit or signals.occurrence_decided.receivers:
-            self._record([(self.keys.prefix + decision.entry, "", "", decision) for decision in decisions], term)
+            self._record([_Row(self.keys.prefix + decision.entry, decision) for decision in decisions], term)
 
-    def _record(self, decisions: Sequence[tuple[str, str, str, Decision]], term: Term) -> None:
-        if not decisions:
+    def _record(self, rows: Sequence[_Row], term: Term) -> None:
+        if not rows:
             return
         self._progress()
-        keys = [self.keys.pending, self.keys.history, *(self.keys.entry(member) for member, *_ in decisions)]
-        rows = packed((*row, decision.values(term.number, term.leader), decision.sent) for *row, decision in decisions)
-        replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, rows))
-        for (*_, decision), reply in zip(decisions, json.loads(replies), strict=True):
-            if reply == "confirmed":  # and told, by whoever had taken it up
+        keys = [self.keys.pending, self.keys.history, *(self.keys.entry(row.member) for row in rows)]
+        values = packed(
+            (row.member, row.occurrence, row.meta, row.decision.values(term.number, term.leader), row.decision.sent)
+            for row in rows
+        )
+        replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, values))
+        for row, reply in zip(rows, json.loads(replies), strict=True):
+            if reply == "confirmed":  # the beat that had retaken it has sent the signal
                 continue
-            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
+            signals.occurrence_decided.send(sender=self.app, entry=row.decision.entry, decision=row.decision)
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
         """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""

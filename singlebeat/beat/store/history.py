@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import schedule_client
+from ..entries.fields import BATCH
 from ..entries.occurrence import DecisionType
 from ..keys import Keys
 
@@ -20,9 +21,6 @@ __all__ = ("End", "History", "Own", "Record")
 
 #: Records of a stream that one round trip reads.
 PAGE = 1000
-
-#: Entries whose own records one round trip reads.
-BATCH = 500
 
 #: What became of a message that did not run, or not yet.
 NO_END = {"duplicate_refused", "postponed"}

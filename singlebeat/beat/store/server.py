@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...connections import RedisError, schedule_client
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("Server",)
+__all__ = ("Server", "eviction_policy")
+
+
+def eviction_policy(client: Any) -> str | None:
+    """Return a server's ``maxmemory-policy``, None if it does not tell."""
+    try:
+        return str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None
+    except RedisError:  # not allowed to ask, or asked a server that does not know
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +37,10 @@ class Server:
             RedisError: it does not answer.
         """
         client = schedule_client(app)
+        eviction = eviction_policy(client)
         try:
-            eviction = str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None
             appends = client.config_get("appendonly").get("appendonly") == "yes"
             kept = "everything" if appends else "snapshots" if client.config_get("save").get("save") else "nothing"
         except RedisError:  # not allowed to ask
-            eviction = kept = None
+            kept = None
         return cls(str(client.info("server").get("redis_version", "?")), eviction, kept)

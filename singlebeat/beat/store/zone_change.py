@@ -11,7 +11,7 @@ from ...lua import script
 from ..calendar.recurrence import reads_clock
 from ..calendar.zone import app_zone
 from ..entries.entry import Entry
-from ..entries.fields import read_fields
+from ..entries.fields import BATCH, read_fields
 from ..keys import Keys
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 __all__ = ("Places",)
 
 log = Log("celery.beat")
-
-#: Entries that one round trip reads or writes.
-BATCH = 500
 
 
 class Places:

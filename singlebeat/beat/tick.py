@@ -1,0 +1,138 @@
+"""The work of a leader's tick: from due entries and pending occurrences to messages and decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .calendar.zone import app_zone
+from .decide import claim_for, dropped
+from .decision_log import log_decision
+from .dispatch import RETRY_AFTER, Dispatcher
+from .store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .leadership.lease import Term
+
+__all__ = ("SHORTEST_SLEEP", "Tick", "next_delay")
+
+#: Seconds that the leader sleeps after it has sent a run that a program asked for: the next run of a backfill is asked
+#: for as soon as this one is sent.
+ASKED_INTERVAL = 0.1
+
+#: Shortest sleep in seconds: a tick that returns 0 keeps Celery from its own work.
+SHORTEST_SLEEP = 0.001
+
+
+class Tick:
+    """Decides about the due entries of an app, and sends their occurrences.
+
+    Args:
+        progress: hears of each step; a step may take long.
+        timestamp: returns the server's time in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        store: Store,
+        dispatcher: Dispatcher,
+        *,
+        progress: Callable[[], None],
+        timestamp: Callable[[], float],
+    ) -> None:
+        self.app, self.store, self.dispatcher = app, store, dispatcher
+        self._progress, self._timestamp = progress, timestamp
+        #: Due entries that are blocked by an earlier occurrence which is not sent yet. They keep their places at the
+        #: head of the due entries, so the next tick reads on behind them, until it meets the end.
+        self._blocked = 0
+
+    def read(self, now: datetime, *, all_pending: bool) -> Due:
+        """Read one batch of due entries, and the pending occurrences to be retried, or all of them."""
+        return self.store.due(now, all_pending=all_pending, start=self._blocked)
+
+    def work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
+        """Decide about one batch, send it, and return the scores of the entries that this has moved on."""
+        retry_at = now + timedelta(seconds=RETRY_AFTER)
+        retaken = self._retake(due, term, retry_at)
+        over = self._drop(retaken, term, now)
+        claims = self._claim(due, self._decide(_without(due.entries, over), now), term, retry_at)
+        self._record(over, claims, term)
+        dropped_ids = {confirmation.decision.occurrence.id for confirmation in over}
+        ready = [claimed for claimed in retaken if claimed.occurrence.id not in dropped_ids]
+        ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
+        self.dispatcher.dispatch(ready, term, now)
+        return [claim.next_score for claim in claims if claim.next_score >= 0]
+
+    def _retake(self, due: Due, term: Term, retry_at: datetime) -> list[ClaimedOccurrence]:
+        """Retake pending occurrences: until ``retry_at`` no other beat sends them."""
+        retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
+        return [
+            ClaimedOccurrence(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None
+        ]
+
+    def _drop(self, retaken: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> list[Confirmation]:
+        """Confirm occurrences that may not run any more, and free their locks: too late, paused or disabled."""
+        zone = app_zone(self.app)
+        decided = [(claimed, dropped(claimed.stored, claimed.occurrence, now, zone=zone)) for claimed in retaken]
+        over = [(claimed, decision) for claimed, decision in decided if decision is not None]
+        confirmations = [claimed.confirmation(decision) for claimed, decision in over]
+        self.store.confirm(confirmations, term)
+        self.dispatcher.free([claimed for claimed, _ in over])
+        return confirmations
+
+    def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
+        """Yield a claim for each entry whose times can be calculated; the others are quarantined."""
+        zone = app_zone(self.app)
+        for stored in entries:
+            self._progress()
+            again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
+            try:
+                yield again(now)
+            except Exception as exc:  # a user's own schedule class may raise anything
+                self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
+
+    def _claim(self, due: Due, wanted: Iterator[Claim], term: Term, retry_at: datetime) -> list[Claim]:
+        """Return the claims that Redis has granted."""
+        claims = list(wanted)
+        self.store.quarantine.settle()
+        verdicts = self.store.claim(claims, term, retry_at=retry_at)
+        self._blocked = self._blocked + verdicts.count(ClaimVerdict.PENDING) if due.more else 0
+        return [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is ClaimVerdict.CLAIMED]
+
+    def _record(self, over: Sequence[Confirmation], claims: Sequence[Claim], term: Term) -> None:
+        """Record the decisions that send nothing, and log them."""
+        decisions = [claim.decision for claim in claims if claim.decision is not None]
+        self.store.record([*self.store.quarantine.decided(), *decisions], term)
+        for decision in (*(confirmation.decision for confirmation in over), *decisions):
+            log_decision(decision, self._timestamp())
+
+
+def _without(entries: Sequence[Stored], over: Sequence[Confirmation]) -> list[Stored]:
+    """Return entries as they are stored once the given occurrences are confirmed."""
+    pasts = {confirmation.stored.entry.key: confirmation.past for confirmation in over if confirmation.past is not None}
+    return [
+        stored.without_pending(pasts[stored.entry.key]) if stored.entry.key in pasts else stored for stored in entries
+    ]
+
+
+def next_delay(due: Due, scores: Sequence[float], now: float, *, longest: float) -> float:
+    """Return the seconds to sleep after a tick.
+
+    Args:
+        scores: of the entries that the tick has moved on, in seconds since 1970.
+        now: seconds since 1970.
+        longest: seconds after which changes of other programs must be noticed.
+    """
+    if due.more:
+        return SHORTEST_SLEEP
+    upcoming = min([longest, *(score - now for score in scores)])
+    if due.next_score is not None:
+        upcoming = min(upcoming, due.next_score - now)
+    if any(stored.pending and not stored.pending.is_scheduled for stored in due.recovered):
+        upcoming = min(upcoming, ASKED_INTERVAL)
+    return max(SHORTEST_SLEEP, upcoming)
