@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .entries.policy import EntryPolicy
+from .lost_messages import BEFORE_SET_BACK
 from .status import REDBEAT_LEADS
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from .store.history import Record
 
 __all__ = ("Facts", "HeldLock", "explain", "record_at")
+
+#: By how much a record may be ahead of the time that a command goes by, which it reads first.
+RECORDED_AHEAD = timedelta(seconds=10)
 
 #: The part of its lease that a lock has left at least while its worker lives: it renews every third.
 RENEWED = 0.6
@@ -37,6 +41,7 @@ class HeldLock:
     lease: float  #: seconds of a whole lease
     renewed: float | None = None  #: seconds since its worker has renewed it last, or has started; None: not known
     worker: str = ""  #: that has renewed it; empty: not known
+    is_ahead: bool = False  #: its last renewal lies in the future: the server's clock was set back since then
 
     @property
     def seems_abandoned(self) -> bool:
@@ -165,7 +170,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
     when = _moment(record.nominal)
     match record.decision:
         case "dispatched" | "buffered":
-            yield f"The run for {when} was sent at {_moment(record.at)} as task {record.task_id}."
+            yield f"The run for {when} was sent{_recorded(facts, record, record.at)} as task {record.task_id}."
             if record.decision == "buffered":
                 yield f"It met an equal call and waits for its turn: it {record.reason}."
             if record.kind == "catch_up":
@@ -190,11 +195,21 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
         case "publish_failed":
             yield f"The run for {when} could not be sent, and never can: {record.reason}."
         case "quarantined" if facts.name not in facts.state.quarantine:
-            yield f"It was quarantined at {_moment(record.at)}, and has recovered since: {record.reason}."
+            yield f"It was quarantined{_recorded(facts, record, record.at)}, and has recovered since: {record.reason}."
         case "quarantined":
             pass  # said first
         case other:
             yield f"The run for {when}: {other} ({record.reason})."
+
+
+def _recorded(facts: Facts, record: Record, at: datetime) -> str:
+    """Return when something was recorded; nothing if the clock of the schedule's server cannot have shown that then.
+
+    The ids of records never go back, so those of the time after that clock was set back are too late.
+    """
+    is_ahead = at > facts.now + RECORDED_AHEAD
+    is_before = record.end is not None and record.end.at < record.at - RECORDED_AHEAD
+    return "" if is_ahead or is_before else f" at {_moment(at)}"
 
 
 def _in_its_way(record: Record) -> str:
@@ -213,9 +228,9 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         why = f": {end.reason}" if end.reason else ""
         if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
             what = "Its message was lost" if end.outcome == MESSAGE_LOST else "A worker without singlebeat has run it"
-            yield f"{what}, and beat freed its lock at {_moment(end.at)}{why}."
+            yield f"{what}, and beat freed its lock{_recorded(facts, record, end.at)}{why}."
             return
-        yield f"It ended at {_moment(end.at)}{took} on {end.worker}, {end.outcome}{why}."
+        yield f"It ended{_recorded(facts, record, end.at)}{took} on {end.worker}, {end.outcome}{why}."
         if end.outcome == "unknown_task":
             yield "That worker does not know the task and has dropped the message."
         return
@@ -247,6 +262,12 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
             f"it: its worker has probably died. The lock ends by itself {left}; to free it now: "
             f"celery singlebeat unlock {task_id}"
         )
+    elif lock.is_ahead and facts.running is not None:
+        yield (
+            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}, and no worker that answers runs "
+            f"it. If its worker has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
+            "meets it."
+        )
     elif facts.running is not None:
         yield (
             f"Task {task_id} runs, as far as is known: its lock was renewed {_renewed(lock)}, so its worker lived "
@@ -263,6 +284,8 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
 
 def _renewed(lock: HeldLock) -> str:
     by = f" by {lock.worker}" if lock.worker else ""
+    if lock.is_ahead:
+        return f"{by} {BEFORE_SET_BACK}".strip()
     if lock.renewed is not None:
         return f"{lock.renewed:.0f} s ago{by}"
     return f"{max(0.0, lock.lease - lock.left):.0f} s ago{by}" if lock.left is not None else "at a time not known"

@@ -58,6 +58,12 @@ TIMEOUT = 2.0
 #: ``singlebeat_lost_after`` is.
 SEEN_FOR = 20.0
 
+#: Seconds from which a time in the future is no inaccuracy: the server's clock was set back.
+AHEAD_FROM = 1.0
+
+#: When a lock was queued or renewed whose time lies in the future.
+BEFORE_SET_BACK = "before the clock of the locks' server was set back"
+
 #: What is added to the reason of a lost message whose lock has the arguments of other calls.
 JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
 
@@ -89,8 +95,8 @@ class Waiting:
     ref: Ref
     task: str
     since: float  #: when it was queued, in seconds since 1970
-    age: float  #: seconds since then
-    left: float  #: seconds until it ends by itself
+    age: float  #: seconds since then; 0 if it is ahead
+    left: float  #: seconds until it ends by itself; if it is ahead, of those that it was given
     is_noted: bool  #: beat has noted where it has sent this message
     queue: str  #: to which the message was sent; empty: not known
     entry: str  #: whose run it is; empty: not known
@@ -98,6 +104,7 @@ class Waiting:
     worker: str  #: that has renewed it last
     renewed: float | None  #: seconds since then
     is_joined: bool = False  #: it has the arguments of calls that have joined it
+    is_ahead: bool = False  #: it was queued before the clock of the locks' server was set back: at a time in the future
 
     @classmethod
     def of(cls, key: str, record: Mapping[str, str]) -> Waiting | None:
@@ -108,20 +115,24 @@ class Waiting:
         sent = _sent(record)
         is_noted = sent.get("gen") == record["gen"]
         renewed = float(record["renewed"]) / 1000 if record.get("renewed") else None
+        ahead, left = since - now if since - now > AHEAD_FROM else 0.0, float(record["ttl"])
+        # Before it was queued a worker may have run an earlier delivery of the message. What lies in the future was
+        # renewed before the clock was set back, and says nothing about now.
+        is_renewed = renewed is not None and renewed <= now + AHEAD_FROM and (ahead > 0 or renewed >= since)
         return cls(
             Ref(key, record["id"], read_generation(record["gen"])),
             record.get("task", ""),
             since,
-            now - since,
-            float(record["ttl"]),
+            max(0.0, now - since),
+            left - ahead if left > ahead else left,  # what the next call leaves of it, or has left already
             is_noted,
             str(sent.get("queue") or "") if is_noted else "",
             record.get("entry", ""),
             float(sent.get("delay") or 0) if is_noted else 0.0,
             record.get("worker", ""),
-            # Before it was queued a worker may have run an earlier delivery of the message.
-            now - renewed if renewed is not None and renewed >= since else None,
+            max(0.0, now - renewed) if renewed is not None and is_renewed else None,
             "joined" in record,
+            ahead > 0,
         )
 
 
@@ -142,12 +153,13 @@ class Found(NamedTuple):
 
     def __str__(self) -> str:
         """Return a sentence without its full stop."""
-        task, age = f"task {self.lock.ref.task_id}", f"{self.lock.age:.0f} s"
+        task = f"task {self.lock.ref.task_id}"
+        queued = f"was queued {BEFORE_SET_BACK if self.lock.is_ahead else f'{self.lock.age:.0f} s ago'}"
         match self.outcome:
             case "":
-                return f"{task} was queued {age} ago, and its lock is not freed: {self.reason}"
+                return f"{task} {queued}, and its lock is not freed: {self.reason}"
             case word if word == MESSAGE_LOST:
-                return f"the message of {task} was queued {age} ago and is lost: {self.reason}"
+                return f"the message of {task} {queued} and is lost: {self.reason}"
             case _:
                 return f"{task} has run, and its lock was not freed: {self.reason}"
 
@@ -253,9 +265,12 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
     patience = config.singlebeat_lost_after or PAUSE
     if lock.renewed is not None and lock.renewed < config.singlebeat_lock_lease:
         return f"worker {lock.worker} has its message, and renewed the lock {lock.renewed:.0f} s ago"
-    if lock.age < lock.delay + patience:
+    if lock.is_ahead:
+        if lock.delay or lock.left > config.singlebeat_queued_ttl + AHEAD_FROM:
+            return "its countdown or eta may not be over"
+    elif lock.age < lock.delay + patience:
         return f"its message counts as late only after {lock.delay + patience:g} s"
-    if lock.left > config.singlebeat_queued_ttl - patience:  # of a countdown or an eta, which last longer
+    elif lock.left > config.singlebeat_queued_ttl - patience:  # of a countdown or an eta, which last longer
         return "its countdown or eta is not over, or ended just now"
     if not lock.is_noted and lock.age + lock.left <= UNSENT_TTL + 1:
         return f"it is not known whether its message was sent; if not, the lock ends by itself in {lock.left:.0f} s"

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
 
 from ..beat.explain import HeldLock
-from ..beat.lost_messages import MOST, Answers, Found, Waiting, examine, free, may_yet_start
+from ..beat.lost_messages import (
+    AHEAD_FROM,
+    BEFORE_SET_BACK,
+    MOST,
+    Answers,
+    Found,
+    Waiting,
+    examine,
+    free,
+    may_yet_start,
+)
 from ..config import Config
 from ..locks import backend_of
-from ..locks.base import Ref, from_ms, read_generation
+from ..locks.base import Ref, read_generation
 from ..run_results import flush_ends
 from .output import command, fail, printable, progress, show_json, table
 from .workers import BrokerError, Workers
@@ -28,15 +37,18 @@ def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], HeldLock]]:
     for key, record in backend_of(app).locks(config.singleton_key_prefix):
         left = float(record["ttl"]) if record.get("ttl") else None
         began, now = float(record.get("since") or 0), float(record.get("now") or 0)
-        # Of an earlier run, or of an earlier delivery of its message, the record may still name the worker.
+        # Of an earlier run, or of an earlier delivery of its message, the record may still name the worker; what has
+        # begun at a time in the future has begun before the clock was set back, and may have been renewed since then.
         renewed = float(record.get("renewed") or 0)
-        is_known, worker = renewed >= began, record.get("worker", "")
-        age = (now - max(began, renewed)) / 1000 if now and began else None
+        is_known, worker = renewed >= began or (renewed > 0 and began > now), record.get("worker", "")
+        age = (now - (renewed if is_known else began)) / 1000 if now and began else None
+        is_ahead = age is not None and age < -AHEAD_FROM
+        age = None if age is None or is_ahead else max(0.0, age)
         # Its worker may have another lease than this process; a bound (until) may have cut what is left of it.
         is_whole = None not in (age, left) and "until" not in record
         lease = (age or 0.0) + (left or 0.0) if is_whole else config.singlebeat_lock_lease
         about = record.get("id", ""), record.get("state", ""), left, lease
-        yield key, record, HeldLock(key, *about, age, worker if is_known else "")
+        yield key, record, HeldLock(key, *about, age, worker if is_known else "", is_ahead)
 
 
 def every(app: Celery) -> Iterator[HeldLock]:
@@ -76,7 +88,7 @@ def old(app: Celery, *, most: int | None = None) -> Iterator[Waiting]:
 @command("locks")
 def locks_(app: Celery, as_json: bool) -> None:
     """Show what is held: by which task, in which state, how long, and how much of its lease is left."""
-    rows, now = [], datetime.now(UTC)
+    rows = []
     with progress("locks read", quiet=as_json) as step:
         for row in _records(app):
             rows.append(row)
@@ -87,8 +99,8 @@ def locks_(app: Celery, as_json: bool) -> None:
         return
     cells = []
     for _, record, lock in rows:
-        since = from_ms(record["since"]) if record.get("since", "").isdigit() else None
-        age = f"{max(0.0, (now - since).total_seconds()):.0f} s" if since else "?"
+        began, now = float(record.get("since") or 0), float(record.get("now") or 0)
+        age = f"{max(0.0, now - began) / 1000:.0f} s" if began and began <= now + AHEAD_FROM * 1000 else "?"
         left = "?" if lock.left is None else f"{lock.left:.0f} s"
         what = f"{record.get('task', '')} {record.get('args', '')}".strip()
         state = lock.state + ("?" if lock.seems_abandoned else "")
@@ -128,6 +140,12 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
             )
         if lock.task_id in workers.running:
             fail(f"task {lock.task_id} runs on {workers.running[lock.task_id]}: --force frees its lock all the same")
+        if lock.is_ahead and not lock.seems_abandoned:
+            fail(
+                f"the lock of task {lock.task_id} was last renewed {BEFORE_SET_BACK}, so whether its worker lives is "
+                f"not known. If it has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
+                "meets it; --force frees it now"
+            )
         if lock.left is not None and not lock.seems_abandoned:  # its worker may just be too busy to answer
             fail(f"the lock of task {lock.task_id} was renewed lately: its worker lives; --force frees it all the same")
         # This run's alone: meanwhile its lease may have ended, and another run begun. Its end is not remembered: if its

@@ -12,7 +12,7 @@
 --             turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
 --             (if_held, in lock and behind: that of their call; a call with an empty if_held keeps its own arguments;
 --             uncut (ms): time until which the message may wait, if until is earlier; taken (ms), in behind: time since
---             which this call, or a call that it evicted, has had the place)
+--             which this call, or a call that it evicted, has had the place; renewed (ms): as in renew)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse ids that have ended; 0: the ids are new
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
@@ -28,7 +28,8 @@
 --                     behind the run; "replace" evicts queued calls, and waits behind the run; empty: nothing
 --          entry      name of the schedule's entry that sends the call, for people; empty: a program sends it
 --
--- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry]
+-- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms; 0: not known, because the
+--          clock was set back), fence, ttl (ms), payload, entry]
 --          acquired  the lock is queued under our id
 --          waiting   our id waits in the place behind the holder
 --          running   our id holds the lock and has started: do not send again
@@ -37,7 +38,8 @@
 --          unusable  a key has another type; the second value is the server's reason; nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- A repetition by the same id gives the same reply, and writes nothing new.
+-- A repetition by the same id gives the same reply, and writes nothing new. Of locks that would last longer than they
+-- should, because the server's clock was set back, each call shortens the time.
 
 local again, deadline = ARGV[1] == "1", tonumber(ARGV[2])
 local time = redis.call("TIME")
@@ -46,7 +48,18 @@ local now_text = string.format("%.0f", now)
 
 local function reply(verdict, lock, id)
   local r = redis.call("HMGET", lock, "id", "state", "since", "fence", "entry")
-  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock), "", r[5] or ""}
+  local since = (tonumber(r[3]) or 0) <= now + 1000 and r[3] or "0" -- a turn may be a moment ahead
+  return {verdict, r[1] or id, r[2] or "", since, r[4] or "0", redis.call("PTTL", lock), "", r[5] or ""}
+end
+
+--- Leave a lock no more than the time that it was given, if that was before the clock was set back: Redis keeps its end
+-- as an instant of that clock. A living worker renews the lock before this end, too.
+local function shorten(lock, state, since, renewed)
+  local ahead = (state == "running" and tonumber(renewed) or tonumber(since) or 0) - now
+  local given = ahead > 0 and redis.call("PTTL", lock) - ahead or 0
+  if 0 < given and given < ahead then -- once: from then on the difference is negative
+    redis.call("PEXPIRE", lock, string.format("%.0f", given))
+  end
 end
 
 --- Evict a queued call from a lock or from the place behind the lock; the evicted call never starts.
@@ -79,10 +92,10 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
-  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held")
+  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken")
-  local by_itself = redis.pcall("HMGET", turn, "id")
+  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken", "since")
+  local by_itself = redis.pcall("HMGET", turn, "id", "since")
   local err = record.err or ended.err or next_record.err or by_itself.err
   if err and not string.find(err, "WRONGTYPE", 1, true) then
     return redis.error_reply(err)
@@ -95,6 +108,10 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
   local taken = next_record[4] -- a call that evicts the waiting call takes this time over
+
+  shorten(lock, state, record[5], record[6])
+  shorten(behind, "queued", next_record[5])
+  shorten(turn, "queued", by_itself[2])
 
   local in_turn = by_itself[1] ~= id and by_itself[1]
   if waits == id and holder ~= id then

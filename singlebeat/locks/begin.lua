@@ -1,6 +1,7 @@
 --- begin: start a run, or return the verdict that forbids the start.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next; worker
+--                     and renewed (ms), as in renew, of earlier deliveries
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
 --                     "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
 -- KEYS[3]  queued     hash, as lock: the lock of the message while it is queued; KEYS[1] if the lock is the same
@@ -31,7 +32,8 @@
 --          unusable  a key has another type; the second value is the server's reason; nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn.
+-- A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn. Of locks that
+-- would last longer than they should, because the server's clock was set back, each message shortens the time.
 
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
@@ -45,14 +47,25 @@ if now > tonumber(ARGV[11]) then
   return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
 end
 
+--- Leave a lock no more than the time that it was given, if that was before the clock was set back: Redis keeps its end
+-- as an instant of that clock. A living worker renews the lock before this end, too.
+local function shorten(lock, state, since, renewed)
+  local ahead = (state == "running" and tonumber(renewed) or tonumber(since) or 0) - now
+  local given = ahead > 0 and redis.call("PTTL", lock) - ahead or 0
+  if 0 < given and given < ahead then -- once: from then on the difference is negative
+    redis.call("PEXPIRE", lock, string.format("%.0f", given))
+  end
+end
+
 local function reply(verdict, holds)
   local r = redis.call("HMGET", holds or lock, "id", "state", "since", "fence", "payload", "entry")
   local payload = verdict == "started" and r[5] or ""
-  return {verdict, r[1] or id, r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", holds or lock), payload,
+  local since = (tonumber(r[3]) or 0) <= now + 1000 and r[3] or "0" -- a turn may be a moment ahead
+  return {verdict, r[1] or id, r[2] or "", since, r[4] or "0", redis.call("PTTL", holds or lock), payload,
     r[6] or ""}
 end
 
-local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next")
+local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next", "since", "renewed")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
 local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since")
@@ -70,6 +83,9 @@ if ended[2] then
   return reply("replaced")
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
+shorten(lock, state, record[8], record[9])
+shorten(behind, "queued", place[4])
+shorten(turn, "queued", by_itself[2])
 local other = place[2] ~= "" and place[1] ~= id and place[1]
 local in_turn, taken = by_itself[1], tonumber(place[3] or place[4]) or 0
 -- Of the two waiting calls, the call that came first goes first.
@@ -134,7 +150,7 @@ end
 local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)
 redis.call("HSET", lock, "gen", ARGV[2], "state", "running", "nonce", nonce,
   "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))
-redis.call("HDEL", lock, "next", "next_ttl")
+redis.call("HDEL", lock, "next", "next_ttl", "worker", "renewed")
 if waiting[1] == id and waiting[2] and waiting[2] ~= "" then
   redis.call("HSET", lock, "payload", waiting[2])
 end

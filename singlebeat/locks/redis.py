@@ -193,7 +193,10 @@ class RedisBackend(BaseBackend):
                 pipe.zadd(WORKERS_KEY, {worker: seconds})
                 pipe.zremrangebyscore(WORKERS_KEY, "-inf", seconds - ttl)
                 pipe.pexpire(WORKERS_KEY, _ms(ttl))
-                pipe.execute()
+                pipe.zrangebyscore(WORKERS_KEY, seconds + 1, "+inf")
+                *_, ahead = pipe.execute()
+            if ahead:  # the server's clock was set back since then: those that live announce themselves again
+                self.redis.zadd(WORKERS_KEY, dict.fromkeys(ahead, seconds), xx=True)
 
     def workers_seen(self) -> bool:
         """Return whether such a worker was seen recently."""
@@ -211,7 +214,7 @@ class RedisBackend(BaseBackend):
         with self._reaching():
             now, _ = self.redis.time()
             seen: list[tuple[str, float]] = self.redis.zrange(WORKERS_KEY, 0, -1, withscores=True)
-            return {worker: now - at for worker, at in seen}
+            return {worker: max(0.0, now - at) for worker, at in seen}
 
     def suspect(self, place: str, lock: str) -> None:
         """Record at the key ``place`` that the message of a lock may be lost; the lock has refused a call."""

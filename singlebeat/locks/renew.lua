@@ -2,7 +2,8 @@
 --
 -- KEYS[1...]  two for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
---                       renewed (ms): the worker and time of the last renewal; sent: a note of the sender
+--                       renewed (ms): the worker and time of the last renewal, the time alone for a run of another
+--                       program; sent: a note of the sender
 --             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
 -- ARGV[1]  lease_ms  ms that a lock outlives the worker
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
@@ -46,6 +47,8 @@ local function renew(lock, done, id, gen, nonce, note)
   -- For people only: a server whose memory is full refuses these writes, but the lock is renewed.
   if worker ~= "" then
     redis.pcall("HSET", lock, "worker", worker, "renewed", string.format("%.0f", now))
+  elseif state == "running" then
+    redis.pcall("HSET", lock, "renewed", string.format("%.0f", now))
   end
   if note ~= "" and state == "queued" then
     redis.pcall("HSET", lock, "sent", note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -26,9 +27,10 @@ from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS
 from singlebeat.cli.workers import Workers
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import Call, Ref, Verdict
+from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
+from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.benchmarks import wire
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
@@ -258,6 +260,19 @@ def test_history_shows_decisions(cli, put, app, redis):
     assert (record["decision"], record["term"], record["end"]) == ("missed", "3", None)
 
 
+def test_history_shows_the_end_of_an_id_with_the_run_that_was_sent_alone(cli, put, app, redis):
+    put()
+    store, occurrence = Store(app, redis), Occurrence.of("redbeat:", "e", NOON)
+    store.record([Decision("e", TASK, occurrence, DecisionType.DISPATCHED, "")], Term(3, ""))
+    record_end_of_message(app, {"id": occurrence.id, RUN_HEADER: {"entry": "e"}}, "success", worker="w")
+    flush_ends(app)
+    store.record([Decision("e", TASK, occurrence, DecisionType.RUN_BEFORE, "it has ended before")], Term(3, ""))
+
+    rows = [[cell.strip() for cell in row.split("  ") if cell] for row in cli("history", "e").output.splitlines()[1:3]]
+
+    assert [row[2:] for row in rows] == [["run_before", "it has ended before"], ["dispatched", "success"]]
+
+
 def begin_and_die(backend, redis, run: Ref, *, task: str = "t", arguments: str = "") -> None:
     """Start a run whose worker dies at once, and let most of its lease pass."""
     backend.begin(run, lease=30, remember_for=60, task=task, arguments=arguments)
@@ -289,6 +304,60 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redi
     cli("unlock", "SINGLETONLOCK_{b}", "--force")
     assert backend.get("SINGLETONLOCK_{b}") is backend.get("SINGLETONLOCK_{c}") is None
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
+
+
+def set_back(redis, lock: str, seconds: int) -> None:
+    """Leave a lock as it is after the clock of its server was set back."""
+    for name in ("since", "renewed"):
+        if at := redis.hget(lock, name):
+            redis.hset(lock, name, int(at) + seconds * 1000)
+    redis.pexpire(lock, redis.pttl(lock) + seconds * 1000)
+
+
+def test_a_lock_from_before_the_clock_was_set_back_is_shown_and_not_taken_for_alive(cli, app, redis):
+    backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "old-one", 0, "n")
+    backend.begin(run, lease=30, remember_for=60, task="t", arguments="")
+    set_back(redis, run.key, 18_000)
+
+    (row,) = answer(cli("locks", "--json"))
+    assert (row["renewed"], row["is_ahead"]) == (None, True)
+    assert re.search(r"old-one +running +\? +180\d\d s", cli("locks").output)
+    assert "was last renewed before the clock of the locks' server was set back" in (
+        said := cli("unlock", "old-one", code=1).output
+    )
+    assert "lives;" not in said
+    backend.acquire_many([Call(Ref(run.key, "next-one"), "t", "", 60)])
+    redis.pexpire(run.key, 10_000)  # its lease goes by, and no worker renews it
+
+    cli("unlock", "old-one")
+
+    assert backend.get(run.key) is None
+
+
+def test_a_run_renewed_after_the_clock_was_set_back_is_alive(cli, app, redis):
+    backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "live-one", 0, "n")
+    backend.begin(run, lease=30, remember_for=60, task="t", arguments="")
+    set_back(redis, run.key, 18_000)
+    backend.renew_many([run], lease=30)
+
+    (row,) = answer(cli("locks", "--json"))
+    assert 0 <= row["renewed"] < 30
+    assert row["is_ahead"] is False
+    assert "renewed lately" in cli("unlock", "live-one", code=1).output
+
+
+def test_unlock_examines_a_lock_queued_before_the_clock_was_set_back(cli, app, redis, monkeypatch):
+    """Its message is late: workers and the queue are asked, of which none answers here."""
+    monkeypatch.setattr("singlebeat.beat.lost_messages.TIMEOUT", 0.05)
+    run = Ref("SINGLETONLOCK_{a}", "queued-one")
+    backend_of(app).acquire_many([Call(run, "t", "", 3600)])
+    set_back(redis, run.key, 18_000)
+
+    assert "of 1 old queued locks" in cli("unlock", "--stale").output
+    assert (
+        "task queued-one was queued before the clock of the locks' server was set back, and its lock is not freed: "
+        in cli("unlock", "queued-one", code=1).output
+    )
 
 
 def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, app, redis, monkeypatch):

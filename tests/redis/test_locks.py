@@ -892,6 +892,132 @@ def test_the_fence_rises_even_when_the_clock_of_the_server_was_set_back(backend,
     assert begin(backend, later(A, 1, "n2")).fence == ahead + 1
 
 
+# ---------------------------------------------------------------- the server's clock was set back
+
+
+FIVE_HOURS = 5 * 3600.0
+TIMES = ("since", "renewed", "until", "uncut", "taken")
+
+
+def set_back(redis: Redis, seconds: float, key: str = LOCK) -> None:
+    """Leave a lock as it is a second after the server's clock was set back: its times lie in the future."""
+    times = {name: at for name, at in zip(TIMES, redis.hmget(key, TIMES), strict=True) if at}
+    redis.hset(key, mapping={name: int(at) + round(seconds * 1000) for name, at in times.items()})
+    redis.pexpire(key, redis.pttl(key) + round(seconds * 1000) - 1000)
+
+
+def meet(backend: RedisBackend, how: str) -> Holder:
+    if how == "begin":
+        return begin(backend, replace(B, nonce="n2"))
+    if how == "copy":
+        return begin(backend, COPY)
+    return acquire(backend, B, if_held=IfHeld(how))
+
+
+@pytest.fixture
+def of_worker(server: RedisServer) -> RedisBackend:
+    """The backend of a worker, which names itself in the locks that it renews."""
+    backend = RedisBackend(server.url)
+    backend.worker = "w1@h"
+    return backend
+
+
+@pytest.mark.parametrize("how", ["", "join", "replace", "begin", "copy"])
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_dead_runs_lock_ends_with_its_lease_after_the_clock_was_set_back(
+    backend, of_worker, redis, lives, how, renewed
+):
+    begin(backend)
+    if renewed:
+        renew(of_worker)
+    set_back(redis, FIVE_HOURS)
+    assert redis.pttl(LOCK) > FIVE_HOURS * 1000
+
+    holder = meet(backend, how)
+
+    assert holder.verdict in {Verdict.HELD, Verdict.WAITING, Verdict.COPY}
+    assert holder.since is None, "a time that has not come yet"
+    assert lives(LEASE)
+    redis.pexpire(LOCK, 5_000)
+    meet(backend, how)
+    assert redis.pttl(LOCK) <= 5_000, "a second call neither prolongs nor shortens it"
+
+
+@pytest.mark.parametrize("seconds", [20, LEASE - 20, 2 * LEASE, FIVE_HOURS])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_living_runs_lock_keeps_its_lease_after_the_clock_was_set_back(
+    backend, of_worker, redis, lives, seconds, named
+):
+    """The run of ``exclusive``, which no worker renews, names none."""
+    keeper = of_worker if named else backend
+    begin(backend)
+    renew(keeper)
+    set_back(redis, seconds)
+    assert renew(keeper) is Renewal.RUNNING
+
+    for how in ("", "begin", "copy"):
+        meet(backend, how)
+
+    assert lives(LEASE)
+    assert renew(keeper) is Renewal.RUNNING
+
+
+def test_calls_before_its_next_renewal_end_no_living_runs_lock_early(backend, redis):
+    begin(backend)
+    set_back(redis, LEASE / 3)
+
+    for how in ("", "begin", "copy", ""):
+        meet(backend, how)
+
+    assert redis.pttl(LOCK) > (LEASE - SLACK) * 1000
+
+
+def test_a_run_that_starts_after_the_clock_was_set_back_keeps_its_lease(backend, of_worker, redis, lives):
+    acquire(backend)
+    renew(of_worker, A)
+    set_back(redis, LEASE * 0.8)
+    begin(backend)
+
+    meet(backend, "")
+
+    assert lives(LEASE)
+
+
+@pytest.mark.parametrize("how", ["", "join", "begin"])
+def test_a_queued_lock_lasts_as_it_was_asked_after_the_clock_was_set_back(backend, redis, lives, how):
+    acquire(backend, expiry=2 * QUEUED_TTL)
+    set_back(redis, FIVE_HOURS)
+
+    assert meet(backend, how).verdict is Verdict.HELD
+
+    assert lives(QUEUED_TTL)
+
+
+@pytest.mark.parametrize("place_of", [behind_key, turn_key])
+def test_a_call_that_waits_lasts_as_it_was_asked_after_the_clock_was_set_back(backend, redis, lives, place_of):
+    begin(backend)
+    if place_of is behind_key:
+        acquire(backend, B, if_held=IfHeld.JOIN)
+    else:
+        begin(backend, replace(B, nonce="n2"), turn_ttl=QUEUED_TTL)
+    finish(redis)
+    set_back(redis, FIVE_HOURS, place_of(LOCK))
+
+    assert acquire(backend, Ref(LOCK, "c")).verdict is Verdict.HELD
+
+    assert lives(QUEUED_TTL, place_of(LOCK))
+
+
+def test_a_worker_seen_before_the_clock_was_set_back_counts_as_seen_now(backend, redis):
+    backend.announce("dead", ttl=600)
+    redis.zincrby(WORKERS_KEY, FIVE_HOURS, "dead")
+
+    backend.announce("alive", ttl=600)
+
+    assert redis.zscore(WORKERS_KEY, "dead") <= redis.zscore(WORKERS_KEY, "alive")
+    assert set(backend.workers()) == {"dead", "alive"}
+
+
 # ---------------------------------------------------------------- rotate
 
 
@@ -986,6 +1112,8 @@ def test_the_run_that_holds_the_lock_renews_it(backend, redis, lives):
 
     assert renew(backend) is Renewal.RUNNING
     assert lives(LEASE)
+    assert int(redis.hget(LOCK, "renewed")) >= int(before["since"])
+    redis.hdel(LOCK, "renewed")
     assert redis.hgetall(LOCK) == before
 
 

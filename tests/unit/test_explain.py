@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from singlebeat import Entry
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
-from singlebeat.beat.explain import Facts, explain
+from singlebeat.beat.explain import Facts, HeldLock, explain
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.history import End, Record
 
@@ -23,8 +24,8 @@ app = Celery(broker="redis://", set_as_current=False)
 
 def record(nominal: datetime, decision: str = "dispatched", *, kind: str = "scheduled", **fields: Any) -> Record:
     texts = {"reason": "", "task_id": "id", "holder": "", "holder_entry": "", "leader": "h:1", "term": "1"}
-    texts |= {"end": None, **fields}
-    return Record(entry="e", at=nominal + timedelta(seconds=1), nominal=nominal, kind=kind, decision=decision, **texts)
+    texts |= {"end": None, "at": nominal + timedelta(seconds=1), **fields}
+    return Record(entry="e", nominal=nominal, kind=kind, decision=decision, **texts)
 
 
 def said(*records: Record, at: datetime | None = None, **fields: Any) -> str:
@@ -50,6 +51,36 @@ def test_a_run_that_ended():
     assert "It ended at 2026-12-01 12:00:00Z after 1.2 s on w1, failure: ValueError('x')." in said(
         record(NOON, end=end)
     )
+
+
+def test_times_that_the_servers_clock_cannot_have_shown_are_left_out():
+    """Ids of records never go back: after the clock was set back they tell a time that has not come yet."""
+    end = End("success", "", "", 1.25, "w1", NOON + HOUR)
+
+    text = said(record(NOON, end=end, at=NOON + HOUR))
+    assert "The run for 2026-12-01 12:00:00Z was sent as task id." in text
+    assert "It ended after 1.2 s on w1, success." in text
+
+    text = said(record(NOON, end=replace(end, at=NOON), at=NOON + HOUR / 4))  # once the clock has caught up
+    assert "was sent as task id." in text
+    assert "It ended after 1.2 s on w1, success." in text
+
+
+def test_a_message_lost_at_a_time_that_has_not_come_is_said_without_it():
+    end = End("message_lost", "gone", "", None, "", NOON + HOUR)
+
+    assert "Its message was lost, and beat freed its lock: gone." in said(record(NOON, end=end))
+
+
+def test_a_lock_renewed_before_the_clock_was_set_back_is_no_proof_of_life():
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    lock = HeldLock("k", "x", "running", 17_990.0, 30.0, worker="w1@h", is_ahead=True)
+
+    text = said(skip, locks={"x": lock})
+
+    assert "renewed by w1@h before the clock of the locks' server was set back" in text
+    assert "lived then" not in text
+    assert "ends by itself within 30 s of the next call that meets it" in text
 
 
 def test_a_run_of_which_no_end_is_known():

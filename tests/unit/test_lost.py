@@ -54,6 +54,39 @@ def test_a_message_is_missed_when_no_cause_for_its_wait_is_left(fields, expected
     assert bool(reason(**fields)) is bool(expected)
 
 
+AHEAD = {"since": str(NOW + 18_000_000), "ttl": str(18_000 + 3_600)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({}, "", id="a call"),
+        pytest.param(SENT, "", id="a run"),
+        pytest.param({"ttl": "3500"}, "", id="one that a call has met since then"),
+        pytest.param({"ttl": "3660"}, "its countdown or eta may not be over", id="a countdown that a call has met"),
+        pytest.param({"ttl": "21660"}, "its countdown or eta may not be over", id="a countdown"),
+        pytest.param({"sent": note(Ref("k", "a"), queue="q", delay=40)}, "eta may not be over", id="a known delay"),
+        pytest.param({"ttl": "18060"}, "it is not known whether its message was sent", id="one that may be unsent"),
+        pytest.param(
+            {"worker": "w", "renewed": str(NOW - 9_000)}, "worker w has its message", id="kept by a worker since then"
+        ),
+        pytest.param({"worker": "w", "renewed": str(NOW + 18_000_000)}, "", id="renewed before"),
+    ],
+)
+def test_a_message_queued_before_the_clock_was_set_back_is_late(fields, expected):
+    assert expected in reason(**{**AHEAD, **fields})
+    assert bool(reason(**{**AHEAD, **fields})) is bool(expected)
+
+
+def test_a_message_queued_before_the_clock_was_set_back_has_no_age():
+    found = waiting(**AHEAD)
+
+    assert (found.age, found.left) == (0.0, 3600.0)
+    assert str(Found(found, "", "REASON")) == (
+        "task a was queued before the clock of the locks' server was set back, and its lock is not freed: REASON"
+    )
+
+
 def test_a_delay_that_beat_knows_counts_though_the_lock_ends_before():
     assert "counts as late only after 70 s" in reason(ttl="540", sent=note(Ref("k", "a"), queue="q", delay=40))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import schedule_client
 from ..entries.fields import BATCH
+from ..entries.occurrence import DecisionType
 from ..keys import Keys
 
 if TYPE_CHECKING:
@@ -143,7 +144,15 @@ def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[s
 def _joined(
     rows: Sequence[tuple[str, Mapping[str, str]]], ends: Mapping[str, tuple[str, Mapping[str, str]]]
 ) -> Sequence[Record]:
-    return [_record(at, fields, _end(*ends[fields["id"]]) if fields["id"] in ends else None) for at, fields in rows]
+    return [
+        _record(at, fields, _end(*ends[fields["id"]]) if fields["id"] in ends and _is_sent(fields) else None)
+        for at, fields in rows
+    ]
+
+
+def _is_sent(fields: Mapping[str, str]) -> bool:
+    """Return whether a decision has sent its run: the id of another may have run and ended before."""
+    return fields.get("decision") in {DecisionType.DISPATCHED, DecisionType.BUFFERED}
 
 
 def _record(at: str, fields: Mapping[str, str], end: End | None) -> Record:
