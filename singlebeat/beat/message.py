@@ -14,7 +14,7 @@ from ..locks.modes import drops_by_default
 from ..log import Log
 from ..overlap import Overlap
 from .calendar.clocked import comes_once
-from .entries.code_only import evaluated
+from .entries.code_only import evaluate_lazy
 from .entries.occurrence import Occurrence
 from .entries.timetable import on_its_clock
 from .plain_task import PlainTask
@@ -126,7 +126,7 @@ def prepare(
         message = Message(claimed, entry)
         try:
             if not entry.is_constant:
-                entry.args, entry.kwargs = evaluated(entry.args), evaluated(entry.kwargs)
+                entry.args, entry.kwargs = evaluate_lazy(entry.args), evaluate_lazy(entry.kwargs)
             message.find_lock(app, looked_after=looked_after)
         except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may do anything
             wrong.append((message, exc))

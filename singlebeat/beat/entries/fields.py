@@ -21,8 +21,8 @@ def read_fields(client: Any, keys: Sequence[str]) -> Sequence[Any]:
         keys: of the entries' hashes.
 
     Returns:
-        For each key ``[definition, meta, policy, since, pending, sent]``, with None for an absent field, or a string
-        that says what is wrong with the key. See ``read.lua``.
+        For each key ``[definition, meta, policy, since, pending, sent]``, with None for an absent field, or an
+        error message if the key is not a hash. See ``read.lua``.
     """
     rows: Sequence[Any] = json.loads(script(__package__, "read")(client, keys, ()))
     return rows
