@@ -80,7 +80,7 @@ def _named(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
         for name in RUN_BY_ARGUMENTS[task]:
             # A positional value could become this argument, also by moving behind the result of the previous task.
             if args or not isinstance(kwargs, Mapping) or name not in kwargs:
-                raise EntryError(f"{task} needs {name} as a keyword argument: singlebeat_allowed_tasks checks it there")
+                raise EntryError(f"{task} needs {name} by name, so that singlebeat_allowed_tasks can check it")
             yield from _tasks(kwargs[name])
     if not isinstance(options, Mapping | None):
         raise _unclear(options)
