@@ -42,7 +42,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
         if upcoming is not None and upcoming == past.last_run_at and table.next(upcoming) is None:
             return Claim(stored, PARKED)  # its last time has already run, too early
         return Claim(stored, table.score(upcoming), replace(past, since=now))
-    if since is None:  # RedBeat's meaning: it has never run, so it is due now
+    if since is None:  # as in RedBeat: the entry has never run, so it is due now
         asked = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
         nominal = table.bounded(table.latest(asked, now) or asked)
     else:
@@ -56,7 +56,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     count = past.total_run_count
     if not entry.enabled or policy.paused:  # its time moves on, so that it does not catch up when it resumes
         passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
-        return Claim(stored, next_score, passed, decision=_paused(stored, occurrence))
+        return Claim(stored, next_score, passed, decision=_paused_decision(stored, occurrence))
     if (too_late := missed(stored, occurrence, now, zone=zone)) is not None:
         return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
@@ -65,11 +65,11 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
     """Return the decision about a claimed occurrence that must not be sent any more, None if it may be sent."""
     if occurrence.is_scheduled and (not stored.entry.enabled or stored.policy.paused):
-        return _paused(stored, occurrence)
+        return _paused_decision(stored, occurrence)
     return missed(stored, occurrence, now, zone=zone)
 
 
-def _paused(stored: Stored, occurrence: Occurrence) -> Decision:
+def _paused_decision(stored: Stored, occurrence: Occurrence) -> Decision:
     entry = stored.entry
     why = stored.policy.note or ("" if entry.enabled else "disabled")
     return Decision(entry.name, entry.task, occurrence, DecisionType.PAUSED, why)

@@ -36,7 +36,7 @@ class Message:
 
     claimed: ClaimedOccurrence
     entry: Entry  #: a copy of its own, with task id and headers in its options
-    ticket: Ticket | None = None  #: of its lock; None: the lock is acquired when it is sent, or it has no lock
+    ticket: Ticket | None = None  #: of its lock; None: acquired when the message is sent, or no lock
     claims: tuple[PlainTask, Overlap] | None = None  #: for a plain task whose lock is acquired when it is sent
 
     @property

@@ -36,7 +36,7 @@ SECOND = timedelta(seconds=1)
 LONGEST_SHIFT = timedelta(hours=3)
 
 #: How many times a user's own schedule class is asked whether it is due, before this is an error.
-LONGEST_ASKING = 1000
+MOST_QUESTIONS = 1000
 
 
 def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) -> datetime | None:
@@ -290,12 +290,12 @@ def _first_due(
     """Return the first moment, not before the given one, at which `is_due` agrees: it may exclude hours."""
     if type(schedule).is_due is BaseSchedule.is_due:
         return moment
-    for _ in range(LONGEST_ASKING):
+    for _ in range(MOST_QUESTIONS):
         is_due, seconds = at(moment).is_due(last)
         if is_due:
             return moment
         if seconds is None:
             return None
         moment += max(timedelta(seconds=seconds), SECOND)
-    msg = f"{schedule!r} was asked {LONGEST_ASKING} times, up to {moment}, and never said that it is due"
+    msg = f"{schedule!r} was asked {MOST_QUESTIONS} times, up to {moment}, and never said that it is due"
     raise ValueError(msg)

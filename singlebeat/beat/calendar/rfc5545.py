@@ -27,12 +27,12 @@ PERIODS = {
 #: Start of the last cycle of our calendar, which repeats after 400 years: a date that is not in it never comes.
 LAST_CYCLE = datetime(9600, 1, 1)  # noqa: DTZ001 - a time on the wall
 
-#: A rule that has no time on so many allowed days in a row counts as a rule without a further time. The number is
-#: large enough for any reasonable interval.
+#: A rule that has no time on so many allowed days in a row counts as ended. The number is large enough for any
+#: reasonable interval.
 MOST_DAYS = 5000
 
 #: How far the times of a rule with a count are counted: in days, or in times for a rule with positions (BYSETPOS).
-#: Either takes less than a second, which blocks the process.
+#: To count so far takes less than a second, which blocks the process.
 MOST_COUNTED = 50_000
 
 DATE_PARTS = ("bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byweekday")
@@ -119,7 +119,7 @@ def _last(rule: _Rule) -> tuple[datetime, bool]:
     last = start - DAY
     if left < 1:
         return last, True
-    if _is_by_places(rule):
+    if _has_positions(rule):
         for visited, wall in enumerate(islice(_walls(rule, last), left)):
             if visited == MOST_COUNTED:
                 return last, False
@@ -144,12 +144,12 @@ def _last(rule: _Rule) -> tuple[datetime, bool]:
 
 
 def _walls(rule: _Rule, after: datetime) -> Iterator[datetime]:
-    found = _in_periods(rule, after) if _is_by_places(rule) else _by_day(rule, after)
+    found = _in_periods(rule, after) if _has_positions(rule) else _by_day(rule, after)
     return (wall for wall in found if wall > after)
 
 
-def _is_by_places(rule: _Rule) -> bool:
-    """Return whether a rule picks times by their positions in a week, month or year: no day has its own times then."""
+def _has_positions(rule: _Rule) -> bool:
+    """Return whether a rule picks times by positions in a week, month or year: not to be computed day by day."""
     return rule[0] < DAILY and "bysetpos" in dict(rule[5])
 
 
@@ -159,7 +159,7 @@ def _in_periods(rule: _Rule, after: datetime) -> Iterator[datetime]:
     Begin with the week, month or year of ``after``, or with the next period if the interval skips that one.
     """
     freq, interval, wkst, _, start, parts = rule
-    day, is_by_places = _floor(after, DAILY), _is_by_places(rule)
+    day, has_positions = _floor(after, DAILY), _has_positions(rule)
     try:
         if freq == WEEKLY:
             week = _floor(start, DAILY) - DAY * ((start.weekday() - wkst) % 7)
@@ -175,21 +175,21 @@ def _in_periods(rule: _Rule, after: datetime) -> Iterator[datetime]:
             begin = datetime(year, month + 1, 1)  # noqa: DTZ001 - a time on the wall
     except (OverflowError, ValueError):  # after the year 9999
         return
-    if is_by_places:  # dateutil counts positions from the beginning of a week
+    if has_positions:  # dateutil counts positions from the beginning of a week
         begin = max(begin, start)
     else:
         begin = max(begin, day, _floor(start, DAILY))
         parts = tuple((name, 0 if name in TIME_PARTS else value) for name, value in parts)
-    if _comes(freq, wkst, parts):
+    if _has_dates(freq, wkst, parts):
         yield from rrule(freq, dtstart=begin, interval=interval, wkst=wkst, **dict(parts))
 
 
 @lru_cache(maxsize=1024)
-def _comes(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool:
+def _has_dates(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool:
     """Return whether any date satisfies the parts of a rule: if not, dateutil would search until the year 9999."""
     if freq == WEEKLY and any(name == "bysetpos" for name, _ in parts):
         dates = tuple((name, value) for name, value in parts if name != "bysetpos")
-        return _comes(YEARLY, wkst, dates) and any(rrule(freq, dtstart=LAST_CYCLE, wkst=wkst, **dict(parts)))
+        return _has_dates(YEARLY, wkst, dates) and any(rrule(freq, dtstart=LAST_CYCLE, wkst=wkst, **dict(parts)))
     freq = YEARLY if freq == WEEKLY else freq
     return any(rrule(freq, dtstart=LAST_CYCLE, wkst=wkst, **dict(parts)))
 
@@ -199,7 +199,7 @@ def _by_day(rule: _Rule, after: datetime) -> Iterator[datetime]:
     without, empty = 0, set[timedelta]()
     for begin in _begins(rule, max(after, rule[4])):
         without += 1
-        # Days with equal first steps have the same times. If one has none, skip the others: that would take minutes.
+        # Days with equal first steps have the same times: if one has none, to walk through the others takes minutes.
         offset = begin - _floor(begin, DAILY) if begin is not None else None
         for wall in _in_day(rule, begin) if begin is not None and offset not in empty else ():
             without = 0
@@ -284,7 +284,7 @@ def _days(rule: _Rule, begin: datetime) -> Iterator[datetime] | None:
         return None
     if set(parts) == {"bymonth"}:
         parts["bymonthday"] = tuple(range(1, 32))
-    if not _comes(YEARLY, rule[2], tuple(parts.items())):
+    if not _has_dates(YEARLY, rule[2], tuple(parts.items())):
         return iter(())
     days: Iterator[datetime] = iter(
         rrule(YEARLY, dtstart=_floor(begin, DAILY).replace(month=1, day=1), wkst=rule[2], **parts)

@@ -63,7 +63,7 @@ def check_allowed(entry: Entry, patterns: Sequence[str]) -> None:
     if not _matches(entry.task, patterns):
         raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
     try:
-        for name in _named(entry.task, entry.args, entry.kwargs, entry.options):
+        for name in _tasks_of_call(entry.task, entry.args, entry.kwargs, entry.options):
             if not _matches(name, patterns):
                 raise EntryError(f"it makes task {name} run, which is not among singlebeat_allowed_tasks")
     except RecursionError:
@@ -74,7 +74,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _named(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
+def _tasks_of_call(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
     """Yield the tasks that a call makes run besides itself."""
     if task in RUN_BY_ARGUMENTS:
         for name in RUN_BY_ARGUMENTS[task]:
@@ -83,7 +83,7 @@ def _named(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
                 raise EntryError(f"{task} needs {name} by name, so that singlebeat_allowed_tasks can check it")
             yield from _tasks(kwargs[name])
     if not isinstance(options, Mapping | None):
-        raise _unclear(options)
+        raise _unchecked_error(options)
     for name, value in (options or {}).items():
         if name in SIGNATURES:
             yield from _tasks(value) if value is not None else ()
@@ -103,20 +103,20 @@ def _tasks(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _tasks_of(value)
     else:
-        raise _unclear(value)
+        raise _unchecked_error(value)
 
 
 def _tasks_of(signature: Mapping[str, Any]) -> Iterator[str]:
     task, kind = signature.get("task"), signature.get("subtask_type")
     if not isinstance(task, str) or not isinstance(kind, str | None) or (kind and KINDS.get(kind) != task):
-        raise _unclear(signature)
+        raise _unchecked_error(signature)
     is_structure = kind in STRUCTURES
     if not is_structure:
         yield task
     # The args of a structure are further arguments of the signatures in it.
     args = None if is_structure else signature.get("args")
-    yield from _named(task, args, signature.get("kwargs"), signature.get("options"))
+    yield from _tasks_of_call(task, args, signature.get("kwargs"), signature.get("options"))
 
 
-def _unclear(value: object) -> EntryError:
+def _unchecked_error(value: object) -> EntryError:
     return EntryError(f"singlebeat_allowed_tasks cannot check the tasks in this value: {saferepr(value)}")

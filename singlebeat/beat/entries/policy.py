@@ -159,7 +159,7 @@ class EntryPolicy:
         Raises:
             EntryError: the policy cannot be decoded.
         """
-        return _decoded(text) if text else cls()
+        return _decode(text) if text else cls()
 
     def encode(self) -> str:
         """Return the ``policy`` field of an entry; an empty string if all values are defaults."""
@@ -178,7 +178,7 @@ _NO_WISHES = EntryPolicy()
 
 
 @lru_cache(maxsize=4096)
-def _decoded(text: str) -> EntryPolicy:
+def _decode(text: str) -> EntryPolicy:
     return EntryPolicy.of(loads_object(text, "policy"))
 
 

@@ -59,7 +59,7 @@ class Salvage:
     def changed(self, fields: Mapping[str, Any], wishes: Mapping[str, Any]) -> Entry:
         """Return the entry with other fields and policy.
 
-        To save this entry fails if another program has changed the stored one in between.
+        Saving this entry fails if another program has changed the stored entry in between.
 
         Args:
             fields: new fields of the definition, with each unreadable one among them.

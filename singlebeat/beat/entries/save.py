@@ -34,7 +34,7 @@ TIMING = ("timezone", "start_time", "end_time", "jitter")
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """The fields to be stored of one entry, on condition that it is unchanged since it was read."""
+    """A planned write of one entry, which is made only if the entry is unchanged since it was read."""
 
     member: str
     found: Sequence[Any]  #: definition, meta, policy, since
@@ -218,7 +218,7 @@ def _read(decode: Callable[..., _T], *values: Any) -> _T | None:
 
 
 def _pause(policy: str) -> EntryPolicy:
-    """Return the readable ones of the fields ``paused`` and ``note`` of a broken policy."""
+    """Return the fields ``paused`` and ``note`` of a broken policy, as far as they are readable."""
     try:
         raw = loads_object(policy, "policy")
     except EntryError:

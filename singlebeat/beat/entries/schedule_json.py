@@ -67,9 +67,9 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
         if isinstance(obj, weekday) and obj.n:  # RedBeat reads n, and does not write it
             return {**raw, "n": obj.n}
         if isinstance(obj, crontab):
-            return {name: _plain(value, parsed=getattr(obj, name, ())) for name, value in raw.items()}
+            return {name: _json_value(value, parsed=getattr(obj, name, ())) for name, value in raw.items()}
         if isinstance(obj, rrule):
-            return {name: _plain(value, parsed=value) for name, value in raw.items()}
+            return {name: _json_value(value, parsed=value) for name, value in raw.items()}
         return raw
 
 
@@ -98,7 +98,7 @@ def _check_weekday(d: Mapping[str, Any]) -> None:
         raise ValueError(f"a weekday has a wkday, 0 (Monday) to 6, and perhaps a whole n, not {day!r} and {n!r}")
 
 
-def _plain(value: object, *, parsed: Any) -> Any:
+def _json_value(value: object, *, parsed: Any) -> Any:
     """Return a field of a schedule in its JSON form, where sets, ranges and the like are lists."""
     if isinstance(value, str | list | tuple) or not isinstance(value, Iterable):
         return value

@@ -154,9 +154,9 @@ class Timetable:
         return latest_occurrence(schedule, after, until, zone=zone)
 
     def bounded(self, nominal: datetime) -> datetime | None:
-        """Return a nominal time within the bounds of the policy, for one that does not come from the schedule.
+        """Return a time that does not come from the schedule as a nominal time within the bounds of the policy.
 
-        That is the first nominal time if the given one is before the start, and None if it is after the end.
+        A time before the start becomes the first nominal time, a time after the end becomes None.
         """
         start, end = self.policy.start_time, self.policy.end_time
         if start is not None and nominal < start:

@@ -37,7 +37,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def progress(self) -> None:
-        """Note that work goes on; starts the watch on its first call."""
+        """Record that work goes on; the first call starts the watch."""
         self._polls = 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="singlebeat-watchdog", daemon=True)

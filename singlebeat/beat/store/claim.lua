@@ -1,7 +1,7 @@
 --- claim: claim one occurrence of each of some entries, so that no other beat can, and move the entries to their next.
 --
 -- A repetition of the call, after its reply was lost, returns "claimed" again and writes nothing. It returns "moved"
--- for an entry that only moves on, with a new past, while leadership is switched off: another beat may have done the same.
+-- for an entry that only moves on, with a new past, while leadership is switched off: another beat may have done this.
 --
 -- KEYS[1]     lock        string: the leader's token; where leadership is switched off: the zone of the schedule
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
