@@ -36,7 +36,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
         return Claim(stored, PARKED)
     since = table.since(past.counts_from)
     if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:
-        since = past.last_run_at  # a beat whose clock was behind took this time for a wrong one
+        since = past.last_run_at  # a beat whose clock was behind took this time for wrong
     if since is not None and since > now + LONGEST_STEP_BACK:
         upcoming = table.next(now)
         if upcoming is not None and upcoming == past.last_run_at and table.next(upcoming) is None:

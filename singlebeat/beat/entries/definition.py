@@ -190,7 +190,7 @@ def check_headers(headers: Any) -> None:
     """Check the headers in the options of an entry, or of a signature in the entry.
 
     Raises:
-        EntryError: they are no JSON object, or one of them would replace a header that Celery or singlebeat sets.
+        EntryError: the headers are not a JSON object, or one would replace a header that Celery or singlebeat sets.
     """
     if not isinstance(headers, dict | None):
         raise EntryError("definition: the option headers is not a JSON object")

@@ -29,7 +29,7 @@ def read_fields(client: Any, keys: Sequence[str]) -> Sequence[Any]:
 
 
 def write_fields(client: Any, schedule: str, rows: Iterable[Sequence[Any]]) -> Sequence[bool]:
-    """Write the fields of some entries in one round trip, each only if it is stored as it was read.
+    """Write the fields of some entries in one round trip, each only if it is unchanged since it was read.
 
     Args:
         schedule: key of the sorted set.
