@@ -66,7 +66,7 @@ def prepare(app: Celery) -> None:
 
 
 class EntryOptions(PolicyOptions, total=False):
-    """What an entry is made of, as keyword arguments: those of RedBeat's, and the fields of its policy."""
+    """The keyword arguments of an entry: those of RedBeat's entry, and the fields of its policy."""
 
     name: str
     task: str

@@ -75,7 +75,7 @@ def _wish(check: Callable[[Any], Any], default: Any = None) -> Any:
 
 
 class PolicyOptions(TypedDict, total=False):
-    """The fields of an ``EntryPolicy`` as keyword arguments, each as the field or as JSON has it."""
+    """The fields of an ``EntryPolicy`` as keyword arguments, each of the type of the field or of its JSON."""
 
     timezone: tzinfo | str | None
     overlap: Overlap | str | None
