@@ -1,4 +1,4 @@
-"""What to do with an entry whose time may have come: pure, time is an argument."""
+"""Decides what to do with an entry that may be due: pure, time is an argument."""
 
 from __future__ import annotations
 
@@ -15,76 +15,76 @@ from .store.claims import Claim, Stored
 
 __all__ = ("claim_for", "dropped", "missed")
 
-#: How late an occurrence is a catch-up, which no longer runs after its entry's end.
+#: Lateness from which an occurrence is a catch-up: a catch-up does not run after the end time of its entry.
 CATCH_UP_AFTER = timedelta(minutes=1)
 
 
 def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Claim:
     """Decide what to do with an entry whose score says that it may be due; no I/O.
 
-    Of all nominal times since the last run the latest runs, and stands for the others.
+    Of all nominal times since the last run, only the latest one runs: its run stands for the others.
 
     Args:
-        zone: in which wall clocks are read, where the entry does not say.
-        prefix: of the schedule's keys.
+        zone: in which wall clocks are read, if the entry has no zone of its own.
+        prefix: prefix of the schedule's keys.
     """
     entry, policy, past = stored.entry, stored.policy, stored.meta
     table = Timetable(entry.name, entry.schedule, policy, zone)
-    # A run that is counted and not confirmed may yet turn out to be none.
+    # An unconfirmed run is counted, and may still be un-counted: then the entry must not be parked yet.
     may_be_less = stored.pending is not None and stored.pending.is_scheduled
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs and not may_be_less:
         return Claim(stored, PARKED)
     since = table.since(past.counts_from)
     if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:
-        since = past.last_run_at  # a clock that was behind has taken it for a wrong one
+        since = past.last_run_at  # a beat whose clock was behind took this time for wrong
     if since is not None and since > now + LONGEST_STEP_BACK:
         upcoming = table.next(now)
         if upcoming is not None and upcoming == past.last_run_at and table.next(upcoming) is None:
-            return Claim(stored, PARKED)  # its last time has run, though too early
+            return Claim(stored, PARKED)  # its last time has already run, too early
         return Claim(stored, table.score(upcoming), replace(past, since=now))
-    if since is None:  # RedBeat's meaning: it has never run, so it is due now
+    if since is None:  # as in RedBeat: the entry has never run, so it is due now
         asked = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
         nominal = table.bounded(table.latest(asked, now) or asked)
     else:
         nominal = table.overdue(since, now)
-    if nominal is None or nominal > now:  # the score was a guess: of another beat, or of another writer
+    if nominal is None or nominal > now:  # the score was a guess of another beat or another program
         return Claim(stored, table.score(nominal or table.next(since or now)))
     next_score = table.score(table.next(nominal))
     is_late = now - table.due(nominal) > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
     occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run, kind=kind)
     count = past.total_run_count
-    if not entry.enabled or policy.paused:  # its time goes on, so that it does not run for the past when it goes on
+    if not entry.enabled or policy.paused:  # its time moves on, so that it does not catch up when it resumes
         passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
-        return Claim(stored, next_score, passed, decision=_paused(stored, occurrence))
+        return Claim(stored, next_score, passed, decision=_paused_decision(stored, occurrence))
     if (too_late := missed(stored, occurrence, now, zone=zone)) is not None:
         return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
 
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
-    """Return the decision about an occurrence that was claimed and is not to be sent any more, None if it still is."""
+    """Return the decision about a claimed occurrence that must not be sent any more, None if it may be sent."""
     if occurrence.is_scheduled and (not stored.entry.enabled or stored.policy.paused):
-        return _paused(stored, occurrence)
+        return _paused_decision(stored, occurrence)
     return missed(stored, occurrence, now, zone=zone)
 
 
-def _paused(stored: Stored, occurrence: Occurrence) -> Decision:
+def _paused_decision(stored: Stored, occurrence: Occurrence) -> Decision:
     entry = stored.entry
     why = stored.policy.note or ("" if entry.enabled else "disabled")
     return Decision(entry.name, entry.task, occurrence, DecisionType.PAUSED, why)
 
 
 def missed(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
-    """Return the decision about an occurrence that may run no longer, None if it may.
+    """Return the decision about an occurrence that is too late to run, None if it may run.
 
-    It is late from when it was due: its jitter is no part of that.
+    Its lateness counts from its due time, which includes jitter.
     """
     grace, end = stored.policy.misfire_grace_time, stored.policy.end_time
     if not occurrence.is_scheduled or (grace is None and end is None):
         return None
     due = nominal = datetime.fromtimestamp(occurrence.nominal, UTC)
-    with suppress(Exception):  # a user's own schedule may do anything, and its last occurrence may still be sent
+    with suppress(Exception):  # a user's own schedule may raise anything; its last occurrence may still be sent
         due = Timetable(stored.entry.name, stored.entry.schedule, stored.policy, zone).due(nominal)
     late = now - due
     if grace is not None and late.total_seconds() > grace:

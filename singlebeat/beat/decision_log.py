@@ -1,4 +1,4 @@
-"""Decisions in the log: one line each, with the words of the history."""
+"""Logs decisions: one line each, in the terms of the history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ("log_decision",)
 
 log = Log("celery.beat")
 
-#: How each decision is told; a pause that somebody wants is no news in each of its times.
+#: Level and sentence for each decision. A pause is intended, so its occurrences are logged at DEBUG.
 _LINES = {
     DecisionType.DISPATCHED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s)"),
     DecisionType.BUFFERED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn"),
@@ -32,7 +32,7 @@ def log_decision(decision: Decision, now: float, *, detail: str = "") -> None:
 
     Args:
         now: seconds since 1970 by the server's clock.
-        detail: more than its reason, in several lines.
+        detail: further lines after the reason, such as a traceback.
     """
     level, sentence = _LINES[decision.outcome]
     if not log.wants(level):

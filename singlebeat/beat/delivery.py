@@ -23,7 +23,7 @@ NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """What occupies a slot of a worker."""
+    """A run that occupies a slot of a worker."""
 
     task: str
     task_id: str
@@ -34,15 +34,15 @@ class Busy:
 class Reader:
     """A worker that answers."""
 
-    queues: frozenset[str]  #: that it reads
-    tasks: frozenset[str]  #: that it knows
-    slots: int | None  #: how many tasks it can run at once; None: it does not say
+    queues: frozenset[str]  #: the queues that it reads
+    tasks: frozenset[str]  #: the tasks that it knows
+    slots: int | None  #: how many tasks it can run at once; None: unknown
     busy: Sequence[Busy]
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The workers that read one queue, of all that answer.
+    """The workers that read one queue, and the others, among all workers that answer.
 
     >>> Delivery.of("bills", {"w1": Reader(frozenset({"celery"}), frozenset(), 2, ())}).unread
     'no worker that answers reads queue bills (they read celery)'
@@ -54,20 +54,20 @@ class Delivery:
 
     @classmethod
     def of(cls, queue: str, workers: Mapping[str, Reader]) -> Delivery:
-        """Return what is known of a queue."""
+        """Return the delivery of a queue, from the workers that answer, by name."""
         readers = {name: worker for name, worker in workers.items() if queue in worker.queues}
         return cls(queue, readers, {name: worker for name, worker in workers.items() if name not in readers})
 
     @property
     def unread(self) -> str:
-        """That no worker reads the queue, empty if one does, or if none answers at all."""
+        """A sentence that no worker reads the queue; empty if a worker does, or if no worker answers at all."""
         if self.readers or not self.others:
             return ""
         read = sorted(frozenset().union(*(worker.queues for worker in self.others.values())))
         return f"no worker that answers reads queue {self.queue} (they read {listed(read) or 'none'})"
 
     def without(self, task: str) -> str:
-        """Return that no reader knows a task, though others do; empty if one does, or none reads the queue."""
+        """Return a sentence that other workers know a task and no reader of the queue does; else an empty string."""
         if not self.readers or any(task in worker.tasks for worker in self.readers.values()):
             return ""
         knowing = sorted(name for name, worker in self.others.items() if task in worker.tasks)
@@ -80,14 +80,14 @@ class Delivery:
 
     @property
     def full_since(self) -> datetime | None:
-        """When the last free slot of the readers was taken, None if there is a free one or it is not known."""
+        """When the last free slot of the readers was taken, None if a slot is free or the time is unknown."""
         busy = [run for worker in self.readers.values() for run in worker.busy]
         times = [run.since for run in busy if run.since is not None]
         return max(times) if self._slots and len(busy) >= self._slots and len(times) == len(busy) else None
 
     @property
     def full(self) -> str:
-        """That all slots of the readers are busy, and with what; empty if they are not, or it is not known."""
+        """A sentence that all slots of the readers are busy, and with which tasks; empty if not, or if unknown."""
         if (since := self.full_since) is None:
             return ""
         tasks = Counter(run.task for worker in self.readers.values() for run in worker.busy)
@@ -101,27 +101,27 @@ class Delivery:
 
     @property
     def _slots(self) -> int:
-        """How many tasks all readers run at once; 0: not known."""
+        """How many tasks all readers can run at once, 0 if unknown."""
         slots = [worker.slots or 0 for worker in self.readers.values()]
         return sum(slots) if all(slots) else 0
 
 
 def listed(names: Collection[str]) -> str:
-    """Return names for people, the first few of many."""
+    """Return names as text for a sentence: only the first few, if there are many."""
     shown = ", ".join([*names][:NAMED])
     return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
 
 
 def queue_of(app: Celery, entry: Entry) -> str | None:
-    """Return the name of the queue that an entry's task goes to, None if that cannot be known here.
+    """Return the name of the queue that an entry's task goes to, None if this process cannot know it.
 
-    A task that only workers know may have a queue of its own there.
+    A task that only workers know may have its own queue in their configuration.
     """
     task = app.tasks.get(entry.task)
     try:
         options: Mapping[str, Any] = {**(task._get_exec_options() if task is not None else {}), **entry.options}
         options = app.amqp.router.route(options, entry.task, entry.args, entry.kwargs, task)
-    except Exception:  # a router is the user's, and an unknown queue an error
+    except Exception:  # a user's router may raise anything, and an unknown queue is an error
         return None
     if options.get("exchange") or options.get("routing_key"):
         return None  # the broker's bindings decide

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 __all__ = ("Keys", "LeaseKeys")
 
 _OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs", "clock", "alive", "zone", "doctor")
-#: What the names of the keys of parked entries begin with.
+#: Prefix of the names of parked entries in their keys.
 _PARKED = ":parked:"
 _LEASE = ("leader", "term", "standbys", "resigned")
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseKeys:
-    """The keys of leadership; ``lock`` None switches it off."""
+    """The keys of leadership; ``lock`` is None if leadership is switched off."""
 
     lock: str | None
     leader: str
@@ -48,12 +48,12 @@ class Keys:
     alive: str = field(init=False)
     zone: str = field(init=False)
     doctor: str = field(init=False)
-    own: frozenset[str | None] = field(init=False)  #: all of the schedule itself: none of them can be an entry's
+    own: frozenset[str | None] = field(init=False)  #: all keys of the schedule itself: no entry can have one of them
 
     def __post_init__(self) -> None:
         for name in _OWN:
             object.__setattr__(self, name, f"{self.prefix}:{name}")
-        # The lock's usual key also where it has another one or none: other beats may lead under that.
+        # Reserve the default lock key even if this app uses another one or none: other beats may lead under it.
         own = {f"{self.prefix}:{name}" for name in (*_OWN, *_LEASE, "lock")}
         object.__setattr__(self, "own", frozenset({*own, self.lock}))
 
@@ -72,15 +72,15 @@ class Keys:
         """Return the key of the entry with a name.
 
         Raises:
-            EntryError: that is a key of the schedule itself, or no text that a client can send.
+            EntryError: the key is a key of the schedule itself, or no client can encode it.
         """
         key = self.prefix + name
         if key in self.own or name.startswith(_PARKED):
-            raise EntryError(f"there can be no entry {name!r}, for {key!r} is a key of the schedule itself")
+            raise EntryError(f"there can be no entry {name!r}, because {key!r} is a key of the schedule itself")
         try:
-            key.encode(errors="surrogateescape")  # as the client does: a name may be bytes that are no text
+            key.encode(errors="surrogateescape")  # as the client does: a name may be bytes that are not UTF-8
         except UnicodeEncodeError:
-            raise EntryError(f"there can be no entry {name!r}: half of a character pair is no text") from None
+            raise EntryError(f"there can be no entry {name!r}: half of a surrogate pair cannot be encoded") from None
         return key
 
     def is_possible(self, name: str) -> bool:
@@ -92,7 +92,7 @@ class Keys:
         return True
 
     def parked(self, name: str) -> str:
-        """Return the key of the entry with a name while it is not in ``beat_schedule``."""
+        """Return the key of the copy that is kept of an entry which has left ``beat_schedule``."""
         return self.prefix + _PARKED + name
 
     def entry(self, member: str) -> str:

@@ -1,4 +1,4 @@
-"""The lock of a task that is no Singleton: what beat takes for it, and its worker frees."""
+"""The lock of a task that is not a Singleton: beat acquires the lock, and the worker releases it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ("PlainTask",)
 
-#: Options that say where a message goes: for a plain task they tell two runs apart, like the arguments.
+#: Options that say where a message goes: for a plain task they distinguish calls, like the arguments.
 ROUTE = ("queue", "exchange", "routing_key")
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTask:
-    """What ``tasks.claim.claim`` asks of a task, for one that is no Singleton."""
+    """A task that is not a Singleton, with the interface that ``locks.acquire`` needs."""
 
     app: Celery
     name: str
-    options: Mapping[str, Any]  #: of its message
-    entry: str  #: whose runs exclude one another: the same call of another entry is none of its business
+    options: Mapping[str, Any]  #: the options of its message
+    entry: str  #: only runs of this entry exclude one another, not equal calls of other entries
 
     lock = LockMode.UNTIL_EXECUTED
     unique_on = effective_lock_expiry = serializer = None
@@ -37,11 +37,11 @@ class PlainTask:
 
     @property
     def singleton_backend(self) -> BaseBackend:
-        """What keeps the locks of the app."""
+        """The backend of the locks of the app."""
         return backend_of(self.app)
 
     def generate_lock(self, name: str, args: Any, kwargs: Any) -> str:
-        """Return the key of the lock of the runs that an entry makes of a call.
+        """Return the key of the lock for all runs of a call that come from the entry.
 
         Raises:
             TypeError: an argument cannot be encoded; the message names it.

@@ -1,4 +1,4 @@
-"""The time by which beat decides: that of the schedule's server, and how far this host's own clock is off."""
+"""The time by which beat decides, the time of the schedule's server, and how far this host's clock is off."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ UNFIT_FROM = 60.0
 
 
 class ServerTime:
-    """The server's time at any moment, counted on by this process's monotonic clock since the last reply.
+    """The server's time at any moment: its last reply, advanced by the monotonic clock of this process.
 
-    It follows the clock of the server, also when that is set or another server takes over, and no step of this host's
-    own clock. Until the server has told its time it is the time of this host.
+    The time follows the clock of the server, even if this clock is set or another server takes over. It ignores steps
+    of this host's own clock. Before the first reply of the server, it is the time of this host.
 
     Args:
         monotonic: seconds of a clock that is never set.
         wall: seconds since 1970 by the clock of this host.
-        quiet: do not log that the two differ: it is not a beat's.
+        quiet: do not log that the clocks differ, because the caller is not a beat.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ServerTime:
         """Ask the server for its time, in a round trip of its own.
 
         Args:
-            key: any of the schedule.
+            key: any key of the schedule.
 
         Raises:
             RedisError: the server does not answer.
@@ -64,20 +64,20 @@ class ServerTime:
         self.heard(READ_CLOCK(client, (key,), ()), asked)
 
     def asked(self) -> float:
-        """Return what ``heard`` needs to know about the moment of a question."""
+        """Return the moment of a question, as ``heard`` needs it."""
         return self._monotonic()
 
     def heard(self, reply: Sequence[str | int], asked: float) -> None:
-        """Note what the server's clock has shown.
+        """Record a reply of the server's clock.
 
         Args:
             reply: of Redis's command TIME: seconds and microseconds.
-            asked: what ``asked`` has returned before the question was sent.
+            asked: the value that ``asked`` returned before the question was sent.
         """
         shown, heard = int(reply[0]) + int(reply[1]) / 1e6, self._monotonic()
         offset = self._offset if self.is_known else self._wall() - heard
-        # The server has read its clock at some moment in between: what was known stands where that can be true. So a
-        # slow reply makes nothing worse, and a clock that was set is followed at once.
+        # The server has read its clock at some moment in between, so the offset is between two bounds. The known offset
+        # is kept within these bounds: a slow reply does no harm, and a clock that was set is followed at once.
         self._offset = min(max(offset, shown - heard), shown - asked)
         self.is_known = True
         self.host_ahead = self._wall() - (self._offset + heard)
@@ -93,7 +93,7 @@ class ServerTime:
         return datetime.fromtimestamp(self.timestamp(), UTC)
 
     def _compare(self) -> None:
-        """Log when the clock of this host begins to differ from the server's, and when that is over."""
+        """Log when the clock of this host begins to differ from the server's, and when it agrees again."""
         off = abs(self.host_ahead)
         if self._differs and off < AGREES_BELOW:
             self._differs = False
@@ -113,8 +113,8 @@ def server_now(client: Any, key: str) -> datetime:
     """Ask the schedule's server for its time, by which commands and programs decide.
 
     Args:
-        client: for the schedule.
-        key: any of the schedule.
+        client: the client for the schedule.
+        key: any key of the schedule.
 
     Raises:
         RedisError: the server does not answer.

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ("silence",)
 
-#: Ends that are none yet, or that say nothing about a run: they are left out.
+#: Ends that are not final, or that say nothing about a run: they are left out.
 _PASSED_OVER = {"retry", "postponed", "duplicate_refused"}
 
-#: Ends of runs that have done nothing, or not all, and what all of them have in common.
+#: Ends of runs that did not do their work, or not all of it, and the words for several such runs.
 _FAILED = {
     "failure": "failed",
     "time_limit": "exceeded their time limit",
@@ -30,15 +30,15 @@ _FAILED = {
     MESSAGE_LOST: "were lost with their messages",
 }
 
-#: Runs in a row that must have failed, and occurrences in a row that must have been skipped.
+#: Least number of runs in a row that must have failed, and of occurrences in a row that must have been skipped.
 LEAST_FAILED, LEAST_SKIPPED = 2, 4
 
-#: For how long occurrences must have been skipped: a run may take a little longer than its interval.
+#: Least time for which occurrences must have been skipped: a run may take a little longer than its interval.
 SKIPPED_FOR = timedelta(minutes=1)
 
 
 def silence(entry: Entry, own: Own) -> str:
-    """Return a sentence without its full stop if an entry is silent, else nothing.
+    """Return a sentence, without a full stop, if an entry is silent; else an empty string.
 
     Args:
         own: the last decisions about it and the last ends of its runs.
@@ -65,7 +65,7 @@ def _skipped(entry: Entry, own: Own) -> str:
         return ""
     decided = entry.meta.last_run_at
     if decided is not None and decided - last.nominal > timedelta(seconds=1) and not own.is_pending:
-        return ""  # RedBeat has run it since then, and records nothing
+        return ""  # RedBeat has run the entry since then; RedBeat records no history
     if sent is not None and last.nominal - sent < max(SKIPPED_FOR, _time_of(entry, sent, LEAST_SKIPPED) - sent):
         return ""
     since = f"since {_moment(sent)}" if sent is not None else "so far"
@@ -73,7 +73,7 @@ def _skipped(entry: Entry, own: Own) -> str:
 
 
 def _time_of(entry: Entry, after: datetime, number: int) -> datetime:
-    """Return the nominal time of so many occurrences later; the end of all times if there is none, or not known."""
+    """Return the nominal time ``number`` occurrences after a moment; ``datetime.max`` if there is none or unknown."""
     never, found = datetime.max.replace(tzinfo=UTC), after
     for _ in range(number):
         try:

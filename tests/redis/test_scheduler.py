@@ -3032,7 +3032,7 @@ def test_the_lock_has_redbeats_interface(bench):
     [
         ({"link": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
         ({"chain": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
-        ({"headers": {"task": "admin.drop"}}, "the option headers has 'task', which is not an entry's to set"),
+        ({"headers": {"task": "admin.drop"}}, "the option headers has 'task', which an entry must not set"),
     ],
     ids=str,
 )

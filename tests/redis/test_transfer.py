@@ -198,7 +198,7 @@ def test_every_row_that_cannot_be_stored_is_named_and_the_others_are_stored(cli,
         "entry number 4: it has no name, or no definition",
         "entry number 5: it has no name, or no definition",
         "unknown wish: policy: there is no 'jiter'; did you mean 'jitter'?",
-        "a past: meta: last_run_at is no ISO 8601 date",
+        "a past: meta: last_run_at is not an ISO 8601 date",
         "a string: entry 'a string' cannot be stored: its key holds something else",
     ):
         assert line in result.stderr

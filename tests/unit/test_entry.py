@@ -451,7 +451,7 @@ def test_an_impossible_date_is_refused(app, fields):
         ("x", "meta cannot be read"),
         ("[]", "meta is not a JSON object"),
         ('{"last_run_at": 1700000000}', "neither a datetime nor null"),
-        ('{"last_run_at": "yesterday"}', "no ISO 8601 date: 'yesterday'"),
+        ('{"last_run_at": "yesterday"}', "not an ISO 8601 date: 'yesterday'"),
         ("[" * 200_000, "meta is nested too deeply"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A schedule that comes once."""
+"""A schedule with a single due time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ("clocked", "comes_once")
 
 
 class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery's crontab and solar
-    """Due once, at an instant.
+    """A schedule that is due once, at an instant.
 
     >>> clocked("2026-12-01T09:00:00+01:00")
     <clocked: 2026-12-01T08:00:00Z>
 
     Args:
-        instant: an aware datetime, or one in ISO 8601 with its offset.
+        instant: an aware datetime, or a string in ISO 8601 with an offset.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``instant`` is neither.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery
             ) from None
 
     def remaining_estimate(self, last_run_at: datetime) -> timedelta | None:
-        """Return the time that is left until its instant; None: it came before the last run, or with it."""
+        """Return the time that is left until the instant, None if the instant is not after the last run."""
         if self.maybe_make_aware(last_run_at) >= self.instant:
             return None
         left: timedelta = self.instant - self.maybe_make_aware(self.now())
         return left
 
     def is_due(self, last_run_at: datetime) -> tuple[bool, float | None]:
-        """Tell whether its instant has come since the last run, and in how many seconds to ask again."""
+        """Return whether the instant has come since the last run, and the seconds until the next check, if any."""
         left = self.remaining_estimate(last_run_at)
         if left is None:
             return schedstate(is_due=False, next=None)  # type: ignore[no-any-return]
@@ -58,7 +58,7 @@ class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery
         return f"<clocked: {self.isoformat()}>"
 
     def isoformat(self) -> str:
-        """Return its instant in ISO 8601, in UTC."""
+        """Return the instant in ISO 8601, in UTC."""
         return self.instant.isoformat().replace("+00:00", "Z")
 
     def __eq__(self, other: object) -> bool:
@@ -71,5 +71,5 @@ class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery
 
 
 def comes_once(schedule: BaseSchedule) -> bool:
-    """Return whether a schedule is known to have a single time, so that no later run stands for one that is lost."""
+    """Return whether a schedule is known to have a single time: then no later run makes up for a lost run."""
     return isinstance(schedule, clocked) or (isinstance(schedule, rrule) and schedule.count == 1)

@@ -1,8 +1,8 @@
 """
-When a schedule is next due: pure arithmetic, in which the time is always an argument.
+Computes when a schedule is next due: pure arithmetic, in which the time is always an argument.
 
-Every answer is a *nominal* time, the instant at which the schedule asks for a run, in UTC. No step of the arithmetic is
-made on a local time, because adding to a local time is off by the shift of the clocks when one lies in between.
+Every result is a *nominal* time: the instant at which the schedule asks for a run, in UTC. The arithmetic never adds to
+a local time, because the sum is wrong if the clocks are shifted in between.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ __all__ = ("is_known", "latest_occurrence", "next_occurrence", "reads_clock", "s
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
-#: The longest shift that is a DST one; cron(8) takes any longer for a correction of the clock.
+#: The longest shift of the clocks that counts as DST; cron(8) treats a longer shift as a correction of the clock.
 LONGEST_SHIFT = timedelta(hours=3)
 
-#: How often a schedule of a user's own is asked whether it is due at last.
-LONGEST_ASKING = 1000
+#: How many times a user's own schedule class is asked whether it is due, before this is an error.
+MOST_QUESTIONS = 1000
 
 
 def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) -> datetime | None:
     """
     Return the first nominal time of `schedule` strictly after `after`, in UTC, or None when there is none.
 
-    A crontab is read on the wall clock of `zone`, whatever its own `tz`; an rrule on that of its `dtstart`, or, if
-    only an offset is known of that, of `zone` where it has the same one. A subclass with times of its own is asked
-    for them, as is any schedule of a kind unknown here.
+    A crontab is read on the wall clock of `zone`, even if its own `tz` differs. An rrule is read on the wall clock of
+    its `dtstart`. If `dtstart` has only an offset, and `zone` has the same offset at that instant, the rrule is read on
+    the wall clock of `zone`. A subclass that computes its own times is asked for them, like any schedule of an unknown
+    kind.
 
     Raises:
-        ValueError: the schedule can have no next time by its making (an interval of zero), or `after` is naive.
+        ValueError: the schedule can never have a next time (an interval of zero), or `after` is naive.
     """
     try:
         return _next(schedule, in_utc(after), zone)
@@ -72,9 +73,10 @@ def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | N
 
 def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, *, zone: tzinfo) -> datetime | None:
     """
-    Return the last nominal time later than `after` and not later than `until`, or None when there is none between.
+    Return the last nominal time later than `after` and not later than `until`, or None if there is none.
 
-    An interval counts from `after`. Any other schedule is searched by halves: a year of minutes takes some forty steps.
+    An interval counts from `after`. Any other schedule is searched by bisection: a year of minutes takes about
+    forty steps.
     """
     after, until = in_utc(after), in_utc(until)
     if _is_plain(schedule, interval) and not schedule.relative:
@@ -94,19 +96,19 @@ def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, 
 
 
 def is_known(schedule: BaseSchedule) -> bool:
-    """Tell whether a schedule is one of the kinds that are computed, and that JSON can hold."""
+    """Return whether a schedule is of a kind that this module computes by itself, and that JSON can hold."""
     return any(_is_plain(schedule, kind) for kind in (interval, crontab, rrule, solar, clocked))
 
 
 def reads_clock(schedule: BaseSchedule) -> bool:
-    """Return whether the times of a schedule depend on the zone in which it is read; in doubt they do."""
+    """Return whether the times of a schedule depend on the zone in which it is read: True for an unknown kind, too."""
     if _is_plain(schedule, interval):
         return bool(schedule.relative)
     return not _is_plain(schedule, solar) and not _is_plain(schedule, clocked)
 
 
 def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datetime | None:
-    """Return the first nominal time not before `start`; an interval begins with it."""
+    """Return the first nominal time not before `start`; an interval begins at `start`."""
     start = in_utc(start)
     if _is_plain(schedule, interval) and not schedule.relative:
         return start
@@ -114,7 +116,7 @@ def starts_at(schedule: BaseSchedule, start: datetime, *, zone: tzinfo) -> datet
 
 
 def _is_plain(schedule: BaseSchedule, kind: type[BaseSchedule]) -> bool:
-    """Say whether `schedule` is of this kind and computes its times as the kind does."""
+    """Return whether `schedule` is of this kind and computes its times as the kind does."""
     own = type(schedule)
     return isinstance(schedule, kind) and (own.remaining_estimate, own.is_due) == (kind.remaining_estimate, kind.is_due)
 
@@ -131,8 +133,8 @@ def _next_interval(schedule: Any, after: datetime, zone: tzinfo) -> datetime:
     """
     Return `after` plus the interval in elapsed time.
 
-    A relative interval is rounded down to its own unit (day, hour, minute) on the wall clock of `zone`; the rounding,
-    and a day that counts as a calendar day, are Celery's (`celery.utils.time.remaining`).
+    A relative interval is rounded down to its own unit (day, hour, minute) on the wall clock of `zone`. The rounding
+    is Celery's (`celery.utils.time.remaining`), which also counts a day as a calendar day.
     """
     every = _period(schedule)
     if schedule.relative:
@@ -148,12 +150,12 @@ def _next_crontab(schedule: Any, after: datetime, zone: tzinfo) -> datetime | No
     Return the next time at which the wall clock of `zone` satisfies every field, by the DST rules of Debian's cron(8).
 
     - Wildcard job (minute or hour begins with `*`, or names every value): runs whenever the wall clock shows a matching
-      minute, so in both passes of a repeated hour, and not at all in an hour that is skipped.
+      minute: in both passes of a repeated hour, and not at all in a skipped hour.
     - Fixed job (any other): a time in a repeated hour runs in the first pass only; times in a skipped hour run once,
       right after the gap.
 
-    Day of month and day of week must both match, as in Celery. CronSim serves as the calendar alone: its own DST
-    arithmetic steps over minutes, or back in time, where the shift is not a whole hour (Lord Howe) or does not happen
+    Day of month and day of week must both match, as in Celery. CronSim only serves as the calendar: its own DST
+    arithmetic skips minutes, or goes back in time, where the shift is not a whole hour (Lord Howe) or does not happen
     on the hour (Chatham).
     """
     times = ((schedule.minute, schedule._orig_minute, 60), (schedule.hour, schedule._orig_hour, 24))
@@ -171,10 +173,16 @@ def _next_crontab(schedule: Any, after: datetime, zone: tzinfo) -> datetime | No
 def _on_clock(
     walls: Callable[[datetime], Iterator[datetime]], after: datetime, zone: tzinfo, *, wildcard: bool
 ) -> datetime | None:
-    """Return the first instant at which the wall clock of `zone` shows one of the times that follow another."""
+    """
+    Return the first instant after `after` at which the wall clock of `zone` shows a time of the schedule, or None.
+
+    Args:
+        walls: yields, in their order, the times of the schedule on the wall clock that are later than a given one.
+        wildcard: apply the rules of a wildcard job instead of a fixed one (see `_next_crontab`).
+    """
     start = after.astimezone(zone).replace(tzinfo=None, microsecond=0)
     if wildcard:
-        # Clocks soon to be set back show again what they show now, so look that far back on the wall.
+        # If the clocks are set back soon, the wall clock repeats times before this one: start that much earlier.
         start -= max(ZERO, _offset(after, zone) - _offset(after + LONGEST_SHIFT, zone))
 
     repeated = None
@@ -194,7 +202,7 @@ def _on_clock(
 
 @lru_cache(maxsize=4096)
 def _calendar(*fields: frozenset[int]) -> CronSim:
-    """Return the parsed calendar of a crontab (minute, hour, day, month, weekday), to be copied before use."""
+    """Return the parsed calendar of a crontab (minute, hour, day, month, weekday); callers copy it before use."""
     sizes = (60, 24, 31, 12, 7)
     parts = ("*" if len(f) == n else ",".join(map(str, sorted(f))) for f, n in zip(fields, sizes, strict=True))
     try:
@@ -207,12 +215,12 @@ def _calendar(*fields: frozenset[int]) -> CronSim:
 
 
 def _offset(moment: datetime, zone: tzinfo) -> timedelta:
-    """Return what the clocks of `zone` are ahead of UTC by at a moment."""
+    """Return by how much the clocks of `zone` are ahead of UTC at a moment."""
     return moment.astimezone(zone).utcoffset() or ZERO
 
 
 def _end_of_gap(before: datetime, behind: datetime, zone: tzinfo) -> datetime:
-    """Return the instant, exact to a second, at which the clocks jump forward between the two given ones."""
+    """Return the instant, exact to a second, at which the clocks jump forward between two instants."""
     seconds = range((behind - before) // SECOND)
     new = _offset(behind, zone)
     return before + SECOND * bisect_left(seconds, True, key=lambda s: _offset(before + SECOND * s, zone) == new)
@@ -220,9 +228,10 @@ def _end_of_gap(before: datetime, behind: datetime, zone: tzinfo) -> datetime:
 
 def _next_rrule(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
     """
-    Return the next time of a rule of RFC 5545; what clocks do to it is as with a crontab.
+    Return the next time of a rule of RFC 5545; a shift of the clocks affects a rule like a crontab.
 
-    A rule of hours or less that names no hour keeps its pace; one that has no other part at all counts elapsed time.
+    A rule of hours, minutes or seconds, or one that names all 24 hours, is treated like a wildcard job. A rule of
+    hours, minutes or seconds that has no other part counts elapsed time.
     """
     if schedule.interval < 1:
         msg = f"the interval of an rrule must be at least 1, not {schedule.interval}"
@@ -246,11 +255,15 @@ def _next_paced(schedule: Any, after: datetime) -> datetime | None:
 
 
 def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | None:
-    """Ask a schedule of any kind (a user's own) how long it would wait if it ran, and if it were, `after`."""
+    """
+    Return the next time of a schedule of any kind (a user's own), by asking the schedule for its wait.
+
+    For this call, `after` is both the time of the last run and the present time.
+    """
 
     def at(moment: datetime) -> Any:
         local = moment.astimezone(zone)
-        # Not copy(): it goes by __reduce__, in which schedules leave out their app or whatever a subclass has added.
+        # Not copy(): it uses __reduce__, in which schedules leave out their app and the attributes of subclasses.
         frozen = object.__new__(type(schedule))
         vars(frozen).update(vars(schedule), now=lambda: local, nowfun=lambda: local, tz=zone)
         return frozen
@@ -262,27 +275,27 @@ def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> da
         if wait is None:
             return None
         if wait > ZERO:
-            return _when_willing(schedule, at, local, after + wait)
+            return _first_due(schedule, at, local, after + wait)
     seconds: float | None
     _, seconds = at(after).is_due(local)
     if seconds is None:
         return None
-    # Due at once and for ever: keep a busy schedule from holding time still.
+    # A schedule may always be due at once: advance by a second at least.
     return after + (timedelta(seconds=seconds) if seconds > 0 else SECOND)
 
 
-def _when_willing(
+def _first_due(
     schedule: BaseSchedule, at: Callable[[datetime], Any], last: datetime, moment: datetime
 ) -> datetime | None:
-    """Return the first moment, not before the given one, at which `is_due` agrees: it may have hours of its own."""
+    """Return the first moment, not before the given one, at which `is_due` agrees: it may exclude hours."""
     if type(schedule).is_due is BaseSchedule.is_due:
         return moment
-    for _ in range(LONGEST_ASKING):
+    for _ in range(MOST_QUESTIONS):
         is_due, seconds = at(moment).is_due(last)
         if is_due:
             return moment
         if seconds is None:
             return None
         moment += max(timedelta(seconds=seconds), SECOND)
-    msg = f"{schedule!r} was asked {LONGEST_ASKING} times, up to {moment}, and never said that it is due"
+    msg = f"{schedule!r} was asked {MOST_QUESTIONS} times, up to {moment}, and never said that it is due"
     raise ValueError(msg)

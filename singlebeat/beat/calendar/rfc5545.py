@@ -1,6 +1,6 @@
-"""What a rule of RFC 5545 says on a clock whose time never shifts: pure, and fast for a rule that began long ago.
+"""The times of a rule of RFC 5545 on a clock that never shifts: pure, and fast for a rule that began long ago.
 
-dateutil walks from the start of a rule, which takes seconds for an old one, and minutes for one that never comes.
+dateutil walks from the start of a rule. This takes seconds for an old rule, and minutes for a rule that has no date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dateutil.rrule import DAILY, HOURLY, MINUTELY, MONTHLY, SECONDLY, WEEKLY, Y
 __all__ = ("is_paced", "keeps_pace", "step_of", "walls")
 
 DAY = timedelta(days=1)
-#: The length of one period of each frequency that has one.
+#: The length of one period, for each frequency whose periods all have the same length.
 PERIODS = {
     WEEKLY: timedelta(weeks=1),
     DAILY: DAY,
@@ -24,38 +24,38 @@ PERIODS = {
     MINUTELY: timedelta(minutes=1),
     SECONDLY: timedelta(seconds=1),
 }
-#: The last time that our calendar repeats itself: a date that is not in it never comes.
+#: Start of the last cycle of our calendar, which repeats after 400 years: a date that is not in it never comes.
 LAST_CYCLE = datetime(9600, 1, 1)  # noqa: DTZ001 - a time on the wall
 
-#: Days in a row, of those that its parts allow, on which a rule may have no time before it counts as one that never
-#: comes again: enough for any interval that is not absurd.
+#: A rule that has no time on so many allowed days in a row counts as ended. The number is large enough for any
+#: reasonable interval.
 MOST_DAYS = 5000
 
-#: How far a rule that ends after a count is counted: days, or times where these are not counted by the day. Either
-#: takes less than a second, in which nothing else is done.
+#: How far the times of a rule with a count are counted: in days, or in times for a rule with positions (BYSETPOS).
+#: To count so far takes less than a second, which blocks the process.
 MOST_COUNTED = 50_000
 
 DATE_PARTS = ("bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byweekday")
 TIME_PARTS = ("byhour", "byminute", "bysecond")
 UNITS = {HOURLY: "hour", MINUTELY: "minute", SECONDLY: "second"}
 
-#: A rule: frequency, interval, first day of the week, count, start on the wall, and its parts by name.
+#: A rule: frequency, interval, first day of the week, count, start on the wall clock, and its parts by name.
 _Rule = tuple[int, int, int, int | None, datetime, tuple[tuple[str, Any], ...]]
 
 
 def is_paced(schedule: Any) -> bool:
-    """Tell whether an rrule has nothing but a pace: hours, minutes or seconds without any restriction."""
+    """Return whether an rrule only repeats every so many hours, minutes or seconds, without any restriction."""
     parts = ("bysetpos", *DATE_PARTS, *TIME_PARTS)
     return schedule.freq >= HOURLY and all(getattr(schedule, name) is None for name in parts)
 
 
 def keeps_pace(schedule: Any) -> bool:
-    """Tell whether an rrule names no hour of its own, and so runs as often in an hour that comes twice."""
+    """Return whether an rrule runs in both passes of a repeated hour: it steps by hours or less, or names all hours."""
     return schedule.freq >= HOURLY or len(set(_listed(schedule.byhour) or ())) == 24
 
 
 def step_of(schedule: Any) -> timedelta:
-    """Return the length of one step of an rrule of weeks or less."""
+    """Return the length of one step of an rrule of weeks, days, hours, minutes or seconds."""
     step: timedelta = PERIODS[schedule.freq] * schedule.interval
     return step
 
@@ -64,11 +64,11 @@ def walls(schedule: Any, start: datetime, after: datetime) -> Iterator[datetime]
     """Yield the times of an rrule later than ``after``, on a clock that shows ``start`` when the rule starts.
 
     Args:
-        schedule: a ``redbeat.schedules.rrule``; its ``until`` is left to the caller.
-        start: naive, as ``after``.
+        schedule: a ``redbeat.schedules.rrule``; the caller applies its ``until``.
+        start: a naive datetime, like ``after``.
 
     Raises:
-        ValueError: its count is so large that nobody can tell when it ends.
+        ValueError: the count is so large that the end of the rule cannot be computed.
     """
     wkst = getattr(schedule.wkst, "weekday", schedule.wkst) or 0
     start = start.replace(microsecond=0)
@@ -86,7 +86,7 @@ def walls(schedule: Any, start: datetime, after: datetime) -> Iterator[datetime]
 
 
 def _parts(schedule: Any, start: datetime) -> tuple[tuple[str, Any], ...]:
-    """Return all parts of a rule: those that it has not been given are those of its start."""
+    """Return all parts of a rule: its start supplies the missing ones."""
     freq = schedule.freq
     parts = {name: _listed(getattr(schedule, name)) for name in ("bysetpos", *DATE_PARTS, *TIME_PARTS)}
     if freq > MONTHLY and parts["byweekday"] is not None:  # "the first Monday" needs a month or a year
@@ -114,12 +114,12 @@ def _listed(value: Any) -> tuple[Any, ...] | None:
 
 @lru_cache(maxsize=1024)
 def _last(rule: _Rule) -> tuple[datetime, bool]:
-    """Return the last time of a rule that ends after a count, or else how far it was counted; and whether it ends."""
+    """Return the last time of a rule with a count and True, or the time up to which it was counted and False."""
     left, start = rule[3] or 0, rule[4]
     last = start - DAY
     if left < 1:
         return last, True
-    if _is_by_places(rule):
+    if _has_positions(rule):
         for visited, wall in enumerate(islice(_walls(rule, last), left)):
             if visited == MOST_COUNTED:
                 return last, False
@@ -135,7 +135,7 @@ def _last(rule: _Rule) -> tuple[datetime, bool]:
         number = known.get(begin - midnight)
         if number is None:
             number = sum(1 for _ in _in_day(rule, begin))
-            if midnight > start:  # days that begin alike have as many times, but the first one may lack some
+            if midnight > start:  # days with equal first steps have equally many times, except the start day
                 known[begin - midnight] = number
         if left <= number:
             return next(islice(_in_day(rule, begin), left - 1, None), last), True
@@ -144,19 +144,22 @@ def _last(rule: _Rule) -> tuple[datetime, bool]:
 
 
 def _walls(rule: _Rule, after: datetime) -> Iterator[datetime]:
-    found = _in_periods(rule, after) if _is_by_places(rule) else _by_day(rule, after)
+    found = _in_periods(rule, after) if _has_positions(rule) else _by_day(rule, after)
     return (wall for wall in found if wall > after)
 
 
-def _is_by_places(rule: _Rule) -> bool:
-    """Tell whether a rule takes some of all times of a week, a month or a year: no day knows its own then."""
+def _has_positions(rule: _Rule) -> bool:
+    """Return whether a rule picks times by positions in a week, month or year: not to be computed day by day."""
     return rule[0] < DAILY and "bysetpos" in dict(rule[5])
 
 
 def _in_periods(rule: _Rule, after: datetime) -> Iterator[datetime]:
-    """Walk from the week, month or year that ``after`` is in, or from the next if the rule leaves that out."""
+    """Yield the times of a rule that picks them by positions, or the possible days of another rule.
+
+    Begin with the week, month or year of ``after``, or with the next period if the interval skips that one.
+    """
     freq, interval, wkst, _, start, parts = rule
-    day, is_by_places = _floor(after, DAILY), _is_by_places(rule)
+    day, has_positions = _floor(after, DAILY), _has_positions(rule)
     try:
         if freq == WEEKLY:
             week = _floor(start, DAILY) - DAY * ((start.weekday() - wkst) % 7)
@@ -172,31 +175,31 @@ def _in_periods(rule: _Rule, after: datetime) -> Iterator[datetime]:
             begin = datetime(year, month + 1, 1)  # noqa: DTZ001 - a time on the wall
     except (OverflowError, ValueError):  # after the year 9999
         return
-    if is_by_places:  # dateutil counts the places from the begin of a week
+    if has_positions:  # dateutil counts positions from the beginning of a week
         begin = max(begin, start)
     else:
         begin = max(begin, day, _floor(start, DAILY))
         parts = tuple((name, 0 if name in TIME_PARTS else value) for name, value in parts)
-    if _comes(freq, wkst, parts):
+    if _has_dates(freq, wkst, parts):
         yield from rrule(freq, dtstart=begin, interval=interval, wkst=wkst, **dict(parts))
 
 
 @lru_cache(maxsize=1024)
-def _comes(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool:
-    """Tell whether there is any date as a rule wants it: dateutil would look for it until the year 9999."""
+def _has_dates(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool:
+    """Return whether any date satisfies the parts of a rule: if not, dateutil would search until the year 9999."""
     if freq == WEEKLY and any(name == "bysetpos" for name, _ in parts):
         dates = tuple((name, value) for name, value in parts if name != "bysetpos")
-        return _comes(YEARLY, wkst, dates) and any(rrule(freq, dtstart=LAST_CYCLE, wkst=wkst, **dict(parts)))
+        return _has_dates(YEARLY, wkst, dates) and any(rrule(freq, dtstart=LAST_CYCLE, wkst=wkst, **dict(parts)))
     freq = YEARLY if freq == WEEKLY else freq
     return any(rrule(freq, dtstart=LAST_CYCLE, wkst=wkst, **dict(parts)))
 
 
 def _by_day(rule: _Rule, after: datetime) -> Iterator[datetime]:
-    """Go from one day on which the rule may come to the next."""
+    """Yield the times of a rule, from one possible day to the next."""
     without, empty = 0, set[timedelta]()
     for begin in _begins(rule, max(after, rule[4])):
         without += 1
-        # Days that begin alike have the same times: where one has none, to walk through the others would take minutes.
+        # Days with equal first steps have the same times: if one has none, to walk through the others takes minutes.
         offset = begin - _floor(begin, DAILY) if begin is not None else None
         for wall in _in_day(rule, begin) if begin is not None and offset not in empty else ():
             without = 0
@@ -208,7 +211,7 @@ def _by_day(rule: _Rule, after: datetime) -> Iterator[datetime]:
 
 
 def _begins(rule: _Rule, moment: datetime) -> Iterator[datetime | None]:
-    """Yield the first step of a rule on each day on which it may come; None for a step to another day."""
+    """Yield the first step of a rule on each possible day, and None for each step that is on another day."""
     freq, interval, _, _, start, parts = rule
     if not _offsets(freq, parts):
         return
@@ -220,7 +223,7 @@ def _begins(rule: _Rule, moment: datetime) -> Iterator[datetime | None]:
     days, day = _days(rule, moment), datetime.min  # noqa: DTZ901 - a time on the wall
     try:
         while True:
-            # The first step whose period has not passed by now.
+            # The first step whose period is not over at this moment.
             begin = origin + ((moment - period - origin) // step + 1) * step
             midnight = _floor(begin, DAILY)
             while day < midnight:
@@ -232,7 +235,7 @@ def _begins(rule: _Rule, moment: datetime) -> Iterator[datetime | None]:
 
 
 def _in_day(rule: _Rule, begin: datetime) -> Iterator[datetime]:
-    """Yield the times of a rule from one of its steps until the end of the day."""
+    """Yield the times of a rule from the step ``begin`` until the end of its day."""
     freq, interval, _, _, start, parts = rule
     times, end = dict(parts), _floor(begin, DAILY) + (DAY - PERIODS[SECONDLY])
     step = PERIODS[freq] * interval if freq >= DAILY else DAY
@@ -253,7 +256,7 @@ def _in_day(rule: _Rule, begin: datetime) -> Iterator[datetime]:
 
 @lru_cache(maxsize=64)
 def _offsets(freq: int, parts: tuple[tuple[str, Any], ...]) -> Sequence[timedelta]:
-    """Return the times of a rule in one of its periods, of a day or less, counted from the begin of that."""
+    """Return the times of a rule in one period (a day at most), as offsets from the beginning of the period."""
     times = dict(parts)
     units = [each for each in UNITS if each > freq]
     finer = [[PERIODS[each] * value for value in sorted(set(times[f"by{UNITS[each]}"]))] for each in units]
@@ -265,20 +268,23 @@ def _offsets(freq: int, parts: tuple[tuple[str, Any], ...]) -> Sequence[timedelt
 
 
 def _floor(moment: datetime, freq: int) -> datetime:
-    """Return the begin of the day, hour, minute or second that a moment is in."""
+    """Return the beginning of the day, hour, minute or second that contains a moment."""
     smaller = {DAILY: ("hour", "minute", "second"), HOURLY: ("minute", "second"), MINUTELY: ("second",), SECONDLY: ()}
     fields: dict[str, Any] = dict.fromkeys((*smaller[freq], "microsecond"), 0)
     return moment.replace(**fields)
 
 
 def _days(rule: _Rule, begin: datetime) -> Iterator[datetime] | None:
-    """Return the midnights of the days, from some before ``begin``, that a rule is restricted to; None: it is not."""
+    """Return the midnights of the days to which a rule is restricted, None if it is not restricted to days.
+
+    They begin with the year of ``begin``, so some may be before ``begin``.
+    """
     parts = {name: value for name, value in rule[5] if name in DATE_PARTS and value}
     if not parts:
         return None
     if set(parts) == {"bymonth"}:
         parts["bymonthday"] = tuple(range(1, 32))
-    if not _comes(YEARLY, rule[2], tuple(parts.items())):
+    if not _has_dates(YEARLY, rule[2], tuple(parts.items())):
         return iter(())
     days: Iterator[datetime] = iter(
         rrule(YEARLY, dtstart=_floor(begin, DAILY).replace(month=1, day=1), wkst=rule[2], **parts)

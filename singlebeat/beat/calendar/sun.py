@@ -1,4 +1,4 @@
-"""When the sun rises and sets: what ephem says, as nominal times."""
+"""The times of solar events, such as sunrise and sunset: computed by ephem, returned as nominal times."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DAY = timedelta(days=1)
 
 def next_event(schedule: Any, after: datetime) -> datetime | None:
     """
-    Return the first event of a `celery.schedules.solar` after a moment, exact to a second; None: none in 400 days.
+    Return the first event of a `celery.schedules.solar` after a moment, exact to a second. None if 400 days have none.
 
-    Each day (UTC) is searched from its begin: what ephem finds differs by fractions of a second with the moment from
-    which it is told to look.
+    Each day (UTC) is searched from its beginning, because the results of ephem differ by fractions of a second with
+    the moment at which the search starts.
     """
     midnight = after.replace(hour=0, minute=0, second=0, microsecond=0) - SECOND
     for day in (midnight + count * DAY for count in range(400)):
@@ -35,7 +35,7 @@ def _events(schedule: Any, start: datetime, end: datetime) -> Iterator[datetime]
     while moment < limit:
         try:
             moment = search(sun, start=moment, **how)
-        except schedule.ephem.CircumpolarError:  # not today: midnight of the sun ends its day
+        except schedule.ephem.CircumpolarError:  # no such event on this day: it ends at solar midnight
             moment = schedule.cal.next_antitransit(sun, start=moment)
             continue
         if moment < limit:

@@ -1,4 +1,4 @@
-"""Zones as users give them, made into those whose wall clocks can be computed with."""
+"""Converts the time zones that users give into zones that the arithmetic of wall clocks can use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ("app_zone", "given_instant", "in_utc", "known_zone", "named_zone")
 
-#: Zones of dateutil that tell both passes of a repeated hour apart (PEP 495), as the arithmetic needs it.
+#: Zones of dateutil that distinguish both passes of a repeated hour (PEP 495), which the arithmetic needs.
 FOLDING = (tz.tzfile, tz.tzlocal, tz.tzrange)
 
 
@@ -24,32 +24,32 @@ def app_zone(app: Celery) -> tzinfo:
     """Return the zone in which an app's schedules are read.
 
     Raises:
-        ConfigError: the setting ``timezone`` is no such zone.
+        ConfigError: the setting ``timezone`` gives no usable zone.
     """
     try:
         zone = app.timezone
     except Exception:  # ZoneInfo raises five different errors for a name
         zone = None
-    if type(zone) is ZoneInfo:  # nearly always, and this is asked for each entry
+    if type(zone) is ZoneInfo:  # the usual case; this function runs for each entry
         return zone
     found = known_zone(zone)
     if found is None:
         raise ConfigError(
-            f"timezone is {app.conf.timezone!r}, which is neither the IANA name of a time zone, nor has it one, nor a "
-            "fixed offset: use a name, like Europe/Berlin"
+            f"timezone is {app.conf.timezone!r}, which is neither a known IANA name, nor a zone with such a "
+            "name or a fixed offset: use a name, like Europe/Berlin"
         )
     return found
 
 
 def known_zone(zone: Any) -> tzinfo | None:
-    """Return a zone that keeps PEP 495, or None if there is none for what was given.
+    """Return the zone that implements PEP 495 for a given zone, or None if there is none.
 
-    A time with a zone of pytz set by ``replace(tzinfo=...)`` is off by an hour and more: such a zone is taken by its
-    name, like any that has one.
+    A zone of pytz, set by ``replace(tzinfo=...)``, makes a time wrong by an hour or more. So any zone that has a name
+    is replaced by the ``ZoneInfo`` of this name.
     """
     if isinstance(zone, ZoneInfo | timezone):
         return zone
-    if isinstance(zone, LocalTimezone):  # Celery's, which knows no repeated hour
+    if isinstance(zone, LocalTimezone):  # Celery's class, which ignores repeated hours
         zone = tz.tzlocal()
     if not isinstance(zone, tzinfo):
         return None
@@ -66,7 +66,7 @@ def known_zone(zone: Any) -> tzinfo | None:
 
 
 def named_zone(zone: Any) -> ZoneInfo | None:
-    """Return a zone by its IANA name, None if it has none."""
+    """Return the ``ZoneInfo`` of a zone, None if the zone has no IANA name."""
     if zone is UTC:
         return ZoneInfo("UTC")
     found = known_zone(zone)
@@ -77,8 +77,8 @@ def in_utc(moment: datetime) -> datetime:
     """Return an instant in UTC.
 
     Raises:
-        ValueError: it has no time zone.
-        OverflowError: it lies outside of the years 1 to 9999.
+        ValueError: ``moment`` has no time zone.
+        OverflowError: ``moment`` lies outside of the years 1 to 9999.
     """
     if moment.tzinfo is UTC:
         return moment
@@ -92,10 +92,10 @@ def given_instant(name: str, moment: datetime) -> datetime:
     """Return an instant in UTC that a caller has given.
 
     Args:
-        name: of the argument, for the error.
+        name: name of the argument, for the error message.
 
     Raises:
-        EntryError: it has no time zone, or lies outside of the years 1 to 9999.
+        EntryError: ``moment`` has no time zone, or lies outside of the years 1 to 9999.
     """
     try:
         return in_utc(moment)
@@ -106,7 +106,7 @@ def given_instant(name: str, moment: datetime) -> datetime:
 
 
 def _name_of(zone: tzinfo) -> Any:
-    """Return the name that a zone of another library gives: pytz has ``zone``, dateutil the path of a file."""
+    """Return the name of another library's zone: pytz has ``zone``, dateutil has the path of a file."""
     name = getattr(zone, "key", None) or getattr(zone, "zone", None)
     return name or str(getattr(zone, "_filename", "")).rpartition("zoneinfo/")[2]
 
@@ -114,5 +114,5 @@ def _name_of(zone: tzinfo) -> Any:
 def _by_name(name: Any) -> ZoneInfo | None:
     try:
         return ZoneInfo(name) if name else None
-    except Exception:  # whatever else it is: ZoneInfo raises five different errors
+    except Exception:  # ZoneInfo raises five different errors for a wrong name
         return None

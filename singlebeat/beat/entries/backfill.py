@@ -1,4 +1,4 @@
-"""Runs of an entry for times in the past: which they are, and how far they have come; pure."""
+"""Backfills: runs of an entry for times in the past, and the progress of such a series; pure."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ("Span",)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The times of a backfill: later than its start, not later than its end, and those up to ``at`` are done."""
+    """The times of a backfill: later than ``start``, not later than ``end``; the times up to ``at`` are done."""
 
     start: datetime
     end: datetime
     at: datetime
-    run: str = ""  #: tells it from other backfills of the same times; empty in what an older singlebeat has begun
+    run: str = ""  #: distinguishes backfills of the same times; empty if an older singlebeat has begun this one
 
     @classmethod
     def of(cls, start: datetime, end: datetime, *, run: str) -> Span:
-        """Return a span that has not begun.
+        """Return the span of a backfill that has not begun.
 
         Args:
-            run: a name that no other backfill has.
+            run: the unique name of the backfill.
 
         Raises:
-            EntryError: one of the two has no time zone or lies outside of the calendar, or the end is before the start.
+            EntryError: an instant has no time zone or lies outside of the calendar, or the end is before the start.
         """
         start, end = given_instant("backfill: start", start), given_instant("backfill: end", end)
         if end < start:
@@ -46,11 +46,11 @@ class Span:
         return json.dumps({**times, "run": self.run})
 
     def resumed(self, text: str | None, name: str, key: str) -> Span:
-        """Return the same span from where an earlier call has left it, by what that has written.
+        """Return the span with the progress of an earlier call, as that call has written it.
 
         Raises:
-            ConflictError: that was another span.
-            EntryError: it cannot be understood.
+            ConflictError: the earlier call was for another span.
+            EntryError: the field ``backfill`` cannot be decoded.
         """
         if not text:
             return self
@@ -63,12 +63,12 @@ class Span:
         if (found.start, found.end) != (self.start, self.end):
             raise ConflictError(
                 f"entry {name!r} has an unfinished backfill from {found.start} to {found.end}: finish it with the same "
-                f"start and end, or give it up with HDEL {key} backfill"
+                f"start and end, or cancel it with HDEL {key} backfill"
             )
         return found
 
     def occurrences(self, table: Timetable, prefix: str, overlap: Overlap | None) -> Iterator[Occurrence]:
-        """Yield what is left, each with the time before it as its previous one."""
+        """Yield the remaining occurrences, each with the time before it as its previous time."""
         previous, nominal = self.at, table.next(self.at)
         while nominal is not None and nominal <= self.end:
             kind, run = Kind.BACKFILL, self.run

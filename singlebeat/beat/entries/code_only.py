@@ -1,4 +1,4 @@
-"""What only the ``beat_schedule`` of an app can give: objects that JSON cannot hold, with a mark for each in Redis."""
+"""Objects that JSON cannot hold: the ``beat_schedule`` of an app supplies them, and Redis holds a mark for each."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..calendar.recurrence import is_known
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("evaluated", "given_for", "has_lazy", "marked", "restored", "restored_schedule")
+__all__ = ("evaluate_lazy", "given_for", "has_lazy", "insert_marks", "restore_arguments", "restore_schedule")
 
-#: What stands for such an object.
+#: The mark that Redis holds in place of such an object.
 MARK = {"__type__": "given"}
 
 
 def given_for(app: Celery, name: str) -> Mapping[str, Any]:
-    """Return what ``beat_schedule`` says about an entry, nothing if it is not in there."""
+    """Return the item of an entry in ``beat_schedule``, an empty mapping if there is none."""
     given = (app.conf.beat_schedule or {}).get(name) or {}
     return given if isinstance(given, Mapping) else vars(given)  # a ScheduleEntry of Celery
 
 
-def marked(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a definition with marks for what ``beat_schedule`` gives: a schedule of a user's own, ``BeatLazyFunc``."""
+def insert_marks(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a definition with marks for custom schedules and each ``BeatLazyFunc`` that ``beat_schedule`` supplies."""
     when = fields["schedule"]
     if not given:
         return fields
@@ -41,11 +41,11 @@ def marked(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, 
     return {**fields, "schedule": when, "args": mark("args"), "kwargs": mark("kwargs")}
 
 
-def restored_schedule(when: Any, given: Mapping[str, Any]) -> Any:
-    """Return a schedule, that of ``beat_schedule`` if a mark is in its place.
+def restore_schedule(when: Any, given: Mapping[str, Any]) -> Any:
+    """Return a schedule, with a mark replaced by the schedule from ``beat_schedule``.
 
     Raises:
-        EntryError: ``beat_schedule`` does not give it.
+        EntryError: ``beat_schedule`` has no such schedule.
     """
     if not isinstance(when, Mapping) or when.get("__type__") != MARK["__type__"]:
         return when
@@ -54,14 +54,14 @@ def restored_schedule(when: Any, given: Mapping[str, Any]) -> Any:
     return given["schedule"]
 
 
-def restored(what: str, values: Any, given: Mapping[str, Any]) -> Any:
-    """Return the arguments of an entry with the objects in the place of their marks.
+def restore_arguments(what: str, values: Any, given: Mapping[str, Any]) -> Any:
+    """Return the arguments of an entry with each mark replaced by its object from ``beat_schedule``.
 
     Args:
-        what: args or kwargs.
+        what: ``args`` or ``kwargs``.
 
     Raises:
-        EntryError: ``beat_schedule`` does not give one of them.
+        EntryError: ``beat_schedule`` lacks one of the objects.
     """
     marks = [at for at, value in _items(values) if value == MARK]
     ours = dict(_items(given.get(what))) if marks else {}
@@ -70,13 +70,13 @@ def restored(what: str, values: Any, given: Mapping[str, Any]) -> Any:
     return _map(values, lambda at, value: ours[at] if value == MARK else value) if marks else values
 
 
-def evaluated(values: Any) -> Any:
-    """Return arguments with each ``BeatLazyFunc`` called, as Celery's beat does for each message."""
+def evaluate_lazy(values: Any) -> Any:
+    """Return arguments with each ``BeatLazyFunc`` replaced by its result, as Celery's beat does for each message."""
     return _map(values, lambda _, value: value() if _is_lazy(value) else value)
 
 
 def has_lazy(values: Any) -> bool:
-    """Tell whether a ``BeatLazyFunc`` is among arguments."""
+    """Return whether arguments contain a ``BeatLazyFunc``."""
     return bool(values) and any(_is_lazy(value) for _, value in _items(values))
 
 

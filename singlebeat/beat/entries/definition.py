@@ -1,4 +1,4 @@
-"""JSON of an entry in Redis: RedBeat's, read generously."""
+"""The JSON of an entry in Redis: RedBeat's format, read leniently."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from celery.utils.saferepr import saferepr
 from ...errors import EntryError
 from ...locks.base import HEADER, RUN_HEADER
 from ..calendar.recurrence import is_known
-from .code_only import marked, restored, restored_schedule
+from .code_only import insert_marks, restore_arguments, restore_schedule
 from .options import check_signatures, check_values
-from .schedule_json import Decoder, Encoder, made
+from .schedule_json import Decoder, Encoder, decode_schedule
 
 if TYPE_CHECKING:
     from .occurrence import Occurrence
 
-__all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "loads_object", "salvaged")
+__all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "loads_object", "salvage_fields")
 
-#: Options that are no data: who sends, and how the message is to be read, is decided by what sends it.
+#: Options that an entry must not set, because the sender decides about connection, encoding and content.
 TAKEN_OPTIONS = frozenset(
     {
         *("content_type", "content_encoding", "body", "name", "args", "kwargs"),
@@ -34,7 +34,7 @@ TAKEN_OPTIONS = frozenset(
     }
 )
 
-#: Headers that Celery (by the list of its request), kombu or singlebeat sets: an entry's would take their place.
+#: Headers that Celery (the attributes of its request), kombu or singlebeat sets: an entry's would replace them.
 TAKEN_HEADERS = frozenset(
     {name for name in vars(Context) if not name.startswith("__")}
     | {"lang", "task", "argsrepr", "kwargsrepr", "compression", HEADER, RUN_HEADER}
@@ -42,7 +42,7 @@ TAKEN_HEADERS = frozenset(
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 
-#: What most pasts look like: read and written for each run, so not by way of json, which takes five times as long.
+#: The usual form of ``meta``. It is read and written for each run, and the json module takes five times as long.
 COMMON_META = (
     '{"last_run_at": {"__type__": "datetime", '
     + "".join(f'"{name}": %d, ' for name in DATETIME_FIELDS)
@@ -50,21 +50,21 @@ COMMON_META = (
 )
 _COMMON_META = re.compile(re.escape(COMMON_META).replace("%d", "([0-9]+)"))
 
-#: Made once: that costs more than reading or writing a short text with them.
+#: Created once: to create them costs more than to read or write a short string with them.
 _DECODER, _ENCODER = Decoder(), Encoder()
 
 
 def loads_object(text: str, what: str) -> Mapping[str, Any]:
-    """Read a JSON object in RedBeat's form, with what it names (dates, schedules) made.
+    """Read a JSON object in RedBeat's format, with its dates and schedules decoded.
 
     Raises:
-        EntryError: it cannot be understood; the message begins with ``what``.
+        EntryError: the object cannot be decoded; the message begins with ``what``.
     """
     try:
         raw = _DECODER.decode(text)
     except RecursionError:
         raise EntryError(f"{what} is nested too deeply") from None
-    except Exception as exc:  # the constructors that it names may raise anything, and it must harm nobody else
+    except Exception as exc:  # constructors may raise anything: this must not harm other entries
         raise EntryError(f"{what} cannot be read: {type(exc).__name__}: {exc}") from exc
     if not isinstance(raw, Mapping):
         raise EntryError(f"{what} is not a JSON object")
@@ -75,29 +75,29 @@ def encode_definition(fields: Mapping[str, Any], given: Mapping[str, Any]) -> st
     """Return the ``definition`` field of an entry.
 
     Args:
-        given: what ``beat_schedule`` says about it.
+        given: the entry's item in ``beat_schedule``, empty if there is none.
 
     Raises:
         TypeError, ValueError: a value cannot be stored.
     """
-    # Celery takes seconds wherever it takes a timedelta.
+    # Celery accepts seconds wherever it accepts a timedelta.
     options = {
         name: value.total_seconds() if isinstance(value, timedelta) else value
         for name, value in (fields["options"] or {}).items()
     }
-    return str(_ENCODER.encode(marked({**fields, "options": options}, given)))
+    return str(_ENCODER.encode(insert_marks({**fields, "options": options}, given)))
 
 
 def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the ``definition`` field of an entry; what is missing gets its default.
+    """Read the ``definition`` field of an entry; missing fields get their defaults.
 
-    ``ignored`` in what it returns says which further fields are left out; an empty string if there are none.
+    ``ignored`` in the result is a sentence about unknown fields, which are left out; empty if there are none.
 
     Args:
-        given: what ``beat_schedule`` says about it.
+        given: the entry's item in ``beat_schedule``, empty if there is none.
 
     Raises:
-        EntryError: it cannot be understood; the message says why.
+        EntryError: the definition cannot be decoded; the message says why.
     """
     raw = loads_object(definition, "definition")
     fields = {name: read(raw.get(name), given) for name, read in _READERS.items()}
@@ -111,8 +111,8 @@ def _ignored(name: str) -> str:
     return f"the definition's field {name!r} is unknown and ignored{hint}"
 
 
-def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields of a definition that can be read, each by itself, and why the others cannot be."""
+def salvage_fields(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the readable fields of a definition, each read on its own, and the errors of the others."""
     fields, problems = dict[str, Any](), dict[str, str]()
     try:
         raw = json.loads(definition)
@@ -131,39 +131,39 @@ def salvaged(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 def _task(value: object, _: Mapping[str, Any]) -> str:
     if not isinstance(value, str) or not value:
-        raise EntryError("definition has no task, or it is not a text")
+        raise EntryError("definition has no task, or its task is not a string")
     return value
 
 
 def _enabled(value: object, _: Mapping[str, Any]) -> bool:
-    if value not in (None, True, False):  # and so not 1 and 0
+    if value not in (None, True, False):  # 1 and 0 are equal to True and False, so they pass
         raise EntryError(f"definition: enabled is neither true nor false: {saferepr(value)}")
     return value is None or bool(value)
 
 
 def _schedule(value: object, given: Mapping[str, Any]) -> BaseSchedule:
-    when = restored_schedule(made(value), given)
+    when = restore_schedule(decode_schedule(value), given)
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
-    # A user's own may compute its times without any interval.
+    # A user's own schedule class may compute its times without an interval.
     if is_known(when) and isinstance(when, schedule) and not (when.run_every and when.run_every.total_seconds() > 0):
         raise EntryError("definition has an interval that is not longer than 0 seconds")
     return when
 
 
 def _args(value: object, given: Mapping[str, Any]) -> Any:
-    return restored("args", _typed(value, list, "args"), given)
+    return restore_arguments("args", _typed(value, list, "args"), given)
 
 
 def _kwargs(value: object, given: Mapping[str, Any]) -> Any:
-    return restored("kwargs", _typed(value, dict, "kwargs"), given)
+    return restore_arguments("kwargs", _typed(value, dict, "kwargs"), given)
 
 
 def _options(value: object, _: Mapping[str, Any]) -> dict[str, Any]:
     return _checked_options(_typed(value, dict, "options"))
 
 
-#: How each field of a definition is read, from its JSON and what ``beat_schedule`` gives.
+#: The function that reads each field of a definition, from its JSON and the entry's item in ``beat_schedule``.
 _READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "task": _task,
     "enabled": _enabled,
@@ -174,7 +174,7 @@ _READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 }
 
 
-#: The fields of a definition that need no warning: RedBeat takes those that nothing here reads.
+#: The fields of a definition that need no warning: RedBeat accepts those that this module does not read.
 KNOWN = frozenset({*_READERS, "name", "relative", "last_run_at", "total_run_count"})
 
 
@@ -187,24 +187,24 @@ def _typed(value: object, kind: type, name: str) -> Any:
 
 
 def check_headers(headers: Any) -> None:
-    """Check the headers that an entry, or a signature in it, has among its options.
+    """Check the headers in the options of an entry, or of a signature in the entry.
 
     Raises:
-        EntryError: they are none, or one of them would take the place of one that Celery or singlebeat sets.
+        EntryError: the headers are not a JSON object, or one would replace a header that Celery or singlebeat sets.
     """
     if not isinstance(headers, dict | None):
         raise EntryError("definition: the option headers is not a JSON object")
     for name in headers or ():
         if name in TAKEN_HEADERS:
-            raise EntryError(f"definition: the option headers has {name!r}, which is not an entry's to set")
+            raise EntryError(f"definition: the option headers has {name!r}, which an entry must not set")
 
 
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     check_headers(options.get("headers"))
     for name, value in options.items():
         if name in TAKEN_OPTIONS:
-            raise EntryError(f"definition: the option {name} is not an entry's to set")
-        if isinstance(value, BaseSchedule):  # one without an end, like a rule, kombu would read for ever
+            raise EntryError(f"definition: an entry must not set the option {name}")
+        if isinstance(value, BaseSchedule):  # kombu would iterate for ever over an endless rrule
             raise EntryError(f"definition: the option {name} is a schedule")
     check_values(options)
     return options
@@ -212,27 +212,27 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What is known about an entry's past."""
+    """The past of an entry, as far as it is known."""
 
     last_run_at: datetime | None = (
-        None  #: nominal time of its last occurrence, or when it was made, in UTC; None: it is due now
+        None  #: nominal time of its last occurrence, or the time of its creation, in UTC; None: it is due now
     )
     total_run_count: int = 0
-    #: From when on the next occurrence counts, if that is not the last one: its schedule has changed then.
+    #: Moment from which the next occurrence counts, if not from ``last_run_at``: the schedule has changed then.
     since: datetime | None = None
-    #: Nominal time of its last run that was sent: those of skipped runs are in ``last_run_at``, too. None: not known.
+    #: Nominal time of its last run that was sent (``last_run_at`` includes skipped runs). None: unknown.
     sent: datetime | None = field(default=None, compare=False)
 
     @property
     def counts_from(self) -> datetime | None:
-        """The moment after which its next nominal time lies; None: it is due now."""
+        """The moment after which its next nominal time lies, None if it is due now."""
         return self.since or self.last_run_at
 
     @property
     def last_run(self) -> datetime | None:
         """The nominal time of its last run, None if it has never run.
 
-        Of an entry that only RedBeat has run, it is the time of its last decision.
+        If only RedBeat has run the entry, this is its ``last_run_at``.
         """
         return self.sent or (self.last_run_at if self.total_run_count else None)
 
@@ -241,7 +241,7 @@ class Meta:
         """Read the ``meta`` field of an entry, and its ``since`` and ``sent`` fields.
 
         Raises:
-            EntryError: one cannot be understood.
+            EntryError: one of the fields cannot be decoded.
         """
         if not text:
             return cls(sent=_moment(sent))
@@ -252,7 +252,7 @@ class Meta:
             return past
         raw = loads_object(since, "since")
         if _instant(raw, "last_run_at", "since") != past.last_run_at:
-            return past  # RedBeat has run it since then, and leaves this field alone
+            return past  # RedBeat has run the entry since then, without writing this field
         return replace(past, since=_instant(raw, "since", "since"))
 
     @classmethod
@@ -264,13 +264,13 @@ class Meta:
             raw = loads_object(text, "meta")
             count = raw.get("total_run_count", 0)
             count = int(count) if isinstance(count, int | float) else 0
-            # ``since`` is in what ``export`` and the first singlebeat have written.
+            # ``export`` and the first singlebeat have written ``since`` into ``meta``.
             return cls(_instant(raw, "last_run_at"), count, _instant(raw, "since"))
         except (ValueError, OverflowError) as exc:
             raise EntryError(f"meta is out of range: {exc}") from exc
 
     def without(self, occurrence: Occurrence) -> Meta | None:
-        """Return the past without an occurrence that was counted when it was claimed, None if it was not."""
+        """Return the past without a claimed occurrence, None if the claim did not count the occurrence."""
         return replace(self, total_run_count=self.total_run_count - 1) if occurrence.is_scheduled else None
 
     def encode(self) -> str:
@@ -282,9 +282,10 @@ class Meta:
         return COMMON_META % (*day, *clock, count)
 
     def encode_since(self) -> str:
-        """Return the ``since`` field of an entry, apart because RedBeat dies on it in ``meta``; empty for none.
+        """Return the ``since`` field of an entry, an empty string for none.
 
-        It says for which last run it holds.
+        It is a field of its own, because RedBeat crashes if ``since`` is in ``meta``. It holds only for the
+        ``last_run_at`` that is stored beside it.
         """
         if self.since is None:
             return ""
@@ -293,10 +294,10 @@ class Meta:
 
 
 def _moment(seconds: str | None) -> datetime | None:
-    """Return an instant from seconds since 1970, None if the text is none."""
+    """Return an instant from a string of seconds since 1970, None if the string is not one."""
     try:
         return datetime.fromtimestamp(float(seconds), UTC) if seconds else None
-    except (ValueError, OverflowError, OSError):  # of another writer: runs go on without it
+    except (ValueError, OverflowError, OSError):  # another program wrote it: runs go on without it
         return None
 
 
@@ -306,7 +307,7 @@ def _instant(raw: Mapping[str, Any], name: str, what: str = "meta") -> datetime 
         try:
             moment = datetime.fromisoformat(moment)
         except ValueError as exc:
-            raise EntryError(f"{what}: {name} is no ISO 8601 date: {moment!r}") from exc
+            raise EntryError(f"{what}: {name} is not an ISO 8601 date: {moment!r}") from exc
     if moment is not None and not isinstance(moment, datetime):
         raise EntryError(f"{what}: {name} is neither a datetime nor null: {moment!r}")
     try:

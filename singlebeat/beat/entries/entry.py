@@ -1,4 +1,4 @@
-"""An entry of the schedule: RedBeat's, read generously, and with its times computed right."""
+"""An entry of the schedule: RedBeat's format, read leniently, with correctly computed times."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 __all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
 
-#: The ``version`` of an entry that must not be there yet.
+#: The ``version`` of an entry that must not exist yet.
 NOTHING = ("", "")
 
-#: Of the hash of an entry: what ``Entry.from_fields`` reads.
+#: The fields of an entry's hash that ``Entry.from_fields`` reads.
 FIELDS = ("definition", "meta", "policy", "since", "sent")
 
 
 class _Conf(RedBeatConfig):  # type: ignore[misc]
-    """RedBeat's view of our settings, for what we inherit from it."""
+    """Our settings under RedBeat's names, for the methods that we inherit from RedBeat."""
 
     def __init__(self, app: Celery) -> None:
         config = Config.of(app)
@@ -55,7 +55,7 @@ class _Conf(RedBeatConfig):  # type: ignore[misc]
 
     @property
     def redis_url(self) -> str:
-        """The URL of the schedule's server, which nobody needs who has set ``app.redbeat_redis``."""
+        """The URL of the schedule's server, which is not needed if the user has set ``app.redbeat_redis``."""
         return schedule_url(self.app)
 
 
@@ -66,7 +66,7 @@ def prepare(app: Celery) -> None:
 
 
 class EntryOptions(PolicyOptions, total=False):
-    """What an entry is made of, as keyword arguments: those of RedBeat's, and the fields of its policy."""
+    """The keyword arguments of an entry: those of RedBeat's entry, and the fields of its policy."""
 
     name: str
     task: str
@@ -80,21 +80,21 @@ class EntryOptions(PolicyOptions, total=False):
 
 
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
-    """A schedule entry in Redis, with RedBeat's interface; takes the wishes of ``EntryPolicy`` by name, too.
+    """A schedule entry in Redis, with RedBeat's interface; also takes the fields of ``EntryPolicy`` by name.
 
     >>> Entry("greet", "tasks.greet", schedule(60), args=["world"], jitter=5, app=app).save()  # doctest: +SKIP
 
     Raises:
-        EntryError: a wish is unknown or wrong, or contradicts another.
+        EntryError: a field of the policy is unknown or wrong, or contradicts another.
     """
 
-    #: Definition and policy as they were last read or stored; None: whatever is there shall be replaced.
+    #: Definition and policy as they were last read or stored; None: ``save`` replaces any stored entry.
     version: tuple[str, str] | None = None
 
-    #: Its past was read, wherever it was kept: it is no new entry.
+    #: Whether its past was read, from Redis or elsewhere: then the entry is not new.
     has_past = False
 
-    #: What its stored definition has that no beat understands, as a warning; empty: nothing.
+    #: A warning about unknown fields in its stored definition; empty if there are none.
     ignored = ""
 
     last_run_at: Any
@@ -102,7 +102,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     _since: datetime | None = None
     _sent: datetime | None = None
 
-    #: Of the lock that all its runs take; None: not known, or not always the same.
+    #: Key of the lock that all its runs acquire; None: unknown, or not always the same.
     lock_key: str | None = None
 
     def __init__(
@@ -117,7 +117,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         kwargs: dict[str, Any] = {**options}
         wishes = {name: kwargs.pop(name) for name in EntryPolicy.names() & kwargs.keys()}
         self.policy = policy or EntryPolicy.of(wishes)
-        # The schedule's clock, which Celery would ask, is slow, and a user's own may be anything.
+        # Celery would read the schedule's own clock: that is slow, and a user's own class may return anything.
         made_at = datetime.now(UTC)
         kwargs["last_run_at"] = kwargs.get("last_run_at") or made_at
         self._made_at = made_at
@@ -127,7 +127,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if is_listed_as_disabled(self.schedule):
             self.enabled = False
         if self.policy.timezone is None and (zone := zone_of(self.schedule, app_zone(app))) is not None:
-            # JSON would keep no more of the schedule's own zone than its offset.
+            # JSON would keep only the offset of the schedule's own zone.
             self.policy = replace(self.policy, timezone=zone)
         if why := self.policy.contradicts(self.options):
             raise EntryError(f"entry {self.name!r}: {why}")
@@ -145,14 +145,14 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return entry
 
     def with_past(self, meta: Meta) -> Entry:
-        """Return a copy with what is known about its past."""
+        """Return a copy with the given past."""
         entry = copy.copy(self)
         past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count}
         entry.__dict__.update(past, _since=meta.since, _sent=meta.sent, has_past=True)
         return entry
 
     def count_from(self, now: datetime) -> None:
-        """Let a new entry count from now, if so far it does by the clock of this host."""
+        """Let an entry count from ``now`` if it still counts from its creation by the clock of this host."""
         if self._made_at is not None and self.last_run_at is self._made_at:
             self.last_run_at = self._made_at = now
 
@@ -171,10 +171,10 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
 
     @classmethod
     def decode(cls, key: str, definition: str, app: Celery) -> Entry:
-        """Read the ``definition`` field of an entry; the key is its identity, whatever that says about the name.
+        """Read the ``definition`` field of an entry. The name comes from the key, even if the definition has another.
 
         Raises:
-            EntryError: it cannot be understood; the message says why.
+            EntryError: the definition cannot be decoded; the message says why.
         """
         name = key.removeprefix(Config.of(app).redbeat_key_prefix)
         try:
@@ -183,7 +183,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             entry = cls(name=name, app=app, **fields)
         except EntryError:
             raise
-        except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
+        except Exception as exc:  # a user's own schedule may raise anything: this must not harm other entries
             raise EntryError(f"its definition cannot be used: {type(exc).__name__}: {exc}") from exc
         entry.ignored = ignored
         return entry
@@ -193,18 +193,18 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """Read the ``definition`` field of an entry that is to run.
 
         Raises:
-            EntryError: it cannot be understood, its task may not run, or its times cannot be calculated.
+            EntryError: it cannot be decoded, its task is not allowed, or its times cannot be calculated.
         """
         entry = cls.decode(key, definition, app)
         check_allowed(entry, Config.of(app).singlebeat_allowed_tasks)
         try:
             next_occurrence(entry.schedule, now, zone=app_zone(app))
-        except Exception as exc:  # a rule that can be read may still make no sense
+        except Exception as exc:  # a readable rule may still be invalid
             raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
         return entry
 
     def encode(self) -> str:
-        """Return the ``definition`` field, with exactly RedBeat's names: it dies on any further one.
+        """Return the ``definition`` field, with exactly RedBeat's names: RedBeat crashes on any other name.
 
         Raises:
             EntryError: a value cannot be stored.
@@ -231,8 +231,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """Return the stored entry of a key.
 
         Raises:
-            UnknownEntryError: there is none; it is a KeyError, too.
-            EntryError: it cannot be understood.
+            UnknownEntryError: there is no such entry; this error is also a KeyError.
+            EntryError: the entry cannot be decoded.
         """
         app = app_or_default(app)
         return cls.from_fields(key, *schedule_client(app).hmget(key, *FIELDS), app=app)
@@ -252,8 +252,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """Return the entry of a key from the fields of its hash.
 
         Raises:
-            UnknownEntryError: there is no definition; it is a KeyError, too.
-            EntryError: it cannot be understood.
+            UnknownEntryError: there is no definition; this error is also a KeyError.
+            EntryError: the entry cannot be decoded.
         """
         if not definition:
             raise UnknownEntryError(f"there is no entry at {key!r}")
@@ -278,7 +278,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
 
     @property
     def meta(self) -> Meta:
-        """What is known about the entry's past."""
+        """The past of the entry."""
         last = self.last_run_at
         if last is not None:
             last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
@@ -297,15 +297,15 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
 
     @property
     def rank(self) -> int | None:
-        """How many entries are due before this one; None if it is not scheduled."""
+        """The number of entries that are due before this one, None if this one is not scheduled."""
         rank: int | None = schedule_client(self.app).zrank(self.app.redbeat_conf.schedule_key, self.key)
         return rank
 
     def save(self) -> Entry:
-        """Store the entry; one that is there keeps its past, and one whose times are unchanged its next time.
+        """Store the entry. An existing entry keeps its past, and also its next time if its times are unchanged.
 
         Raises:
-            ConflictError: somebody else has changed the entry since it was read.
+            ConflictError: another program has changed the entry since it was read.
             EntryError: a value cannot be stored.
         """
         results = save_entries(schedule_client(self.app), Keys.of(self.app), {self.name: self}, self._now())
@@ -315,14 +315,14 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return self
 
     def delete(self) -> bool:
-        """Remove the entry; tell whether it was there.
+        """Remove the entry; return whether it existed.
 
         Raises:
-            EntryError: its key is one of the schedule itself.
+            EntryError: its key is a key of the schedule itself.
         """
         keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
-        # Asked first: the client repeats what follows if its reply is lost, and then nothing is there any more.
+        # Checked first: the client repeats the deletion if its reply is lost, and then finds nothing.
         was_there = bool(client.exists(key)) or any(
             score is not None for score in client.zmscore(keys.schedule, [self.key, self.name])
         )
@@ -330,12 +330,12 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
-            pipe.hdel(keys.owners, self.name)  # whichever app has one of this name may install it
+            pipe.hdel(keys.owners, self.name)  # any app may install an entry of this name then
             pipe.delete(key, keys.parked(self.name))
             return any(pipe.execute()) or was_there
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
-        """Count the entry's time from another moment, by default from now."""
+        """Count the next time of the entry from another moment, by default from now."""
         self.last_run_at, self._since = last_run_at or self._now(), None
         self._store_meta()
 

@@ -21,15 +21,15 @@ def read_fields(client: Any, keys: Sequence[str]) -> Sequence[Any]:
         keys: of the entries' hashes.
 
     Returns:
-        For each key ``[definition, meta, policy, since, pending, sent]``, with None for an absent field, or a string
-        that says what is wrong with the key. See ``read.lua``.
+        For each key ``[definition, meta, policy, since, pending, sent]``, with None for an absent field, or an
+        error message if the key is not a hash. See ``read.lua``.
     """
     rows: Sequence[Any] = json.loads(script(__package__, "read")(client, keys, ()))
     return rows
 
 
 def write_fields(client: Any, schedule: str, rows: Iterable[Sequence[Any]]) -> Sequence[bool]:
-    """Write the fields of some entries in one round trip, each only if it is stored as it was read.
+    """Write the fields of some entries in one round trip, each only if it is unchanged since it was read.
 
     Args:
         schedule: key of the sorted set.

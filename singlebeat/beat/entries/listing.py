@@ -1,4 +1,4 @@
-"""The entries of a schedule as a mapping, for tools that ask a beat what it will run."""
+"""The entries of a schedule as a mapping, for tools that list what a beat will run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ("Listing",)
 
 
 class Listing(Mapping[str, Entry]):
-    """All usable entries by name, read in batches when they are asked for; a change of one is not stored.
+    """All usable entries by name, read in batches on demand; changes of an entry are not stored.
 
-    An entry of ``beat_schedule`` is as the code gives it, with its stored past: before a beat leads it may not be in
-    Redis, or be there as an older version of the code had it.
+    An entry of ``beat_schedule`` is returned as the code defines it, with its stored past. Until a beat leads, such an
+    entry may be missing in Redis, or stored there as an older version of the code defined it.
 
     Args:
         client: the client for the schedule.
@@ -32,7 +32,7 @@ class Listing(Mapping[str, Entry]):
     def __init__(self, app: Celery, client: Any, configured: Callable[[str], Entry | None]) -> None:
         self.app, self.client, self._keys = app, client, Keys.of(app)
         self._configured = configured
-        self._batch: Mapping[str, Entry] = {}  #: the last one that was read: a loop asks for these entries next
+        self._batch: Mapping[str, Entry] = {}  #: the last batch that was read: a loop asks for its entries next
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._batch:
@@ -46,7 +46,7 @@ class Listing(Mapping[str, Entry]):
             yield from batch
 
     def __len__(self) -> int:
-        return len(self._names())  # unusable ones, too: to leave them out, all would have to be read
+        return len(self._names())  # with unusable entries: to leave them out, all would have to be read
 
     def _names(self) -> list[str]:
         members = self.client.zrange(self._keys.schedule, 0, -1)
@@ -56,7 +56,7 @@ class Listing(Mapping[str, Entry]):
         keys = [self._keys.prefix + name for name in names]
         for name, fields in zip(names, read_fields(self.client, keys), strict=True):
             given, stored = self._configured(name), self._stored(name, fields)
-            # As the code has it: what an operator has disabled is no wish of the code when a tool adds it.
+            # The value of the code, not of the operator: a tool may add the entry to beat_schedule again.
             wanted = given.enabled if given is not None else stored is None or stored.enabled
             if given is not None and stored is not None:
                 past, enabled = stored.meta, given.enabled and stored.enabled
@@ -73,5 +73,5 @@ class Listing(Mapping[str, Entry]):
         definition, meta, policy, since, _, sent = fields
         try:
             return Entry.from_fields(self._keys.prefix + name, definition, meta, policy, since, sent, app=self.app)
-        except EntryError:  # unknown, or quarantined, which beat says
+        except EntryError:  # not stored, or quarantined: beat logs the latter
             return None

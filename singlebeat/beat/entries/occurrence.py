@@ -1,4 +1,4 @@
-"""One time at which an entry is due, and what became of it."""
+"""One time at which an entry is due, and the decision about it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ("Decision", "DecisionType", "Kind", "Occurrence")
 
 
 class DecisionType(StrEnum):
-    """What beat decided about an occurrence."""
+    """The kind of a decision about an occurrence."""
 
     DISPATCHED = "dispatched"  #: its message was sent
     BUFFERED = "buffered"  #: its message was sent, and waits for the end of an equal call
     SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
-    RUN_BEFORE = "run_before"  #: a run with its id has begun or ended before: it is not sent once more
+    RUN_BEFORE = "run_before"  #: a run with its id has begun or ended already: it is not sent again
     PAUSED = "paused"  #: its entry is paused or disabled
     MISSED = "missed"  #: it was later than its misfire grace time allows
     PUBLISH_FAILED = "publish_failed"  #: its message can never be sent
-    QUARANTINED = "quarantined"  #: its entry cannot be used, and waits to be mended
+    QUARANTINED = "quarantined"  #: its entry cannot be used until it is fixed
 
 
 class Kind(StrEnum):
-    """Why an entry runs."""
+    """The reason why an entry runs."""
 
     SCHEDULED = "scheduled"  #: its time has come
-    CATCH_UP = "catch_up"  #: its time has passed while no beat ran; it stands for all that were missed
-    MANUAL = "manual"  #: somebody has triggered it
-    BACKFILL = "backfill"  #: somebody wants runs for a time in the past
+    CATCH_UP = "catch_up"  #: its time has passed while no beat ran; it stands for all missed occurrences
+    MANUAL = "manual"  #: an operator or a program has triggered it
+    BACKFILL = "backfill"  #: an operator or a program wants runs for a time in the past
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Occurrence:
     nominal: float  #: seconds since 1970
     previous: float | None = None  #: nominal time of the last run before it that was sent
     kind: Kind = Kind.SCHEDULED
-    overlap: Overlap | None = None  #: instead of the entry's
-    text: str = field(default="", compare=False, repr=False)  #: as it was read: who confirms it must name it so
+    overlap: Overlap | None = None  #: replaces the overlap of the entry
+    text: str = field(default="", compare=False, repr=False)  #: as it was read: confirm.lua compares it
 
     @classmethod
     def of(
@@ -61,25 +61,25 @@ class Occurrence:
         overlap: Overlap | None = None,
         run: str = "",
     ) -> Occurrence:
-        """Return the occurrence of an entry at a time: always the same one.
+        """Return the occurrence of an entry at a time: the same arguments always give the same id.
 
         Args:
-            run: the backfill that it belongs to: another one of the same times makes other runs.
+            run: name of its backfill: another backfill of the same times has other runs.
         """
         seconds = nominal.timestamp()
-        seed = f"{prefix}\n{_printable(name)}\n{round(seconds * 1000)}"  # a name may be bytes that are no text
-        if kind in {Kind.MANUAL, Kind.BACKFILL}:  # another run than the scheduled one of that time
+        seed = f"{prefix}\n{_printable(name)}\n{round(seconds * 1000)}"  # a name may be bytes that are not UTF-8
+        if kind in {Kind.MANUAL, Kind.BACKFILL}:  # not the scheduled run of the same time
             seed += f"\n{kind}{run}"
         before = None if previous is None else previous.timestamp()
         return cls(str(uuid5(NAMESPACE_OID, seed)), seconds, before, kind, overlap)
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether it is one of the schedule's: counted, and perhaps too late."""
+        """Whether the schedule asks for it: then it is counted, and may be too late."""
         return self.kind in {Kind.SCHEDULED, Kind.CATCH_UP}
 
     def header(self, entry: str) -> dict[str, Any]:
-        """Return what the message carries under ``RUN_HEADER``; instants in ISO 8601."""
+        """Return the value of the message header ``RUN_HEADER``; its instants are in ISO 8601."""
         previous = None if self.previous is None else utc_iso(self.previous)
         return {
             "entry": entry,
@@ -93,7 +93,7 @@ class Occurrence:
         """Return the ``pending`` field of an entry."""
         if self.text:
             return self.text
-        # Not a dict by way of json, which takes thrice as long: this is written twice for each run.
+        # Without json.dumps, which takes three times as long: this is written twice for each run.
         text = f'"id": {json.dumps(self.id)}, "nominal": {self.nominal!r}'
         if self.previous is not None:
             text += f', "previous": {self.previous!r}'
@@ -108,14 +108,14 @@ class Occurrence:
         """Read the ``pending`` field of an entry.
 
         Raises:
-            EntryError: it cannot be understood.
+            EntryError: the field cannot be decoded.
         """
         try:
             raw = json.loads(text)
             nominal, previous, overlap = float(raw["nominal"]), raw.get("previous"), raw.get("overlap")
             previous = None if previous is None else float(previous)
             for seconds in (nominal, previous):
-                utc_iso(seconds or 0.0)  # else it cannot be sent
+                utc_iso(seconds or 0.0)  # raises if it is out of range: such an occurrence cannot be sent
             return cls(
                 str(raw["id"]),
                 nominal,
@@ -130,19 +130,19 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What became of one occurrence, and why."""
+    """The decision about one occurrence, with its reason."""
 
     entry: str
     task: str
     occurrence: Occurrence
     outcome: DecisionType
     reason: str = ""
-    holder: str = ""  #: the task that was in its way
-    holder_entry: str = ""  #: the entry that has sent that; empty: a program has, or it is not known
+    holder: str = ""  #: the task that held its lock
+    holder_entry: str = ""  #: the entry that sent the holder; empty: a program sent it, or unknown
 
     @property
     def is_sent(self) -> bool:
-        """Whether there is a message of it now."""
+        """Whether its message was sent."""
         return self.outcome in {DecisionType.DISPATCHED, DecisionType.BUFFERED}
 
     @property
@@ -166,7 +166,7 @@ class Decision:
             leader,
             self.holder_entry,
         )
-        # Names that somebody wrote into Redis may hold what no text can.
+        # Names that other programs wrote into Redis may hold bytes that are not UTF-8.
         return [_printable(text) for text in record]
 
 

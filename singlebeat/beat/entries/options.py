@@ -19,14 +19,14 @@ __all__ = ("SIGNATURES", "check_encoding", "check_signatures", "check_values")
 #: Options whose value is a signature or a list of signatures.
 SIGNATURES = ("link", "link_error", "chain", "chord")
 
-#: How kombu takes them; another one is an error of its connection to Redis.
+#: The values that kombu accepts: any other raises a KeyError, which kombu takes for a lost connection to Redis.
 DELIVERY_MODES = (1, 2, "transient", "persistent")
 
 
 def check_values(options: Mapping[str, Any]) -> None:
     """Check the numbers and dates among the options of a call, and of the signatures in these options.
 
-    A worker's main process reads them, and Celery's ends on some that cannot be read.
+    The main process of a worker reads them. Celery's main process ends on some unreadable values.
 
     Raises:
         EntryError: an option has a value that Celery cannot use.
@@ -35,7 +35,7 @@ def check_values(options: Mapping[str, Any]) -> None:
 
 
 def check_signatures(task: str, kwargs: Mapping[str, Any]) -> None:
-    """Check the same in the signatures that are the arguments of one of Celery's own tasks, as of a chain.
+    """Check the numbers and dates in signatures that are arguments of Celery's own tasks, such as a chain.
 
     Raises:
         EntryError: an option has a value that Celery cannot use.
@@ -48,7 +48,7 @@ def check_encoding(options: Mapping[str, Any]) -> None:
     """Check that this process could serialize and compress a message with these options.
 
     Raises:
-        EntryError: it does not know the serializer or the compression.
+        EntryError: the serializer or the compression is unknown here.
     """
     for name, is_known in (("serializer", _is_serializer), ("compression", _is_compression)):
         if options.get(name) and not is_known(options[name]):
@@ -127,7 +127,7 @@ def _is_moment(value: object) -> bool:
 
 def _is_in_the_calendar(value: object) -> bool:
     now = datetime.now(UTC)
-    _ = now + timedelta(seconds=seconds_until(value, now) or 0)  # as Celery makes a date of it
+    _ = now + timedelta(seconds=seconds_until(value, now) or 0)  # Celery computes this date: it must not overflow
     return True
 
 

@@ -1,4 +1,4 @@
-"""Which tasks an entry makes run, wherever it names them: ``singlebeat_allowed_tasks`` is about all of them."""
+"""The tasks that an entry makes run, wherever it names them: ``singlebeat_allowed_tasks`` applies to all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ("check_allowed",)
 
-#: Options that say how a message is sent and run. Any other may tie it to other messages, which nobody has checked.
+#: Options that say how a message is sent and run. Any other may refer to further messages, which are not checked.
 PLAIN_OPTIONS = frozenset(
     {
         *("countdown", "eta", "expires", "expire_seconds", "time_limit", "soft_time_limit", "ignore_result", "shadow"),
@@ -27,7 +27,7 @@ PLAIN_OPTIONS = frozenset(
     }
 )
 
-#: Celery's tasks that run what their arguments name, and these arguments.
+#: Celery's tasks that run the tasks in their arguments, and the names of these arguments.
 RUN_BY_ARGUMENTS: Mapping[str, Sequence[str]] = {
     "celery.map": ("task",),
     "celery.starmap": ("task",),
@@ -38,7 +38,7 @@ RUN_BY_ARGUMENTS: Mapping[str, Sequence[str]] = {
     "celery.chord_unlock": ("callback",),
 }
 
-#: The kinds of signatures that stand for others, and what Celery calls the task of each.
+#: The kinds of signatures that contain others, and the name of the Celery task of each.
 KINDS = {
     "chain": "celery.chain",
     "group": "celery.group",
@@ -48,7 +48,7 @@ KINDS = {
     "chunks": "celery.chunks",
 }
 
-#: Of these the task itself never runs: a worker sends the signatures in it.
+#: The kinds of signatures whose own task never runs: a worker sends the signatures in them.
 STRUCTURES = frozenset({"chain", "group", "chord"})
 
 
@@ -56,14 +56,14 @@ def check_allowed(entry: Entry, patterns: Sequence[str]) -> None:
     """Check the tasks that an entry makes run: its own, and those that its options and Celery's own tasks name.
 
     Raises:
-        EntryError: one does not match any pattern, or what the entry makes run cannot be understood.
+        EntryError: a task matches no pattern, or the tasks cannot be determined.
     """
     if "*" in patterns:
         return
     if not _matches(entry.task, patterns):
         raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
     try:
-        for name in _named(entry.task, entry.args, entry.kwargs, entry.options):
+        for name in _tasks_of_call(entry.task, entry.args, entry.kwargs, entry.options):
             if not _matches(name, patterns):
                 raise EntryError(f"it makes task {name} run, which is not among singlebeat_allowed_tasks")
     except RecursionError:
@@ -74,27 +74,27 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _named(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
+def _tasks_of_call(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
     """Yield the tasks that a call makes run besides itself."""
     if task in RUN_BY_ARGUMENTS:
         for name in RUN_BY_ARGUMENTS[task]:
-            # A value in another place would be this argument, or become it behind the result of the task before.
+            # A positional value could become this argument, also by moving behind the result of the previous task.
             if args or not isinstance(kwargs, Mapping) or name not in kwargs:
-                raise EntryError(f"{task} has to be given {name} by name, for singlebeat_allowed_tasks")
+                raise EntryError(f"{task} needs {name} by name, so that singlebeat_allowed_tasks can check it")
             yield from _tasks(kwargs[name])
     if not isinstance(options, Mapping | None):
-        raise _unclear(options)
+        raise _unchecked_error(options)
     for name, value in (options or {}).items():
         if name in SIGNATURES:
             yield from _tasks(value) if value is not None else ()
         elif name == "headers":
             check_headers(value)
         elif name not in PLAIN_OPTIONS:
-            raise EntryError(f"the option {name} is not understood, as singlebeat_allowed_tasks needs it to be")
+            raise EntryError(f"the option {name} is unknown: singlebeat_allowed_tasks cannot check the tasks in it")
 
 
 def _tasks(value: object) -> Iterator[str]:
-    """Yield the tasks of a signature, of a list of them, or of what Celery takes for the name of a task."""
+    """Yield the tasks of a signature, a list of signatures, or a string, which Celery takes for the name of a task."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple):
@@ -103,20 +103,20 @@ def _tasks(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _tasks_of(value)
     else:
-        raise _unclear(value)
+        raise _unchecked_error(value)
 
 
 def _tasks_of(signature: Mapping[str, Any]) -> Iterator[str]:
     task, kind = signature.get("task"), signature.get("subtask_type")
     if not isinstance(task, str) or not isinstance(kind, str | None) or (kind and KINDS.get(kind) != task):
-        raise _unclear(signature)
+        raise _unchecked_error(signature)
     is_structure = kind in STRUCTURES
     if not is_structure:
         yield task
-    # Of a structure they are further arguments of the signatures in it.
+    # The args of a structure are further arguments of the signatures in it.
     args = None if is_structure else signature.get("args")
-    yield from _named(task, args, signature.get("kwargs"), signature.get("options"))
+    yield from _tasks_of_call(task, args, signature.get("kwargs"), signature.get("options"))
 
 
-def _unclear(value: object) -> EntryError:
-    return EntryError(f"what this makes run cannot be told, as singlebeat_allowed_tasks needs it: {saferepr(value)}")
+def _unchecked_error(value: object) -> EntryError:
+    return EntryError(f"singlebeat_allowed_tasks cannot check the tasks in this value: {saferepr(value)}")

@@ -1,4 +1,4 @@
-"""What an entry's user wants beside its times: the ``policy`` field of its hash."""
+"""The settings of an entry beside its schedule: the ``policy`` field of its hash."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _seconds(value: object) -> float:
 def _zone(value: object) -> ZoneInfo:
     try:
         zone = named_zone(value) if isinstance(value, tzinfo) else ZoneInfo(str(value))
-    except Exception:  # whatever else it is: ZoneInfo raises five different errors
+    except Exception:  # ZoneInfo raises five different errors for a wrong name
         zone = None
     if zone is None:
         raise ValueError("must be the IANA name of a time zone, like Europe/Berlin")
@@ -66,7 +66,7 @@ def _flag(value: object) -> bool:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError("must be a text")  # noqa: TRY004 - as above
+        raise ValueError("must be a string")  # noqa: TRY004 - as above
     return value
 
 
@@ -75,7 +75,7 @@ def _wish(check: Callable[[Any], Any], default: Any = None) -> Any:
 
 
 class PolicyOptions(TypedDict, total=False):
-    """The fields of an ``EntryPolicy`` as keyword arguments, each as the field or as JSON has it."""
+    """The fields of an ``EntryPolicy`` as keyword arguments, each of the type of the field or of its JSON."""
 
     timezone: tzinfo | str | None
     overlap: Overlap | str | None
@@ -92,21 +92,21 @@ class PolicyOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryPolicy:
-    """The wishes for one entry, all of them optional; durations are seconds, instants are in UTC."""
+    """The settings of one entry beside its schedule, all optional; durations are in seconds, instants in UTC."""
 
-    #: The wall clock of its schedule; None: the app's.
+    #: The zone on whose wall clock its schedule is read; None: the app's zone.
     timezone: ZoneInfo | None = _wish(_zone)
-    #: What becomes of an occurrence that meets an equal call; None: as its task says, or ``skip``.
+    #: What happens to an occurrence while an equal call is queued or running; None: as its task says, or ``skip``.
     overlap: Overlap | None = _wish(_overlap)
     #: How late an occurrence may be; a later one is recorded as missed. None: it runs however late it is.
     misfire_grace_time: float | None = _wish(_seconds)
-    #: An occurrence runs up to so much after its nominal time, always the same; never after the next nominal time.
+    #: Longest delay after the nominal time. It is constant for an occurrence, and never reaches the next nominal time.
     jitter: float | None = _wish(_seconds)
-    #: No nominal time before it; an interval begins there.
+    #: No nominal time is before it; an interval begins at it.
     start_time: datetime | None = _wish(_instant)
-    #: No nominal time after it.
+    #: No nominal time is after it.
     end_time: datetime | None = _wish(_instant)
-    #: Runs after which the entry is finished.
+    #: Number of runs after which the entry is finished.
     max_runs: int | None = _wish(_count)
     #: A new entry runs at once, and then as scheduled.
     run_on_start: bool = _wish(_flag, default=False)
@@ -114,15 +114,17 @@ class EntryPolicy:
     expires: float | None = _wish(_seconds)
     #: Its occurrences pass without a run.
     paused: bool = _wish(_flag, default=False)
-    #: For people: why it is paused, or whatever they should know.
+    #: For operators: why it is paused, or another remark.
     note: str = _wish(_text, default="")
 
     @classmethod
     def of(cls, wishes: Mapping[str, Any]) -> EntryPolicy:
-        """Return the policy of some wishes by name, each as the field or as JSON has it; None: the default.
+        """Return the policy with the given fields, by name.
+
+        A value has the type of its field or of the field's JSON; None is the default.
 
         Raises:
-            EntryError: one of them is unknown or wrong, or two contradict each other; the message names them.
+            EntryError: a field is unknown or wrong, or two contradict each other; the message names them.
         """
         values: dict[str, Any] = {}
         for name, value in wishes.items():
@@ -140,14 +142,14 @@ class EntryPolicy:
         return policy
 
     def contradicts(self, options: Mapping[str, Any] | None) -> str:
-        """Return how it contradicts the options of its entry, an empty text if it does not."""
+        """Return how the policy contradicts the options of its entry, an empty string if it does not."""
         if self.expires is not None and (options or {}).get("expires") is not None:
             return "expires is in its options as well as in its policy"
         return ""
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """Return the name of every wish."""
+        """Return the names of all fields."""
         return frozenset(_CHECKS)
 
     @classmethod
@@ -155,12 +157,12 @@ class EntryPolicy:
         """Read the ``policy`` field of an entry.
 
         Raises:
-            EntryError: it cannot be understood.
+            EntryError: the policy cannot be decoded.
         """
-        return _decoded(text) if text else cls()
+        return _decode(text) if text else cls()
 
     def encode(self) -> str:
-        """Return the ``policy`` field of an entry; an empty text if nothing is wished."""
+        """Return the ``policy`` field of an entry; an empty string if all values are defaults."""
         if self == _NO_WISHES:
             return ""
         wishes = {}
@@ -176,7 +178,7 @@ _NO_WISHES = EntryPolicy()
 
 
 @lru_cache(maxsize=4096)
-def _decoded(text: str) -> EntryPolicy:
+def _decode(text: str) -> EntryPolicy:
     return EntryPolicy.of(loads_object(text, "policy"))
 
 

@@ -1,10 +1,10 @@
---- read: the fields of some entries; writes nothing.
+--- read: return the fields of some entries; writes nothing.
 --
 -- KEYS[1...]  entries  hashes: definition, meta, policy, since, pending, sent
 --
--- returns  JSON, one array for each entry: [definition, meta, policy, since, pending, sent], false for what is not
---          there; a text instead of the array says what is wrong with the key. An error that is not the key's, as of a
---          user who may not read it, is the script's
+-- returns  JSON, one array for each entry: [definition, meta, policy, since, pending, sent], false for an absent
+--          field; an error message instead of the array if the key is not a hash. Any other error is the error of the
+--          script, such as that of a Redis user who may not read the key
 
 local found = {}
 for i, entry in ipairs(KEYS) do

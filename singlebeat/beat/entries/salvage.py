@@ -1,4 +1,4 @@
-"""An entry as far as it can be read: what is broken in it can be replaced, and the rest is kept."""
+"""The readable parts of a broken entry: its broken fields can be replaced, and the rest is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import EntryError
 from .code_only import given_for
-from .definition import Meta, loads_object, salvaged
+from .definition import Meta, loads_object, salvage_fields
 from .entry import Entry
 from .policy import EntryPolicy
 
@@ -25,8 +25,8 @@ class Salvage:
     name: str
     app: Celery
     texts: Mapping[str, str]  #: the fields of its hash as they are: definition, meta, policy, since
-    fields: Mapping[str, Any]  #: of its definition, those that can be read
-    wishes: Mapping[str, Any]  #: of its policy, in the form of JSON
+    fields: Mapping[str, Any]  #: the readable fields of its definition
+    wishes: Mapping[str, Any]  #: the fields of its policy, as in JSON
     meta: Meta | None
     problems: Mapping[str, str]  #: a field of the definition, policy, expires or meta -> what is wrong with it
 
@@ -40,7 +40,7 @@ class Salvage:
         texts = {
             field: text or "" for field, text in zip(("definition", "meta", "policy", "since"), found, strict=True)
         }
-        fields, problems = salvaged(texts["definition"], given_for(app, name))
+        fields, problems = salvage_fields(texts["definition"], given_for(app, name))
         wishes, meta = dict[str, Any](), None
         try:
             wishes.update(loads_object(texts["policy"] or "{}", "policy"))
@@ -57,17 +57,19 @@ class Salvage:
         return cls(name, app, texts, fields, wishes, meta, problems)
 
     def changed(self, fields: Mapping[str, Any], wishes: Mapping[str, Any]) -> Entry:
-        """Return the entry with other fields and wishes, to be saved unless somebody else has changed it since.
+        """Return the entry with other fields and policy.
+
+        Saving this entry fails if another program has changed the stored entry in between.
 
         Args:
-            fields: of the definition; those that cannot be read have to be among them.
-            wishes: None takes one away.
+            fields: new fields of the definition, with each unreadable one among them.
+            wishes: new fields of the policy; None removes a field.
 
         Raises:
-            EntryError: the wishes that it has then are wrong, or contradict each other.
+            EntryError: the resulting policy has a wrong field, or fields that contradict each other.
         """
         merged = {**self.wishes, **wishes}
-        # One that is unknown can be taken away, and its misspelling cannot.
+        # None removes an unknown field that is stored. Any other unknown field stays here, so that it raises an error.
         wanted = {name: value for name, value in merged.items() if value is not None or name not in self.wishes}
         entry = Entry(self.name, app=self.app, policy=EntryPolicy.of(wanted), **{**self.fields, **fields})
         if self.meta is not None:

@@ -1,17 +1,17 @@
---- save: store entries, each unless another writer has changed what we store since we have read it.
+--- save: store entries, each unless another program has changed the fields to be stored since we read them.
 --
--- A repetition of the call, after its reply was lost, says "stored" again; a beat that has claimed the entry meanwhile
--- does not change that, unless the entry is new. Where definition and policy were to stay as they were, it may say "not
--- stored": read the entry again.
+-- A repetition of the call, after its reply was lost, returns true again, even if a beat has claimed the entry
+-- meanwhile, unless the entry is new. If definition and policy were to stay the same, it may return false: read the
+-- entry again.
 --
 -- KEYS[1]     schedule  zset: members by the time of their next occurrence (s)
 -- KEYS[2...]  entries   hashes: definition, meta, policy, since
 -- ARGV[1]     wishes    JSON, one array for each entry:
 --             member      of the entry in the schedule
---             found       [definition, meta, policy, since] as we have read them, false for what was not there
---             fields      [definition, meta, policy, since] to be stored; an empty text: it shall not be there;
---                         false: it is left, and may have changed
---             score       of the next occurrence, as a text; empty: leave it
+--             found       [definition, meta, policy, since] as we read them, false for an absent field
+--             fields      [definition, meta, policy, since] to be stored; an empty string: remove the field;
+--                         false: leave the field, it may have changed
+--             score       of the next occurrence, as a string; empty: leave it
 --
 -- returns  JSON, for each entry whether it was stored
 
@@ -29,7 +29,7 @@ local function save(entry, member, found, fields, score)
   end
   local is_new = not found[1]
   if are(fields[1], fields[3]) and not are(found[1] or "", found[3] or "") and (not is_new or stored[2] == fields[2]) then
-    return true  -- by this very call: its reply was lost; of two new entries that are alike, their pasts differ
+    return true  -- by this call: its reply was lost; two equal new entries differ in their pasts
   end
   for i in ipairs(names) do
     if fields[i] and stored[i] ~= found[i] then

@@ -1,4 +1,4 @@
-"""Stores entries, in batches: an entry that is there keeps its past, one that is unchanged its next time."""
+"""Stores entries in batches: an existing entry keeps its past, an unchanged entry also its next time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ...errors import ConflictError, EntryError
 from .code_only import given_for
-from .definition import Meta, loads_object, salvaged
+from .definition import Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
 from .options import check_encoding
 from .policy import EntryPolicy
@@ -25,20 +25,20 @@ __all__ = ("save_entries",)
 
 _T = TypeVar("_T")
 
-#: How often an entry is read and written again that somebody else has changed in between.
+#: How many times an entry is read and written, if another program keeps changing it in between.
 ATTEMPTS = 5
 
-#: Wishes that change the times of an entry.
+#: The fields of a policy that change the times of an entry.
 TIMING = ("timezone", "start_time", "end_time", "jitter")
 
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What is to be stored of one entry, if it is still as it was found."""
+    """A planned write of one entry, which is made only if the entry is unchanged since it was read."""
 
     member: str
     found: Sequence[Any]  #: definition, meta, policy, since
-    #: The same; False: a beat may write it meanwhile, leave it.
+    #: The same fields to be stored; False: leave the field, a beat may write it meanwhile.
     fields: tuple[str, str | Literal[False], str, str | Literal[False]]
     score: str  #: empty: leave it
 
@@ -52,13 +52,14 @@ def save_entries(
     keep_disabled: bool = False,
     dry_run: bool = False,
 ) -> Mapping[str, EntryError | None]:
-    """Store entries by name, and return what went wrong with each of them, None for nothing.
+    """Store entries by name, and return the error of each entry, None if there is none.
 
-    Each knows then what was stored of it: when it is stored again, it meets what somebody else has changed meanwhile.
+    The ``version`` of each stored entry is updated. So the next call detects a change that another program has made in
+    between.
 
     Args:
-        keep_disabled: one that somebody has disabled stays so, as one that is paused does in any case.
-        dry_run: store nothing, and return what would go wrong.
+        keep_disabled: leave disabled entries disabled; paused entries stay paused in any case.
+        dry_run: store nothing, and return the errors that storing would have.
     """
     results: dict[str, EntryError | None] = {}
     names = list(entries)
@@ -76,7 +77,7 @@ def save_entries(
             if not left:
                 break
         for name in left:
-            results[name] = ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
+            results[name] = ConflictError(f"entry {name!r} cannot be stored: another program keeps changing it")
     return results
 
 
@@ -118,7 +119,7 @@ def _plan(
                 wishes[name] = wish
         except EntryError as exc:
             results[name] = exc
-        except Exception as exc:  # a user's own schedule may do anything: it harms nobody else
+        except Exception as exc:  # a user's own schedule may raise anything: this must not harm other entries
             why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
             results[name] = EntryError(f"entry {name!r} cannot be stored: {why}")
     return wishes
@@ -134,7 +135,7 @@ def _wish(
     keep_disabled: bool,
 ) -> _Wish:
     definition, meta, policy, since = found
-    # Each by itself: what is broken is replaced, and the rest is kept.
+    # Each is decoded on its own: a broken one is replaced, and the rest is kept.
     stored = _read(type(entry).decode, member, definition, entry.app) if definition else None
     wanted = _read(EntryPolicy.decode, policy or "")
     whole = _read(Meta.decode, meta, since) if meta else None
@@ -142,12 +143,12 @@ def _wish(
     if stored is not None:
         when, enabled = stored.schedule, stored.enabled
     else:
-        readable, _ = salvaged(definition, given_for(entry.app, entry.name)) if definition else ({}, {})
+        readable, _ = salvage_fields(definition, given_for(entry.app, entry.name)) if definition else ({}, {})
         when, enabled = readable.get("schedule"), readable.get("enabled", True)
     if keep_disabled and entry.enabled and not enabled:
         entry.enabled = False
         encoded = entry.encode()
-    # Whoever has not read the entry does not know that it is paused.
+    # A caller that has not read the entry does not know that it is paused.
     if entry.version is None and (pause := wanted or _pause(policy or "")).paused:
         entry.policy = replace(entry.policy, paused=True, note=pause.note)
     same_times = (
@@ -155,7 +156,7 @@ def _wish(
         and wanted is not None
         and have_same_times(when, entry.schedule)
         and all(getattr(wanted, name) == getattr(entry.policy, name) for name in TIMING)
-        # It may be finished, and go on now.
+        # An entry that was finished may go on now.
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
     was_off = not enabled or (wanted is not None and wanted.paused)
@@ -169,7 +170,7 @@ def _wish(
     elif definition and goes_on:
         past = entry.timetable.passed(past, now)
     is_broken = (definition and stored is None) or (meta and whole is None)
-    moved = not same_times or goes_on or score is None or is_broken  # what is broken may be parked
+    moved = not same_times or goes_on or score is None or is_broken  # a broken entry may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
     writes_past = moved or not meta
     return _Wish(
@@ -186,10 +187,10 @@ def _wish(
 
 
 def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
-    """Read what is to be stored as a beat will.
+    """Read the fields to be stored as a beat will read them.
 
     Raises:
-        EntryError: a beat could not use it.
+        EntryError: a beat could not use the entry.
     """
     definition, meta, policy, since = wish.fields
     try:
@@ -205,11 +206,11 @@ def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"JSON has no {constant}: a number is too large, or is none")
+    raise ValueError(f"JSON has no {constant}: a number is too large, or is not a number")
 
 
 def _read(decode: Callable[..., _T], *values: Any) -> _T | None:
-    """Return what a text says, None if that cannot be understood."""
+    """Return the decoded value, None if it cannot be decoded."""
     try:
         return decode(*values)
     except EntryError:
@@ -217,7 +218,7 @@ def _read(decode: Callable[..., _T], *values: Any) -> _T | None:
 
 
 def _pause(policy: str) -> EntryPolicy:
-    """Return what a policy that is broken says about a pause."""
+    """Return the fields ``paused`` and ``note`` of a broken policy, as far as they are readable."""
     try:
         raw = loads_object(policy, "policy")
     except EntryError:
@@ -227,7 +228,7 @@ def _pause(policy: str) -> EntryPolicy:
 
 
 def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:
-    """Write, and return the names of those that somebody has changed meanwhile."""
+    """Write entries, and return the names of those that another program has changed meanwhile."""
     if not wishes:
         return []
     rows = [(wish.member, wish.found, wish.fields, wish.score) for wish in wishes.values()]

@@ -1,4 +1,4 @@
-"""Schedules as JSON: RedBeat's form, read generously, and kinds that RedBeat cannot store."""
+"""Schedules as JSON: RedBeat's format, read leniently, and kinds that RedBeat cannot store."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ...errors import EntryError
 from ..calendar.clocked import clocked
 from ..calendar.recurrence import is_known
 
-__all__ = ("Decoder", "Encoder", "have_same_times", "made", "why_no_crontab")
+__all__ = ("Decoder", "Encoder", "decode_schedule", "have_same_times", "why_no_crontab")
 
 CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 DATE_PARTS = ("bysetpos", "bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byweekday")
-#: What the parts of a rule that name a time of day are below: Python and dateutil know no leap second.
+#: Exclusive upper bounds of the rule parts that name a time of day: Python and dateutil have no leap seconds.
 TIMES_END = {"byhour": 24, "byminute": 60, "bysecond": 60}
 RRULE_FIELDS = ("freq", "interval", "wkst", "count", *DATE_PARTS, *TIMES_END)
 
 
 class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
-    """Accepts what writers in other languages leave out or write in another way."""
+    """A decoder of RedBeat's JSON that accepts the omissions and spellings of writers in other languages."""
 
     def dict_to_object(self, d: dict[str, Any]) -> Any:
-        """Return what a JSON object stands for, itself if it is of no known type."""
+        """Return the value that a JSON object stands for, the object itself if its type is unknown."""
         kind = d.get("__type__")
         if kind == "interval":
             return schedule(run_every=float(d["every"]), relative=bool(d.get("relative", False)))
@@ -43,7 +43,7 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
             fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
             try:
                 return super().dict_to_object({"__type__": kind, **fields})
-            except ValueError as exc:  # as its parser's own error is
+            except ValueError as exc:  # of Celery's parser
                 raise ValueError(why_no_crontab(exc, fields.get("day_of_week"))) from exc
         if kind == "rrule":
             return _rule(d)
@@ -53,10 +53,10 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
 
 
 class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
-    """Writes what RedBeat can read wherever there is such a thing, and schedules that it cannot store."""
+    """An encoder that writes RedBeat's JSON where possible, and also schedules that RedBeat cannot store."""
 
     def default(self, obj: Any) -> Any:
-        """Return a value in the form of JSON; TypeError if it has none."""
+        """Return a value in the form of JSON; raise a TypeError if it has none."""
         if isinstance(obj, BeatLazyFunc) or (isinstance(obj, BaseSchedule) and not is_known(obj)):
             raise TypeError(f"only beat_schedule can give {saferepr(obj)}: JSON cannot hold it")
         if isinstance(obj, clocked):
@@ -64,23 +64,23 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
         if isinstance(obj, solar):
             return {"__type__": "solar", "event": obj.event, "lat": obj.lat, "lon": obj.lon}
         raw = super().default(obj)
-        if isinstance(obj, weekday) and obj.n:  # RedBeat reads it, and does not write it
+        if isinstance(obj, weekday) and obj.n:  # RedBeat reads n, and does not write it
             return {**raw, "n": obj.n}
         if isinstance(obj, crontab):
-            return {name: _plain(value, parsed=getattr(obj, name, ())) for name, value in raw.items()}
+            return {name: _json_value(value, parsed=getattr(obj, name, ())) for name, value in raw.items()}
         if isinstance(obj, rrule):
-            return {name: _plain(value, parsed=value) for name, value in raw.items()}
+            return {name: _json_value(value, parsed=value) for name, value in raw.items()}
         return raw
 
 
 def why_no_crontab(exc: Exception, day_of_week: Any) -> str:
-    """Return why Celery takes no crontab: a cron of other programs may have another Sunday."""
+    """Return why Celery rejects a crontab, with a hint if Sunday may be written as 7, as in other programs."""
     hint = " Sunday is 0, not 7." if re.search(r"(?<!\d)7(?!\d)", str(day_of_week)) else ""
     return f"{exc}{hint}"
 
 
 def _check_fields(d: Mapping[str, Any], known: Iterable[str]) -> None:
-    # Without a misspelled field the schedule would come far too often.
+    # If a misspelled field were ignored, the schedule would run far too often.
     if unknown := d.keys() - {"__type__", *known}:
         kind, fields = d["__type__"], ", ".join(known)
         raise ValueError(f"the {kind} has {', '.join(map(repr, sorted(unknown)))}: its fields are {fields}")
@@ -92,14 +92,14 @@ def _crontab_field(value: object) -> Any:
 
 
 def _check_weekday(d: Mapping[str, Any]) -> None:
-    # dateutil makes one of anything, and no error message could show what it has made.
+    # dateutil makes a weekday of any value, even one that no error message can show.
     day, n = d.get("wkday"), d.get("n")
     if not isinstance(day, int) or day not in range(7) or not isinstance(n, int | None):
         raise ValueError(f"a weekday has a wkday, 0 (Monday) to 6, and perhaps a whole n, not {day!r} and {n!r}")
 
 
-def _plain(value: object, *, parsed: Any) -> Any:
-    """Return a field of a schedule as JSON has it; sets, ranges and the like are lists there."""
+def _json_value(value: object, *, parsed: Any) -> Any:
+    """Return a field of a schedule in its JSON form, where sets, ranges and the like are lists."""
     if isinstance(value, str | list | tuple) or not isinstance(value, Iterable):
         return value
     return sorted(parsed) if all(isinstance(each, int) for each in parsed) else list(parsed)
@@ -109,7 +109,7 @@ def _rule(d: Mapping[str, Any]) -> rrule:
     _check_fields(d, (*RRULE_FIELDS, "dtstart", "dtstart_tz", "until", "until_tz"))
     fields = {name: d[name] for name in RRULE_FIELDS if name in d}
     if "freq" not in fields or d.get("dtstart") is None:
-        raise ValueError("an rrule needs freq and dtstart; without that, each beat would count from another moment")
+        raise ValueError("an rrule needs freq and dtstart; without dtstart, each beat would count from another moment")
     freq = fields["freq"]
     if (freq.upper() if isinstance(freq, str) else freq) not in {*rrule.FREQ_MAP, *rrule.FREQ_MAP.values()}:
         raise ValueError(f"the freq of an rrule is one of {', '.join(rrule.FREQ_MAP)} or 0 to 6, not {freq!r}")
@@ -127,18 +127,18 @@ def _rule(d: Mapping[str, Any]) -> rrule:
 
 
 def _moment(d: Mapping[str, Any], name: str) -> datetime | None:
-    """Return an instant of a rule: seconds since 1970, and beside it minutes ahead of UTC or the name of a zone."""
+    """Return an instant of a rule, from seconds since 1970 and a zone: minutes ahead of UTC, or a name."""
     seconds, zone = d.get(name), d.get(f"{name}_tz") or 0
     if seconds is None:
         return None
     if isinstance(zone, str):
         return datetime.fromtimestamp(seconds, ZoneInfo(zone))
-    # With a name of its own, because an offset of 0 is not UTC: that is a zone.
+    # The name keeps it different from UTC: UTC is a zone, an offset of 0 is not.
     return datetime.fromtimestamp(seconds, timezone(timedelta(minutes=zone), "offset"))
 
 
 def _weekday(value: object) -> Any:
-    """Return a day of the week: as RedBeat writes it, or ``1MO``, or an object with ``weekday`` and ``n``."""
+    """Return a day of the week, from RedBeat's form, ``1MO``, or an object with ``weekday`` and ``n``."""
     if isinstance(value, int) and value not in range(7):
         raise ValueError(f"a day of the week is 0, Monday, to 6, not {value!r}")
     if isinstance(value, str):
@@ -150,11 +150,13 @@ def _weekday(value: object) -> Any:
     return weekdays[value["weekday"]](value.get("n")) if isinstance(value, dict) else value
 
 
-def made(when: Any) -> Any:
-    """Return the schedule that the decoder does not make, because in arguments it would be the task's: or what it is.
+def decode_schedule(when: Any) -> Any:
+    """Return the schedule for a JSON value that ``Decoder`` leaves alone, or any other value unchanged.
+
+    ``Decoder`` leaves such values alone, because among the arguments of a task they are ordinary data.
 
     Raises:
-        EntryError: it is wrong; the message says why.
+        EntryError: the schedule is invalid; the message says why.
     """
     kind = when.get("__type__") if isinstance(when, Mapping) else None
     try:
@@ -167,12 +169,12 @@ def made(when: Any) -> Any:
     except (ImproperlyConfigured, ImportError):  # the latter up to Celery 5.6
         raise EntryError("a solar schedule needs the ephem library where beat runs: pip install ephem") from None
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise EntryError(f"definition has a schedule that cannot be: {type(exc).__name__}: {exc}") from exc
+        raise EntryError(f"definition has an invalid schedule: {type(exc).__name__}: {exc}") from exc
     return when
 
 
 def have_same_times(one: BaseSchedule, other: BaseSchedule) -> bool:
-    """Tell whether two schedules are the same; by what is stored of them, because all rrules of RedBeat are equal."""
+    """Return whether two schedules are the same. Compare their JSON, because all rrules of RedBeat are equal."""
     if type(one) is type(other) and one == other and not isinstance(one, rrule):
         return True
     try:

@@ -30,7 +30,7 @@ log = Log("celery.beat")
 #: How long an entry that has left ``beat_schedule`` is kept: a deploy may be rolled back.
 KEPT_FOR = timedelta(days=7)
 
-#: Wishes that an operator has set and ``beat_schedule`` leaves alone.
+#: Fields of a policy that an operator sets, and that ``beat_schedule`` leaves alone.
 OPERATORS = ("paused", "note")
 
 
@@ -40,14 +40,14 @@ def owner_of(app: Celery) -> str:
 
 
 def signature_of(app: Celery) -> Mapping[str, str]:
-    """Return what tells the beats of one app from those of another: its name, and a digest of its entries' names."""
+    """Return the identity of an app's beats: its name, and the number and a digest of its entries' names."""
     names = sorted(map(str, app.conf.beat_schedule))
     digest = hashlib.sha1("\0".join(names).encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:8]
     return {"app": owner_of(app), "statics": f"{len(names)} {digest}"}
 
 
 class Statics:
-    """The entries that an app's configuration gives.
+    """The entries in the ``beat_schedule`` of an app.
 
     Args:
         client: the client for the schedule.
@@ -60,8 +60,8 @@ class Statics:
     def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
         """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
 
-        One that is in there and could not be stored this time stays as it is.
-        Those that another app has as well stay; those that RedBeat has installed belong to whichever app leads.
+        An entry of ``beat_schedule`` that could not be stored this time stays as it is. An entry that another app also
+        has stays. Entries without a recorded owner (installed by RedBeat) count as ours.
         """
         owners = self._owners()
         known: Collection[str] = self.client.smembers(self.keys.statics)
@@ -78,19 +78,19 @@ class Statics:
             pipe.execute()
 
     def of_others(self) -> Mapping[str, int]:
-        """Return how many entries other apps have installed that this one does not have, by app."""
+        """Return by app the number of entries that other apps have installed and this app does not have."""
         owners = self._owners().values()
         return Counter(app for apps in owners if self.owner not in apps for app in apps)
 
     def install(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
         """Store entries, and return the names of those that could be stored.
 
-        One that is there keeps its past, and stays disabled if somebody has disabled it; one that is unchanged keeps
-        its next time. One that was parked is as it was, and what passed meanwhile is not made up for.
+        An existing entry keeps its past, and stays disabled if an operator has disabled it. An unchanged entry keeps
+        its next time. A parked entry is restored, without a catch-up for the time in which it was parked.
         """
         possible = [name for name in entries if self.keys.is_possible(name)]
         owners = self._owners(possible)
-        results = dict[str, EntryError | None](self._refused(entries, owners))
+        results = dict[str, EntryError | None](self._conflicts(entries, owners))
         entries = {name: entry for name, entry in entries.items() if name not in results}
         absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
         for at in range(0, len(absent), BATCH):
@@ -104,15 +104,15 @@ class Statics:
         return [name for name, problem in results.items() if problem is None]
 
     def _owners(self, names: Collection[str] | None = None) -> Mapping[str, Sequence[str]]:
-        """Return the apps that entries come from, of all entries or of some."""
+        """Return the apps from which each entry comes, for all entries or for some."""
         if names is None:
             found = self.client.hgetall(self.keys.owners)
         else:
             found = dict(zip(names, self.client.hmget(self.keys.owners, names), strict=True)) if names else {}
         return {name: text.split("\n") for name, text in found.items() if text is not None}
 
-    def _refused(self, entries: Mapping[str, Entry], owners: Mapping[str, Sequence[str]]) -> Mapping[str, EntryError]:
-        """Return which entries another app has, and otherwise than this one wants them."""
+    def _conflicts(self, entries: Mapping[str, Entry], owners: Mapping[str, Sequence[str]]) -> Mapping[str, EntryError]:
+        """Return an error for each entry that another app has defined differently."""
         others = {name: {*owners.get(name, ())} - {self.owner} for name in entries}
         names = [name for name in entries if others[name]]
         refused = dict[str, EntryError]()
@@ -141,7 +141,7 @@ class Statics:
                 log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
 
     def _unpark(self, names: Sequence[str], now: datetime) -> None:
-        """Put entries back that were parked."""
+        """Put parked entries back."""
         kept = read_fields(self.client, [self.keys.parked(name) for name in names])
         read = zip(names, kept, strict=True)
         found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
@@ -156,7 +156,7 @@ class Statics:
 
 
 def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
-    """Return whether an entry is stored as its app wants it, but for what an operator may have changed."""
+    """Return whether an entry is stored as its app defines it, apart from the changes of an operator."""
     try:
         wanted, stored = json.loads(entry.encode()), json.loads(definition)
         wishes, stored_wishes = json.loads(entry.policy.encode() or "{}"), json.loads(policy or "{}")
@@ -169,7 +169,7 @@ def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
 
 
 def _since(meta: str | None, since: str | None, now: datetime) -> str:
-    """Return the field ``since`` of an entry that counts from now on, empty if its past cannot be read."""
+    """Return the field ``since`` of an entry that counts from ``now``, empty if its past cannot be read."""
     try:
         return replace(Meta.decode(meta, since), since=now).encode_since() if meta else ""
     except EntryError:

@@ -35,24 +35,24 @@ __all__ = (
 #: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
 PARKED = -1.0
 
-#: The attribute of a listed schedule.
+#: Name of the attribute that marks the schedule of a listed entry.
 _LISTED = "_singlebeat_listed"
 
-#: Its value where a schedule was not listed: policy, whether ``beat_schedule`` has the entry, whether it is enabled.
+#: Its value for a schedule that was not listed: policy, whether ``beat_schedule`` has the entry, whether it is enabled.
 _NOT_LISTED = (None, True, True)
 
 #: The shortest step of a nominal time.
 TICK = timedelta(microseconds=1)
 
-#: Before all times.
+#: A moment before all nominal times.
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def zone_of(schedule: Any, app_zone: tzinfo = UTC) -> ZoneInfo | None:
-    """Return the zone that a schedule brings along, in an rrule's ``dtstart`` or by its clock, if it has a name.
+    """Return the zone of an rrule's ``dtstart`` or of a schedule's clock, None if it is not a named zone.
 
     Raises:
-        EntryError: it has none, it shifts its clocks, and it is not the app's: nothing that is stored could say it.
+        EntryError: the zone has no name, shifts its clocks and is not the app's: JSON could not hold it.
     """
     now = getattr(schedule, "nowfun", None)
     moment = getattr(schedule, "dtstart", None) or (now() if now else None)
@@ -69,7 +69,7 @@ def zone_of(schedule: Any, app_zone: tzinfo = UTC) -> ZoneInfo | None:
 
 
 def on_its_clock(schedule: Any, zone: ZoneInfo | None) -> Any:
-    """Return a schedule that says on which wall clock it is read: monitors such as Sentry Crons ask its ``tz``."""
+    """Return a schedule whose ``tz`` is the zone in which it is read: monitors such as Sentry Crons use ``tz``."""
     return schedule if zone is None or not isinstance(schedule, crontab) else _with(schedule, tz=zone)
 
 
@@ -80,9 +80,9 @@ def as_listed(schedule: Any, policy: EntryPolicy, *, is_static: bool, enabled: b
 
     Args:
         is_static: ``beat_schedule`` has the entry.
-        enabled: whether it is enabled there, else as it is stored.
+        enabled: whether the entry is enabled in ``beat_schedule``, or in Redis if it is not in ``beat_schedule``.
     """
-    if not is_known(schedule):  # it is recognised by its identity
+    if not is_known(schedule):  # such a schedule is recognised by its identity
         return schedule
     return _with(on_its_clock(schedule, policy.timezone), **{_LISTED: (policy, is_static, enabled)})
 
@@ -104,7 +104,7 @@ def is_listed_as_disabled(schedule: Any) -> bool:
 
 
 def _with(schedule: Any, **attributes: Any) -> Any:
-    """Return a copy with other attributes: Celery's own copy of a crontab parses it anew, RedBeat's rrule has none."""
+    """Return a copy with other attributes. Celery's own copy parses a crontab again; RedBeat's rrule has no copy."""
     same = object.__new__(type(schedule))
     vars(same).update(vars(schedule), **attributes)
     return same
@@ -112,7 +112,7 @@ def _with(schedule: Any, **attributes: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """When an entry asks for runs (nominal times) and when these are due, which jitter may put later."""
+    """The nominal times of an entry, and the times when its runs are due, which jitter may delay."""
 
     name: str
     schedule: Any  #: Celery's ``BaseSchedule``
@@ -122,7 +122,7 @@ class Timetable:
     def since(self, counts_from: datetime | None) -> datetime | None:
         """Return the moment after which its next nominal time lies, None if it is due now because it has never run.
 
-        What comes once is never due before its instant.
+        A ``clocked`` schedule is never due before its instant.
         """
         return EPOCH if counts_from is None and isinstance(self.schedule, clocked) else counts_from
 
@@ -143,7 +143,7 @@ class Timetable:
         return nominal if nominal is None or end is None or nominal <= end else None
 
     def latest(self, after: datetime, until: datetime) -> datetime | None:
-        """Return the last nominal time that is later than one moment and not later than another, or None."""
+        """Return the last nominal time later than ``after`` and not later than ``until``, or None."""
         start, end, (schedule, zone) = self.policy.start_time, self.policy.end_time, self._read()
         until = until if end is None else min(until, end)
         if start is not None and after < start:
@@ -154,7 +154,10 @@ class Timetable:
         return latest_occurrence(schedule, after, until, zone=zone)
 
     def bounded(self, nominal: datetime) -> datetime | None:
-        """Return a nominal time that was not asked from the schedule, within the bounds of the policy."""
+        """Return a time that does not come from the schedule as a nominal time within the bounds of the policy.
+
+        A time before the start becomes the first nominal time, a time after the end becomes None.
+        """
         start, end = self.policy.start_time, self.policy.end_time
         if start is not None and nominal < start:
             return self.next(nominal)
@@ -165,10 +168,10 @@ class Timetable:
         return PARKED if nominal is None else self.due(nominal).timestamp()
 
     def due(self, nominal: datetime) -> datetime:
-        """Return when the occurrence of a nominal time is to run: a hash of both spreads entries, and stays the same.
+        """Return when the occurrence of a nominal time is to run: a hash of name and time gives the delay.
 
-        It lies before the next nominal time even if the jitter is longer (APScheduler's may pass it), and not behind
-        the end.
+        The result is before the next nominal time even if the jitter is longer (in APScheduler it may be later), and
+        not after the end.
         """
         if self.policy.jitter is None:
             return nominal
@@ -190,12 +193,12 @@ class Timetable:
     def overdue(self, after: datetime, now: datetime) -> datetime | None:
         """Return the last nominal time after a moment whose run is due by now, None if none is."""
         nominal = self.latest(after, now)
-        if nominal is not None and self.due(nominal) > now:  # the one before it is due in any case
+        if nominal is not None and self.due(nominal) > now:  # the nominal time before it is due in any case
             nominal = self.latest(after, nominal - TICK)
         return nominal
 
     def passed(self, past: Meta, now: datetime) -> Meta:
-        """Return the past of an entry that goes on now, after a time in which none of its runs was wanted."""
+        """Return the past of an entry that resumes now: runs that it missed while it was paused are not made up for."""
         since = self.since(past.counts_from)
         nominal = now if since is None else self.overdue(since, now)
         return past if nominal is None else replace(past, since=nominal)
@@ -204,7 +207,7 @@ class Timetable:
         """Yield the nominal times of the runs to come; the first one is past if it is overdue.
 
         Args:
-            since: after which its next nominal time lies; None: it has never run, and is due now.
+            since: moment after which its next nominal time lies; None: the entry has never run, and is due now.
             count: runs that the entry has had, for ``max_runs``.
         """
         left = None if self.policy.max_runs is None else self.policy.max_runs - count

@@ -1,12 +1,12 @@
---- unpark: put entries back that have come back to beat_schedule, with their past and what an operator has set.
+--- unpark: put back entries that have come back to beat_schedule, with their past and the settings of an operator.
 --
--- KEYS[1...]  entries  for each row two hashes: the entry, and where it is kept
--- ARGV[1]     owner    the app that they come back to
--- ARGV[2]     rows     JSON, one text for each entry: the field since, which keeps beat from making up for what has
---                      passed; empty: none
+-- KEYS[1...]  entries  for each row two hashes: the entry, and the copy that is kept of it
+-- ARGV[1]     owner    the app to which they come back
+-- ARGV[2]     rows     JSON, one string for each entry: the field since, so that beat does not make up for past
+--                      occurrences; empty: none
 --
--- returns  JSON, for each entry whether it was put back: it is not if there is an entry, or what is kept is another app's
---          (a repetition finds nothing that is kept and does nothing)
+-- returns  JSON, for each entry whether it was put back: not if the entry exists, or if the copy belongs to another app
+--          (a repetition finds no copy and does nothing)
 
 local owner = ARGV[1]
 

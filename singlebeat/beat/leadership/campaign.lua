@@ -1,29 +1,29 @@
---- campaign: become the leader, or learn that another leads and stand by.
+--- campaign: become the leader, or learn that another beat leads and stand by.
 --
--- A repetition of the call, after its reply was lost, says the same; it does not prolong a term.
+-- A repetition of the call, after its reply was lost, returns the same; it does not prolong a term.
 --
 -- KEYS[1]  lock      string: the leader's token (the protocol of redis-py's lock, so RedBeat's beats are kept out, too)
--- KEYS[2]  leader    hash: who leads, for people, and how far its host's clock is ahead; lives as long as the lock, whose
---                    token and lease_ms it keeps
+-- KEYS[2]  leader    hash: the leader, for operators, and how far its host's clock is ahead; expires with the lock, and
+--                    holds its token and lease_ms
 -- KEYS[3]  term      int: counts the terms of leadership
--- KEYS[4]  standbys  zset: the beats that stand by, by the time until which they count as there (ms)
--- KEYS[5]  resigned  string: host and pid of the beat whose term was ended so that a beat which stands by leads next
+-- KEYS[4]  standbys  zset: the beats that stand by, by the time until which they count as alive (ms)
+-- KEYS[5]  resigned  string: host and pid of the beat whose term was ended so that a standby leads next
 -- ARGV[1]  token     ours, new for each campaign
 -- ARGV[2]  ttl_ms    how long leadership lasts from now on
--- ARGV[3]  host      ours, for people
--- ARGV[4]  pid       ours, for people
--- ARGV[5]  since     now, as an ISO date, for people
--- ARGV[6]  last      token of our last term, which we have given up: what is left of it does not keep us out
--- ARGV[7]  standby   JSON, for people: host, pid and since when we stand by; app and statics, which the leader keeps, too
--- ARGV[8]  stay_ms   how long a beat that stands by counts as there after its last campaign
--- ARGV[9]  known     number of the last term that we have heard of; 0: of none. If ours is not a later one, the server has
---                    lost what it held, and leader says so: lost is that number
--- ARGV[10] ahead     seconds by which our host's clock is ahead of the server's, for people
--- ARGV[11] before    the same as standby, as it was at the last campaign; empty: it has not changed
+-- ARGV[3]  host      ours, for operators
+-- ARGV[4]  pid       ours, for operators
+-- ARGV[5]  since     now, as an ISO date, for operators
+-- ARGV[6]  last      token of our last campaign: a lock with this token does not keep us out
+-- ARGV[7]  standby   JSON, for operators: host, pid and since when we stand by; app and statics, for leader, too
+-- ARGV[8]  stay_ms   how long a standby counts as alive after its last campaign
+-- ARGV[9]  known     number of the last term that we know of; 0: of none. If our new number is not higher, the server
+--                    has lost its data, and the field lost of leader is this number
+-- ARGV[10] ahead     seconds by which our host's clock is ahead of the server's, for operators
+-- ARGV[11] before    standby as it was at the last campaign; empty: it has not changed
 --
--- returns  the number of our term, and the time of the server (seconds, microseconds); 0 for the number: another leads
---          or is to lead, and nothing was written but that we stand by, and that a lock which would outlive its lease,
---          because the server's clock was set back, ends with it
+-- returns  the number of our term, and the time of the server (seconds, microseconds). The number is 0 if another beat
+--          leads or is to lead. Then the script has only stored that we stand by, and shortened a lock that would
+--          outlive its lease because the server's clock was set back
 
 local lock, leader, term, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local token, ttl, host, pid, last, standby, stay = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7], ARGV[8]
@@ -46,7 +46,7 @@ if holder == token then
   return {tonumber(redis.call("GET", term)), time[1], time[2]}
 end
 if holder and holder ~= last then
-  -- Redis keeps the end as an instant of its clock. A living leader renews the lock before this end, too.
+  -- Redis stores the expiry as an instant of its clock. A living leader renews the lock before the shortened end, too.
   local record = redis.call("HMGET", leader, "token", "lease_ms")
   local lease = record[1] == holder and tonumber(record[2])
   if lease and redis.call("PTTL", lock) > lease then

@@ -1,12 +1,12 @@
---- renew: prolong a term of leadership; a term that has ended is never taken up again.
+--- renew: prolong a term of leadership; a term that has ended is never resumed.
 --
 -- A repetition of the call, after its reply was lost, prolongs the term again.
 --
 -- KEYS[1]  lock    string: the leader's token
--- KEYS[2]  leader  hash: who leads, for people, and how far its host's clock is ahead
+-- KEYS[2]  leader  hash: the leader, for operators, and how far its host's clock is ahead
 -- ARGV[1]  token   of the term
 -- ARGV[2]  ttl_ms  how long leadership lasts from now on
--- ARGV[3]  ahead   seconds by which our host's clock is ahead of the server's, for people
+-- ARGV[3]  ahead   seconds by which our host's clock is ahead of the server's, for operators
 --
 -- returns  1 prolonged, 0 the term has ended
 

@@ -1,4 +1,4 @@
-"""Ends a beat that is stuck, or whose worker is gone, so that another one can do its work."""
+"""Ends a beat that is stuck, or whose worker is gone, so that another beat can take over."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ("Watchdog", "is_orphan")
 
 log = Log("celery.beat")
 
-#: Looks per timeout.
-LOOKS = 60
+#: Polls per timeout.
+POLLS = 60
 
 
 class Watchdog:
-    """Ends the process when nobody has called ``progress`` for a while, after its stacks are in the log.
+    """A watch that logs all stacks and ends the process, if ``progress`` is not called for ``timeout`` seconds.
 
-    It counts its own looks instead of asking a clock: a process that was suspended as a whole is not stuck.
+    It counts its own polls instead of reading a clock: a process that was suspended as a whole is not stuck.
 
     Args:
         timeout: seconds without progress.
-        end: ends the process; only tests give another one.
+        end: ends the process; only tests replace it.
     """
 
     def __init__(self, timeout: float, *, end: Callable[[int], object] = os._exit) -> None:
         self.timeout, self._end = timeout, end
-        self._looks, self._stopped = 0, False
+        self._polls, self._stopped = 0, False
         self._thread: threading.Thread | None = None
 
     def progress(self) -> None:
-        """Note that work goes on; starts the watch on its first call."""
-        self._looks = 0
+        """Record that work goes on; the first call starts the watch."""
+        self._polls = 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="singlebeat-watchdog", daemon=True)
             self._thread.start()
@@ -48,13 +48,13 @@ class Watchdog:
         self._stopped = True
 
     def _watch(self) -> None:
-        while self._looks < LOOKS:
-            time.sleep(self.timeout / LOOKS)
-            self._looks += 1
+        while self._polls < POLLS:
+            time.sleep(self.timeout / POLLS)
+            self._polls += 1
             if self._stopped:
                 return
         log.critical(
-            "beat: No progress for %(seconds)g s: this beat ends, so that another one takes over",
+            "beat: No progress for %(seconds)g s: this beat ends, so that another beat takes over",
             event="stuck",
             seconds=self.timeout,
             detail=_stacks(),
@@ -71,6 +71,6 @@ def _stacks() -> str:
 
 
 def is_orphan() -> bool:
-    """Tell whether this is the beat of a ``celery worker -B`` whose main process is gone."""
+    """Return whether this is the beat of a ``celery worker -B`` whose main process is gone."""
     parent = getattr(current_process(), "_parent_pid", None)
     return parent is not None and parent != os.getppid()

@@ -1,36 +1,36 @@
---- claim: take one occurrence of each of some entries, so that no other beat can, and move the entries to their next ones.
+--- claim: claim one occurrence of each of some entries, so that no other beat can, and move the entries to their next.
 --
--- A repetition of the call, after its reply was lost, says "claimed" again and writes nothing. Only of an entry that
--- moves on with a new past while leadership is switched off it says "moved": another beat may have done the same.
+-- A repetition of the call, after its reply was lost, returns "claimed" again and writes nothing. It returns "moved"
+-- for an entry that only moves on, with a new past, while leadership is switched off: another beat may have done this.
 --
 -- KEYS[1]     lock        string: the leader's token; where leadership is switched off: the zone of the schedule
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
--- KEYS[3]     pending     zset: members with an occurrence that is claimed and not confirmed, by the time to try it (s)
+-- KEYS[3]     pending     zset: members with an occurrence that is claimed and not confirmed, by time of next try (s)
 -- KEYS[4...]  entries     hashes: definition, meta, policy, since, pending
--- ARGV[1]     token       what lock must hold, else another leads, or decides in another zone; empty: anything
--- ARGV[2]     retry_at    when to try the occurrences again if they are not confirmed (s); no other call has the same
+-- ARGV[1]     token       what lock must hold, else another beat leads, or decides in another zone; empty: any value
+-- ARGV[2]     retry_at    when to retry the occurrences if they are not confirmed (s); no other call has the same value
 -- ARGV[3]     claims      JSON, one array for each entry:
 --             member      of the entry in schedule and pending
 --             score       that we have read and decided on
---             sha         SHA-1 of the fields that we have decided on: all five, joined by NUL, empty if not there
---             next        score of the next occurrence, as a text; negative: there is none
---             meta        for the entry; empty: leave it, which needs an empty occurrence, too
---             since       for the entry, with its meta; empty: none
+--             sha         SHA-1 of the fields that we have decided on: all five, joined by NUL; an absent one is empty
+--             next        score of the next occurrence, as a string; negative: there is none
+--             meta        new value; empty: leave it, then occurrence must be empty, too
+--             since       new value, written with meta; empty: the entry has none then
 --             occurrence  JSON of the claimed occurrence; empty: only move on
 -- ARGV[4]     leads       1: we lead; 0: leadership is switched off, and other beats may claim at the same time
 --
 -- returns  for each entry
 --          claimed  done
---          fenced   another leads
+--          fenced   another beat leads
 --          moved    the entry has been claimed, confirmed, edited, paused or deleted since it was read
---          pending  the last occurrence is not confirmed yet; it is in pending again, if it was lost from there
---          (nothing else was written for it but in the first case)
+--          pending  the last occurrence is not confirmed yet; it is put back into pending if it was missing there
+--          (only claimed writes anything else for the entry)
 
 local lock, schedule, pending, token, retry_at = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
 local leads = ARGV[4] == "1"
 local fenced = token ~= "" and redis.call("GET", lock) ~= token
 
-local next_scores, taken = {}, {}  -- score and member, in turns, for one ZADD of all entries
+local next_scores, taken = {}, {}  -- score and member, alternating, for one ZADD of all entries
 
 local function score_of(zset, member)
   return tonumber(redis.call("ZSCORE", zset, member) or "nan")
@@ -54,10 +54,10 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
     is_ours = at == tonumber(next_score) and (meta == "" or (leads and f[2] == meta and f[4] == since))
   end
   if is_ours then
-    return "claimed"  -- by this very call: its reply was lost
+    return "claimed"  -- by this call: its reply was lost
   end
   if at == score and occurrence ~= "" and f[5] ~= "" then
-    redis.call("ZADD", pending, "NX", retry_at, member)  -- else it would never be tried again, nor the next one claimed
+    redis.call("ZADD", pending, "NX", retry_at, member)  -- else it would never be retried, nor the next one claimed
     return "pending"
   end
   if at ~= score or redis.sha1hex(table.concat(f, "\0")) ~= sha then

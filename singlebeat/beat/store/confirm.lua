@@ -1,26 +1,26 @@
---- confirm: record decisions; claimed occurrences among them are pending no longer.
+--- confirm: record decisions about occurrences; the claimed ones are pending no longer.
 --
--- A repetition of the call, after its reply was lost, says "recorded" again and writes nothing: the last record in the
--- history of the entry is the same. Where no history is kept, it says "confirmed".
+-- A repetition of the call, after its reply was lost, returns "recorded" again and writes nothing, because the last
+-- record in the history of the entry is the same. If no history is kept, it returns "confirmed".
 --
 -- KEYS[1]     pending     zset: members with an occurrence that is claimed and not confirmed
 -- KEYS[2]     history     stream: one record per decision
 -- KEYS[3...]  entries     hashes: definition, meta, pending; sent: nominal time of the last run that was sent (s);
 --                         history: their last records, a JSON array per line
 -- ARGV[1]     limit       records to keep in the stream; 0: keep none
--- ARGV[2]     bytes       to keep of the history of each entry: a rare one must not be pushed out by a busy one
+-- ARGV[2]     bytes       to keep of the history of each entry: a busy entry must not evict the records of a rare one
 -- ARGV[3]     decisions   JSON, one array for each entry:
 --             member      of the entry in pending
---             occurrence  JSON of the occurrence, as it was claimed; empty: none was
---             meta        for the entry; empty: leave it
+--             occurrence  JSON of the occurrence, as it was claimed; empty: no occurrence was claimed
+--             meta        new value; empty: leave it
 --             record      values, in the order of the names below
---             sent        nominal time of the occurrence, as a text, if it is a run of the schedule; empty: it is none
+--             sent        nominal time of the occurrence, as a string, if it is a sent run of the schedule; else empty
 --
--- returns  JSON, for each
+-- returns  JSON, for each decision
 --          recorded   done
---          confirmed  it was before, by another beat that had taken up the occurrence
+--          confirmed  another beat had retaken and confirmed the occurrence before
 --          gone       its entry was deleted
---          (nothing was written for it but in the first case)
+--          (only recorded writes anything for the entry)
 
 local pending, history, limit, bytes = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 
@@ -33,7 +33,7 @@ local function confirm(entry, member, occurrence, meta, r, sent)
   if is_hash and stored[2] and not (occurrence ~= "" and stored[1] == occurrence) then
     local last = string.match(stored[2], "^%[\"[%d-]+\",(.-\n)")
     if last and "[" .. last == line then
-      return "recorded"  -- by this very call: its reply was lost
+      return "recorded"  -- by this call: its reply was lost
     end
   end
   if (occurrence == "" or not stored[1]) and redis.call("EXISTS", entry) == 0 then

@@ -1,16 +1,16 @@
---- place: put entries to earlier places in the schedule, and remember in which zone their wall clocks were read.
+--- place: move entries to earlier places in the schedule, and store the zone in which their schedules were read.
 --
 -- KEYS[1]     lock      string: the leader's token
 -- KEYS[2]     schedule  zset: members by the time of their next occurrence (s)
 -- KEYS[3]     zone      string: the app's zone, in which the places of the schedule were computed
 -- ARGV[1]     token     of our term; empty: leadership is switched off
--- ARGV[2]     name      of the zone, once all places were computed in it; empty: they were not, leave what is stored
--- ARGV[3...]  places    score and member, in turns
+-- ARGV[2]     name      of the zone, once all places were computed in it; empty: they were not, leave the stored name
+-- ARGV[3...]  places    score and member, alternating
 --
--- An entry that is parked, or later than its new place, is moved; one that is earlier or gone is left. A place that is
--- too early is corrected by the tick that finds it, so a repetition, and a writer in between, do no harm.
+-- An entry that is parked, or later than its new place, is moved; an earlier or deleted entry is left. The tick that
+-- reads an entry too early corrects its place. So a repetition, or another writer in between, does no harm.
 --
--- returns  1: done; 0: another leads, nothing was written
+-- returns  1: done; 0: another beat leads, nothing was written
 
 local lock, schedule, zone, token, name = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
 if token ~= "" and redis.call("GET", lock) ~= token then

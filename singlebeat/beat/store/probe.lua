@@ -1,7 +1,7 @@
 --- probe: try commands on a key that holds nothing else, and leave nothing behind.
 --
--- KEYS[1]  key       of this script alone; gone when it ends, or when it expires if the server refuses to delete it
--- ARGV[1]  commands  JSON, one array for each: the command, and its arguments behind the key
+-- KEYS[1]  key       of this script alone; gone after the script, or once it expires if the server refuses to delete it
+-- ARGV[1]  commands  JSON, one array for each: the command, and its arguments after the key
 --
 -- returns  JSON, one array for each command that the server refuses: the command and the error
 

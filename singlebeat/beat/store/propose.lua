@@ -1,21 +1,21 @@
 --- propose: give an entry an occurrence that its schedule does not ask for; the leader sends it in its next tick.
 --
--- A repetition of the call, after its reply was lost, says "proposed" again and writes nothing, also if the occurrence
--- was sent meanwhile.
+-- A repetition of the call, after its reply was lost, returns "proposed" again and writes nothing, even if the
+-- occurrence was sent meanwhile.
 --
 -- KEYS[1]  entry       hash: definition, pending, backfill, asked: id of the last occurrence that was proposed
--- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed, by the time to try it (s)
+-- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed, by time of the next try (s)
 -- ARGV[1]  member      of the entry in pending
--- ARGV[2]  id          of the occurrence; empty: there is none, only the backfill is to end
+-- ARGV[2]  id          of the occurrence; empty: propose none, only end the backfill
 -- ARGV[3]  occurrence  JSON of it
--- ARGV[4]  found       how far a backfill has come, as it was read; empty: there was none
--- ARGV[5]  at          how far it comes with this occurrence; empty: it ends; the same as found: it is left alone
+-- ARGV[4]  found       the field backfill as it was read; empty: absent
+-- ARGV[5]  at          the field backfill from now on; empty: the backfill ends; the same as found: leave the field
 --
 -- returns  proposed  done
---          pending   the last occurrence is not confirmed yet; it is in pending again, if it was lost from there
---          moved     another call goes on with the backfill
---          missing   there is no such entry
---          (nothing else was written but in the first case)
+--          pending   the last occurrence is not confirmed yet; it is put back into pending if it was missing there
+--          moved     another call has continued the backfill
+--          missing   the entry does not exist
+--          (only proposed writes anything else)
 
 local entry, pending, member, id, occurrence, found, at = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
@@ -24,7 +24,7 @@ if not stored[1] then
   return "missing"
 end
 if stored[4] == id or (id == "" and not stored[3]) then
-  return "proposed"  -- by this very call: its reply was lost
+  return "proposed"  -- by this call: its reply was lost
 end
 if id ~= "" and stored[2] then
   redis.call("ZADD", pending, "NX", 0, member)

@@ -1,14 +1,14 @@
---- retake: take up occurrences that were claimed and not confirmed, so that no other beat does at the same time.
+--- retake: retake occurrences that were claimed and not confirmed, so that no other beat sends them at the same time.
 --
--- A repetition of the call, after its reply was lost, says the same and writes nothing.
+-- A repetition of the call, after its reply was lost, returns the same and writes nothing.
 --
 -- KEYS[1]  lock      string: the leader's token
--- KEYS[2]  pending   zset: members with an occurrence that is claimed and not confirmed, by the time to try it (s)
+-- KEYS[2]  pending   zset: members with an occurrence that is claimed and not confirmed, by time of the next try (s)
 -- ARGV[1]  token     of our term; empty: leadership is switched off
--- ARGV[2]  retry_at  when to try them again if they are not confirmed (s); no other call has the same
+-- ARGV[2]  retry_at  when to retry them if they are not confirmed (s); no other call has the same value
 -- ARGV[3]  wishes    JSON, one array for each: [member of the entry in pending, score that we have read]
 --
--- returns  JSON, for each whether it is ours to try: else another leads or has taken it up
+-- returns  JSON, for each whether we may send it; if not, another beat leads or has retaken it
 
 local lock, pending, token, retry_at = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local fenced = token ~= "" and redis.call("GET", lock) ~= token
@@ -19,7 +19,7 @@ local function retake(member, score)
   end
   local at = tonumber(redis.call("ZSCORE", pending, member) or "nan")
   if at == tonumber(retry_at) then
-    return true  -- by this very call: its reply was lost
+    return true  -- by this call: its reply was lost
   end
   if at ~= score then
     return false
