@@ -40,7 +40,7 @@ from .metrics import BeatMetrics
 from .publisher import BrokerAccess
 from .server_time import ServerTime
 from .store.claims import BATCH, Claim, ClaimVerdict, Due, Store, Stored
-from .store.probe import TICKS, acl_hint, schedule_refusal
+from .store.probe import TICKS, advice, schedule_error, schedule_refusal
 from .store.zone_change import Places
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
         connect, keys = partial(schedule_client, self.app, timeout=timeout), Keys.of(self.app).lease
         about, server_time = signature_of(self.app), self.server_time
-        return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=server_time)
+        says = partial(schedule_error, self.app)
+        return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=server_time, says=says)
 
     @cached_property
     def server_time(self) -> ServerTime:
@@ -218,7 +219,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
             self._is_refused = isinstance(exc, ResponseError)
-            self._trouble(type(exc).__name__, f"{exc}{acl_hint(exc)}")
+            text = f"{exc}{advice(exc)}" if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
+            self._trouble(type(exc).__name__, text)
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False

@@ -676,7 +676,17 @@ def test_a_campaign_without_a_right_takes_no_lock(make, server, redis, command):
 
         assert redis.exists(KEYS.lock) == 0
         assert redis.pttl(KEYS.leader) != -1, "no record of a leader may last for ever"
-        assert command == "set" or not redis.exists(KEYS.term)
+        assert not redis.exists(KEYS.term), "no term is counted"
+
+
+def test_a_campaign_without_memory_writes_nothing(own_server, lease_on):
+    redis = own_server.client()
+    redis.config_set("maxmemory", "1")
+
+    with pytest.raises(RedisError):
+        lease_on(own_server).acquire()
+
+    assert redis.dbsize() == 0
 
 
 # ---------------------------------------------------------------- switched off

@@ -210,6 +210,60 @@ def test_tools_say_that_the_server_refuses_and_not_that_a_beat_is_to_be_started(
 
 
 @pytest.mark.parametrize(
+    ("refusing", "says"),
+    [
+        (full, "it refuses to write, so that nothing is sent: .+Its memory is full: free some, or raise maxmemory"),
+        (replica, "it refuses to write, so that nothing is sent: .+It is a replica"),
+    ],
+)
+def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(cli, own_server, beat_of, redis, refusing, says):
+    with make_app(own_server.celery_url) as app:
+        beat_of(app).tick()
+        assert ready(app, redis) == (200, "ok")
+        with refusing(own_server):
+            beat_of(app).lease.renew()
+            (code, probed), health = ready(app, redis), cli("health", app=app, code=1).output
+        again = ready(app, redis), cli("health", app=app).output
+
+    where = re.escape(f"the schedule's server {own_server.url}")
+    assert code == 503
+    assert re.fullmatch(f"{where}: {says}.*", probed)
+    assert re.fullmatch(f"Error: {where}: {says}.*\n", health)
+    assert again[0] == (200, "ok")
+    assert again[1].startswith("healthy: ")
+
+
+@pytest.mark.parametrize("command", ["pexpire", "xadd", "hset"])
+def test_a_right_that_beat_lacks_is_named_by_every_probe(cli, server, redis, beat_of, command):
+    with lacking(server, command) as (app, (schedules, _)):
+        beat_of(app).tick()
+        probed, health = ready(app, redis), cli("health", app=app, code=1).output
+
+    assert probed == (503, f"{schedules}: {grant(command)}")
+    assert health == f"Error: {schedules}: {grant(command)}\n"
+
+
+def test_a_wrong_password_is_logged_with_its_server_and_what_to_do(server, redis, beat_of, caplog):
+    with without(server, "flushall") as url, make_app(server.celery_url, {"redbeat_redis_url": url}) as app:
+        app.conf.redbeat_lock_timeout = 3
+        beat = beat_of(app)
+        beat.tick()
+        redis.acl_deluser("mute")  # which ends its connections, too
+        code, probed = ready(app, redis)
+        wait_until(lambda: "event=not_renewed" in caplog.text, what="a renewal that fails")
+        wait_until(lambda: beat.lease.term() is None, what="the end of the term")
+        beat.tick()
+
+    where = url.replace(":any@", ":**@")
+    says = f"the schedule's server {where} refuses: invalid username-password pair or user is disabled. "
+    says += "Correct the user and the password in its URL or its options"
+    assert (code, probed) == (503, says)
+    reasons = {record.singlebeat["event"]: record.singlebeat.get("reason") for record in caplog.records}
+    assert reasons["trouble"] == reasons["not_renewed"] == says
+    assert ":any@" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("refusing", "advice"),
     [
         (full, "Its memory is full: free some, or raise maxmemory"),

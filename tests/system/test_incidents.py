@@ -185,7 +185,7 @@ def test_b2_a_restarted_redis_has_kept_what_it_was_told_to_keep(beat, server, ow
         own_server.kill()
         incident.until(
             second.logs("ERROR.*Trouble with Redis: trying again event=trouble"),
-            second.ready("^503 Redis does not answer"),
+            second.ready(r"^503 the schedule's server \S+ does not answer"),
             second.metric("redis_up", "0.0"),
             *(
                 tools.say(command, f"^Error: {server_is}: .*", code=2)
@@ -393,7 +393,7 @@ def test_b7_a_wrong_password_or_a_missing_right_is_named(beat, server, own_serve
         user("beats", ">another", drop=True)
         incident.until(
             running.logs(f"ERROR.*Trouble with Redis: trying again event=trouble .*{wrong}"),
-            running.ready(f"^503 Redis refuses: .*{wrong}"),
+            running.ready(rf"^503 the schedule's server \S+ refuses: .*{wrong}"),
             running.metric("redis_up", "0.0"),
             *(
                 tools.say(command, f"^Error: the schedule's server .*{wrong}", code=2)

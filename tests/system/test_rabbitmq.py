@@ -259,7 +259,7 @@ def test_b6_rabbitmq_and_redis_that_are_away_are_named(
             redis.kill()
             Incident("B6 Redis killed, too").until(
                 beat.logs("ERROR.*Trouble with Redis: trying again event=trouble"),
-                beat.ready("^503 Redis does not answer"),
+                beat.ready(r"^503 the schedule's server \S+ does not answer"),
                 tools.say("health", f"^Error: the schedule's server {redis.url}: ", code=2),
                 tools.say("explain steady", f"^Error: the schedule's server {redis.url}: ", code=2),
             )

@@ -61,8 +61,10 @@ if redis.call("GET", resigned) == host .. ":" .. pid and redis.call("PTTL", resi
   return stand_by()
 end
 
--- The lock comes last: where the server refuses a command, no beat may hold it without the rest.
-redis.call("PEXPIRE", leader, ttl)
+-- Tried on a key that goes: without memory, or without these rights, nothing else is written. Redis checks its memory
+-- before the first write alone. The lock comes last: where another command is refused, no beat holds it.
+redis.call("SET", resigned, "", "PX", ttl)
+redis.call("PEXPIRE", resigned, ttl)
 redis.call("DEL", leader, resigned)
 redis.call("ZREM", standbys, standby, ARGV[11])
 local number = tonumber(redis.call("GET", term) or 0) + 1

@@ -65,6 +65,7 @@ class Lease:
         clock: monotonic seconds.
         about: texts that are stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
         server_time: learns the server's time from each campaign.
+        says: returns an error of the server for the log.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         about: Mapping[str, str] = MappingProxyType({}),
         server_time: ServerTime | None = None,
+        says: Callable[[RedisError], str] = str,
     ) -> None:
         self.keys, self.ttl = keys, ttl
         self.server_time = server_time or ServerTime()
-        self._connect, self._clock, self._about = connect, clock, about
+        self._connect, self._clock, self._about, self._says = connect, clock, about, says
         self._client: Any = None
         self._term: Term | None = None
         self._token = ""  #: of campaigns that were not answered: the server may yet execute one of them
@@ -223,7 +225,7 @@ class Lease:
                 "beat: Could not release the lock, it ends within %(ttl)g s",
                 event="lock_kept",
                 ttl=self.ttl,
-                reason=exc,
+                reason=self._says(exc),
             )
         else:
             if released:
@@ -251,7 +253,7 @@ class Lease:
                 if not self._not_renewed:
                     self._not_renewed = True
                     left = self._trusted_until - self._clock()
-                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=exc)
+                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=self._says(exc))
 
 
 def resign(app: Celery) -> bool:
