@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .entries.policy import EntryPolicy
 from .status import REDBEAT_LEADS
+from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -104,7 +105,8 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
 def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending anything in time, and which beat it is if it is not one of ours."""
     if facts.refused:
-        yield f"Nothing is sent because of the schedule's server: {facts.refused.rstrip('.')}."
+        what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
+        yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}."
     elif not facts.state.works and facts.state.is_shared:
         yield "No beat works: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
     elif not facts.state.works:

@@ -228,7 +228,10 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         )
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _stays_pending(app)):  # RedBeat sends none of them
-        text = f"{pending} occurrences are claimed and not sent: the broker or the locks' server may be unreachable"
+        why = "the broker or the locks' server may be unreachable"
+        if schedule_refusal(app):
+            why = "the schedule's server refuses what beat needs to send them, or to note that they were sent"
+        text = f"{pending} occurrences are claimed and not confirmed: {why}"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
         text = f"is quarantined since {record['since']} and does not run: {record['reason']}"

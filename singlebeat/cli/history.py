@@ -145,7 +145,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,
-        refused=schedule_refusal(app) if state.overdue or not state.works else "",
+        refused=schedule_refusal(app) if pending is not None or state.overdue or not state.works else "",
         broker_away=broker_away,
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",

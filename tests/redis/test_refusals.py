@@ -84,7 +84,8 @@ def findings(cli, app, about: str) -> list[tuple[str, str]]:
 
 
 def put(app, **fields) -> Entry:
-    return Entry("e", f"{APP}.plain", schedule(3600), args=["e"], run_on_start=True, app=app, **fields).save()
+    name = fields.pop("name", "e")
+    return Entry(name, f"{APP}.plain", schedule(3600), args=[name], run_on_start=True, app=app, **fields).save()
 
 
 # ---------------------------------------------------------------- the doctor writes
@@ -241,6 +242,27 @@ def test_a_right_that_beat_lacks_is_named_by_every_probe(cli, server, redis, bea
 
     assert probed == (503, f"{schedules}: {grant(command)}")
     assert health == f"Error: {schedules}: {grant(command)}\n"
+
+
+def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, server, redis, beat_of, caplog):
+    caplog.set_level("INFO", "celery.beat")
+    with lacking(server, "xadd") as (app, _):
+        for name in "abc":
+            put(app, name=name)
+        beat = beat_of(app)
+        beat.tick()
+        beat._recheck_at = time.monotonic()
+        beat.tick()
+        explained, found = cli("explain", "a", app=app).output, findings(cli, app, "beat")
+
+    told = [record.singlebeat for record in caplog.records]
+    assert sorted(each["entry"] for each in told if each["event"] == "dispatched") == ["a", "b", "c"]
+    assert redis.llen("celery") == 3
+    assert redis.zcard("redbeat::pending") == 0
+    assert "trouble" in {each["event"] for each in told}
+    assert re.search(r"The run for \S+ \S+ was sent at \S+ \S+ as task", explained)
+    assert "Nothing is sent" not in explained
+    assert "broker" not in str(found)
 
 
 def test_a_wrong_password_is_logged_with_its_server_and_what_to_do(server, redis, beat_of, caplog):
