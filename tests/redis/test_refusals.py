@@ -318,8 +318,9 @@ def test_a_broker_that_refuses_is_not_said_to_be_away(cli, server, redis, own_se
 
     (told,) = [record for record in caplog.records if record.singlebeat["event"] == "unreachable"]
     assert "stays pending until the broker takes it" in told.getMessage()
+    assert told.singlebeat["reason"].startswith(f"the broker {own_server.url}: ")
     assert "is claimed and waits to be sent" in explained
-    assert "the broker refuses: " in explained
+    assert f"the broker {own_server.url} refuses: " in explained
     assert "Its memory is full: free some, or raise maxmemory. It is sent when that is over" in explained
     assert "does not answer" not in explained
 
@@ -395,10 +396,32 @@ def test_explain_and_status_say_that_a_run_is_claimed_and_waits_for_the_broker(c
         explained, status = cli("explain", "e", app=app).output, cli("status", app=app).output
 
     assert re.search(
-        r"The run for \S+ \S+ is claimed and waits to be sent, as task \S+: the broker does not", explained
+        r"The run for \S+ \S+ is claimed and waits to be sent, as task \S+: the broker \S+ does not", explained
     )
     assert "It is due now" not in explained
     assert "pending     1, claimed and not yet sent" in status
+
+
+def test_the_doctor_checks_the_rest_while_the_schedules_server_is_down(cli, server, redis, own_server):
+    with make_app(server.celery_url, {"redbeat_redis_url": own_server.url, "redbeat_lock_timeout": 1}) as app:
+        own_server.kill()
+        result = cli("doctor", app=app, code=2)
+        rows = json.loads(cli("doctor", "--json", app=app, code=2).stdout)
+
+    where = re.escape(f"Error: the schedule's server {own_server.url}: ")
+    assert re.match(where, result.stderr)
+    about = {row["about"] for row in rows}
+    assert about == {"redbeat_lock_timeout", "workers"}
+    assert "none answers" in result.stdout
+
+
+def test_the_doctor_names_a_broker_that_does_not_answer(cli, server, redis, own_server):
+    with make_app(server.celery_url, {"broker_url": own_server.url.replace("://", "://:secret@")}) as app:
+        own_server.kill()
+        ((level, text),) = findings(cli, app, f"broker {own_server.url.replace('://', '://:**@')}")
+
+    assert level == "problem"
+    assert text.startswith("it does not answer: ")
 
 
 def test_explain_tells_what_is_known_while_the_locks_server_is_away(cli, server, redis, own_server, beat_of):
