@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -43,6 +44,19 @@ class HeldLock:
     def seems_abandoned(self) -> bool:
         """Whether its worker has not renewed it for so long that it has probably died."""
         return self.state == "running" and self.left is not None and self.left < self.lease * RENEWED
+
+    @property
+    def seems_abandoned_in(self) -> float:
+        """Seconds until that is so if its worker has died; 0 if it is, or if the end of the lock is not known."""
+        return max(0.0, math.ceil((self.left or 0.0) - self.lease * RENEWED))
+
+    @property
+    def last_renewed(self) -> str:
+        """When it was renewed last, and by which worker, for people."""
+        by = f" by {self.worker}" if self.worker else ""
+        if self.renewed is not None:
+            return f"{self.renewed:.0f} s ago{by}"
+        return f"{max(0.0, self.lease - self.left):.0f} s ago{by}" if self.left is not None else "at a time not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,29 +259,22 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
-            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}, and no worker that answers runs "
-            f"it: its worker has probably died. The lock ends by itself {left}; to free it now: "
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
+            f"runs it: its worker has probably died. The lock ends by itself {left}; to free it now: "
             f"celery singlebeat unlock {task_id}"
         )
     elif facts.running is not None:
         yield (
-            f"Task {task_id} runs, as far as is known: its lock was renewed {_renewed(lock)}, so its worker lived "
+            f"Task {task_id} runs, as far as is known: its lock was renewed {lock.last_renewed}, so its worker lived "
             "then. That worker does not answer: it shuts down and ends its last tasks, is too busy, or has died since "
             "then. "
             f"If it has died, the lock ends by itself within {lock.lease:.0f} s."
         )
     else:
         yield (
-            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}; the workers could not be asked "
-            "whether it runs."
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}; the workers could not be "
+            "asked whether it runs."
         )
-
-
-def _renewed(lock: HeldLock) -> str:
-    by = f" by {lock.worker}" if lock.worker else ""
-    if lock.renewed is not None:
-        return f"{lock.renewed:.0f} s ago{by}"
-    return f"{max(0.0, lock.lease - lock.left):.0f} s ago{by}" if lock.left is not None else "at a time not known"
 
 
 def _queued(facts: Facts, task_id: str) -> Iterator[str]:

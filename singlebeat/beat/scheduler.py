@@ -289,7 +289,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                 facts = {"term": term.number, "leader": term.leader}
                 self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
             if term.lost and term.lost != self._vanished_in:
-                why = f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part"
+                why = f"term {term.lost} has begun before, and the server does not know it any more: it has lost all "
+                why += "that it held, or its last changes, as one that starts from an old snapshot does"
                 self._tell_vanished(why)
             self._vanished_in = 0  # the numbers begin anew
             self._gained = term
@@ -311,7 +312,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._watched()
 
     def _tell_vanished(self, why: str) -> None:
-        sentence = "beat: The schedule has vanished: installing beat_schedule again"
+        sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
 
     def _end_term(self) -> None:

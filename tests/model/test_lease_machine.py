@@ -347,7 +347,11 @@ MUTANTS = {
         'last and "[" .. last == line',  # which knows a repetition of the call
     ),
     "a campaign against a leader": (lease_module, "campaign", "holder and holder ~= last"),
-    "a renewal of another one's term": (lease_module, "renew", 'redis.call("GET", lock) ~= token or redis.call("GET", term) ~= number'),
+    "a renewal of another one's term": (
+        lease_module,
+        "renew",
+        'redis.call("GET", lock) ~= token or redis.call("GET", term) ~= number',
+    ),
     "the end of another one's term": (lease_module, "resign", "holder ~= token"),
 }
 

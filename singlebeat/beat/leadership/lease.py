@@ -253,7 +253,8 @@ class Lease:
                 if not self._not_renewed:
                     self._not_renewed = True
                     left = self._trusted_until - self._clock()
-                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=self._says(exc))
+                    why = self._says(exc)
+                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=why)
 
 
 def resign(app: Celery) -> bool:
