@@ -31,6 +31,7 @@ __all__ = (
     "DataError",
     "RedisError",
     "ResponseError",
+    "broker_place",
     "check_schedule_server",
     "is_redis",
     "lock_server",
@@ -122,6 +123,12 @@ def schedule_client(app: Celery, *, timeout: float | None = None) -> Any:
         return private(server.url, timeout=timeout, retries=0, options=server.options, setting=server.setting)
     patience = Config.of(app).singlebeat_socket_timeout
     return shared(server.url, timeout=patience, options=server.options, setting=server.setting)
+
+
+def broker_place(app: Celery) -> str:
+    """Return where messages are sent, for people: the URL of the broker, or each of several, without its password."""
+    given = app.conf.broker_write_url or app.conf.broker_url or app.connection_for_write().as_uri()
+    return masked(";".join(map(str, given)) if isinstance(given, list | tuple) else str(given))
 
 
 def lock_server(app: Celery) -> Endpoint:

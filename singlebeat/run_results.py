@@ -140,6 +140,7 @@ class _Writer:
         self._news: SimpleQueue[tuple[str, ...] | SimpleQueue[None]] = SimpleQueue()
         self._client: Any = None
         self._silent_until = 0.0
+        self._failed = False
         start_native_thread(self._run, "singlebeat-ends")
 
     def put(self, news: tuple[str, ...] | SimpleQueue[None]) -> None:
@@ -156,9 +157,13 @@ class _Writer:
             try:
                 if rows and time.monotonic() >= self._silent_until:
                     self._write(rows)
+                    if self._failed:
+                        self._failed = False
+                        log.warning("the ends of runs are recorded again", event="recovered")
             except Exception as exc:  # the outer edge of the thread: no Redis, or no schedule in it
+                self._failed = True
                 log.warning(
-                    "the ends of %(runs)d runs, and those of %(seconds)g s, are not recorded",
+                    "the ends of %(runs)d runs, and of those that end in the next %(seconds)g s, are not recorded",
                     event="ends_not_recorded",
                     runs=len(rows),
                     seconds=PAUSE,

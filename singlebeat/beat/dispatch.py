@@ -15,7 +15,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
 
 from ..config import Config
-from ..connections import DataError, RedisError, ResponseError, what_it_does
+from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
 from ..locks.acquire import UNSENT_TTL, claim, keep
@@ -29,7 +29,7 @@ from .decision_log import log_decision
 from .entries.occurrence import Decision, DecisionType
 from .lost_messages import note
 from .message import Message, prepare
-from .store.probe import acl_hint
+from .store.probe import advice
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -283,7 +283,8 @@ class Dispatcher:
             refuses = any(cause is not None and what_it_does(cause) == "refuses" for cause in (exc, exc.__context__))
             until = "takes it" if refuses else "answers"
             text = f"Scheduler: Message Error: what is due stays pending until %(server)s {until}"
-            log.error(text, event="unreachable", server=server, reason=f"{exc}{acl_hint(exc)}")
+            where = "" if is_of_locks else f"{BROKER} {broker_place(self.app)}: "  # the locks' server is in the error
+            log.error(text, event="unreachable", server=server, reason=f"{where}{exc}{advice(exc)}")
 
     def _reached(self, server: str) -> None:
         if server in self._unreachable:

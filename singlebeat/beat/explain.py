@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -12,6 +13,7 @@ from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .status import REDBEAT_LEADS
+from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -47,6 +49,21 @@ class HeldLock:
     def seems_abandoned(self) -> bool:
         """Whether its worker has not renewed it for so long that it has probably died."""
         return self.state == "running" and self.left is not None and self.left < self.lease * RENEWED
+
+    @property
+    def seems_abandoned_in(self) -> float:
+        """Seconds until that is so if its worker has died; 0 if it is, or if the end of the lock is not known."""
+        return max(0.0, math.ceil((self.left or 0.0) - self.lease * RENEWED))
+
+    @property
+    def last_renewed(self) -> str:
+        """When it was renewed last, and by which worker, for people."""
+        by = f" by {self.worker}" if self.worker else ""
+        if self.is_ahead:
+            return f"{by} {BEFORE_SET_BACK}".strip()
+        if self.renewed is not None:
+            return f"{self.renewed:.0f} s ago{by}"
+        return f"{max(0.0, self.lease - self.left):.0f} s ago{by}" if self.left is not None else "at a time not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +126,8 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
 def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending anything in time, and which beat it is if it is not one of ours."""
     if facts.refused:
-        yield f"Nothing is sent because of the schedule's server: {facts.refused.rstrip('.')}."
+        what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
+        yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}."
     elif not facts.state.works and facts.state.is_shared:
         yield "No beat works: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
     elif not facts.state.works:
@@ -258,37 +276,28 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
-            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}, and no worker that answers runs "
-            f"it: its worker has probably died. The lock ends by itself {left}; to free it now: "
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
+            f"runs it: its worker has probably died. The lock ends by itself {left}; to free it now: "
             f"celery singlebeat unlock {task_id}"
         )
     elif lock.is_ahead and facts.running is not None:
         yield (
-            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}, and no worker that answers runs "
-            f"it. If its worker has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
+            f"runs it. If its worker has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
             "meets it."
         )
     elif facts.running is not None:
         yield (
-            f"Task {task_id} runs, as far as is known: its lock was renewed {_renewed(lock)}, so its worker lived "
+            f"Task {task_id} runs, as far as is known: its lock was renewed {lock.last_renewed}, so its worker lived "
             "then. That worker does not answer: it shuts down and ends its last tasks, is too busy, or has died since "
             "then. "
             f"If it has died, the lock ends by itself within {lock.lease:.0f} s."
         )
     else:
         yield (
-            f"Task {task_id} holds the lock, which was last renewed {_renewed(lock)}; the workers could not be asked "
-            "whether it runs."
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}; the workers could not be "
+            "asked whether it runs."
         )
-
-
-def _renewed(lock: HeldLock) -> str:
-    by = f" by {lock.worker}" if lock.worker else ""
-    if lock.is_ahead:
-        return f"{by} {BEFORE_SET_BACK}".strip()
-    if lock.renewed is not None:
-        return f"{lock.renewed:.0f} s ago{by}"
-    return f"{max(0.0, lock.lease - lock.left):.0f} s ago{by}" if lock.left is not None else "at a time not known"
 
 
 def _queued(facts: Facts, task_id: str) -> Iterator[str]:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError, schedule_client, what_it_does
+from ..connections import RedisError, schedule_client
 from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
 from ..log import Log
 from .entries.occurrence import DecisionType, Kind
 from .status import ScheduleStatus
+from .store.probe import schedule_error, ticks_refusal
 
 if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
@@ -110,8 +111,9 @@ class BeatMetrics:
             try:
                 state = self._state()
             except RedisError as exc:
-                return self._verdict(f"Redis {what_it_does(exc)}: {exc}")
-            return self._verdict(state.problem())
+                return self._verdict(schedule_error(self.app, exc))
+            # It refuses to write, but lets the leader renew its lease, and each tool read who leads.
+            return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem())
         return Answer.of("/metrics, /healthz or /readyz", 404)
 
     def _state(self) -> ScheduleStatus:

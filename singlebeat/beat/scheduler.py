@@ -39,7 +39,7 @@ from .metrics import BeatMetrics
 from .publisher import BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import TICKS, acl_hint, schedule_refusal
+from .store.probe import TICKS, advice, schedule_error, schedule_refusal
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
 
@@ -131,7 +131,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
         connect, keys = partial(schedule_client, self.app, timeout=timeout), Keys.of(self.app).lease
         about, server_time = signature_of(self.app), self.server_time
-        return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=server_time)
+        says = partial(schedule_error, self.app)
+        return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=server_time, says=says)
 
     @cached_property
     def server_time(self) -> ServerTime:
@@ -218,7 +219,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
             self._is_refused = isinstance(exc, ResponseError)
-            self._trouble(type(exc).__name__, f"{exc}{acl_hint(exc)}")
+            text = f"{exc}{advice(exc)}" if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
+            self._trouble(type(exc).__name__, text)
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False
@@ -295,7 +297,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                 facts = {"term": term.number, "leader": term.leader}
                 self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
             if term.lost and term.lost != self._vanished_in:
-                why = f"term {term.number} follows term {term.lost}: Redis has lost what it held, or a part"
+                why = f"term {term.lost} has begun before, and the server does not know it any more: it has lost all "
+                why += "that it held, or its last changes, as one that starts from an old snapshot does"
                 self._tell_vanished(why)
             self._vanished_in = 0  # the numbers begin anew
             self._gained = term
@@ -317,7 +320,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._watched()
 
     def _tell_vanished(self, why: str) -> None:
-        sentence = "beat: The schedule has vanished: installing beat_schedule again"
+        sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
 
     def _end_term(self) -> None:

@@ -37,7 +37,7 @@ from ..beat.store.probe import (
 )
 from ..beat.store.server import Server
 from ..config import Config
-from ..connections import ResponseError, is_redis, masked, schedule_client, schedule_place
+from ..connections import RedisError, ResponseError, broker_place, is_redis, masked, schedule_client, schedule_place
 from ..errors import LockBackendError, SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
@@ -84,12 +84,12 @@ class Finding(NamedTuple):
 def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
     schedule = _Read(app)
-    beat, entries, workers = (partial(part, schedule=schedule) for part in (_beat, _entries, _workers))
-    parts = (_server, _rights, _prefixes, _settings, beat, entries, workers, _locks)
+    rights, beat, entries, workers = (partial(p, schedule=schedule) for p in (_rights, _beat, _entries, _workers))
+    parts = (_server, rights, _prefixes, _settings, beat, entries, workers, _locks)
     found = dict[Finding, None]()
     with progress("parts looked at", len(parts), quiet=as_json) as step:
         for look_at in parts:
-            found |= dict.fromkeys(_on_any_server(app, look_at))  # what many parts meet is said once
+            found |= dict.fromkeys(_on_any_server(app, look_at, schedule))  # what many parts meet is said once
             step()
     findings = list(found)
     if as_json:
@@ -97,15 +97,19 @@ def doctor_(app: Celery, as_json: bool) -> None:
     else:
         for level, about, text in findings:
             click.echo(f"{marked(f'{level:<8}', level)} {printable(about)}: {printable(text)}")
+    if schedule.away is not None:
+        raise schedule.away  # the parts that need it were left out
     raise SystemExit(1 if any(finding.level == "problem" for finding in findings) else 0)
 
 
-def _on_any_server(app: Celery, look_at: Callable[[Celery], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield what a part finds, and what a server refuses that this part asks."""
+def _on_any_server(app: Celery, look_at: Callable[[Celery], Iterator[Finding]], schedule: _Read) -> Iterator[Finding]:
+    """Yield what a part finds, and what a server refuses that this part asks; note that the schedule's is away."""
     try:
         yield from look_at(app)
     except ResponseError as exc:
         yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule_server_says(app, exc))
+    except RedisError as exc:
+        schedule.away = exc
     except LockBackendError as exc:
         yield _of_locks(app, exc)
 
@@ -140,9 +144,9 @@ def _server(app: Celery) -> Iterator[Finding]:
         yield Finding("warning", about, text)
 
 
-def _rights(app: Celery) -> Iterator[Finding]:
+def _rights(app: Celery, schedule: _Read) -> Iterator[Finding]:
     """Look whether a server refuses what is needed; whether that of the locks answers is asked with the workers."""
-    if refused := schedule_refusal(app):
+    if schedule.away is None and (refused := schedule_refusal(app)):
         yield Finding("problem", f"schedule's server {schedule_place(app)}", refused)
     if refused := lock_refusal(app):
         yield Finding("problem", f"locks' server {lock_place(app)}", refused)
@@ -228,7 +232,10 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         )
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _stays_pending(app)):  # RedBeat sends none of them
-        text = f"{pending} occurrences are claimed and not sent: the broker or the locks' server may be unreachable"
+        why = "the broker or the locks' server may be unreachable"
+        if schedule_refusal(app):
+            why = "the schedule's server refuses what beat needs to send them, or to note that they were sent"
+        text = f"{pending} occurrences are claimed and not confirmed: {why}"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
         text = f"is quarantined since {record['since']} and does not run: {record['reason']}"
@@ -236,18 +243,27 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
 
 
 class _Read:
-    """What several parts ask for about the schedule, read once."""
+    """What several parts ask for about the schedule, read once.
+
+    Raises:
+        RedisError: its server did not answer before, and is not waited for again.
+    """
 
     def __init__(self, app: Celery) -> None:
         self.app = app
+        self.away: RedisError | None = None  #: the error of the schedule's server, if it did not answer
 
     @cached_property
     def state(self) -> ScheduleStatus:
+        if self.away is not None:
+            raise self.away
         return ScheduleStatus.of(self.app)
 
     @cached_property
     def usable(self) -> Sequence[Entry]:
         """The entries that can be used."""
+        if self.away is not None:
+            raise self.away
         return [*Schedule(self.app).list(left_out=lambda *_: None)]  # the part about beat names the others
 
 
@@ -366,7 +382,7 @@ def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
     try:
         workers = Workers.ask(app)
     except BrokerError as exc:
-        yield Finding("problem", "broker", f"it {str(exc).rstrip('.')}; messages cannot be sent")
+        yield Finding("problem", f"broker {broker_place(app)}", f"it {str(exc).rstrip('.')}; messages cannot be sent")
         return
     if not workers.known_tasks:
         yield _none_answers(app)
@@ -374,6 +390,8 @@ def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
+    if schedule.away is not None:
+        return
     yield from _clocks(app, workers)
     if schedule.state.is_led_by(owner_of(app)):
         yield from _queues(app, schedule.usable, workers)

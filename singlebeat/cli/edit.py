@@ -14,6 +14,7 @@ from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
 from ..beat.schedule import Schedule
+from ..beat.status import ScheduleStatus
 from ..errors import ConflictError, EntryError
 from ..overlap import Overlap
 from .output import Seconds, command, fail, moment, parse_instant, printable, progress, show_json
@@ -202,7 +203,11 @@ def resume_(app: Celery, as_json: bool, name: str) -> None:
 def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
     """Let an entry run once as soon as a beat leads, also if it is paused."""
     task_id = Schedule(app).trigger(name, timeout=timeout)
-    _done(as_json, f"{name}: asked for, task {task_id}", name=name, task_id=task_id)
+    state = ScheduleStatus.of(app)
+    waits = "a beat of RedBeat leads: it waits for one of singlebeat" if state.redbeat_leads else ""
+    waits = waits or ("" if state.works else f"{state.problem()}: it is sent when one is started")
+    text = f"{name}: asked for, task {task_id}{waits and '; '}{waits}"
+    _done(as_json, text, name=name, task_id=task_id)
 
 
 @command(

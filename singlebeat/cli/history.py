@@ -22,7 +22,7 @@ from ..beat.silence import silence
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
-from ..connections import schedule_client
+from ..connections import broker_place, schedule_client
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from .locks import held_by, waiting
@@ -111,7 +111,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
     try:
         workers = Workers.ask(app)
     except BrokerError as exc:
-        broker_away = f"the broker {exc}"
+        broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
     entry, records = _usable(entries, name, state), entries.history(name, EXPLAINED if when else 1)
     running = workers.running if workers else None
@@ -145,7 +145,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,
-        refused=schedule_refusal(app) if state.overdue or not state.works else "",
+        refused=schedule_refusal(app) if pending is not None or state.overdue or not state.works else "",
         broker_away=broker_away,
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",

@@ -22,6 +22,7 @@ from ..beat.lost_messages import (
     may_yet_start,
 )
 from ..config import Config
+from ..connections import broker_place
 from ..locks import backend_of
 from ..locks.base import Ref, read_generation
 from ..run_results import flush_ends
@@ -135,8 +136,8 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
             workers = Workers.ask(app)
         except BrokerError as exc:
             fail(
-                f"the workers cannot be asked whether task {lock.task_id} runs (the broker {exc}): --force frees its "
-                "lock all the same"
+                f"the workers cannot be asked whether task {lock.task_id} runs (the broker {broker_place(app)} "
+                f"{exc}): --force frees its lock all the same"
             )
         if lock.task_id in workers.running:
             fail(f"task {lock.task_id} runs on {workers.running[lock.task_id]}: --force frees its lock all the same")
@@ -147,7 +148,10 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
                 "meets it; --force frees it now"
             )
         if lock.left is not None and not lock.seems_abandoned:  # its worker may just be too busy to answer
-            fail(f"the lock of task {lock.task_id} was renewed lately: its worker lives; --force frees it all the same")
+            fail(
+                f"the lock of task {lock.task_id} was renewed {lock.last_renewed}: its worker lives, or has died since "
+                f"then. If it has died, try again in {lock.seems_abandoned_in:.0f} s; --force frees the lock now"
+            )
         # This run's alone: meanwhile its lease may have ended, and another run begun. Its end is not remembered: if its
         # worker died, the broker may deliver its message again.
         run = Ref(lock.key, lock.task_id, read_generation(record.get("gen") or "0"), record.get("nonce", ""))

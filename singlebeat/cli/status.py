@@ -12,6 +12,7 @@ import click
 
 from ..beat.leadership.lease import resign
 from ..beat.status import MAX_LAG, ScheduleStatus
+from ..beat.store.probe import ticks_refusal
 from .output import Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def status_(app: Celery, as_json: bool) -> None:
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""
     state = ScheduleStatus.of(app)
-    wrong = state.problem(max_lag)
+    wrong = ticks_refusal(app) or state.problem(max_lag)
     if wrong:
         pass
     elif role == "leader" and state.is_shared:

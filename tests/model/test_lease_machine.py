@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import ModuleType
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from singlebeat import Entry
 from singlebeat.beat.calendar.recurrence import latest_occurrence, next_occurrence
@@ -43,7 +44,7 @@ SPEEDS = (0.95, 1.05)
 
 beats = st.integers(0, len(SPEEDS) - 1)
 delays = st.sampled_from([0, 0, 0, 20, 150, 280])
-lost = st.sampled_from([False, False, False, True])
+lost = st.sampled_from(["", "", "", "reply", "late"])
 
 
 class ManualLease(Lease):
@@ -114,10 +115,10 @@ class LeaseMachine(RuleBasedStateMachine):
         self.redis.flushdb()
         self.keys = Keys.of(self.app)
         self.now = 0.0
-        self.lease_ends = 0.0
+        self.late: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  #: calls that the server executes later
         #: Somebody has deleted the lock by hand: two beats may believe that they lead, and still none may claim twice.
         self.robbed = False
-        self.delay, self.lose = (0.0, 0.0), False
+        self.delay, self.lost = (0.0, 0.0), ""
         self.takes = 0
         self.claimed: Counter[str] = Counter()
         self.retaken: Counter[tuple[str, float]] = Counter()
@@ -147,27 +148,29 @@ class LeaseMachine(RuleBasedStateMachine):
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         before, after = self.delay
         self.pass_time(before)
+        if self.lost == "late":
+            self.late.append((method, args))
+            raise RedisConnectionError("the server did not answer in time")
         reply = method(*args)
-        if reply:  # a lease was taken, prolonged or given up
-            self.lease_ends = self.now + TTL
         self.pass_time(after)
-        if self.lose:
+        if self.lost:
             raise RedisConnectionError("the reply was lost")
         return reply
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        if self.now >= self.lease_ends:
-            self.redis.delete(self.keys.lease.lock, self.keys.lease.leader)
+        for key in (self.keys.lease.lock, self.keys.lease.leader):
+            if seconds and (left := self.redis.pttl(key)) > 0:
+                self.redis.pexpire(key, left - int(seconds * 1000))
 
-    def ask(self, verb: Callable[[], Any], before: float, after: float, lost: bool) -> Any:
-        self.delay, self.lose = (before, after), lost
+    def ask(self, verb: Callable[[], Any], before: float, after: float, lost: str) -> Any:
+        self.delay, self.lost = (before, after), lost
         try:
             return verb()
         except RedisError:
             return None
         finally:
-            self.delay, self.lose = (0.0, 0.0), False
+            self.delay, self.lost = (0.0, 0.0), ""
 
     @property
     def hands(self) -> list[tuple[Store, Hands]]:
@@ -260,6 +263,13 @@ class LeaseMachine(RuleBasedStateMachine):
             self.beats[at].lease.release()
         self.beats[at] = self.new_beat(SPEEDS[at])
 
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def a_late_call_is_executed(self, data):
+        method, args = self.late.pop(data.draw(st.integers(0, len(self.late) - 1)))
+        with suppress(NoScriptError):  # the client would have sent the script
+            method(*args)
+
     @rule(seconds=st.sampled_from([10, 40, 120, 310]))
     def time_passes(self, seconds):
         self.pass_time(seconds)
@@ -337,7 +347,11 @@ MUTANTS = {
         'last and "[" .. last == line',  # which knows a repetition of the call
     ),
     "a campaign against a leader": (lease_module, "campaign", "holder and holder ~= last"),
-    "a renewal of another one's term": (lease_module, "renew", 'redis.call("GET", lock) ~= token'),
+    "a renewal of another one's term": (
+        lease_module,
+        "renew",
+        'redis.call("GET", lock) ~= token or redis.call("GET", term) ~= number',
+    ),
     "the end of another one's term": (lease_module, "resign", "holder ~= token"),
 }
 

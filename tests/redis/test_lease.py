@@ -16,7 +16,7 @@ from redis.exceptions import LockError, RedisError
 
 from singlebeat.beat.keys import LeaseKeys
 from singlebeat.beat.leadership.lease import SHARE_EVERY, SHARE_STAY, STAY, Lease, Term, resign
-from tests.support import RedisServer, wait_until
+from tests.support import RedisServer, wait_until, without
 
 KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term", "redbeat::standbys", "redbeat::resigned")
 
@@ -617,6 +617,76 @@ def test_the_thread_outlives_an_outage(own_server, lease_on, caplog):
 
     wait_until(lambda: renewed() or lease.term() != term, what="a renewal")
     assert lease.term() == term
+
+
+def test_a_campaign_that_a_frozen_server_executes_late_begins_a_term(own_server, lease_on):
+    """Only the first request is in the server's buffer: the later ones wait for the reply to their connections."""
+    lease, redis = lease_on(own_server, connect=lambda: own_server.client(socket_timeout=0.2)), own_server.client()
+    redis.set(KEYS.lock, "of a leader that dies", px=60_000)
+    assert lease.acquire() is None
+    redis.delete(KEYS.lock)
+
+    own_server.pause()
+    for _ in range(3):
+        with pytest.raises(RedisError):
+            lease.acquire()
+    own_server.resume()
+    wait_until(lambda: redis.get(KEYS.lock), what="the late campaign")
+    redis.pexpire(KEYS.lock, 1000)
+    term = lease.acquire()
+
+    assert term.number == 1
+    assert redis.get(KEYS.lock) == term.token
+    assert redis.pttl(KEYS.lock) > LONG * 900, "trust counts from the campaign that was answered"
+    assert redis.pttl(KEYS.leader) > LONG * 900
+
+
+def test_a_term_that_a_late_campaign_follows_is_not_renewed(make, redis, clock):
+    """A campaign was sent twice, its first try reached the server after the term of the second one had ended."""
+    lease = make(clock=clock)
+    term = lease.acquire()
+    redis.incr(KEYS.term)  # as the late campaign has done, with the same token
+
+    assert lease.renew() is False
+
+    assert lease.acquire().number == term.number + 2
+
+
+def test_a_term_that_was_given_up_is_not_renewed(own_server, lease_on, clock):
+    """A campaign says that what is left of its term does not keep it out: it may reach the server at any time."""
+    redis = own_server.client()
+    lease = lease_on(own_server, clock=clock, connect=lambda: own_server.client(socket_timeout=0.2))
+    term = lease.acquire()
+    clock.advance(LONG * 0.95)
+    redis.client_pause(60_000, all=False)
+    with pytest.raises(RedisError):
+        lease.acquire()
+    redis.client_unpause()
+
+    assert lease.renew() is False
+
+    assert lease.acquire().number > term.number
+
+
+@pytest.mark.parametrize("command", ["hset", "zrem", "pexpire", "incr", "set"])
+def test_a_campaign_without_a_right_takes_no_lock(make, server, redis, command):
+    with without(server, command) as url, Redis.from_url(url.replace("redis+socket", "unix")) as client:
+        with pytest.raises(RedisError):
+            make(connect=lambda: client).acquire()
+
+        assert redis.exists(KEYS.lock) == 0
+        assert redis.pttl(KEYS.leader) != -1, "no record of a leader may last for ever"
+        assert not redis.exists(KEYS.term), "no term is counted"
+
+
+def test_a_campaign_without_memory_writes_nothing(own_server, lease_on):
+    redis = own_server.client()
+    redis.config_set("maxmemory", "1")
+
+    with pytest.raises(RedisError):
+        lease_on(own_server).acquire()
+
+    assert redis.dbsize() == 0
 
 
 # ---------------------------------------------------------------- switched off

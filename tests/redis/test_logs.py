@@ -282,6 +282,24 @@ def test_a_hostile_entry_cannot_forge_a_line_or_a_pair(desk, caplog):
 # ---------------------------------------------------------------- trouble
 
 
+def test_ends_that_are_not_recorded_have_a_line_when_they_are_again(own_server, caplog, monkeypatch):
+    monkeypatch.setattr("singlebeat.run_results.PAUSE", 0.0)
+    headers = {"id": "a", RUN_HEADER: {"entry": "e"}}
+    with make_app(own_server.celery_url) as app:
+        own_server.kill()
+        for _ in range(2):
+            record_end_of_message(app, headers, "success")
+            flush_ends(app)
+        own_server.restart()
+        for _ in range(2):
+            record_end_of_message(app, headers, "success")
+            flush_ends(app)
+
+    told = [(record.levelname, record.singlebeat["event"]) for record in caplog.records]
+    assert told[0] == ("WARNING", "ends_not_recorded")
+    assert [each for each in told if each != told[0]] == [("WARNING", "recovered")]
+
+
 def test_a_lease_that_was_nearly_lost_is_a_warning(server, redis, app, caplog):
     now = [1000.0]
     lease = Lease(server.client, Keys.of(app).lease, ttl=100, clock=lambda: now[0])

@@ -101,8 +101,9 @@ def resigned(redis: Redis) -> tuple[list[str], list[Any]]:
 
 def renewed(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.set(LOCK, "t")
+    redis.set(TERM, 3)
     redis.hset(LEADER, "ahead", "5.0")
-    return [LOCK, LEADER], ["t", 9000, "5.0"]
+    return [LOCK, LEADER, TERM], ["t", 9000, "5.0", 3]
 
 
 def parked(redis: Redis) -> tuple[list[str], list[Any]]:

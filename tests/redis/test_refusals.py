@@ -84,7 +84,8 @@ def findings(cli, app, about: str) -> list[tuple[str, str]]:
 
 
 def put(app, **fields) -> Entry:
-    return Entry("e", f"{APP}.plain", schedule(3600), args=["e"], run_on_start=True, app=app, **fields).save()
+    name = fields.pop("name", "e")
+    return Entry(name, f"{APP}.plain", schedule(3600), args=[name], run_on_start=True, app=app, **fields).save()
 
 
 # ---------------------------------------------------------------- the doctor writes
@@ -210,6 +211,81 @@ def test_tools_say_that_the_server_refuses_and_not_that_a_beat_is_to_be_started(
 
 
 @pytest.mark.parametrize(
+    ("refusing", "says"),
+    [
+        (full, "it refuses to write, so that nothing is sent: .+Its memory is full: free some, or raise maxmemory"),
+        (replica, "it refuses to write, so that nothing is sent: .+It is a replica"),
+    ],
+)
+def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(cli, own_server, beat_of, redis, refusing, says):
+    with make_app(own_server.celery_url) as app:
+        beat_of(app).tick()
+        assert ready(app, redis) == (200, "ok")
+        with refusing(own_server):
+            beat_of(app).lease.renew()
+            (code, probed), health = ready(app, redis), cli("health", app=app, code=1).output
+        again = ready(app, redis), cli("health", app=app).output
+
+    where = re.escape(f"the schedule's server {own_server.url}")
+    assert code == 503
+    assert re.fullmatch(f"{where}: {says}.*", probed)
+    assert re.fullmatch(f"Error: {where}: {says}.*\n", health)
+    assert again[0] == (200, "ok")
+    assert again[1].startswith("healthy: ")
+
+
+@pytest.mark.parametrize("command", ["pexpire", "xadd", "hset"])
+def test_a_right_that_beat_lacks_is_named_by_every_probe(cli, server, redis, beat_of, command):
+    with lacking(server, command) as (app, (schedules, _)):
+        beat_of(app).tick()
+        probed, health = ready(app, redis), cli("health", app=app, code=1).output
+
+    assert probed == (503, f"{schedules}: {grant(command)}")
+    assert health == f"Error: {schedules}: {grant(command)}\n"
+
+
+def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, server, redis, beat_of, caplog):
+    caplog.set_level("INFO", "celery.beat")
+    with lacking(server, "xadd") as (app, _):
+        for name in "abc":
+            put(app, name=name)
+        beat = beat_of(app)
+        beat.tick()
+        beat._recheck_at = time.monotonic()
+        beat.tick()
+        explained, found = cli("explain", "a", app=app).output, findings(cli, app, "beat")
+
+    told = [record.singlebeat for record in caplog.records]
+    assert sorted(each["entry"] for each in told if each["event"] == "dispatched") == ["a", "b", "c"]
+    assert redis.llen("celery") == 3
+    assert redis.zcard("redbeat::pending") == 0
+    assert "trouble" in {each["event"] for each in told}
+    assert re.search(r"The run for \S+ \S+ was sent at \S+ \S+ as task", explained)
+    assert "Nothing is sent" not in explained
+    assert "broker" not in str(found)
+
+
+def test_a_wrong_password_is_logged_with_its_server_and_what_to_do(server, redis, beat_of, caplog):
+    with without(server, "flushall") as url, make_app(server.celery_url, {"redbeat_redis_url": url}) as app:
+        app.conf.redbeat_lock_timeout = 3
+        beat = beat_of(app)
+        beat.tick()
+        redis.acl_deluser("mute")  # which ends its connections, too
+        code, probed = ready(app, redis)
+        wait_until(lambda: "event=not_renewed" in caplog.text, what="a renewal that fails")
+        wait_until(lambda: beat.lease.term() is None, what="the end of the term")
+        beat.tick()
+
+    where = url.replace(":any@", ":**@")
+    says = f"the schedule's server {where} refuses: invalid username-password pair or user is disabled. "
+    says += "Correct the user and the password in its URL or its options"
+    assert (code, probed) == (503, says)
+    reasons = {record.singlebeat["event"]: record.singlebeat.get("reason") for record in caplog.records}
+    assert reasons["trouble"] == reasons["not_renewed"] == says
+    assert ":any@" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("refusing", "advice"),
     [
         (full, "Its memory is full: free some, or raise maxmemory"),
@@ -242,8 +318,9 @@ def test_a_broker_that_refuses_is_not_said_to_be_away(cli, server, redis, own_se
 
     (told,) = [record for record in caplog.records if record.singlebeat["event"] == "unreachable"]
     assert "stays pending until the broker takes it" in told.getMessage()
+    assert told.singlebeat["reason"].startswith(f"the broker {own_server.url}: ")
     assert "is claimed and waits to be sent" in explained
-    assert "the broker refuses: " in explained
+    assert f"the broker {own_server.url} refuses: " in explained
     assert "Its memory is full: free some, or raise maxmemory. It is sent when that is over" in explained
     assert "does not answer" not in explained
 
@@ -319,10 +396,32 @@ def test_explain_and_status_say_that_a_run_is_claimed_and_waits_for_the_broker(c
         explained, status = cli("explain", "e", app=app).output, cli("status", app=app).output
 
     assert re.search(
-        r"The run for \S+ \S+ is claimed and waits to be sent, as task \S+: the broker does not", explained
+        r"The run for \S+ \S+ is claimed and waits to be sent, as task \S+: the broker \S+ does not", explained
     )
     assert "It is due now" not in explained
     assert "pending     1, claimed and not yet sent" in status
+
+
+def test_the_doctor_checks_the_rest_while_the_schedules_server_is_down(cli, server, redis, own_server):
+    with make_app(server.celery_url, {"redbeat_redis_url": own_server.url, "redbeat_lock_timeout": 1}) as app:
+        own_server.kill()
+        result = cli("doctor", app=app, code=2)
+        rows = json.loads(cli("doctor", "--json", app=app, code=2).stdout)
+
+    where = re.escape(f"Error: the schedule's server {own_server.url}: ")
+    assert re.match(where, result.stderr)
+    about = {row["about"] for row in rows}
+    assert about == {"redbeat_lock_timeout", "workers"}
+    assert "none answers" in result.stdout
+
+
+def test_the_doctor_names_a_broker_that_does_not_answer(cli, server, redis, own_server):
+    with make_app(server.celery_url, {"broker_url": own_server.url.replace("://", "://:secret@")}) as app:
+        own_server.kill()
+        ((level, text),) = findings(cli, app, f"broker {own_server.url.replace('://', '://:**@')}")
+
+    assert level == "problem"
+    assert text.startswith("it does not answer: ")
 
 
 def test_explain_tells_what_is_known_while_the_locks_server_is_away(cli, server, redis, own_server, beat_of):

@@ -2376,7 +2376,7 @@ def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
     said = [r.singlebeat for r in caplog.records if getattr(r, "singlebeat", {}).get("event") == "schedule_vanished"]
     assert len(said) == 1
     if first == "standby":
-        assert said[0]["reason"].startswith("term 1 follows term 1: ")
+        assert said[0]["reason"].startswith("term 1 has begun before, and the server does not know it any more: ")
     assert "warning  schedule: when the present term began, at 20" in cli("doctor", app=bench.app, code=None).output
 
 

@@ -1,6 +1,6 @@
 --- campaign: become the leader, or learn that another beat leads and stand by.
 --
--- A repetition of the call, after its reply was lost, returns the same; it does not prolong a term.
+-- A repetition of the call, after its reply was lost, returns the same, and the term lasts ttl_ms from then on.
 --
 -- KEYS[1]  lock      string: the leader's token (the protocol of redis-py's lock, so RedBeat's beats are kept out, too)
 -- KEYS[2]  leader    hash: the leader, for operators, and how far its host's clock is ahead; expires with the lock, and
@@ -8,7 +8,7 @@
 -- KEYS[3]  term      int: counts the terms of leadership
 -- KEYS[4]  standbys  zset: the beats that stand by, by the time until which they count as alive (ms)
 -- KEYS[5]  resigned  string: host and pid of the beat whose term was ended so that a standby leads next
--- ARGV[1]  token     ours, new for each campaign
+-- ARGV[1]  token     ours, the same until a campaign was answered, then a new token
 -- ARGV[2]  ttl_ms    how long leadership lasts from now on
 -- ARGV[3]  host      ours, for operators
 -- ARGV[4]  pid       ours, for operators
@@ -43,6 +43,8 @@ end
 
 local holder = redis.call("GET", lock)
 if holder == token then
+  redis.call("PEXPIRE", lock, ttl)
+  redis.call("PEXPIRE", leader, ttl)
   return {tonumber(redis.call("GET", term)), time[1], time[2]}
 end
 if holder and holder ~= last then
@@ -59,10 +61,13 @@ if redis.call("GET", resigned) == host .. ":" .. pid and redis.call("PTTL", resi
   return stand_by()
 end
 
-local number = redis.call("INCR", term)
-redis.call("SET", lock, token, "PX", ttl)
+-- Tried on a key that goes: without memory, or without these rights, nothing else is written. Redis checks its memory
+-- before the first write alone. The lock comes last: where another command is refused, no beat holds it.
+redis.call("SET", resigned, "", "PX", ttl)
+redis.call("PEXPIRE", resigned, ttl)
 redis.call("DEL", leader, resigned)
 redis.call("ZREM", standbys, standby, ARGV[11])
+local number = tonumber(redis.call("GET", term) or 0) + 1
 redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number, "ahead", ARGV[10])
 local about = cjson.decode(standby)
 redis.call("HSET", leader, "token", token, "lease_ms", ttl)
@@ -71,4 +76,6 @@ if number <= tonumber(ARGV[9]) then
   redis.call("HSET", leader, "lost", ARGV[9])
 end
 redis.call("PEXPIRE", leader, ttl)
+redis.call("INCR", term)
+redis.call("SET", lock, token, "PX", ttl)
 return {number, time[1], time[2]}

@@ -65,6 +65,7 @@ class Lease:
         clock: monotonic seconds.
         about: texts that are stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
         server_time: learns the server's time from each campaign.
+        says: returns an error of the server for the log.
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         about: Mapping[str, str] = MappingProxyType({}),
         server_time: ServerTime | None = None,
+        says: Callable[[RedisError], str] = str,
     ) -> None:
         self.keys, self.ttl = keys, ttl
         self.server_time = server_time or ServerTime()
-        self._connect, self._clock, self._about = connect, clock, about
+        self._connect, self._clock, self._about, self._says = connect, clock, about, says
         self._client: Any = None
         self._term: Term | None = None
-        self._last_token = ""
+        self._token = ""  #: of campaigns that were not answered: the server may yet execute one of them
+        self._last_token = ""  #: of the last campaign that was answered
         self._known = 0  #: number of the last term that we have heard of, ours or another's
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
@@ -106,7 +109,9 @@ class Lease:
             return term
         if self._client is None:
             self._client = self._connect()
-        token = uuid()
+        # A new one only after an answer: a server that was frozen executes what had reached it, and no process would
+        # know the token that its lock holds then.
+        token, self._term = self._token or uuid(), None
         # Trust counts from before the call: a slow reply must not stretch it.
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
@@ -117,9 +122,10 @@ class Lease:
         about = (host, pid, since, self._last_token, self._standby)
         off = (f"{self.server_time.host_ahead:.1f}", before if before != self._standby else "")
         args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known, *off)
-        self._last_token = token  # from now on the lock may hold it, whether we hear of that or not
+        self._token = token  # from now on the lock may hold it, whether we hear of that or not
         asked = self.server_time.asked()
         number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
+        self._last_token, self._token = token, ""
         self.server_time.heard(shown, asked)
         if not number:
             return None
@@ -184,8 +190,8 @@ class Lease:
         if term is None or self.keys.lock is None:
             return term is not None
         asked_at = self._clock()
-        keys = (self.keys.lock, self.keys.leader)
-        args = (term.token, round(self.ttl * 1000), f"{self.server_time.host_ahead:.1f}")
+        keys = (self.keys.lock, self.keys.leader, self.keys.term)
+        args = (term.token, round(self.ttl * 1000), f"{self.server_time.host_ahead:.1f}", term.number)
         if script(__package__, "renew")(self._client, keys, args):
             left = self._trusted_until - self._clock()
             self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
@@ -204,7 +210,7 @@ class Lease:
         It takes no lock and shares no connection with the rest of the process, so it cannot wait for either; but where
         the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and for the server.
         """
-        token, self._term, self._stopped = self._last_token, None, True
+        token, self._term, self._stopped = self._token or self._last_token, None, True
         if self.keys.lock is None and self._standby:
             with suppress(RedisError):  # it ends by itself
                 self._connect().zrem(self.keys.standbys, self._standby)
@@ -219,13 +225,13 @@ class Lease:
                 "beat: Could not release the lock, it ends within %(ttl)g s",
                 event="lock_kept",
                 ttl=self.ttl,
-                reason=exc,
+                reason=self._says(exc),
             )
         else:
             if released:
                 log.info("beat: Released lock", event="lock_released", leader=identity())
         # Only now: a second signal interrupts this call, and ends the process when its own call returns.
-        self._last_token = ""
+        self._token = self._last_token = ""
 
     def leader(self) -> Mapping[str, str]:
         """Return who leads (host, pid, since, term, perhaps lost), empty if nobody does."""
@@ -247,7 +253,8 @@ class Lease:
                 if not self._not_renewed:
                     self._not_renewed = True
                     left = self._trusted_until - self._clock()
-                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=exc)
+                    why = self._says(exc)
+                    log.warning("beat: Could not renew the lock", event="not_renewed", left=left, reason=why)
 
 
 def resign(app: Celery) -> bool:

@@ -4,16 +4,18 @@
 --
 -- KEYS[1]  lock    string: the leader's token
 -- KEYS[2]  leader  hash: the leader, for operators, and how far its host's clock is ahead
+-- KEYS[3]  term    int: number of the last term
 -- ARGV[1]  token   of the term
 -- ARGV[2]  ttl_ms  how long leadership lasts from now on
 -- ARGV[3]  ahead   seconds by which our host's clock is ahead of the server's, for operators
+-- ARGV[4]  number  of the term: a campaign that the server executed late may have begun another term with its token
 --
 -- returns  1 prolonged, 0 the term has ended
 
-local lock, leader = KEYS[1], KEYS[2]
-local token, ttl = ARGV[1], ARGV[2]
+local lock, leader, term = KEYS[1], KEYS[2], KEYS[3]
+local token, ttl, number = ARGV[1], ARGV[2], ARGV[4]
 
-if redis.call("GET", lock) ~= token then
+if redis.call("GET", lock) ~= token or redis.call("GET", term) ~= number then
   return 0
 end
 redis.call("PEXPIRE", lock, ttl)

@@ -21,10 +21,12 @@
 --          confirmed  another beat had retaken and confirmed the occurrence before
 --          gone       its entry was deleted
 --          (only recorded writes anything for the entry)
+--          an error if the server refuses to write the stream: all the rest was written, or a run would be sent again
 
 local pending, history, limit, bytes = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 
 local done = {}  -- members that are pending no longer
+local refused  -- why the stream was not written
 
 local function confirm(entry, member, occurrence, meta, r, sent)
   local stored = redis.pcall("HMGET", entry, "pending", "history")
@@ -51,9 +53,14 @@ local function confirm(entry, member, occurrence, meta, r, sent)
     changes[#changes + 1], changes[#changes + 2] = "sent", sent
   end
   if limit ~= "0" then
-    local id = redis.call("XADD", history, "MAXLEN", "~", limit, "*", "entry", r[1], "task", r[2], "nominal", r[3],
+    local id = redis.pcall("XADD", history, "MAXLEN", "~", limit, "*", "entry", r[1], "task", r[2], "nominal", r[3],
       "kind", r[4], "decision", r[5], "reason", r[6], "id", r[7], "term", r[8], "holder", r[9], "leader", r[10], "holder_entry",
       r[11])
+    if type(id) == "table" then
+      refused = id
+      local time = redis.call("TIME")
+      id = string.format("%.0f-0", time[1] * 1000 + math.floor(time[2] / 1000))
+    end
     changes[#changes + 1] = "history"
     changes[#changes + 1] = string.sub('["' .. id .. '",' .. string.sub(line, 2) .. (stored[2] or ""), 1, bytes)
   end
@@ -70,4 +77,4 @@ end
 if #done > 0 then
   redis.call("ZREM", pending, unpack(done))
 end
-return cjson.encode(replies)
+return refused or cjson.encode(replies)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...config import Config
-from ...connections import RedisError, ResponseError, masked, schedule_client
+from ...connections import RedisError, ResponseError, masked, schedule_client, schedule_place, what_it_does
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
@@ -31,8 +31,10 @@ __all__ = (
     "lock_refusal",
     "lock_server_says",
     "refuses_writes",
+    "schedule_error",
     "schedule_refusal",
     "schedule_server_says",
+    "ticks_refusal",
 )
 
 _EXPIRE = ("PEXPIRE", "60000")
@@ -95,13 +97,22 @@ LOCKS = Needs(
 )
 
 
-def schedule_refusal(app: Celery, error: Exception | None = None, *, needs: Needs = SCHEDULE) -> str:
+def schedule_refusal(
+    app: Celery, error: Exception | None = None, *, needs: Needs = SCHEDULE, client: Any = None
+) -> str:
     """Return what the schedule's server refuses, and what to do; empty if it does all that is needed.
 
     Args:
         error: of a call that it has refused.
+        client: for that server; by default the app's.
     """
-    return _refusal(schedule_client(app), Keys.of(app).doctor, needs, error)
+    return _refusal(client or schedule_client(app), Keys.of(app).doctor, needs, error)
+
+
+def ticks_refusal(app: Celery, *, client: Any = None) -> str:
+    """Return what the schedule's server refuses of the ticks' commands, with its name; empty if it refuses none."""
+    refused = schedule_refusal(app, needs=TICKS, client=client)
+    return f"the schedule's server {schedule_place(app)}: {refused}" if refused else ""
 
 
 def lock_refusal(app: Celery, error: Exception | None = None) -> str:
@@ -123,6 +134,11 @@ def schedule_server_says(app: Celery, exc: RedisError) -> str:
     """Return an error of the schedule's server and what to do; if it lacks a right, all those that it lacks."""
     refused = schedule_refusal(app, exc) if _is_denied(str(exc)) else ""
     return refused or f"{str(exc).rstrip('.')}{advice(exc)}"
+
+
+def schedule_error(app: Celery, exc: RedisError) -> str:
+    """Return the same for a log, with the server's name, and without asking the server anything."""
+    return f"the schedule's server {schedule_place(app)} {what_it_does(exc)}: {str(exc).rstrip('.')}{advice(exc)}"
 
 
 def lock_server_says(app: Celery, exc: LockBackendError) -> str:
@@ -199,6 +215,10 @@ _ADVICE = {
     "NOREPLICAS": "It has too few replicas (min-replicas-to-write)",
 }
 
+#: Errors of a connection that may not begin, and what to do.
+_LOGIN = "Correct the user and the password in its URL or its options"
+_NO_LOGIN = ("WRONGPASS", "NOAUTH", "invalid username-password pair", "Authentication required")
+
 #: The same in the words that are left when redis-py has taken the code off.
 _WITHOUT_CODE = {
     "read only replica": "READONLY",
@@ -216,6 +236,8 @@ def _advice(error: str) -> str:
 
 def advice(exc: Exception) -> str:
     """Return what to add to an error of a Redis server; empty if it says all that is known."""
+    if any(text in str(exc) for text in _NO_LOGIN):
+        return f". {_LOGIN}"
     return acl_hint(exc) or _advice(str(exc))
 
 
