@@ -301,6 +301,24 @@ class Request(celery_request.Request):  # type: ignore[misc]
             about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
             log.exception("%(task)s[%(id)s]: cannot store how it ended", event="result_not_stored", **about)
 
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """A process, thread or greenlet is free for the run; it ends here if it was terminated before."""
+        try:
+            super().on_accepted(pid, time_accepted)
+        except BaseException:
+            # A thread cannot be terminated, which Celery raises as an error here, and a greenlet has killed itself. No
+            # body follows then, unless the pool has processes: it reports the end of the run itself.
+            if self._terminate_on_ack is not None and not getattr(self._terminate_on_ack[0], "uses_semaphore", True):
+                self._end_unstarted(self._terminate_on_ack[1])
+            raise
+
+    def _end_unstarted(self, signum: Any) -> None:
+        try:
+            self._announce_revoked("terminated", True, signum, False)
+        finally:  # the result backend may be unreachable
+            self.acknowledge()
+            self.over()
+
     def on_retry(self, exc_info: Any) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""
         super().on_retry(exc_info)

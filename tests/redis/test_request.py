@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -18,6 +19,7 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, states
 from celery.concurrency.solo import TaskPool
+from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Retry, TaskRevokedError
 from celery.worker import state
 from celery.worker.request import create_request_cls
@@ -47,11 +49,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
 @pytest.fixture
 def deliver(app: Celery) -> Iterator[Deliver]:
     """Returns the request that a message makes, whoever has written it; without arguments, that of the next one."""
-    pool = TaskPool(app=app)
+    solo = TaskPool(app=app)
     app.set_current()
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
 
-        def deliver(task: Any, args: Any = None, kwargs: Any = None, **headers: Any) -> Request:
+        def deliver(task: Any, args: Any = None, kwargs: Any = None, pool: Any = solo, **headers: Any) -> Request:
             if args is not None:
                 body = (args, {} if kwargs is None else kwargs, {})
                 queue.put(body, headers={"task": task.name, "id": uuid(), "argsrepr": repr(args), **headers})
@@ -687,6 +689,35 @@ def test_arguments_in_a_lock_that_cannot_be_read_leave_a_run_its_own(app, delive
 
     assert result.get(timeout=5)[0] == 2
     assert "event=payload_unreadable" in caplog.text
+
+
+@pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliver, redis, base, acks_late):
+    """Celery fails on it when a thread is free for it, and nothing else would end it."""
+    bodies, lock, slot = list[str](), "SINGLETONLOCK_a", Event()
+
+    def body(name: str) -> None:
+        bodies.append(name)
+
+    task = app.task(body, name="app.thread", base=base or app.Task, shared=False, acks_late=acks_late)
+    task_id, pool = uuid(), ThreadPool(1, app=app)
+    pool.executor.submit(slot.wait)
+    backend_of(app).acquire_many([Call(Ref(lock, task_id), task.name, "", 60)])
+    request = deliver(task, ["a"], pool=pool, id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    request.execute_using_pool(None)
+    state.task_reserved(request)
+
+    request.terminate(pool, "TERM")
+    slot.set()
+    pool.executor.shutdown()
+    renewer_of(app).flush()
+
+    assert bodies == []
+    assert app.AsyncResult(task_id).state == states.REVOKED
+    assert backend_of(app).get(lock) is None
+    assert request not in state.active_requests
+    assert messages(redis) == (0, 0)
 
 
 # ---------------------------------------------------------------- calls that are sent by name
