@@ -36,6 +36,9 @@ log = Log(__name__)
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5
 
+#: Seconds after a signal that ends a run until the pool checks whether its process is dead.
+REAPED_AFTER = 0.3
+
 #: Seconds until a message that cannot start now goes back to the broker, which delivers it at once.
 PUT_BACK_AFTER = 1.0
 
@@ -268,6 +271,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if self.ticket is not None:
             self._over = True
             renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """End the run by a signal to its process, whose death Celery may notice 5 s later only."""
+        super().terminate(pool, signal)
+        if self.ticket is not None and getattr(pool, "uses_semaphore", False):
+            # The process closes its files before it can be reaped: the pool finds it alive then, and asks by a timer.
+            renewer_of(self.app).later(REAPED_AFTER, pool.maintain_pool)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down."""

@@ -37,7 +37,7 @@ from singlebeat.locks.memory import MemoryBackend
 from singlebeat.run_results import MESSAGE_LOST, flush_ends
 from singlebeat.tasks.gate import Postponed, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
-from singlebeat.tasks.request import Request
+from singlebeat.tasks.request import REAPED_AFTER, Request
 from tests.support import wait_until, without
 
 Deliver = Callable[..., Request]
@@ -718,6 +718,27 @@ def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliv
     assert backend_of(app).get(lock) is None
     assert request not in state.active_requests
     assert messages(redis) == (0, 0)
+
+
+def test_a_pool_checks_its_processes_soon_after_a_run_was_terminated(app, deliver):
+    """A process that has closed its files may not be dead yet: Celery's own check is 5 s later."""
+    task, task_id, done = app.task(same, name="app.plain", shared=False), uuid(), list[str]()
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
+    timer = renewer_of(app).timer = Timer()
+    request.time_start = time.time()
+    pool = SimpleNamespace(
+        uses_semaphore=True,
+        terminate_job=lambda *_: done.append("terminated"),
+        maintain_pool=lambda: done.append("checked"),
+    )
+
+    request.terminate(pool, "TERM")
+
+    assert done == ["terminated"]
+    (due,) = timer.queue
+    assert due.eta <= time.monotonic() + REAPED_AFTER
+    due.entry()
+    assert done == ["terminated", "checked"]
 
 
 # ---------------------------------------------------------------- calls that are sent by name
