@@ -22,6 +22,7 @@ from ..beat.entries.statics import Statics, owner_of
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
+from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
@@ -85,7 +86,8 @@ def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
     schedule = _Read(app)
     beat, entries, workers = (partial(part, schedule=schedule) for part in (_beat, _entries, _workers))
-    parts = (_server, _rights, _prefixes, _settings, beat, entries, workers, _locks)
+    results = partial(_results, schedule=schedule)
+    parts = (_server, _rights, results, _prefixes, _settings, beat, entries, workers, _locks)
     found = dict[Finding, None]()
     with progress("parts looked at", len(parts), quiet=as_json) as step:
         for look_at in parts:
@@ -146,6 +148,19 @@ def _rights(app: Celery) -> Iterator[Finding]:
         yield Finding("problem", f"schedule's server {schedule_place(app)}", refused)
     if refused := lock_refusal(app):
         yield Finding("problem", f"locks' server {lock_place(app)}", refused)
+
+
+def _results(app: Celery, schedule: _Read) -> Iterator[Finding]:
+    """Check the result backend, of which beat and locks are independent."""
+    if wrong := schedule.results:
+        url = app.conf.result_backend
+        about = f"result backend {masked(url)}" if isinstance(url, str) else "result backend"
+        text = (
+            f"it {wrong}. Beat sends on, but workers wait for it after the body of each task, and hold the slot "
+            "meanwhile; then the run ends without a result, and callers that wait for one get none. Start or correct "
+            "it (result_backend)"
+        )
+        yield Finding("problem", about, text)
 
 
 def _prefixes(app: Celery) -> Iterator[Finding]:
@@ -236,7 +251,7 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
 
 
 class _Read:
-    """What several parts ask for about the schedule, read once."""
+    """What several parts ask for about the schedule and the result backend, read once."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -244,6 +259,15 @@ class _Read:
     @cached_property
     def state(self) -> ScheduleStatus:
         return ScheduleStatus.of(self.app)
+
+    @cached_property
+    def results(self) -> str:
+        """What is wrong with the result backend; empty if it answers, or if the app has none."""
+        try:
+            check_results(self.app, timeout=Config.of(self.app).singlebeat_socket_timeout)
+        except ResultBackendError as exc:
+            return str(exc)
+        return ""
 
     @cached_property
     def usable(self) -> Sequence[Entry]:
@@ -376,17 +400,17 @@ def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
     yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
     yield from _clocks(app, workers)
     if schedule.state.is_led_by(owner_of(app)):
-        yield from _queues(app, schedule.usable, workers)
+        yield from _queues(app, schedule, workers)
     for entry in schedule.usable:
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
             yield Finding("problem", f"entry {entry.name}", text)
 
 
-def _queues(app: Celery, entries: Sequence[Entry], workers: Workers) -> Iterator[Finding]:
+def _queues(app: Celery, schedule: _Read, workers: Workers) -> Iterator[Finding]:
     """Look for queues of entries that no worker reads, whose readers lack a task, or have no free slot."""
     by_queue: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
+    for entry in schedule.usable:
         if entry.enabled and (queue := queue_of(app, entry)):
             by_queue[queue].append(entry)
     now = datetime.now(UTC)
@@ -402,7 +426,10 @@ def _queues(app: Celery, entries: Sequence[Entry], workers: Workers) -> Iterator
             if wrong := delivery.without(entry.task):
                 yield Finding("problem", f"entry {entry.name}", f"{wrong}. Let one worker have both")
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
-            text = f"{delivery.full}: other messages wait. Start more workers, or make these tasks shorter"
+            advice = "Start more workers, or make these tasks shorter"
+            if schedule.results:
+                advice = f"The result backend may be why, because it {schedule.results}: correct that first"
+            text = f"{delivery.full}: other messages wait. {advice}"
             yield Finding("warning", f"queue {queue}", text)
 
 
