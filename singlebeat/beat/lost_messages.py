@@ -444,9 +444,12 @@ class LostMessages:
     def search(self, backend: BaseBackend, keys: Sequence[str]) -> list[Found]:
         """Free those of some locks whose messages are gone.
 
+        Args:
+            keys: of the locks; beat and the caller of a task may both have named the same one.
+
         Raises:
             LockBackendError: the locks' server does not answer.
         """
-        waiting = [Waiting.of(key, record) for key, record in backend.read(keys)]
+        waiting = [Waiting.of(key, record) for key, record in backend.read([*dict.fromkeys(keys)])]
         old = [lock for lock in waiting if lock is not None and not may_yet_start(lock, Config.of(self.app))]
         return free(self.app, examine(self.app, old, backend=backend, answers=self._answers), backend=backend)

@@ -34,7 +34,7 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
-from singlebeat.run_results import MESSAGE_LOST, flush_ends
+from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.tasks.gate import Postponed, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
@@ -662,6 +662,19 @@ def test_a_lost_message_that_others_have_joined_says_that_they_are_lost(app, buf
     (said,) = [each.message for each in caplog.records if "event=message_lost" in each.message]
     assert "its queue was purged; the calls that have joined it are lost with it" in said
     assert "payload" not in record, "arguments may be secret"
+
+
+def test_a_lock_that_was_named_twice_is_freed_and_logged_once(app, buffered, redis, caplog):
+    result, lock = buffered.delay("a", 1), first_lock(buffered)
+    redis.hincrby(lock, "since", -120_000)
+    redis.expire(lock, 3600 - 120)
+    app.backend.mark_as_done(result.id, None)
+
+    (found,) = lost.LostMessages(app).search(backend_of(app), [lock, lock])
+
+    assert found.outcome == RAN_ELSEWHERE
+    assert not redis.exists(lock)
+    assert len([each for each in caplog.records if "event=ran_elsewhere" in each.message]) == 1
 
 
 def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):
