@@ -64,15 +64,27 @@ UNUSABLE = (LookupError, TypeError, ValueError, DataError)
 
 def _is_passing(exc: Exception) -> bool:
     """Return whether an attempt failed because a server is unreachable: then the same may work later."""
-    causes = exc, exc.__context__  # Celery's own error has the real one behind it
-    return any(
-        isinstance(cause, UNREACHABLE) and not isinstance(cause, UnusableLockError) and not _is_of_message(cause)
-        for cause in causes
-    )
+    return any(isinstance(cause, UNREACHABLE) and not _is_of_message(cause) for cause in _causes(exc))
+
+
+def _causes(exc: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came from, at any depth: Celery and kombu wrap the real one, some of them twice.
+
+    What lies behind an error of one message says nothing about a server.
+    """
+    met = set[int]()  # a task's own code may raise an error from itself
+    while exc is not None and id(exc) not in met:
+        yield exc
+        if _is_of_message(exc):
+            return
+        met.add(id(exc))
+        exc = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
 
 
 def _is_of_message(exc: BaseException) -> bool:
-    """Return whether kombu has taken an error that one message has for one of the broker."""
+    """Return whether an error is of one message or its lock: kombu takes some of these for errors of the broker."""
+    if isinstance(exc, UnusableLockError):
+        return True
     cause = exc.__cause__ if isinstance(exc, OperationalError) else None
     if isinstance(cause, OSError):  # a wrong certificate is a ValueError, too
         return False
@@ -274,13 +286,12 @@ class Dispatcher:
         return Published(DecisionType.BUFFERED, waits_for) if waits_for else Published(DecisionType.DISPATCHED)
 
     def _failed(self, exc: Exception, member: str = "") -> None:
-        is_of_locks = any(isinstance(cause, LockBackendError) for cause in (exc, exc.__context__))
+        is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
         server = LOCKS if is_of_locks else BROKER
         self._publisher.forget_broker()
         if self._backoff.failed(member) and server not in self._unreachable:
             self._unreachable.add(server)
-            # Celery's own error has the real one behind it.
-            refuses = any(cause is not None and what_it_does(cause) == "refuses" for cause in (exc, exc.__context__))
+            refuses = any(what_it_does(cause) == "refuses" for cause in _causes(exc))
             until = "takes it" if refuses else "answers"
             text = f"Scheduler: Message Error: what is due stays pending until %(server)s {until}"
             where = "" if is_of_locks else f"{BROKER} {broker_place(self.app)}: "  # the locks' server is in the error

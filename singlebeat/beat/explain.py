@@ -190,7 +190,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
         case "dispatched" | "buffered":
             yield f"The run for {when} was sent{_recorded(facts, record, record.at)} as task {record.task_id}."
             if record.decision == "buffered":
-                yield f"It met an equal call and waits for its turn: it {record.reason}."
+                yield f"It met an equal call and had to wait for its turn: it {record.reason}."
             if record.kind == "catch_up":
                 yield "It was sent late, and stands for all times that passed before it."
             yield from _end(facts, record)
@@ -256,10 +256,23 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         yield f"It runs now, on {facts.running[record.task_id]}."
     elif record.task_id in facts.locks or facts.locks_away:
         yield from _holder(facts, record.task_id)
+    elif record.decision == "buffered":
+        yield from _waits(facts, record)
     else:
         yield (
             "No end of it was recorded: it waits in its queue, or its worker has died, or has no singlebeat installed."
         )
+
+
+def _waits(facts: Facts, record: Record) -> Iterator[str]:
+    """Say that a run waits for its turn, and how many others of its entry do."""
+    open_ = [r for r in facts.records if r.decision in {"dispatched", "buffered"} and r.end is None]
+    others = sum(r.task_id not in {record.task_id, *(facts.running or ())} for r in open_)
+    beside = f", as do {others} other runs of this entry" if others > 1 else ", as does 1 other run of this entry"
+    yield (
+        f"It waits for its turn{beside if others else ''}, and has not started as far as is known: a worker that has "
+        "died, or has no singlebeat installed, records no end."
+    )
 
 
 def _holder(facts: Facts, task_id: str) -> Iterator[str]:

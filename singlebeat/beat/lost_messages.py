@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery.backends.base import DisabledBackend
 from celery.states import READY_STATES
 
 from ..config import Config
@@ -29,6 +28,7 @@ from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
 from .publisher import bounded
+from .result_backend import ResultBackendError, ask_results
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -53,6 +53,9 @@ PAUSE, EVERY = 5.0, 10.0
 
 #: Seconds to wait for the next answer of a worker.
 TIMEOUT = 2.0
+
+#: Seconds to wait for what the result backend knows of all locks.
+RESULTS_TIMEOUT = 10.0
 
 #: Seconds for which a worker that has answered, and announces nothing, must answer again; less if
 #: ``singlebeat_lost_after`` is.
@@ -280,17 +283,20 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
 def _ended(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
     """Return of whose messages the result backend knows the end, and which."""
     ended: dict[Ref, str] = {}
-    if isinstance(app.backend, DisabledBackend):
-        return ended
-    for lock in locks:
-        try:
-            meta = app.backend.get_task_meta(lock.ref.task_id, cache=False)
-        except Exception:  # backends raise what they like, and then they know nothing of the others, either
-            break
-        # An id may have run before, with another message.
-        if meta.get("status") in READY_STATES and (_instant(meta.get("date_done")) or 0) >= lock.since:
-            ended[lock.ref] = f"it ended with {meta['status']} on a worker without singlebeat, which frees no lock"
-    return ended
+
+    def ask(backend: Any) -> None:
+        for lock in locks:
+            meta = backend.get_task_meta(lock.ref.task_id, cache=False)
+            # An id may have run before, with another message.
+            if meta.get("status") in READY_STATES and (_instant(meta.get("date_done")) or 0) >= lock.since:
+                ended[lock.ref] = f"it ended with {meta['status']} on a worker without singlebeat, which frees no lock"
+
+    try:
+        if locks:
+            ask_results(app, ask, timeout=RESULTS_TIMEOUT)
+    except ResultBackendError as exc:  # then it knows nothing of the others, either
+        log.debug("the result backend cannot be asked for lost messages", event="not_asked", reason=exc)
+    return dict(ended)
 
 
 def _instant(date_done: Any) -> float | None:
@@ -453,9 +459,12 @@ class LostMessages:
     def search(self, backend: BaseBackend, keys: Sequence[str]) -> list[Found]:
         """Free those of some locks whose messages are gone.
 
+        Args:
+            keys: of the locks; beat and the caller of a task may both have named the same one.
+
         Raises:
             LockBackendError: the locks' server does not answer.
         """
-        waiting = [Waiting.of(key, record) for key, record in backend.read(keys)]
+        waiting = [Waiting.of(key, record) for key, record in backend.read([*dict.fromkeys(keys)])]
         old = [lock for lock in waiting if lock is not None and not may_yet_start(lock, Config.of(self.app))]
         return free(self.app, examine(self.app, old, backend=backend, answers=self._answers), backend=backend)

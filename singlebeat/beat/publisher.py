@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery.beat import Scheduler, SchedulingError
+from celery.result import denied_join_result
 
 from ..config import Config
 
@@ -45,7 +46,9 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         except Exception as exc:
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
         try:
-            return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+            # Beat awaits no result. Else Celery subscribes to each one, for 19 s where the result backend is down.
+            with denied_join_result():
+                return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
         except SchedulingError as exc:
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
             if isinstance(exc.__context__, errors):  # RabbitMQ has closed it: the next message would fail, too

@@ -22,6 +22,7 @@ from ..beat.entries.statics import Statics, owner_of
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
+from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
@@ -84,8 +85,9 @@ class Finding(NamedTuple):
 def doctor_(app: Celery, as_json: bool) -> None:
     """Look for what may go wrong; exit code 1 if there is a problem."""
     schedule = _Read(app)
-    rights, beat, entries, workers = (partial(p, schedule=schedule) for p in (_rights, _beat, _entries, _workers))
-    parts = (_server, rights, _prefixes, _settings, beat, entries, workers, _locks)
+    read = (_rights, _results, _beat, _entries, _workers)
+    rights, results, beat, entries, workers = (partial(part, schedule=schedule) for part in read)
+    parts = (_server, rights, results, _prefixes, _settings, beat, entries, workers, _locks)
     found = dict[Finding, None]()
     with progress("parts looked at", len(parts), quiet=as_json) as step:
         for look_at in parts:
@@ -150,6 +152,19 @@ def _rights(app: Celery, schedule: _Read) -> Iterator[Finding]:
         yield Finding("problem", f"schedule's server {schedule_place(app)}", refused)
     if refused := lock_refusal(app):
         yield Finding("problem", f"locks' server {lock_place(app)}", refused)
+
+
+def _results(app: Celery, schedule: _Read) -> Iterator[Finding]:
+    """Check the result backend, of which beat and locks are independent."""
+    if wrong := schedule.results:
+        url = app.conf.result_backend
+        about = f"result backend {masked(url)}" if isinstance(url, str) else "result backend"
+        text = (
+            f"it {wrong}. Beat sends on, but workers wait for it after the body of each task, and hold the slot "
+            "meanwhile; then the run ends without a result, and callers that wait for one get none. Start or correct "
+            "it (result_backend)"
+        )
+        yield Finding("problem", about, text)
 
 
 def _prefixes(app: Celery) -> Iterator[Finding]:
@@ -243,10 +258,10 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
 
 
 class _Read:
-    """What several parts ask for about the schedule, read once.
+    """What several parts ask for about the schedule and the result backend, read once.
 
     Raises:
-        RedisError: its server did not answer before, and is not waited for again.
+        RedisError: the schedule's server did not answer before, and is not waited for again.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -258,6 +273,15 @@ class _Read:
         if self.away is not None:
             raise self.away
         return ScheduleStatus.of(self.app)
+
+    @cached_property
+    def results(self) -> str:
+        """What is wrong with the result backend; empty if it answers, or if the app has none."""
+        try:
+            check_results(self.app, timeout=Config.of(self.app).singlebeat_socket_timeout)
+        except ResultBackendError as exc:
+            return str(exc)
+        return ""
 
     @cached_property
     def usable(self) -> Sequence[Entry]:
@@ -394,17 +418,17 @@ def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
         return
     yield from _clocks(app, workers)
     if schedule.state.is_led_by(owner_of(app)):
-        yield from _queues(app, schedule.usable, workers)
+        yield from _queues(app, schedule, workers)
     for entry in schedule.usable:
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
             yield Finding("problem", f"entry {entry.name}", text)
 
 
-def _queues(app: Celery, entries: Sequence[Entry], workers: Workers) -> Iterator[Finding]:
+def _queues(app: Celery, schedule: _Read, workers: Workers) -> Iterator[Finding]:
     """Look for queues of entries that no worker reads, whose readers lack a task, or have no free slot."""
     by_queue: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
+    for entry in schedule.usable:
         if entry.enabled and (queue := queue_of(app, entry)):
             by_queue[queue].append(entry)
     now = datetime.now(UTC)
@@ -420,7 +444,10 @@ def _queues(app: Celery, entries: Sequence[Entry], workers: Workers) -> Iterator
             if wrong := delivery.without(entry.task):
                 yield Finding("problem", f"entry {entry.name}", f"{wrong}. Let one worker have both")
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
-            text = f"{delivery.full}: other messages wait. Start more workers, or make these tasks shorter"
+            advice = "Start more workers, or make these tasks shorter"
+            if schedule.results:
+                advice = f"The result backend may be why, because it {schedule.results}: correct that first"
+            text = f"{delivery.full}: other messages wait. {advice}"
             yield Finding("warning", f"queue {queue}", text)
 
 

@@ -114,6 +114,8 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
     entry, records = _usable(entries, name, state), entries.history(name, EXPLAINED if when else 1)
+    if [record.decision for record in records] == ["buffered"]:  # others may wait, too
+        records = entries.history(name, EXPLAINED)
     running = workers.running if workers else None
     # The task whose lock the explanation asks for: the one that was in the way, or the one that has not ended.
     record, task = record_at(records, when), ""

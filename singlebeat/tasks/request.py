@@ -36,6 +36,9 @@ log = Log(__name__)
 #: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
 KILL_TIME = 0.5
 
+#: Seconds after a signal that ends a run until the pool checks whether its process is dead.
+REAPED_AFTER = 0.3
+
 #: Seconds until a message that cannot start now goes back to the broker, which delivers it at once.
 PUT_BACK_AFTER = 1.0
 
@@ -270,6 +273,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._over = True
             renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
 
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """End the run by a signal to its process, whose death Celery may notice 5 s later only."""
+        super().terminate(pool, signal)
+        if self.ticket is not None and getattr(pool, "uses_semaphore", False):
+            # The process closes its files before it can be reaped: the pool finds it alive then, and asks by a timer.
+            renewer_of(self.app).later(REAPED_AFTER, pool.maintain_pool)
+
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down."""
         self._cancelled = True  # Celery says so only afterwards; a killed greenlet reports a success before
@@ -301,6 +311,24 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except Exception as exc:  # the result backend, most often: what it refused before it refuses again
             about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
             log.exception("%(task)s[%(id)s]: cannot store how it ended", event="result_not_stored", **about)
+
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """A process, thread or greenlet is free for the run; it ends here if it was terminated before."""
+        try:
+            super().on_accepted(pid, time_accepted)
+        except BaseException:
+            # A thread cannot be terminated, which Celery raises as an error here, and a greenlet has killed itself. No
+            # body follows then, unless the pool has processes: it reports the end of the run itself.
+            if self._terminate_on_ack is not None and not getattr(self._terminate_on_ack[0], "uses_semaphore", True):
+                self._end_unstarted(self._terminate_on_ack[1])
+            raise
+
+    def _end_unstarted(self, signum: Any) -> None:
+        try:
+            self._announce_revoked("terminated", True, signum, False)
+        finally:  # the result backend may be unreachable
+            self.acknowledge()
+            self.over()
 
     def on_retry(self, exc_info: Any) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""

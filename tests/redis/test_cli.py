@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from celery import Celery
 from celery.beat import Service
 from celery.schedules import crontab, schedule
 from click.testing import Result
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from singlebeat import Entry, Schedule, clocked
+from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.entries import save
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import Keys
@@ -696,6 +698,64 @@ def test_a_server_that_keeps_snapshots_only_is_named(cli, options, said):
 
     assert said in text
     assert ("keeps" in text) is bool(said)
+
+
+def apart(server: RedisServer, results: str | None) -> Celery:
+    """Return an app whose result backend is another server than all else."""
+    conf = {"singlebeat_socket_timeout": 1, "redbeat_redis_url": server.url, "singleton_backend_url": server.url}
+    return make_app(server.celery_url, {**conf, "result_backend": results})
+
+
+def about_results(cli, app: Celery) -> tuple[list[str], str]:
+    """Return what the doctor says about the result backend, and all that it says."""
+    printed = cli("doctor", app=app, code=1).output
+    return [line for line in printed.splitlines() if " result backend" in line.partition(":")[0]], printed
+
+
+@pytest.mark.parametrize("how", ["is gone", "hangs"])
+def test_doctor_says_that_the_result_backend_does_not_answer(cli, server, redis, own_server, how):
+    with apart(server, own_server.celery_url.replace("://", "://:hunter2@")) as app:
+        own_server.kill() if how == "is gone" else own_server.pause()
+        (said,), printed = about_results(cli, app)
+
+    where = own_server.celery_url.replace("://", "://:**@")
+    does = "does not answer: " if how == "is gone" else "does not answer within 1 s. "
+    assert said.startswith(f"problem  result backend {where}: it {does}")
+    assert "Beat sends on" in said
+    assert "hunter2" not in printed
+    assert "broker or the locks' server" not in printed
+
+
+def test_doctor_names_a_result_backend_without_its_driver(cli, server, redis):
+    with apart(server, "db+postgresql://u:hunter2@h/db") as app:
+        (said,), printed = about_results(cli, app)
+
+    assert said.startswith("problem  result backend db+postgresql://u:**@h/db: it cannot be used: ")
+    assert "hunter2" not in printed
+
+
+@pytest.mark.parametrize("backend", [None, "rpc://"])
+def test_doctor_finds_nothing_wrong_with_results(cli, server, redis, backend):
+    with apart(server, backend) as app:
+        assert about_results(cli, app)[0] == []
+
+
+def test_doctor_takes_a_result_backend_that_hangs_for_why_slots_are_full(server, redis, own_server):
+    from singlebeat.cli.doctor import _queues, _Read
+
+    busy = [Busy("app.task", "id", datetime.now(UTC) - timedelta(minutes=1))]
+    workers = Workers({}, {}, {}, {"w": Reader(frozenset({"celery"}), frozenset({"app.task"}), 1, busy)}, {}, (0, 0))
+    with apart(server, own_server.celery_url) as app:
+        Entry("e", "app.task", schedule(60), app=app).save()
+        (before,) = _queues(app, _Read(app), workers)
+        own_server.pause()
+        (after,) = _queues(app, _Read(app), workers)
+
+    assert "Start more workers" in before.text
+    assert "Start more workers" not in after.text
+    assert after.text.endswith(
+        "The result backend may be why, because it does not answer within 1 s: correct that first"
+    )
 
 
 def test_a_server_that_evicts_or_forgets_is_named(cli):

@@ -164,7 +164,7 @@ def test_a_run_that_waits_for_another_says_so_in_log_history_and_explanation(des
     (told,) = desk.told("buffered")
     assert (told["id"], told["holder"], told["reason"]) == (second["id"], first["id"], second["reason"])
     assert desk.redis.llen("celery") == 2
-    assert "It met an equal call and waits for its turn: it waits for task" in desk.explained()
+    assert "It met an equal call and had to wait for its turn: it waits for task" in desk.explained()
     assert Schedule(desk.app).get("e").total_run_count == 8, "it is counted: it will run"
 
 

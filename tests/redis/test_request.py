@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -18,6 +19,7 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, states
 from celery.concurrency.solo import TaskPool
+from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Retry, TaskRevokedError
 from celery.worker import state
 from celery.worker.request import create_request_cls
@@ -32,10 +34,10 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
-from singlebeat.run_results import MESSAGE_LOST, flush_ends
+from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.tasks.gate import Postponed, Refused, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
-from singlebeat.tasks.request import Request
+from singlebeat.tasks.request import REAPED_AFTER, Request
 from tests.support import wait_until, without
 
 Deliver = Callable[..., Request]
@@ -47,11 +49,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
 @pytest.fixture
 def deliver(app: Celery) -> Iterator[Deliver]:
     """Returns the request that a message makes, whoever has written it; without arguments, that of the next one."""
-    pool = TaskPool(app=app)
+    solo = TaskPool(app=app)
     app.set_current()
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
 
-        def deliver(task: Any, args: Any = None, kwargs: Any = None, **headers: Any) -> Request:
+        def deliver(task: Any, args: Any = None, kwargs: Any = None, pool: Any = solo, **headers: Any) -> Request:
             if args is not None:
                 body = (args, {} if kwargs is None else kwargs, {})
                 queue.put(body, headers={"task": task.name, "id": uuid(), "argsrepr": repr(args), **headers})
@@ -663,6 +665,19 @@ def test_a_lost_message_that_others_have_joined_says_that_they_are_lost(app, buf
     assert "payload" not in record, "arguments may be secret"
 
 
+def test_a_lock_that_was_named_twice_is_freed_and_logged_once(app, buffered, redis, caplog):
+    result, lock = buffered.delay("a", 1), first_lock(buffered)
+    redis.hincrby(lock, "since", -120_000)
+    redis.expire(lock, 3600 - 120)
+    app.backend.mark_as_done(result.id, None)
+
+    (found,) = lost.LostMessages(app).search(backend_of(app), [lock, lock])
+
+    assert found.outcome == RAN_ELSEWHERE
+    assert not redis.exists(lock)
+    assert len([each for each in caplog.records if "event=ran_elsewhere" in each.message]) == 1
+
+
 def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):
     app.conf.singleton_backend_class = "tests.redis.test_legacy_backend.FileBackend"
     app.conf.singleton_backend_url = f"file:{tmp_path / 'locks'}"
@@ -688,6 +703,56 @@ def test_arguments_in_a_lock_that_cannot_be_read_leave_a_run_its_own(app, delive
 
     assert result.get(timeout=5)[0] == 2
     assert "event=payload_unreadable" in caplog.text
+
+
+@pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliver, redis, base, acks_late):
+    """Celery fails on it when a thread is free for it, and nothing else would end it."""
+    bodies, lock, slot = list[str](), "SINGLETONLOCK_a", Event()
+
+    def body(name: str) -> None:
+        bodies.append(name)
+
+    task = app.task(body, name="app.thread", base=base or app.Task, shared=False, acks_late=acks_late)
+    task_id, pool = uuid(), ThreadPool(1, app=app)
+    pool.executor.submit(slot.wait)
+    backend_of(app).acquire_many([Call(Ref(lock, task_id), task.name, "", 60)])
+    request = deliver(task, ["a"], pool=pool, id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    request.execute_using_pool(None)
+    state.task_reserved(request)
+
+    request.terminate(pool, "TERM")
+    slot.set()
+    pool.executor.shutdown()
+    renewer_of(app).flush()
+
+    assert bodies == []
+    assert app.AsyncResult(task_id).state == states.REVOKED
+    assert backend_of(app).get(lock) is None
+    assert request not in state.active_requests
+    assert messages(redis) == (0, 0)
+
+
+def test_a_pool_checks_its_processes_soon_after_a_run_was_terminated(app, deliver):
+    """A process that has closed its files may not be dead yet: Celery's own check is 5 s later."""
+    task, task_id, done = app.task(same, name="app.plain", shared=False), uuid(), list[str]()
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
+    timer = renewer_of(app).timer = Timer()
+    request.time_start = time.time()
+    pool = SimpleNamespace(
+        uses_semaphore=True,
+        terminate_job=lambda *_: done.append("terminated"),
+        maintain_pool=lambda: done.append("checked"),
+    )
+
+    request.terminate(pool, "TERM")
+
+    assert done == ["terminated"]
+    (due,) = timer.queue
+    assert due.eta <= time.monotonic() + REAPED_AFTER
+    due.entry()
+    assert done == ["terminated", "checked"]
 
 
 # ---------------------------------------------------------------- calls that are sent by name

@@ -971,6 +971,21 @@ def test_a_broker_that_is_away_is_asked_once_in_a_tick(server, redis, own_server
     assert redis.zcard(PENDING) == 5
 
 
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_beat_sends_while_the_result_backend_is_down(server, redis, own_server, bench_on, task):
+    """Beat awaits no result, so that sending must not subscribe to any: that blocks for 19 s, and fails then."""
+    locks = {"singleton_backend_url": server.url, "redbeat_redis_url": server.url}
+    bench = bench_on(server, result_backend=own_server.celery_url, **locks)
+    bench.put(task=task)
+    scheduler = bench.scheduler()
+    own_server.kill()
+
+    scheduler.tick()
+
+    assert bench.names == ["e"]
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+
+
 #: Options with which no message can be made, or none that the broker takes.
 NEVER_SENT: dict[str, dict[str, Any]] = {
     "an unknown serializer": {"serializer": "no such thing"},
@@ -1087,6 +1102,37 @@ def test_a_broker_that_hangs_is_asked_once_in_a_tick(server, redis, bench_on, mo
 
     assert len(tries) == 1
     assert redis.zcard(PENDING) == 2
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["a server", "no server"])
+def test_an_occurrence_stays_pending_if_a_server_is_behind_its_error(bench, monkeypatch, passes):
+    """However many layers of a task's own code, of Celery and of kombu have wrapped the error."""
+
+    def wrap(self: Task, *args: Any, **kwargs: Any) -> Any:
+        error, middle = RuntimeError(), ValueError()
+        middle.__context__ = ConnectionRefusedError() if passes else RecursionError()
+        raise error from middle
+
+    scheduler = bench.scheduler(app=put_refused(bench, "a"))
+    monkeypatch.setattr(RefusedTask, "apply_async", wrap)
+
+    scheduler.tick()
+
+    assert (bench.pending("a") is not None) is passes
+    assert [record["decision"] for record in bench.history] == ([] if passes else ["publish_failed"])
+
+
+def test_an_error_that_was_raised_from_itself_is_given_up(bench, monkeypatch):
+    def turn(self: Task, *args: Any, **kwargs: Any) -> Any:
+        error = RuntimeError()
+        raise error from error
+
+    scheduler = bench.scheduler(app=put_refused(bench, "a"))
+    monkeypatch.setattr(RefusedTask, "apply_async", turn)
+
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["publish_failed"]
 
 
 def test_one_that_was_not_taken_waits_longer_each_time_and_others_do_not(bench):

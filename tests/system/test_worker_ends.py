@@ -64,6 +64,23 @@ def test_the_lock_of_a_killed_worker_ends_with_its_lease_and_the_call_can_be_mad
     assert [run.id for run in oracle.wait_started(2)] == [first.id, again.id]
 
 
+def test_a_run_that_is_terminated_while_it_waits_for_a_thread_frees_its_lock(celery, app, oracle, redis):
+    """As ``terminate_other`` does with the run of a plain task, which holds its lock while it waits there."""
+    celery("worker", "--pool", "threads", "-c", "1").ready()
+    plain, lock = app.tasks[f"{APP}.plain"], "SINGLETONLOCK_{a}"
+    plain.delay("busy", 60)
+    oracle.wait_started(1, "busy")
+    waits = plain.apply_async(("waits",), task_id="waits", headers={HEADER: Ticket("waits", lock, lock).header()})
+    wait_until(lambda: redis.hget(lock, "state") == "running", what="the lock of the run that waits")
+
+    app.control.revoke(waits.id, terminate=True, reply=True, timeout=30, limit=1)
+    oracle.let_go("busy")
+
+    free(redis)
+    assert oracle.started("waits") == 0
+    assert waits.state == "REVOKED"
+
+
 def test_the_lock_of_a_plain_task_of_beat_ends_with_its_killed_worker(celery, oracle, redis):
     entry = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["a"], "kwargs": {"seconds": 60}}
     worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": LEASE}).ready()

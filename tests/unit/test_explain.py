@@ -88,6 +88,18 @@ def test_a_run_of_which_no_end_is_known():
     assert "It runs now, on w1." in said(record(NOON), running={"id": "w1"})
 
 
+def test_a_run_that_waits_for_its_turn_is_explained_with_the_others_that_wait():
+    waits = [record(NOON - at * HOUR, "buffered", reason="waits for task x", task_id=f"id{at}") for at in range(4)]
+    ended = record(NOON - 4 * HOUR, end=End("success", "", "", 1.0, "w1", NOON))
+    text = said(*waits, ended, running={"id3": "w1"})
+
+    assert "It met an equal call and had to wait for its turn: it waits for task x." in text
+    assert "It waits for its turn, as do 2 other runs of this entry, and has not started" in text
+    assert "No end of it was recorded" not in text
+    assert "as does 1 other run of this entry" in said(*waits[:2])
+    assert "It waits for its turn, and has not started" in said(waits[0])
+
+
 def test_a_time_that_no_beat_saw_is_covered_by_the_catch_up_after_it():
     text = said(record(NOON + 5 * HOUR, kind="catch_up"), record(NOON), at=NOON + 2.5 * HOUR, now=NOON + 6 * HOUR)
 

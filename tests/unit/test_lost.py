@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from singlebeat.beat.lost_messages import Found, Waiting, may_yet_start, note
+from singlebeat.beat.lost_messages import Found, Waiting, _ended, may_yet_start, note
 from singlebeat.config import Config
 from singlebeat.locks.base import Ref
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
@@ -119,3 +119,11 @@ def test_only_a_lock_that_waits_is_looked_at():
 )
 def test_what_was_found_out_is_a_sentence_of_its_own(outcome, expected):
     assert str(Found(waiting(), outcome, "REASON")) == expected
+
+
+def test_a_result_backend_without_its_driver_knows_of_no_end():
+    app = Celery(backend="db+postgresql://u@h/db", set_as_current=False)
+    lock = waiting()
+    assert lock is not None
+
+    assert _ended(app, [lock]) == {}
