@@ -209,7 +209,7 @@ def test_a_table_in_a_pipe_cuts_nothing(cli, app):
     title, row, _ = cli("list").output.splitlines()
 
     assert row.startswith(f"{name}  a.module.and.its.task")
-    assert title.index("TASK") == row.index("a.module")
+    assert title.index("TASK") == 62, "a long cell widens its own row alone"
 
 
 @pytest.mark.usefixtures("taken_for_terminal")
