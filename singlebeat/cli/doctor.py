@@ -25,7 +25,7 @@ from ..beat.lost_messages import MOST, examine
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -245,10 +245,19 @@ class _Read:
     def state(self) -> ScheduleStatus:
         return ScheduleStatus.of(self.app)
 
-    @cached_property
+    @property
     def usable(self) -> Sequence[Entry]:
-        """The entries that can be used."""
-        return [*Schedule(self.app).list(left_out=lambda *_: None)]  # the part about beat names the others
+        """The entries that can be read."""
+        return self._examined[0]
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """Why beat cannot use some entries that it has not quarantined yet, by name."""
+        return {name: why for name, why in self._examined[1].items() if name not in self.state.quarantine}
+
+    @cached_property
+    def _examined(self) -> tuple[Sequence[Entry], Mapping[str, str]]:
+        return Schedule(self.app).examine(datetime.fromtimestamp(self.state.now, UTC))
 
 
 def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
@@ -256,6 +265,10 @@ def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
     for entry in schedule.usable:
         if entry.ignored:
             yield Finding("warning", f"entry {entry.name}", entry.ignored)
+    for name, why in islice(schedule.unusable.items(), MOST_NAMED):
+        yield Finding("problem", f"entry {name}", f"is unusable: {why}; {QUARANTINED_LATER}")
+    if len(schedule.unusable) > MOST_NAMED:
+        yield Finding("problem", "entries", f"more than these {MOST_NAMED} are unusable (celery singlebeat list)")
     yield from _silent(app, schedule.usable)
     if not schedule.state.redbeat_leads:  # it has times of its own
         yield from _late(app, schedule.usable)
