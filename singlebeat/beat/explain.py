@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
-from .status import REDBEAT_LEADS
+from .status import QUARANTINED_LATER, REDBEAT_LEADS
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Facts:
     running: Mapping[str, str] | None  #: task id -> worker, of all that answer; None: none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer
     now: datetime
+    unusable: str = ""  #: why beat cannot use it, whether beat has found that or not; empty: it can
     delivery: Delivery | None = None  #: of the queue of its task; None: not known
     late_place: str = ""  #: why it is not looked at in time, and what to do; empty: its place is not late
     no_place: str = ""  #: why it is never due, and what to do; empty: it has a place in the sorted set
@@ -101,8 +103,10 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield f"It is quarantined and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
         yield (
             "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by itself; "
-            f"to delete it: celery singlebeat delete {facts.name}"
+            f"to delete it: celery singlebeat delete {shlex.quote(facts.name)}"
         )
+    elif facts.unusable:
+        yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
     yield from _leadership(facts)
     if facts.locks_refused:
         yield f"Runs may not be sent or started because of {facts.locks_refused.rstrip('.')}."
@@ -113,13 +117,13 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield from _unrecorded(facts, record, at)
     if record is not None:
         yield from _decision(facts, record)
-    elif at is None and aside is None:
+    elif at is None and aside is None and not facts.unusable:
         yield "Nothing was decided about it so far, or the history has lost it (singlebeat_history_limit)."
     if facts.entry is not None and facts.entry.ignored:
         yield f"A warning: {facts.entry.ignored}"
     if facts.entry is not None:
         yield from _task(facts, facts.entry)
-        if at is None and aside is None:
+        if at is None and aside is None and not facts.unusable:
             yield from _outlook(facts, facts.entry)
 
 
@@ -201,7 +205,10 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             yield f"The run for {when} was not sent once more: {record.reason}."
         case "missed":
             yield f"The run for {when} was missed: {record.reason}."
-            yield "No beat was there to send it in time, and the entry does not want to run later than that." + (
+            yield (
+                "It was not sent in time: no beat led then, or the broker or the locks' server was unreachable. The "
+                "entry does not want to run later than that."
+            ) + (
                 " Without misfire_grace_time, one run would have made up for all that were missed."
                 if "misfire_grace_time" in record.reason
                 else ""
@@ -291,7 +298,7 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
             f"runs it: its worker has probably died. The lock ends by itself {left}; to free it now: "
-            f"celery singlebeat unlock {task_id}"
+            f"celery singlebeat unlock {shlex.quote(task_id)}"
         )
     elif lock.is_ahead and facts.running is not None:
         yield (
@@ -323,7 +330,7 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     if found.outcome:
         yield (
             "Beat frees the lock when another run meets it, unless singlebeat_lost_after is None. To free it now: "
-            f"celery singlebeat unlock {task_id}"
+            f"celery singlebeat unlock {shlex.quote(task_id)}"
         )
 
 
@@ -375,17 +382,19 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     elif entry.policy.paused and facts.state.redbeat_leads:
         yield (
             "It is paused, and runs all the same while a beat of RedBeat leads, unless you disable it: "
-            f"celery singlebeat edit {entry.name} --disable"
+            f"celery singlebeat edit {shlex.quote(entry.name)} --disable"
         )
     elif entry.policy.paused:
         note = f" ({entry.policy.note})" if entry.policy.note else ""
-        yield f"It is paused{note}: its times pass without a run. To go on: celery singlebeat resume {entry.name}"
+        resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
+        yield f"It is paused{note}: its times pass without a run. To go on: {resume}"
     elif upcoming is None:
         yield "It is finished: it never runs again."
     elif facts.late_place and not facts.state.redbeat_leads:
         yield _sentence(facts.late_place)
     elif facts.state.waits and since is not None and since > facts.now:
-        yield f"It waits for the clock: {facts.state.waits}. To run it now: celery singlebeat trigger {entry.name}"
+        trigger = f"celery singlebeat trigger {shlex.quote(entry.name)}"
+        yield f"It waits for the clock: {facts.state.waits}. To run it now: {trigger}"
     elif upcoming <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
     elif upcoming <= facts.now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ _OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "ru
 #: Prefix of the names of parked entries in their keys.
 _PARKED = ":parked:"
 _LEASE = ("leader", "term", "standbys", "resigned")
+#: The name of an entry whose key is one of the schedule itself of another app, whose prefix is longer.
+_OF_OTHERS = re.compile(rf"::((?:{'|'.join((*_OWN, *_LEASE, 'lock'))})\Z|parked:)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,18 @@ class Keys:
         except UnicodeEncodeError:
             raise EntryError(f"there can be no entry {name!r}: half of a surrogate pair cannot be encoded") from None
         return key
+
+    def check_other(self, name: str) -> None:
+        """Check that the key of an entry cannot be one of the schedule itself of another app.
+
+        That app's prefix begins with this one and ends with a colon: ``redbeat:a:`` beside ``redbeat:``.
+
+        Raises:
+            EntryError: it can; the name is that of an entry only if a definition is stored there.
+        """
+        if _OF_OTHERS.search(name):
+            why = f"{self.prefix + name!r} is a key of the schedule of another app: choose another name"
+            raise EntryError(f"there can be no entry {name!r}, for {why}")
 
     def is_possible(self, name: str) -> bool:
         """Return whether an entry can have a name."""

@@ -1,8 +1,9 @@
-"""Entries whose places in the schedule are later than their times: beat does not look at them before."""
+"""Entries whose places in the schedule are later than their times, or mean never: beat does not check them before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -16,7 +17,6 @@ from .calendar.zone import app_zone
 from .decide import claim_for
 from .entries.entry import Entry
 from .entries.fields import BATCH, read_fields
-from .entries.timetable import PARKED
 from .keys import Keys
 from .leadership.clock_guard import LAST_INSTANT, LONGEST_STEP_BACK, latest_shown
 from .server_time import server_now
@@ -34,7 +34,7 @@ MOMENT = "%Y-%m-%d %H:%M:%SZ"
 
 @dataclass(frozen=True, slots=True)
 class LatePlace:
-    """The place of an entry that is later than its time, or than it would be by a clock that is right."""
+    """The place of an entry that means never, is later than its time, or than it would be by a clock that is right."""
 
     schedule: str  #: key of the sorted set
     key: str  #: of the entry
@@ -45,8 +45,8 @@ class LatePlace:
 
     @property
     def at(self) -> datetime | None:
-        """The instant of the place; None if the place is no instant before the year 10000, as milliseconds are."""
-        return None if self.score > LAST_INSTANT else datetime.fromtimestamp(self.score, UTC)
+        """The instant of the place; None if it means never, or is no instant before the year 10000, as milliseconds."""
+        return datetime.fromtimestamp(self.score, UTC) if 0 <= self.score <= LAST_INSTANT else None
 
     @property
     def is_wrong(self) -> bool:
@@ -54,7 +54,14 @@ class LatePlace:
         return self.counts_from is not None or self.at is None
 
     def __str__(self) -> str:
-        advice = f"to let beat correct it: ZADD {self.schedule} 0 {self.key}"
+        place = shlex.join((self.schedule, "0", self.key))
+        advice = f"to let beat correct it: ZADD {place}"
+        if self.score < 0:
+            return (
+                f"its place in {self.schedule} is {self.score:g}, which means never, although its next time is "
+                f"{self.due_at:{MOMENT}}: it never runs. Another program has written that place, or changed the entry "
+                f"alone; {advice}"
+            )
         if self.at is None:
             return (
                 f"its place in {self.schedule} is {self.score:.0f}, which is no time in seconds since 1970 (is it in "
@@ -68,7 +75,7 @@ class LatePlace:
         if self.counts_from is None:
             return (
                 f"it has never run, and by its place in {self.schedule} it does not run before {self.at:{MOMENT}}; to "
-                f"run it at once: ZADD {self.schedule} 0 {self.key}"
+                f"run it at once: ZADD {place}"
             )
         return (
             f"its place in {self.schedule} is {self.at:{MOMENT}}, later than its time, {self.due_at:{MOMENT}}: it does "
@@ -79,8 +86,8 @@ class LatePlace:
 def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, LatePlace]]:
     """Yield names and places of those entries whose places are later than their times by ``OVERDUE_AFTER`` and more.
 
-    Entries that are disabled, paused or never due are left out. One round trip for each batch, and three more where one
-    seems to be late: beat may have moved it on since it was read.
+    Entries that are disabled, paused, quarantined or never due are left out. One round trip for each batch, and four
+    more where one seems to be late: beat may have moved it on since it was read.
 
     Args:
         entries: as they were read before.
@@ -98,9 +105,10 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
             continue
         # A place that is the same before and after the entry was read belongs to what was read.
         before = _scores(client, keys, names)
+        aside = _quarantined(client, keys, names)
         again = [*_read(app, client, keys, names)]
         after = _scores(client, keys, names)
-        same = {name: score for name, score in before.items() if score == after[name]}
+        same = {name: score for name, score in before.items() if score == after.get(name) and name not in aside}
         yield from _compare(keys, again, same, server_now(client, keys.schedule), zone, shown)
 
 
@@ -113,13 +121,24 @@ def _zone(name: str | None) -> tzinfo | None:
 
 
 def _scores(client: Any, keys: Keys, names: Sequence[str]) -> Mapping[str, float]:
-    """Return the first place of each entry that has one: under its key, its bare name, or both."""
+    """Return the place of each entry that has one: under its key, its bare name, or the first of both."""
     if not names:
         return {}
     scores = client.zmscore(keys.schedule, [*(keys.prefix + name for name in names), *names])
     both = zip(names, scores[: len(names)], scores[len(names) :], strict=True)
-    places = {name: [score for score in pair if score is not None and score >= 0] for name, *pair in both}
-    return {name: min(scores) for name, scores in places.items() if scores}
+    places = {name: [score for score in pair if score is not None] for name, *pair in both}
+    return {name: _first(scores) for name, scores in places.items() if scores}
+
+
+def _first(scores: Sequence[float]) -> float:
+    return min((score for score in scores if score >= 0), default=max(scores))  # a negative one means never
+
+
+def _quarantined(client: Any, keys: Keys, names: Sequence[str]) -> Collection[str]:
+    """Return the names of those entries whose places beat has taken away, because they cannot be used."""
+    records = client.hmget(keys.quarantine, [*(keys.prefix + name for name in names), *names])
+    pairs = zip(names, records[: len(names)], records[len(names) :], strict=True)
+    return {name for name, *found in pairs if any(found)}
 
 
 def _read(app: Celery, client: Any, keys: Keys, names: Sequence[str]) -> Iterator[Entry]:
@@ -136,14 +155,14 @@ def _compare(
 ) -> Sequence[tuple[str, LatePlace]]:
     late = list[tuple[str, LatePlace]]()
     for entry in entries:
-        score = scores.get(entry.name, PARKED)
-        if not entry.enabled or entry.policy.paused or score <= now.timestamp() + OVERDUE_AFTER:
+        score = scores.get(entry.name)
+        if score is None or not entry.enabled or entry.policy.paused or 0 <= score <= now.timestamp() + OVERDUE_AFTER:
             continue
         with suppress(Exception):  # a user's own schedule may do anything, and a tick finds out
             due_at = _due_at(entry, now, zone)
             since = entry.meta.counts_from
             is_ahead = since is not None and since - max(now, shown) > timedelta(seconds=OVERDUE_AFTER)
-            if due_at is not None and (score > due_at + OVERDUE_AFTER or is_ahead):
+            if due_at is not None and (score < 0 or score > due_at + OVERDUE_AFTER or is_ahead):
                 at = datetime.fromtimestamp(due_at, UTC)
                 late.append((entry.name, LatePlace(keys.schedule, entry.key, score, at, since, now)))
     return late

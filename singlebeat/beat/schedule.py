@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from uuid import uuid4
 
-from ..connections import schedule_client
+from ..connections import ResponseError, schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..locks.redis import escaped
 from ..log import Log
@@ -51,6 +52,13 @@ def _asking(name: str) -> Iterator[None]:
     except Exception as exc:  # a user's own schedule may do anything
         why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
         raise EntryError(f"entry {name!r}: {why}") from exc
+
+
+def _has_place(client: Any, schedule: str, key: str, prefix: str) -> bool:
+    try:
+        return any(score is not None for score in client.zmscore(schedule, [key, key.removeprefix(prefix)]))
+    except ResponseError:  # that key is no sorted set
+        return False
 
 
 def _log_left_out(name: str, why: EntryError) -> None:
@@ -126,6 +134,8 @@ class Schedule:
         Raises:
             EntryError: a value cannot be stored, or a wish is unknown or wrong.
         """
+        if not isinstance(args, Sequence) or isinstance(args, str | bytes | bytearray):
+            raise EntryError(f"entry {name!r} cannot be stored: args is not a list or tuple: {args!r}")
         entry = Entry(
             name,
             task,
@@ -140,10 +150,12 @@ class Schedule:
         return self.save(entry)
 
     def delete(self, name: str) -> bool:
-        """Remove an entry, whatever is in it; tell whether it was there. One of ``beat_schedule`` comes back.
+        """Remove an entry, whatever is in it; return whether it was there. One of ``beat_schedule`` comes back.
+
+        A key that holds something else than an entry stays, and loses its place in the schedule.
 
         Raises:
-            EntryError: its key is one of the schedule itself.
+            EntryError: its key is one of the schedule itself, or of another app's.
         """
         return Entry(name, app=self.app).delete()
 
@@ -294,6 +306,16 @@ class Schedule:
                 except EntryError as exc:
                     left_out(name, exc)
 
+    def examine(self, now: datetime) -> tuple[Sequence[Entry], Mapping[str, str]]:
+        """Return all entries that can be read, and why beat cannot use some, by name.
+
+        Beat quarantines an unusable entry when its time comes, and not before.
+        """
+        unusable = dict[str, str]()
+        entries = [*self.list(left_out=lambda name, why: unusable.update({name: str(why)}))]
+        unusable |= {entry.name: why for entry in entries if (why := entry.why_unusable(now))}
+        return entries, unusable
+
     def no_place(self, name: str) -> str:
         """Return why an entry is never due, and what to do: it has no place in the sorted set. Empty: it has one."""
         key = self.keys.named(name)
@@ -301,11 +323,14 @@ class Schedule:
             return ""
         return (
             f"it has no place in {self.keys.schedule}: it never runs; to let it run at once and then as scheduled: "
-            f"ZADD {self.keys.schedule} 0 {key}"
+            f"ZADD {shlex.join((self.keys.schedule, '0', key))}"
         )
 
     def without_place(self) -> Iterator[str]:
-        """Yield the names of entries that are stored, and never due, because they have no place in the sorted set."""
+        """Yield the names of entries that are stored, and never due, because they have no place in the sorted set.
+
+        Entries of another app whose prefix begins with this one's, like ``redbeat:a:``, are left out.
+        """
         client, found = self._client, f"{escaped(self.keys.prefix)}*"
         keys = (key for key in client.scan_iter(match=found, count=BATCH, _type="HASH"))
         while page := [*islice(keys, BATCH)]:
@@ -320,8 +345,14 @@ class Schedule:
             }
             left = [name for name in names if name not in placed]
             for name, fields in zip(left, read_fields(self._client, [names[name] for name in left]), strict=True):
-                if not isinstance(fields, str) and fields[0]:
+                if not isinstance(fields, str) and fields[0] and not self._is_placed_elsewhere(name):
                     yield name
+
+    def _is_placed_elsewhere(self, name: str) -> bool:
+        """Return whether an entry has its place in the schedule of another app, whose prefix is longer."""
+        parts, key = name.split(":"), self.keys.prefix + name
+        prefixes = [f"{self.keys.prefix}{':'.join(parts[:count])}:" for count in range(1, len(parts))]
+        return any(_has_place(self._client, f"{prefix}:schedule", key, prefix) for prefix in prefixes)
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
         """Return the last decisions about an entry, or about all, with the ends of their runs; the last one first."""
@@ -337,9 +368,20 @@ class Schedule:
         if isinstance(fields, str):
             raise EntryError(f"entry {name!r} cannot be used: its key holds something else: {fields}")
         if not fields[0]:
-            raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
+            raise self._unknown(name)
         found: Sequence[Any] = fields[:4]
         return found
+
+    def _unknown(self, name: str) -> UnknownEntryError:
+        """Return the error about an entry that is not there, which says whether it is parked."""
+        text, left = f"there is no entry {name!r} under {self.keys.prefix}", self._client.pttl(self.keys.parked(name))
+        if left > 0:
+            until = self._now() + timedelta(milliseconds=left)
+            text += (
+                f": beat_schedule has dropped it: it is parked until {until:%Y-%m-%d %H:%M:%SZ}, and comes back with "
+                "its past when beat_schedule has it again before"
+            )
+        return UnknownEntryError(text)
 
     def _wish(self, name: str, wishes: Mapping[str, Any], *, goes_on: bool = False) -> None:
         """Change some wishes of an entry, and nothing else in it.
@@ -351,7 +393,7 @@ class Schedule:
         for _ in range(ATTEMPTS):
             fields = read_fields(self._client, [key])[0]
             if isinstance(fields, str) or not fields[0]:
-                raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
+                raise self._unknown(name)
             definition, _, policy, _ = found = fields[:4]
             stored = EntryPolicy.decode(policy or "")
             meta, since, score = self._going_on(name, found) if goes_on and stored.paused else (False, False, "")
@@ -394,6 +436,6 @@ class Schedule:
                 )
             time.sleep(POLL_INTERVAL)
         if verdict == "missing":
-            raise UnknownEntryError(f"there is no entry {name!r} under {self.keys.prefix}")
+            raise self._unknown(name)
         if verdict == "moved" and occurrence is not None:
             raise ConflictError(f"entry {name!r}: another call goes on with its backfill")

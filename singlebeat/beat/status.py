@@ -20,7 +20,7 @@ from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("MAX_LAG", "REDBEAT_LEADS", "ScheduleStatus")
+__all__ = ("MAX_LAG", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus")
 
 #: An entry whose time has passed by more than this is overdue: the leader looks every second.
 OVERDUE_AFTER = 5.0
@@ -33,6 +33,9 @@ LOOKED_AT = 1000
 
 #: Seconds without a sign of life after which no beat works, where all share the work: each gives one in every tenth.
 SILENT_AFTER = 30.0
+
+#: What becomes of an unusable entry that no beat has checked yet.
+QUARANTINED_LATER = "beat quarantines it when its time comes, unless it is corrected before"
 
 #: What it means that a beat of RedBeat leads.
 REDBEAT_LEADS = (
@@ -186,6 +189,9 @@ class ScheduleStatus:
         set_back = _number(clock) - now
         if not DIFFERS_FROM < set_back <= LONGEST_STEP_BACK.total_seconds():
             set_back = 0.0  # by more, no entry waits: the beat that leads makes them count from now
+        records = {
+            member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
+        }
         noted_at = _number(alive or clock)
         if noted_at > now + SILENT_AFTER:  # by a clock that was wrong: a beat that works would have written it anew
             noted_at = 0.0
@@ -202,10 +208,8 @@ class ScheduleStatus:
             overdue=overdue,
             lag=now - first[0][1] if first else 0.0,
             pending=pending,
-            quarantine={
-                member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
-            },
-            quarantined=quarantined,
+            quarantine=records,
+            quarantined=len(records) if names else quarantined,
             is_shared=keys.lock is None,
             silent=max(0.0, now - noted_at) if noted_at else None,
             now=now,

@@ -11,7 +11,7 @@ from celery.signals import celeryd_init
 
 from ..errors import ConfigError
 
-__all__ = ("main",)
+__all__ = ("Reporting", "main")
 
 #: Where each command lives: every celery command imports this module, and most of them need none of those.
 COMMANDS: Mapping[str, str] = {
@@ -51,7 +51,23 @@ def _look_after_locks(instance: Any = None, **_: Any) -> None:
     install(instance.app)
 
 
-class _Commands(click.Group):
+class Reporting(click.Command):
+    """A command that ends in one line where its help cannot be written."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Return the context of a call, once its arguments are read and its help, if it is asked for, is printed."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except BrokenPipeError:  # click ends without a word
+            raise
+        except OSError as exc:
+            from .output import UNANSWERED, drop_output, fail  # noqa: PLC0415 - every celery command imports this module
+
+            drop_output()
+            fail(str(exc), UNANSWERED)
+
+
+class _Commands(Reporting, click.Group):
     """Imports a command when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

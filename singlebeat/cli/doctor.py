@@ -26,7 +26,7 @@ from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -283,12 +283,19 @@ class _Read:
             return str(exc)
         return ""
 
-    @cached_property
+    @property
     def usable(self) -> Sequence[Entry]:
-        """The entries that can be used."""
-        if self.away is not None:
-            raise self.away
-        return [*Schedule(self.app).list(left_out=lambda *_: None)]  # the part about beat names the others
+        """The entries that can be read."""
+        return self._examined[0]
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """Why beat cannot use some entries that it has not quarantined yet, by name."""
+        return {name: why for name, why in self._examined[1].items() if name not in self.state.quarantine}
+
+    @cached_property
+    def _examined(self) -> tuple[Sequence[Entry], Mapping[str, str]]:
+        return Schedule(self.app).examine(datetime.fromtimestamp(self.state.now, UTC))
 
 
 def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
@@ -296,6 +303,10 @@ def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
     for entry in schedule.usable:
         if entry.ignored:
             yield Finding("warning", f"entry {entry.name}", entry.ignored)
+    for name, why in islice(schedule.unusable.items(), MOST_NAMED):
+        yield Finding("problem", f"entry {name}", f"is unusable: {why}; {QUARANTINED_LATER}")
+    if len(schedule.unusable) > MOST_NAMED:
+        yield Finding("problem", "entries", f"more than these {MOST_NAMED} are unusable (celery singlebeat list)")
     yield from _silent(app, schedule.usable)
     if not schedule.state.redbeat_leads:  # it has times of its own
         yield from _late(app, schedule.usable)

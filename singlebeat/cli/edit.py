@@ -42,7 +42,7 @@ OPTIONS = {
     "args": "--args",
     "kwargs": "--kwargs",
     "options": "--options",
-    "enabled": "--enable or --disable",
+    "enabled": "either --enable or --disable",
     "policy": "--set",
 }
 
@@ -146,8 +146,13 @@ def _check_left(found: Salvage, fields: Mapping[str, Any], wishes: Mapping[str, 
     replaced = {*fields, *(["policy"] if wishes else [])}
     left = {name: why for name, why in found.problems.items() if name in OPTIONS and name not in replaced}
     if left:
-        why, options = "; ".join(dict.fromkeys(left.values())), ", ".join(OPTIONS[name] for name in left)
-        raise EntryError(f"entry {found.name!r} cannot be used: {why}. Replace what is wrong, by {options}")
+        wrong = [name for name in OPTIONS if name in found.problems]
+        why = "; ".join(dict.fromkeys(found.problems[name] for name in wrong))
+        *first, last = (OPTIONS[name] for name in wrong)
+        options = f"{', '.join(first)}, and {last}" if first else last
+        raise EntryError(
+            f"entry {found.name!r} cannot be used: {why}. Replace what is wrong; one command needs {options}"
+        )
 
 
 @command(

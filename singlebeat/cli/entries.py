@@ -13,7 +13,7 @@ from celery.schedules import crontab, schedule
 
 from ..beat.late_places import LatePlace, late_places
 from ..beat.schedule import Schedule
-from ..beat.status import REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
 from ..errors import EntryError, UnknownEntryError
 from .output import age, command, marked, moment, parse_instant, printable, show_json, table
 
@@ -73,25 +73,30 @@ def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[date
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
     """List all entries by their next run, and those that never run; LAST is how long ago the last run was due."""
-    broken = dict[str, Mapping[str, str]]()  # also those that no beat has looked at yet
-    entries = list(
-        Schedule(app).list(left_out=lambda name, why: broken.update({name: {"reason": str(why), "since": ""}}))
-    )
     state_of_all = ScheduleStatus.of(app)
-    aside, now = {**broken, **state_of_all.quarantine}, datetime.fromtimestamp(state_of_all.now, UTC)
+    aside, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
+    entries, unusable = Schedule(app).examine(now)
+    unusable = {name: why for name, why in unusable.items() if name not in aside}
+
+    def outlook(entry: Entry) -> tuple[datetime | None, str]:
+        if entry.name in aside or entry.name in unusable:
+            return None, "quarantined" if entry.name in aside else "unusable"
+        return _outlook(entry, now, late.get(entry.name))
+
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
     late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
     warning = REDBEAT_LEADS if state_of_all.redbeat_leads else state_of_all.problem() if entries else ""
     if as_json:
         rows = []
         for entry in entries:
-            upcoming, state = _outlook(entry, now, late.get(entry.name))
+            upcoming, state = outlook(entry)
             rows.append({**as_mapping(entry), "state": state, "next": upcoming})
         led = {"warning": warning} if warning else {}
         show_json(
             {
                 "entries": rows,
                 "quarantine": aside,
+                "unusable": unusable,
                 "no_place": [*no_place],
                 "late_place": [name for name, place in late.items() if place.is_wrong],
                 **led,
@@ -100,7 +105,7 @@ def list_(app: Celery, as_json: bool) -> None:
         return
     rows_ = []
     for entry in entries:
-        upcoming, state = _outlook(entry, now, late.get(entry.name))
+        upcoming, state = outlook(entry)
         last, when = age(entry.meta.last_run, now), readable_schedule(entry.schedule)
         rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
@@ -109,6 +114,8 @@ def list_(app: Celery, as_json: bool) -> None:
         click.echo(marked(f"{begins}{warning}", "warning"))
     for name, record in aside.items():
         click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
+    for name, why in unusable.items():
+        click.echo(marked(f"{name}: unusable: {why}; {QUARANTINED_LATER}", "problem"))
     for entry in entries:
         if entry.ignored:
             click.echo(marked(f"{entry.name}: {entry.ignored}", "warning"))
@@ -129,12 +136,15 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     except UnknownEntryError:
         raise
     except EntryError as exc:
-        _show_broken(entries.salvage(name), aside or str(exc), as_json)
+        reason, state = (aside, "quarantined") if aside else (f"{exc}; {QUARANTINED_LATER}", "unusable")
+        _show_broken(entries.salvage(name), reason, state, as_json)
         return
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
     upcoming, state = _outlook(entry, now, late)
     if aside:
-        state = "quarantined"
+        upcoming, state = None, "quarantined"
+    elif unusable := entry.why_unusable(now):
+        aside, upcoming, state = f"{unusable}; {QUARANTINED_LATER}", None, "unusable"
     elif no_place := entries.no_place(name):
         aside, upcoming, state = no_place, None, "no place"
     elif late is not None and late.is_wrong:
@@ -164,17 +174,17 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         click.echo(marked(f"{'warning':<20}{warning}", "warning"))
 
 
-def _show_broken(found: Salvage, reason: str, as_json: bool) -> None:
+def _show_broken(found: Salvage, reason: str, state: str, as_json: bool) -> None:
     """Show what can be read of an entry, and the rest as it is."""
     broken = {"definition" if name in FIELDS else name for name in found.problems}
     texts = {name: text for name, text in found.texts.items() if text and name in broken}
     if as_json:
-        show_json({"name": found.name, "state": "quarantined", "reason": reason, "problems": found.problems, **texts})
+        show_json({"name": found.name, "state": state, "reason": reason, "problems": found.problems, **texts})
         return
     fields = {name: found.fields[name] for name in FIELDS if name in found.fields}
     if "schedule" in fields:
         fields["schedule"] = readable_schedule(fields["schedule"])
-    _show_rows({**fields, "state": "quarantined", **({} if "policy" in broken else found.wishes), **texts})
+    _show_rows({**fields, "state": state, **({} if "policy" in broken else found.wishes), **texts})
     for problem in dict.fromkeys((*found.problems.values(), reason)):
         _show_reason(problem)
 

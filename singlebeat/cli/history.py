@@ -6,11 +6,12 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..beat.delivery import Delivery, queue_of
+from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
 from ..beat.entries.statics import owner_of
 from ..beat.explain import Facts, HeldLock, explain, record_at
@@ -41,20 +42,21 @@ AGAIN = 1.0
 EXPLAINED = 1000
 
 
-def _usable(entries: Schedule, name: str, state: ScheduleStatus) -> Entry | None:
-    """Return an entry, None if it cannot be used.
+def _read(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | None, str]:
+    """Return an entry, None if it cannot be read, and why beat cannot use it; an empty string if it can.
 
     Raises:
         UnknownEntryError: there is none.
     """
     try:
-        return entries.get(name)
+        entry = entries.get(name)
     except UnknownEntryError:
         if name not in state.quarantine:
             raise
-    except EntryError:
-        pass
-    return None
+        return None, ""
+    except EntryError as exc:
+        return None, str(exc)
+    return entry, entry.why_unusable(datetime.fromtimestamp(state.now, UTC))
 
 
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
@@ -68,14 +70,19 @@ def _pending(app: Celery, name: str) -> Occurrence | None:
     In every tick there is one for a moment, so it is looked for twice.
     """
     client, key = schedule_client(app), Keys.of(app).prefix + name
-    text = client.hget(key, "pending")
+    text = _pending_text(client, key)
     if text:
         time.sleep(AGAIN)
-        text = text if client.hget(key, "pending") == text else None
+        text = text if _pending_text(client, key) == text else None
     try:
         return Occurrence.decode(text) if text else None
     except EntryError:
         return None
+
+
+def _pending_text(client: Any, key: str) -> str | None:
+    fields = read_fields(client, [key])[0]
+    return None if isinstance(fields, str) else fields[4]  # a string: its key is of another type
 
 
 @command(
@@ -88,7 +95,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     entries = Schedule(app)
     records = entries.history(name, count)
     if name is not None and not records:
-        _usable(entries, name, ScheduleStatus.of(app))  # there may be none of this name
+        _read(entries, name, ScheduleStatus.of(app))  # there may be none of this name
     if as_json:
         show_json([asdict(record) for record in records])
         return
@@ -113,7 +120,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
     except BrokerError as exc:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
-    entry, records = _usable(entries, name, state), entries.history(name, EXPLAINED if when else 1)
+    (entry, unusable), records = _read(entries, name, state), entries.history(name, EXPLAINED if when else 1)
     if [record.decision for record in records] == ["buffered"]:  # others may wait, too
         records = entries.history(name, EXPLAINED)
     running = workers.running if workers else None
@@ -137,6 +144,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
     return Facts(
         name=name,
         entry=entry,
+        unusable=unusable,
         state=state,
         records=records,
         locks=locks,

@@ -20,6 +20,7 @@ from kombu.exceptions import OperationalError
 from ..beat.store.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConfigError, LockBackendError, SinglebeatError
+from . import Reporting
 
 __all__ = (
     "REFUSED",
@@ -27,7 +28,9 @@ __all__ = (
     "Seconds",
     "age",
     "command",
+    "drop_output",
     "fail",
+    "is_strict",
     "marked",
     "moment",
     "parse_instant",
@@ -42,6 +45,9 @@ REFUSED, UNANSWERED = 1, 2
 
 #: Columns of the narrowest terminal that a table has to fit.
 WIDTH = 80
+
+#: Columns to which cells are padded at most, where none is cut.
+WIDEST = 60
 
 #: Columns that a cell keeps which gives way.
 LEAST = 12
@@ -87,18 +93,18 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
             except BrokenPipeError:  # click ends without a word
                 raise
             except OSError as exc:
-                _drop_output()
+                drop_output()
                 fail(str(exc), UNANSWERED)
 
         wrapped: Any = run
         for param in reversed((*params, click.option("--json", "as_json", is_flag=True, help="Answer in JSON."))):
             wrapped = param(wrapped)
-        return click.command(name)(wrapped)
+        return click.command(name, cls=Reporting)(wrapped)
 
     return make
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
     """Let the interpreter end without another attempt to write what is left."""
     with suppress(OSError, ValueError):  # it is no file in tests
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,8 +123,19 @@ def printable(text: object) -> str:
 
 
 def show_json(value: object) -> None:
-    """Print JSON, readable and in ASCII."""
-    click.echo(json.dumps(value, indent=2, default=_plain))
+    """Print JSON, readable and in ASCII; numbers that JSON does not have (infinity, NaN) become strings."""
+    if not is_strict(value):
+        value = json.loads(json.dumps(value, default=_plain), parse_constant=str)
+    click.echo(json.dumps(value, indent=2, default=_plain, allow_nan=False))
+
+
+def is_strict(value: object) -> bool:
+    """Return whether all numbers in a value are numbers that JSON has."""
+    try:
+        json.dumps(value, default=_plain, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _plain(value: object) -> Any:
@@ -168,7 +185,7 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
         quiet: show nothing.
     """
     stream, done, shown_at = sys.stderr, 0, 0.0
-    shown = not quiet and stream.isatty()
+    shown = not quiet and stream is not None and stream.isatty()  # it is None where the caller has closed it
 
     def step(count: int = 1) -> None:
         nonlocal done, shown_at
@@ -190,18 +207,21 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequence[int] = (0,)) -> None:
     """Print rows under titles, on a terminal within 80 columns; in a pipe or a file no cell is cut.
 
+    There a cell that is longer than ``WIDEST`` moves the rest of its own row, and widens no other row.
+
     Args:
         wide: which columns give way, the widest first; only where they are narrow the others do, too.
     """
     texts = [[printable(cell) for cell in row] for row in rows]
     width = WIDTH if is_terminal() else sys.maxsize
-    widths = [min(width, max(map(_width, column))) for column in zip(titles, *texts, strict=True)]
+    widths = [min(width, WIDEST, max(map(_width, column))) for column in zip(titles, *texts, strict=True)]
     room = width - 2 * len(widths[1:])
     for columns, least in ((wide, LEAST), (range(len(widths)), 1)):
         while sum(widths) > room and (broad := [at for at in columns if widths[at] > max(least, len(titles[at]))]):
             widths[max(broad, key=lambda at: widths[at])] -= 1
+    fit = _fitted if is_terminal() else _padded
     for number, row in enumerate([[*titles], *texts]):
-        line = "  ".join(_fitted(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        line = "  ".join(fit(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
         click.echo(click.style(line, bold=True) if number == 0 else line)
 
 
@@ -229,4 +249,9 @@ def _fitted(text: str, width: int) -> str:
             end += 1
             room -= _columns(text[end])
         text = text[:end] + "…"
+    return _padded(text, width)
+
+
+def _padded(text: str, width: int) -> str:
+    """Return a text of at least so many columns."""
     return text + " " * (width - _width(text))

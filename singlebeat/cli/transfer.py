@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,25 +20,49 @@ from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus
 from ..connections import schedule_client
-from ..errors import EntryError
+from ..errors import EntryError, UnknownEntryError
 from .django_celery_beat import is_dump, rows_of
 from .entries import as_mapping
-from .output import command, fail, marked, progress, show_json
+from .output import command, fail, is_strict, marked, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
 
+#: What a row of an export has.
+FIELDS = ("name", "definition", "policy", "meta")
+
 
 @command("export")
 def export_(app: Celery, as_json: bool) -> None:
-    """Print all entries as JSON, for ``import``; exit code 1 if some cannot be used: they are named, and left out."""
-    found, problems = [], dict[str, EntryError]()
+    """Print all entries as JSON, for ``import``; exit code 1 if some cannot be used: they are named, and left out.
+
+    Entries without a place in the schedule are printed and named, too: an import gives them one.
+    """
+    entries, found, problems, warnings = Schedule(app), [], dict[str, EntryError](), dict[str, str]()
+
+    def add(entry: Entry) -> None:
+        row = as_mapping(entry)
+        if is_strict(row):
+            found.append(row)
+        else:
+            problems[entry.name] = EntryError("it holds a number that JSON does not have (infinity or NaN)")
+
     with progress("entries read", ScheduleStatus.of(app).entries, quiet=as_json) as step:
-        for entry in Schedule(app).list(left_out=problems.__setitem__):
-            found.append(as_mapping(entry))
+        for entry in entries.list(left_out=problems.__setitem__):
+            add(entry)
             step()
+    for name in entries.without_place():
+        try:
+            add(entries.get(name))
+        except UnknownEntryError:  # it was deleted meanwhile
+            continue
+        except EntryError as exc:
+            problems[name] = exc
+        else:
+            warnings[name] = f"it has no place in {entries.keys.schedule} and never runs; an import gives it a place"
     show_json(found)
     _name(problems)
+    _name(warnings, "warning")
     raise SystemExit(1 if problems else 0)
 
 
@@ -74,9 +99,9 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     raise SystemExit(1 if problems else 0)
 
 
-def _name(problems: Mapping[str, object]) -> None:
+def _name(problems: Mapping[str, object], level: str = "problem") -> None:
     for name, problem in problems.items():
-        click.echo(marked(f"{name}: {problem}", "problem"), err=True)
+        click.echo(marked(f"{name}: {problem}", level), err=True)
 
 
 _Named = Sequence[tuple[str, Callable[[], Mapping[str, Any]]]]
@@ -104,6 +129,10 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
             row = row_of()
             if not isinstance(row.get("name"), str) or not row.get("definition"):
                 raise EntryError("it has no name, or no definition")  # noqa: TRY301
+            if unknown := next((field for field in row if field not in FIELDS), ""):
+                near = difflib.get_close_matches(unknown, FIELDS, n=1)
+                hint = f": did you mean {near[0]!r}?" if near else f", beside {', '.join(FIELDS)}: remove it"
+                raise EntryError(f"the field {unknown!r} is unknown{hint}")  # noqa: TRY301
             fields = [json.dumps(row[f]) if row.get(f) else None for f in ("definition", "meta", "policy")]
             entry = Entry.from_fields(key + name, *fields, app=app)
             entry.version = None  # whatever is there is replaced

@@ -937,7 +937,7 @@ def test_a_definition_that_is_no_json_is_shown_and_replaced(cli, put, app, redis
     redis.hset("redbeat:e", "definition", "{")
 
     assert "definition          {" in cli("show", "e").output
-    assert "--task, --enable or --disable, --args" in cli("edit", "e", "--every", "5", code=1).output
+    assert "one command needs --task" in cli("edit", "e", "--every", "5", code=1).output
     assert "--replace" in cli("add", "e", TASK, "--every", "60", code=1).output
     cli("add", "e", TASK, "--every", "60", "--replace")
 

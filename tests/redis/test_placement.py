@@ -125,6 +125,45 @@ def test_beat_corrects_a_place_that_is_no_time(app, redis, put, beat, caplog, pl
     assert (told["entry"], told["place"], "seconds since 1970" in told["reason"]) == ("e", place, True)
 
 
+def test_every_tool_names_a_parked_entry_that_may_run_again(app, redis, put, cli, beat):
+    put("counted", max_runs=1)
+    put("once", clocked(datetime.now(UTC) - HOUR), total_run_count=1)
+    put("done", max_runs=1)
+    put("tick 7", last_run_at=datetime.now(UTC) - 2 * HOUR)
+    redis.zadd(SCHEDULE, {"redbeat:counted": 0, "redbeat:once": 0, "redbeat:done": 0, "redbeat:tick 7": "-inf"})
+    beat.tick()
+    assert redis.zmscore(SCHEDULE, [f"redbeat:{name}" for name in ("counted", "once", "done")]) == [-1] * 3
+    assert {*late(app)} == {"tick 7"}
+    redis.hset("redbeat:counted", "policy", '{"max_runs": 100}')
+    interval = {"task": f"{APP}.plain", "schedule": {"__type__": "interval", "every": 60}}
+    redis.hset("redbeat:once", "definition", json.dumps(interval))
+
+    beat.tick()
+
+    assert {*late(app)} == {"tick 7", "once", "counted"}
+    never = "which means never, although its next time is "
+    advice = f"to let beat correct it: ZADD {SCHEDULE} 0 "
+    listed = cli("list").output
+    members = {"counted": "redbeat:counted", "once": "redbeat:once", "tick 7": "'redbeat:tick 7'"}
+    for name, member in members.items():
+        why = f"ts place in {SCHEDULE} is {'-inf' if name == 'tick 7' else '-1'}, {never}"
+        shown, explained = cli("show", name).output, cli("explain", name).output
+        assert f"{name}: i{why}" in listed
+        assert f"problem             i{why}" in shown
+        assert f"I{why}" in explained
+        assert "due now" not in explained
+        assert [advice + member in text for text in (listed, shown, explained)] == [True] * 3
+        ((level, text),) = findings(cli, f"entry {name}")
+        assert (level, why in text) == ("problem", True)
+    assert {*json.loads(cli("list", "--json").stdout)["late_place"]} == {"counted", "once", "tick 7"}
+    assert "It is finished: it never runs again." in cli("explain", "done").output
+    assert findings(cli, "entry done") == []
+    redis.hset("redbeat:once", "policy", '{"paused": true}')
+    redis.hset("redbeat:counted", "definition", json.dumps({**interval, "enabled": False}))
+    redis.hset("redbeat::quarantine", "redbeat:tick 7", json.dumps({"reason": "no task", "since": "today"}))
+    assert late(app) == {}
+
+
 def test_places_that_beat_has_given_are_never_late(app, redis, put, beat):
     now = datetime.now(UTC)
     zone = ZoneInfo("Pacific/Auckland")

@@ -153,7 +153,7 @@ COMMANDS = {
     "import": (["import", "FILE"], "of 3 entries"),
     "backfill": (["backfill", "e", "2026-01-01", "2026-01-01T03:00"], "of 3 runs handed over"),
     "locks": (["locks"], "locks read"),
-    "doctor": (["doctor"], "of 8 parts looked at"),
+    "doctor": (["doctor"], "of 9 parts looked at"),
 }
 
 
@@ -209,7 +209,7 @@ def test_a_table_in_a_pipe_cuts_nothing(cli, app):
     title, row, _ = cli("list").output.splitlines()
 
     assert row.startswith(f"{name}  a.module.and.its.task")
-    assert title.index("TASK") == row.index("a.module")
+    assert title.index("TASK") == 62, "a long cell widens its own row alone"
 
 
 @pytest.mark.usefixtures("taken_for_terminal")

@@ -250,8 +250,8 @@ def test_an_export_names_what_it_has_to_leave_out(cli, app, redis):
 
     assert [row["name"] for row in json.loads(result.stdout)] == ["good"]
     assert result.stderr.startswith("bad: definition cannot be read")
-    assert "bad: quarantined: definition cannot be read" in cli("list").output
-    assert set(json.loads(cli("list", "--json").stdout)["quarantine"]) == {"bad"}
+    assert "bad: unusable: definition cannot be read" in cli("list").output
+    assert set(json.loads(cli("list", "--json").stdout)["unusable"]) == {"bad"}
 
 
 # ---------------------------------------------------------------- from django-celery-beat

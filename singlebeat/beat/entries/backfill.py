@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -59,11 +60,13 @@ class Span:
             run = str(raw.pop("run", ""))
             found = Span(**{name: datetime.fromisoformat(value) for name, value in raw.items()}, run=run)
         except (ValueError, TypeError, AttributeError) as exc:
-            raise EntryError(f"entry {name!r}: its field backfill cannot be read, HDEL {key} backfill: {exc}") from exc
+            raise EntryError(
+                f"entry {name!r}: its field backfill cannot be read, HDEL {shlex.quote(key)} backfill: {exc}"
+            ) from exc
         if (found.start, found.end) != (self.start, self.end):
             raise ConflictError(
                 f"entry {name!r} has an unfinished backfill from {found.start} to {found.end}: finish it with the same "
-                f"start and end, or cancel it with HDEL {key} backfill"
+                f"start and end, or cancel it with HDEL {shlex.quote(key)} backfill"
             )
         return found
 

@@ -22,6 +22,7 @@ from ..keys import Keys
 from ..server_time import server_now
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object
+from .fields import read_fields
 from .permission import check_allowed
 from .policy import EntryPolicy, PolicyOptions
 from .save import save_entries
@@ -196,12 +197,23 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             EntryError: it cannot be decoded, its task is not allowed, or its times cannot be calculated.
         """
         entry = cls.decode(key, definition, app)
-        check_allowed(entry, Config.of(app).singlebeat_allowed_tasks)
+        entry._check_usable(now)
+        return entry
+
+    def _check_usable(self, now: datetime) -> None:
+        check_allowed(self, Config.of(self.app).singlebeat_allowed_tasks)
         try:
-            next_occurrence(entry.schedule, now, zone=app_zone(app))
+            next_occurrence(self.schedule, now, zone=app_zone(self.app))
         except Exception as exc:  # a readable rule may still be invalid
             raise EntryError(f"its next run cannot be calculated: {type(exc).__name__}: {exc}") from exc
-        return entry
+
+    def why_unusable(self, now: datetime) -> str:
+        """Return why a beat could not use the entry, though it can be read; an empty string if it could."""
+        try:
+            self._check_usable(now)
+        except EntryError as exc:
+            return str(exc)
+        return self.policy.contradicts(self.options)
 
     def encode(self) -> str:
         """Return the ``definition`` field, with exactly RedBeat's names: RedBeat crashes on any other name.
@@ -315,23 +327,25 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return self
 
     def delete(self) -> bool:
-        """Remove the entry; return whether it existed.
+        """Remove the entry; return whether it existed. A key that holds something else stays.
 
         Raises:
-            EntryError: its key is a key of the schedule itself.
+            EntryError: its key is a key of the schedule itself, or of another app.
         """
         keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
         # Checked first: the client repeats the deletion if its reply is lost, and then finds nothing.
-        was_there = bool(client.exists(key)) or any(
-            score is not None for score in client.zmscore(keys.schedule, [self.key, self.name])
-        )
+        fields = read_fields(client, [key])[0]
+        is_entry = not isinstance(fields, str) and any(fields)
+        if not is_entry or not fields[0]:
+            keys.check_other(self.name)
+        was_there = is_entry or any(score is not None for score in client.zmscore(keys.schedule, [self.key, self.name]))
         with client.pipeline() as pipe:
             pipe.zrem(keys.schedule, self.key, self.name)
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
             pipe.hdel(keys.owners, self.name)  # any app may install an entry of this name then
-            pipe.delete(key, keys.parked(self.name))
+            pipe.delete(keys.parked(self.name), *([key] if is_entry else []))
             return any(pipe.execute()) or was_there
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
@@ -349,8 +363,12 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     __next__ = next = _next_instance
 
     def _store_meta(self) -> None:
-        key = Keys.of(self.app).named(self.name)
-        with schedule_client(self.app).pipeline() as pipe:
+        keys, client = Keys.of(self.app), schedule_client(self.app)
+        key = keys.named(self.name)
+        fields = read_fields(client, [key])[0]
+        if isinstance(fields, str) or not fields[0]:
+            keys.check_other(self.name)
+        with client.pipeline() as pipe:
             pipe.hset(key, "meta", self.meta.encode())
             pipe.hdel(key, "since")
             pipe.zadd(self.app.redbeat_conf.schedule_key, {key: self.score})

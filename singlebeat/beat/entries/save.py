@@ -104,8 +104,11 @@ def _plan(
         entry = entries[name]
         try:
             if isinstance(fields, str):
+                keys.check_other(name)
                 raise EntryError(f"entry {name!r} cannot be stored: its key holds something else")  # noqa: TRY301
             definition, meta, policy, since, *_ = fields
+            if not definition:
+                keys.check_other(name)
             if entry.version is not None and entry.version != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None

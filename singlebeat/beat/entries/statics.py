@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -123,7 +124,7 @@ class Statics:
             ):
                 if not isinstance(fields, str) and fields[0] and not _is_same(entries[name], fields[0], fields[2]):
                     why = f"app {', '.join(sorted(others[name]))} has another entry of this name"
-                    hint = f"rename one of them, or, if that app is gone, HDEL {self.keys.owners} {name}"
+                    hint = f"rename one of them, or, if that app is gone, HDEL {shlex.join((self.keys.owners, name))}"
                     refused[name] = EntryError(f"{why}: {hint}")
         return refused
 

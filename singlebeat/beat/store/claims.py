@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -278,7 +279,9 @@ class Store:
                 self._decoded.clear()
             key = self.keys.entry(member)
             if key in self.keys.own:
-                raise EntryError(f"its key is one of the schedule itself: ZREM {self.keys.schedule} {member}")
+                raise EntryError(
+                    f"its key is one of the schedule itself: ZREM {shlex.join((self.keys.schedule, member))}"
+                )
             entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
             if entry.ignored:
                 about = {"entry": entry.name, "reason": entry.ignored}

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...connections import schedule_client
+from ...connections import ResponseError, schedule_client
 from ..entries.fields import BATCH
 from ..entries.occurrence import DecisionType
 from ..keys import Keys
@@ -85,7 +85,7 @@ class History:
 
         Its own few are kept however busy other entries are; older ones are taken from what all entries share.
         """
-        own = schedule_client(self.app).hmget(self.keys.prefix + name, "history", "runs")
+        own = _hmget(schedule_client(self.app), self.keys.prefix + name, "history", "runs")
         decisions: dict[str, Mapping[str, str]]
         decisions = {at: {**fields, "entry": name} for at, fields in _lines(own[0], _OF_DECISION)}
         ends = _ends(_lines(own[1], _OF_END))
@@ -116,6 +116,17 @@ class History:
                 if entry in {None, fields.get("entry")}:
                     yield at, fields
             before = f"({page[-1][0]}"
+
+
+def _hmget(client: Any, key: str, *fields: str) -> Sequence[str | None]:
+    """Return fields of a hash, None for each if the key is of another type: another program may write there."""
+    try:
+        found: Sequence[str | None] = client.hmget(key, *fields)
+    except ResponseError as exc:
+        if "WRONGTYPE" not in str(exc):
+            raise
+        return [None] * len(fields)
+    return found
 
 
 def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str, Mapping[str, str]]]:

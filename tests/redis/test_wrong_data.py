@@ -1,0 +1,348 @@
+"""Data that another program has broken, and names that touch another app's keys: named, and shown in strict JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery.beat import Service
+from celery.schedules import schedule
+from redbeat.schedules import rrule
+
+from singlebeat import Entry, Schedule
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
+from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.store.claims import Store
+from singlebeat.errors import EntryError, UnknownEntryError
+from tests.support import RedisServer
+from tests.system.apps import make_app
+
+TASK = "tests.system.apps.plain"
+SCHEDULE = "redbeat::schedule"
+NIGHTLY = '{"task": "shop.tick", "schedule": {"__type__": "crontb"}}'
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_waited_for(monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def beat(app):
+    app.conf.singlebeat_watchdog_timeout = None
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+def put(app, redis):
+    def put(name: str = "e", every: float = 3600, **fields: object) -> Entry:
+        fields = {"last_run_at": datetime.now(UTC), **fields}
+        return Entry(name, TASK, schedule(every), app=app, **fields).save()
+
+    return put
+
+
+@pytest.fixture
+def neighbour(server: RedisServer, redis):
+    """Another app, whose prefix begins with that of the first one."""
+    with make_app(server.celery_url, {"redbeat_key_prefix": "redbeat:a:"}) as app:
+        yield app
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        pytest.fail(f"JSON has no {constant}")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def findings(cli, about: str) -> list[tuple[str, str]]:
+    rows = strict(cli("doctor", "--json", code=None).stdout)
+    return [(row["level"], row["text"]) for row in rows if row["about"] == about]
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("own", ["schedule", "lock", "leader", "term", "history", "quarantine", "parked:old"])
+def test_no_name_of_an_entry_touches_another_apps_keys(app, neighbour, redis, cli, own):
+    Schedule(neighbour).upsert("job", TASK, schedule(60))
+    key = f"redbeat:a::{own}"
+    if not redis.exists(key):
+        redis.hset(key, "mine", "1")
+    name, before = f"a::{own}", redis.dump(key)
+    why = "is a key of the schedule of another app"
+
+    for touch in (
+        lambda: Schedule(app).delete(name),
+        lambda: Entry(name, TASK, schedule(60), app=app).save(),
+        lambda: Schedule(app).upsert(name, TASK, schedule(60)),
+        lambda: Entry(name, TASK, schedule(60), app=app).reschedule(),
+    ):
+        with pytest.raises(EntryError, match=why):
+            touch()
+    assert why in cli("delete", name, code=1).output
+    assert why in cli("add", name, TASK, "--every", "5", code=1).output
+    row = {"name": name, "definition": {"task": TASK, "schedule": 60}}
+    assert why in cli("import", "-", stdin=json.dumps([row]), code=1).output
+    assert redis.dump(key) == before
+    redis.delete(key)
+    with pytest.raises(EntryError, match=why):
+        Schedule(app).upsert(name, TASK, schedule(60))
+
+
+def test_a_stored_entry_with_such_a_name_is_listed_and_deleted(app, redis, cli):
+    redis.hset("redbeat:a::lock", "definition", json.dumps({"task": TASK, "schedule": 60}))
+    redis.zadd(SCHEDULE, {"redbeat:a::lock": 0})
+
+    assert [entry.name for entry in Schedule(app).list()] == ["a::lock"]
+    cli("pause", "a::lock")
+    cli("edit", "a::lock", "--every", "5")
+    cli("delete", "a::lock")
+
+    assert not redis.exists("redbeat:a::lock", SCHEDULE)
+
+
+def test_names_with_colons_that_are_no_such_keys_are_stored(app, redis):
+    for name in ("a::b", "report::lock::x", "x:lock", "::locks", "a::schedules"):
+        Schedule(app).upsert(name, TASK, schedule(60))
+        assert Schedule(app).delete(name)
+
+
+def test_a_key_that_is_no_entry_is_never_deleted(app, redis):
+    redis.set("redbeat:text", "precious")
+    redis.hset("redbeat:hash", "mine", "precious")
+    redis.zadd(SCHEDULE, {"redbeat:text": 0, "redbeat:hash": 0})
+    redis.hset("redbeat::quarantine", "redbeat:text", "{}")
+    redis.hset("redbeat:broken", "definition", "{")
+
+    assert [Schedule(app).delete(name) for name in ("text", "hash", "broken", "none")] == [True, True, True, False]
+
+    assert (redis.get("redbeat:text"), redis.hget("redbeat:hash", "mine")) == ("precious", "precious")
+    assert not redis.exists(SCHEDULE, "redbeat::quarantine", "redbeat:broken")
+    assert Schedule(app).delete("text") is False
+
+
+def test_entries_of_another_app_below_the_prefix_lack_no_place(app, neighbour, put, redis, cli):
+    Schedule(neighbour).upsert("job", TASK, schedule(60))
+    put("a:b")
+    redis.zrem(SCHEDULE, "redbeat:a:b")
+
+    assert [*Schedule(app).without_place()] == ["a:b"]
+    assert [row["name"] for row in strict(cli("export").stdout)] == ["a:b"]
+
+
+# ---------------------------------------------------------------- export and import
+
+
+def test_an_export_has_entries_without_a_place_and_names_them(app, put, redis, cli):
+    put("kept")
+    put("gone")
+    redis.zrem(SCHEDULE, "redbeat:gone")
+    redis.hset("redbeat:bad", "definition", "{")
+
+    found = cli("export", code=1)
+
+    assert {row["name"] for row in strict(found.stdout)} == {"kept", "gone"}
+    assert "gone: it has no place in redbeat::schedule" in found.stderr
+    assert "bad: definition cannot be read" in found.stderr
+    redis.delete("redbeat:bad")
+    dump = cli("export").stdout
+    redis.flushdb()
+    cli("import", "-", stdin=dump)
+    assert redis.zcard(SCHEDULE) == 2
+
+
+def test_an_import_refuses_a_field_that_it_does_not_know(app, redis, cli):
+    good = {"name": "good", "definition": {"task": TASK, "schedule": 60}, "meta": None, "policy": {}}
+    bad = {**good, "name": "bad", "polcy": {"paused": True}}
+
+    found = cli("import", "-", stdin=json.dumps([bad, good]), code=1)
+
+    assert "bad: the field 'polcy' is unknown: did you mean 'policy'?" in found.stderr
+    assert [entry.name for entry in Schedule(app).list()] == ["good"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_all_json_is_strict_whatever_an_entry_holds(put, redis, cli, number):
+    put("good")
+    sun = f'{{"task": "{TASK}", "schedule": {{"__type__": "solar", "event": "sunset", "lat": {number}, "lon": 0}}}}'
+    redis.hset("redbeat:sun", "definition", sun)
+    args = f'{{"task": "{TASK}", "args": [{number}], "schedule": {{"__type__": "interval", "every": 60}}}}'
+    redis.hset("redbeat:args", "definition", args)
+    redis.zadd(SCHEDULE, {"redbeat:sun": 2e9, "redbeat:args": 2e9})
+    shown = "Infinity" if number == "1e999" else number
+
+    for command in (("list",), ("show", "sun"), ("show", "args"), ("explain", "args"), ("doctor",), ("status",)):
+        strict(cli(*command, "--json", code=None).stdout)
+    assert strict(cli("show", "args", "--json").stdout)["definition"]["args"] == [shown]
+    found = cli("export", code=1)
+    assert [row["name"] for row in strict(found.stdout)] == ["good"]
+    assert "args: it holds a number that JSON does not have" in found.stderr
+
+
+# ---------------------------------------------------------------- unusable entries
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"definition": NIGHTLY}, "definition has a schedule of no known kind"),
+        ({"policy": '{"expires": 5}'}, "expires is in its options as well as in its policy"),
+        ({"policy": "{"}, "policy cannot be read"),
+    ],
+)
+def test_an_unusable_entry_is_named_before_its_time_comes(app, put, redis, cli, beat, fields, why):
+    put("nightly", options={"expires": 60})
+    beat.tick()
+    redis.hset("redbeat:nightly", mapping=fields)
+    beat.tick()
+    later = "when its time comes"
+
+    ((level, text),) = findings(cli, "entry nightly")
+    assert (level, why in text, later in text) == ("problem", True, True)
+    explained = cli("explain", "nightly").output
+    assert why in explained
+    assert later in explained
+    assert "Nothing was decided" not in explained
+    listed, shown = cli("list").output, cli("show", "nightly").output
+    assert f"nightly: unusable: {why}" in listed
+    assert "quarantined" not in listed + shown + explained
+    assert "state               unusable" in shown
+    assert "active" not in "".join(line for line in listed.splitlines() if line.startswith("nightly"))
+    data = strict(cli("list", "--json").stdout)
+    assert (data["quarantine"], [*data["unusable"]]) == ({}, ["nightly"])
+    assert strict(cli("show", "nightly", "--json").stdout)["state"] == "unusable"
+    assert strict(cli("status", "--json").stdout)["quarantined"] == 0
+
+    redis.zadd(SCHEDULE, {"redbeat:nightly": 0})
+    beat.tick()
+
+    listed, shown = cli("list").output, cli("show", "nightly").output
+    assert f"nightly: quarantined: {why}" in listed
+    assert "active" not in "".join(line for line in listed.splitlines() if line.startswith("nightly"))
+    assert "state               quarantined" in shown
+    data = strict(cli("list", "--json").stdout)
+    assert ([*data["quarantine"]], data["unusable"]) == (["nightly"], {})
+    assert len(findings(cli, "entry nightly")) == 1
+
+
+def test_status_counts_the_quarantined_entries_that_it_names(redis, cli):
+    record = json.dumps({"reason": "no task", "since": "today"})
+    redis.hset("redbeat::quarantine", mapping={"redbeat:bad": record, "bad": record})
+
+    state = strict(cli("status", "--json").stdout)
+
+    assert state["quarantined"] == len(state["quarantine"]) == 1
+
+
+def test_a_key_of_another_type_is_explained_like_an_unusable_entry(redis, cli, beat):
+    redis.set("redbeat:tick 7", "mine")
+    redis.zadd(SCHEDULE, {"redbeat:tick 7": 2e9})
+    assert "its key holds something else" in cli("explain", "tick 7").output
+    redis.zadd(SCHEDULE, {"redbeat:tick 7": 0})
+    beat.tick()
+
+    explained = cli("explain", "tick 7").output
+
+    assert "It is quarantined and does not run" in explained
+    assert "its key holds something else" in explained
+    assert "celery singlebeat delete 'tick 7'" in explained
+    assert "quarantined" in cli("history", "tick 7").output
+    assert cli("history", "tick 7", "--json").exit_code == 0
+
+
+def test_a_dropped_entry_is_explained_as_parked(app, redis, cli, beat):
+    given = {"task": TASK, "schedule": 3600.0}
+    app.conf.beat_schedule = {"feed": given}
+    beat.tick()
+    app.conf.beat_schedule = {}
+    beat.setup_schedule()
+
+    for command in ("explain", "history", "show", "pause"):
+        text = cli(command, "feed", code=1).output
+        assert "no entry 'feed'" in text
+        assert "beat_schedule has dropped it: it is parked until " in text
+    with pytest.raises(UnknownEntryError, match="parked until"):
+        Schedule(app).get("feed")
+    assert "parked" not in cli("show", "never", code=1).output
+
+
+def test_explain_blames_no_beat_for_a_missed_run_that_it_cannot_know(app, redis, cli, put):
+    put()
+    missed = Occurrence.of("redbeat:", "e", datetime.now(UTC) - timedelta(hours=1))
+    Store(app, redis).record([Decision("e", TASK, missed, DecisionType.MISSED, "60.0 s late")], Term(1, ""))
+
+    text = cli("explain", "e").output
+
+    assert "No beat was there" not in text
+    assert "no beat led then, or the broker or the locks' server was unreachable" in text
+
+
+def test_edit_asks_once_for_all_that_cannot_be_read(redis, cli):
+    redis.hset("redbeat:e", "definition", "{")
+    redis.zadd(SCHEDULE, {"redbeat:e": 2e9})
+
+    text = cli("edit", "e", "--task", TASK, code=1).output
+
+    needed = "--task, --every or --cron, --args, --kwargs, --options, and either --enable or --disable"
+    assert needed in text
+    assert needed in cli("edit", "e", "--task", TASK, "--every", "5", "--args", "[]", code=1).output
+    options = ("--task", TASK, "--every", "5", "--args", "[]", "--kwargs", "{}", "--options", "{}", "--disable")
+    cli("edit", "e", *options)
+
+
+@pytest.mark.parametrize("args", ["abc", b"abc", {"a": 1}, 5])
+def test_arguments_that_are_no_array_are_refused(app, redis, args):
+    with pytest.raises(EntryError, match="args is not"):
+        Schedule(app).upsert("e", TASK, schedule(60), args=args)
+
+    assert not redis.exists("redbeat:e")
+
+
+def test_advice_quotes_names_with_spaces(app, put, redis, cli):
+    put("tick 7", paused=True)
+    assert "celery singlebeat resume 'tick 7'" in cli("explain", "tick 7").output
+    redis.zrem(SCHEDULE, "redbeat:tick 7")
+    assert f"ZADD {SCHEDULE} 0 'redbeat:tick 7'" in cli("show", "tick 7").output
+
+
+# ---------------------------------------------------------------- output
+
+
+def test_long_cells_do_not_widen_the_rows_of_others(app, put, cli):
+    put("x" * 100_000)
+    for number in range(50):
+        put(f"e{number}")
+    rule = rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC), count=9, byhour=[*range(24)], byminute=[*range(60)])
+    Entry("rule", TASK, rule, app=app).save()
+
+    lines = cli("list").output.splitlines()
+
+    assert any("x" * 100_000 in line for line in lines)
+    assert max(len(line) for line in lines if line.startswith("e")) < 200
+    assert str(rule) in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "out"),
+    [
+        ("singlebeat import - 2>&-", 0, "stored: 0 of 0"),
+        ("singlebeat --help >/dev/full", 2, "Error:"),
+    ],
+)
+def test_a_closed_or_full_stream_ends_no_command_with_a_traceback(server: RedisServer, redis, redirect, code, out):
+    command = ["sh", "-c", f'exec "$0" -m celery -A tests.system.apps {redirect}', sys.executable]
+    env = {**os.environ, "SB_TEST_URL": server.celery_url}
+
+    done = subprocess.run(command, input="[]", capture_output=True, text=True, env=env, check=False, timeout=60)
+
+    assert "Traceback" not in done.stderr
+    assert (done.returncode, out in done.stdout + done.stderr) == (code, True), done
