@@ -18,7 +18,7 @@ from ..config import Config
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
-from ..locks.acquire import UNSENT_TTL, claim, keep
+from ..locks.acquire import UNSENT_TTL, Refused, acquire_for_call, keep
 from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.key import behind_key, readable
 from ..locks.late_release import cancel_release, release_later
@@ -258,31 +258,33 @@ class Dispatcher:
     def _publish(self, message: Message) -> Published:
         """Send the task of an entry; return what came of it, and the holder of its lock if it takes one only now."""
         entry, occurrence = message.entry, message.occurrence
-        task, admitted = None, None
+        task, granted = None, None
         if message.claims is not None:
             task, overlap = message.claims
-            claimed = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
-            if isinstance(claimed, Holder):
-                is_own = claimed.task_id == occurrence.id
-                return _sent_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, claimed)
-            admitted = claimed
-            if admitted.taken is not None:
+            acquired = acquire_for_call(
+                task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options
+            )
+            if isinstance(acquired, Refused):
+                is_own = acquired.holder.task_id == occurrence.id
+                return _sent_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, acquired.holder)
+            granted = acquired
+            if granted.lock is not None:
                 self._reached(LOCKS)
-            entry.options["headers"][HEADER] = admitted.ticket.header()
+            entry.options["headers"][HEADER] = granted.ticket.header()
         try:
             result = self._publisher.publish(entry)
         except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
                 return Published(DecisionType.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id))
-            if admitted is not None:
-                admitted.give_up(task)
+            if granted is not None:
+                granted.give_up(task)
             raise
         if getattr(result, "is_duplicate", False):
             if result.id == entry.options["task_id"]:
                 return _sent_before(message)
             return Published(DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id))
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
-        waits_for = admitted.note_sent(task) if admitted is not None else getattr(result, "waits_for", None)
+        waits_for = granted.note_sent(task) if granted is not None else getattr(result, "waits_for", None)
         return Published(DecisionType.BUFFERED, waits_for) if waits_for else Published(DecisionType.DISPATCHED)
 
     def _failed(self, exc: Exception, member: str = "") -> None:
@@ -408,7 +410,7 @@ class Dispatcher:
         """
         entry, occurrence = message.entry, message.occurrence
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:
-            why = unusable(message.ticket.key, holder.task_id)
+            why = unusable(message.ticket.key, holder.reason)
             log.error("beat: %(entry)s is sent without its lock", event="unlocked", entry=entry.name, reason=why)
             holder = None
         if holder is None or holder.verdict is Verdict.ACQUIRED:

@@ -1,4 +1,4 @@
-"""Which lock a call takes before it is sent, and what becomes of a call that does not get it."""
+"""Acquires the lock of a call before the call is sent, by the task's lock mode and the call's overlap policy."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from .key import behind_key, beside, readable, suspects_key
 from .late_release import cancel_release, refused, release_later
 from .modes import LockMode, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
 
-__all__ = ("UNSENT_TTL", "Admitted", "claim", "free", "keep", "unclaimed")
+__all__ = ("UNSENT_TTL", "Granted", "Refused", "acquire_for_call", "free", "keep", "unclaimed")
 
 log = Log(__name__)
 
-#: Seconds that the lock of a call of beat lasts until it is sent. A beat that ends amid a dispatch cannot free the
-#: locks that it has taken, and the next one frees none of an entry that was deleted or edited meanwhile.
+#: Seconds that the lock of beat's own call lasts until the call is sent. A beat that dies during a dispatch cannot free
+#: the locks that it has acquired. The next beat frees no lock of an entry that was deleted or edited meanwhile.
 UNSENT_TTL = 60.0
 
-#: Policies by which a call takes the places of those that have not started.
+#: Policies by which a call evicts the calls that have not started.
 REPLACING = {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """A call that is to be sent, and what it has locked for that."""
+class Granted:
+    """A call that may be sent, and the lock that it has acquired."""
 
     ticket: Ticket
-    taken: Ref | None = None  #: its lock, to be freed if it cannot be sent
-    #: How it takes the places of others: only once it is sent, so that no other gives way to a call that never comes.
+    lock: Ref | None = None  #: the acquired lock, which is freed if the call cannot be sent
+    #: The request that evicts other calls. It is made after the publish, because a call that fails must evict none.
     replacing: Call | None = None
-    wait: float = 0.0  #: seconds that its message may wait for its start, if its lock ends before that
-    terminates: bool = False  #: it ends the run that it waits for
+    wait: float = 0.0  #: seconds that the message may wait for its start, if the lock ends earlier; else 0
+    terminates: bool = False  #: whether the call terminates the run that it waits for
 
     def give_up(self, task: Any) -> None:
         """Free the lock of a call that could not be sent."""
-        if self.taken is not None:
-            free(task, self.taken)
+        if self.lock is not None:
+            free(task, self.lock)
 
     def note_sent(self, task: Any) -> Holder | None:
-        """Do what is to be done once the call is sent, and return the run that it waits for, or None.
+        """Extend the lock of the sent call and evict other calls; return the run that the call waits for, or None.
 
-        Its lock lasts for as long as its message may wait, and it takes the places of other calls. What fails here is
-        logged: the call is on its way, and waits for its turn.
+        The lock then lasts for as long as the message may wait. Failures are logged and not raised, because the call
+        is already sent and waits for its turn.
         """
-        if self.taken is not None and self.wait > UNSENT_TTL:
-            keep(task.singleton_backend, {self.taken: ""}, self.wait)
+        if self.lock is not None and self.wait > UNSENT_TTL:
+            keep(task.singleton_backend, {self.lock: ""}, self.wait)
         if self.replacing is None:
             return self.ticket.waits_for
         about = {"task": task.name, "id": self.ticket.task_id}
@@ -86,7 +86,7 @@ class Admitted:
         if self.terminates and holder.state == "running":
             try:
                 task.app.control.revoke(holder.task_id, terminate=True)
-            except Exception as exc:  # a transport raises what it likes
+            except Exception as exc:  # transports raise any exception
                 log.warning(
                     "%(task)s[%(id)s] waits for its turn: the run of task %(holder)s could not be terminated",
                     event="not_terminated",
@@ -97,31 +97,38 @@ class Admitted:
         return holder
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A call that must not be sent, because its lock is held or its task id was sent before."""
+
+    holder: Holder  #: of the lock; has the call's own task id if that was sent before
+
+
 def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
-    """Return the ticket of a call that holds no lock while it waits, such as one that was sent by name."""
+    """Return the ticket of a call that holds no lock while it is queued, such as a call that was sent by name."""
     if overlap is Overlap.ALLOW_ALL or task.lock in {LockMode.UNTIL_EXECUTING, LockMode.UNTIL_EXPIRED}:
-        return Ticket(task_id, beside(key, task_id))  # a lock of its own excludes none, and refuses copies of the call
+        return Ticket(task_id, beside(key, task_id))  # its own lock refuses only copies of the call
     skipped = overlap in {Overlap.SKIP, Overlap.RAISE} and task.lock != LockMode.UNTIL_AND_WHILE_EXECUTING
     return Ticket(task_id, key) if skipped else Ticket(task_id, key, behind_key(key), waits=True)
 
 
-def claim(
+def acquire_for_call(
     task: Any, task_id: str, args: Any, kwargs: Any, *, overlap: Overlap, options: Mapping[str, Any]
-) -> Admitted | Holder:
-    """Take the lock that a call needs before it is sent, or return who holds it if the call is not to be sent.
+) -> Granted | Refused:
+    """Acquire the lock that a call needs before it is sent.
 
     Raises:
-        ConfigError: the app's lock backend cannot do what the policy promises.
-        LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
+        ConfigError: the app's lock backend does not support the policy.
+        LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         TypeError: the arguments do not fit the task, or one of them cannot be encoded.
-        ValueError: countdown, eta or expires among the options makes no sense.
+        ValueError: countdown, eta or expires among the options is invalid.
 
     A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
     key = str(task.generate_lock(task.name, args, kwargs))
     otherwise, behind = unclaimed(task, task_id, key, overlap), behind_key(key)
     if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.WHILE_EXECUTING:
-        return Admitted(otherwise)
+        return Granted(otherwise)
     must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
     call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
     wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
@@ -134,11 +141,11 @@ def claim(
         case LockMode.UNTIL_AND_WHILE_EXECUTING:
             ticket = Ticket(task_id, key, behind, waits=True)
             call = dataclasses.replace(call, ref=dataclasses.replace(call.ref, key=behind))
-        case _:
+        case LockMode.UNTIL_EXECUTED:
             ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
             otherwise = Ticket(task_id, key, behind, waits=True)
             if overlap is Overlap.BUFFER_ONE:
-                # At every call: one that fails now and then is found too late.
+                # At every call, joined or not: an error in only some calls would be found too late.
                 payload = encode_arguments(task, args, kwargs) if equal_calls_may_differ(task) else ""
                 ticket = dataclasses.replace(ticket, joinable=bool(payload))
                 if_held = IfHeld.LEAVE if must_be_sent else IfHeld.JOIN
@@ -146,23 +153,23 @@ def claim(
     if overlap in REPLACING or call.payload:
         _check_backend(task, overlap)
 
-    # Beat's ids are computed: the same one comes again if beat cannot know whether it was sent.
+    # Beat computes its task ids. It sends the same id again if it cannot know whether the message was sent.
     holder = _acquire(task, call, may_be_resent=is_of_beat)
     if holder.verdict is Verdict.ACQUIRED:
-        return Admitted(ticket, call.ref, wait=wait * is_of_beat)
+        return Granted(ticket, call.ref, wait=wait * is_of_beat)
     if holder.verdict is Verdict.WAITING:
         waits_for = holder if holder.task_id != task_id else None
         place = dataclasses.replace(call.ref, key=behind)
-        return Admitted(Ticket(task_id, key, behind, waits=True, waits_for=waits_for), place, wait=wait * is_of_beat)
-    if holder.task_id == task_id:  # it was sent before
-        return holder
+        return Granted(Ticket(task_id, key, behind, waits=True, waits_for=waits_for), place, wait=wait * is_of_beat)
+    if holder.task_id == task_id:  # the call was sent before
+        return Refused(holder)
     if overlap in REPLACING:
         replacing = dataclasses.replace(call, ttl=wait, if_held=IfHeld.REPLACE)
         following = Ticket(task_id, key, behind, waits=True, waits_for=holder)
-        return Admitted(following, replacing=replacing, terminates=overlap is Overlap.TERMINATE_OTHER)
+        return Granted(following, replacing=replacing, terminates=overlap is Overlap.TERMINATE_OTHER)
     if must_be_sent:
-        return Admitted(dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise)
-    return holder
+        return Granted(dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise)
+    return Refused(holder)
 
 
 def _check_backend(task: Any, overlap: Overlap) -> None:
@@ -170,7 +177,7 @@ def _check_backend(task: Any, overlap: Overlap) -> None:
     if not backend.replaces:
         raise ConfigError(
             f"{task.name}: overlap {overlap} needs locks that keep the latest arguments and replace calls, which "
-            f"{backend.name} cannot: use another word, or the default singleton_backend_class"
+            f"{backend.name} cannot: use another overlap policy, or the default singleton_backend_class"
         )
 
 
@@ -183,7 +190,10 @@ def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any
 
 
 def _acquire(task: Any, call: Call, *, may_be_resent: bool) -> Holder:
-    """Ask for the lock of a call; free first what an earlier, refused call of this process may have got."""
+    """Acquire the lock of a call.
+
+    A hung server may have granted that lock late to a refused call of this process: free it then, and retry.
+    """
     backend, ref = task.singleton_backend, call.ref
     places = [ref, dataclasses.replace(ref, key=behind_key(ref.key))]
     for place in places:
@@ -200,18 +210,19 @@ def _acquire(task: Any, call: Call, *, may_be_resent: bool) -> Holder:
                 release_later(task.app, place)
         raise
     if holder.verdict is Verdict.UNUSABLE:
-        raise UnusableLockError(unusable(ref.key, holder.task_id))
+        raise UnusableLockError(unusable(ref.key, holder.reason))
     if holder.verdict is Verdict.HELD and holder.state == "queued":
         _suspect(task, ref.key, holder)
-    # Who holds the lock now does not concern a call that has ended.
+    # The call has ended under this lock, so the current holder does not matter to it.
     return dataclasses.replace(holder, task_id=ref.task_id) if holder.verdict is Verdict.DONE else holder
 
 
 def keep(backend: BaseBackend, locks: Mapping[Ref, str], seconds: float) -> None:
-    """Let the locks of sent messages last for so long, unless a worker has taken or freed them meanwhile.
+    """Extend the locks of sent messages, except those that a worker has taken over or freed meanwhile.
 
     Args:
-        locks: of each a note on where its message went; empty: none.
+        locks: a note on where its message went for each lock, or an empty string.
+        seconds: time that the locks last from now on.
     """
     try:
         backend.note_sent(locks, lease=seconds)
@@ -220,15 +231,15 @@ def keep(backend: BaseBackend, locks: Mapping[Ref, str], seconds: float) -> None
         log.warning(text, event="unlocked", seconds=UNSENT_TTL, reason=exc)
 
 
-#: When this process has last noted a lock whose message may be gone, by its key.
+#: Time (monotonic, in s) at which this process last reported a lock whose message may be lost, by the lock's key.
 _suspected: dict[str, float] = {}
 
-#: Seconds after which it notes the same lock again, and how many of them it keeps in mind.
+#: Seconds after which it reports the same lock again, and the maximum number of locks that it remembers.
 SUSPECT_AGAIN, MOST_SUSPECTS = 10.0, 1000
 
 
 def _suspect(task: Any, key: str, holder: Holder) -> None:
-    """Let the beat that leads check an old lock, whose message may be gone."""
+    """Ask the leader to check an old lock, whose message may be lost."""
     config, now = Config.of(task.app), time.monotonic()
     patience, since = config.singlebeat_lost_after, holder.since
     if patience is None or since is None or (datetime.now(UTC) - since).total_seconds() < patience:
@@ -238,19 +249,19 @@ def _suspect(task: Any, key: str, holder: Holder) -> None:
     if len(_suspected) >= MOST_SUSPECTS:
         _suspected.clear()
     _suspected[key] = now
-    with suppress(LockBackendError):  # the call has its answer
+    with suppress(LockBackendError):  # the call has its answer already
         task.singleton_backend.suspect(suspects_key(config.singleton_key_prefix), key)
 
 
 def free(task: Any, ref: Ref, *, remember_for: float = 0.0) -> None:
-    """Free the lock of a call that was not sent, at once or when the locks' server answers again.
+    """Free the lock of an unsent call or an ended run, at once or when the locks' server answers again.
 
     Args:
-        remember_for: seconds for which the end of its run, if it is one, is remembered.
+        remember_for: seconds for which the end of a run is remembered; 0 for an unsent call.
     """
     try:
         task.singleton_backend.finish_many([ref], remember_for=remember_for)
-    except LockBackendError as exc:  # the error that brought us here matters more
+    except LockBackendError as exc:  # the caller's own error matters more
         release_later(task.app, ref)
         about = {"id": ref.task_id, "reason": exc}
         log.warning("the lock of task %(id)s stays until the locks' server answers", event="lock_kept", **about)

@@ -74,7 +74,7 @@ class Verdict(StrEnum):
     REPLACED = "replaced"  #: another call has evicted our task id while it was queued
     ROTATED = "rotated"  #: the lock was handed over
     LOST = "lost"  #: the lock is not held as the caller assumed
-    UNUSABLE = "unusable"  #: the lock's keys cannot be read; ``Holder.task_id`` is the reason
+    UNUSABLE = "unusable"  #: the lock's keys cannot be read; see ``Holder.reason``
     LATE = "late"  #: the server ran the request when no caller waited for the reply any more
 
 
@@ -107,6 +107,7 @@ class Holder:
     ttl: float  #: seconds until the lock ends unless it is renewed
     payload: str = ""  #: if the run started: the arguments of the latest call that it stands for
     entry: str = ""  #: name of the schedule's entry that sent it; empty: a program sent it, or unknown
+    reason: str = ""  #: of the verdict UNUSABLE: the error, in the server's words
 
     def __str__(self) -> str:
         since = f" since {self.since:%Y-%m-%d %H:%M:%S}Z" if self.since else ""

@@ -156,7 +156,7 @@ class RedisBackend(BaseBackend):
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         (holder,) = self._run_before_deadline(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:
-            raise UnusableLockError(unusable(ref.key, holder.task_id))
+            raise UnusableLockError(unusable(ref.key, holder.reason))
         return holder
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
@@ -346,6 +346,8 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
 def _holder(reply: Sequence[Any]) -> Holder:
     verdict, task_id, state, since, fence, ttl_ms, *more = reply
     ttl = max(0, int(ttl_ms)) / 1000
+    if verdict == Verdict.UNUSABLE:
+        return Holder(Verdict.UNUSABLE, "", "", None, 0, 0.0, reason=task_id)
     return Holder(Verdict(verdict), task_id, state, from_ms(since), int(fence), ttl, *more)
 
 

@@ -18,7 +18,7 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.acquire import claim, free
+from ..locks.acquire import Refused, acquire_for_call, free
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -187,21 +187,21 @@ class Singleton(Task):  # type: ignore[misc]
             return publish()  # whoever made this header has the lock already: beat takes them in batches
         try:
             given = {**options, "link": link, "link_error": link_error}
-            admitted = claim(self, task_id, args, kwargs, overlap=overlap, options=given)
+            acquired = acquire_for_call(self, task_id, args, kwargs, overlap=overlap, options=given)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
             about = {"task": self.name, "id": task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
             return publish()
-        if isinstance(admitted, Holder):
-            return self._duplicate(admitted, args, kwargs, overlap)
+        if isinstance(acquired, Refused):
+            return self._duplicate(acquired.holder, args, kwargs, overlap)
         try:
-            result = publish(headers={**(options.get("headers") or {}), HEADER: admitted.ticket.header()})
+            result = publish(headers={**(options.get("headers") or {}), HEADER: acquired.ticket.header()})
         except BaseException:
-            admitted.give_up(self)
+            acquired.give_up(self)
             raise
-        result.waits_for = admitted.note_sent(self)
+        result.waits_for = acquired.note_sent(self)
         return result
 
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
@@ -278,7 +278,7 @@ class Singleton(Task):  # type: ignore[misc]
         call = Call(Ref(lock, task_id), self.name, "", self.time_to_start(options), self.effective_lock_expiry)
         holder = self.singleton_backend.acquire_many([call])[0]
         if holder.verdict is Verdict.UNUSABLE:
-            raise UnusableLockError(unusable(lock, holder.task_id))
+            raise UnusableLockError(unusable(lock, holder.reason))
         return holder.verdict is not Verdict.HELD
 
     acquire_lock = aquire_lock
