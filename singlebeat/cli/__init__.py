@@ -1,4 +1,4 @@
-"""``celery singlebeat …``, and what the ``celery`` command does for every worker that it starts."""
+"""The commands ``celery singlebeat …``, and the hook that prepares every worker of the ``celery`` command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 __all__ = ("Reporting", "main")
 
-#: Where each command lives: every celery command imports this module, and most of them need none of those.
+#: The module of each command, imported on demand: every celery command imports this package.
 COMMANDS: Mapping[str, str] = {
     "status": "status",
     "health": "status",
@@ -40,25 +40,25 @@ COMMANDS: Mapping[str, str] = {
 
 @celeryd_init.connect(weak=False)  # type: ignore[untyped-decorator]
 def _look_after_locks(instance: Any = None, **_: Any) -> None:
-    """Let every worker that the command starts look after locks; on messages without one nothing changes."""
+    """Let every worker that the command starts renew and free locks; messages without a lock are not affected."""
     from ..config import Config  # noqa: PLC0415 - every celery command imports this module
     from ..tasks.worker_step import install  # noqa: PLC0415
 
     try:
         Config.of(instance.app)
-    except ConfigError as exc:  # a signal swallows errors: this must not start with a wrong setting
+    except ConfigError as exc:  # signals swallow errors, but no worker must start with a wrong setting
         raise SystemExit(f"Error: {exc}") from None
     install(instance.app)
 
 
 class Reporting(click.Command):
-    """A command that ends in one line where its help cannot be written."""
+    """A command that fails with a one-line error if its help cannot be written."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Return the context of a call, once its arguments are read and its help, if it is asked for, is printed."""
+        """Parse the arguments, print the help if it is requested, and return the context of the call."""
         try:
             return super().make_context(*args, **kwargs)
-        except BrokenPipeError:  # click ends without a word
+        except BrokenPipeError:  # click ends silently
             raise
         except OSError as exc:
             from .output import UNANSWERED, drop_output, fail  # noqa: PLC0415 - every celery command imports this module
@@ -68,7 +68,7 @@ class Reporting(click.Command):
 
 
 class _Commands(Reporting, click.Group):
-    """Imports a command when it is asked for."""
+    """The group of all commands, which imports each command on its first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -83,8 +83,8 @@ class _Commands(Reporting, click.Group):
 
 @click.group(name="singlebeat", cls=_Commands)
 def main() -> None:
-    """Look into singlebeat's schedule and locks, and change them; needs Redis, and no beat.
+    """Inspect and change singlebeat's schedule and locks; needs Redis, and no running beat.
 
-    Exit codes: 0 done; 1 no: there is none such, somebody else was quicker, it is not healthy; 2 it could not be
-    asked: wrong usage, a wrong setting, a server that does not answer.
+    Exit codes: 0: done; 1: not found, conflict or unhealthy; 2: usage error, wrong setting, or a server that does not
+    answer.
     """

@@ -1,4 +1,4 @@
-"""What ``manage.py dumpdata django_celery_beat`` prints, in the form of ``export``."""
+"""Converts the output of ``manage.py dumpdata django_celery_beat`` to the rows of ``export``."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ("is_dump", "rows_of")
 
 MODEL = "django_celery_beat."
 
-#: Seconds of the periods of an interval.
+#: Seconds of each period of an interval.
 PERIODS = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1, "microseconds": 1e-6}
 
 CRONTAB = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
 
-#: Fields that are options of ``apply_async``; an empty text there is none.
+#: Fields that are options of ``apply_async``; an empty string means no option.
 OPTIONS = ("queue", "exchange", "routing_key", "priority")
 
 _Row = Mapping[str, Any]
 
 
 def is_dump(rows: Sequence[_Row]) -> bool:
-    """Tell whether these are rows of a dump of Django, and not of ``export``."""
+    """Return whether rows are of a dump of Django, and not of ``export``."""
     return any("model" in row for row in rows)
 
 
 def rows_of(dump: Sequence[_Row], zone: tzinfo) -> Iterator[tuple[str, Callable[[], _Row]]]:
-    """Yield the name of each periodic task, and what returns its row as ``export`` would print it.
+    """Yield the name of each periodic task, and a function that returns its row as ``export`` would print it.
 
     Args:
-        zone: of dates that have no offset, as Django writes them with ``USE_TZ = False``.
+        zone: time zone of dates without an offset, as Django writes them with ``USE_TZ = False``.
 
-    What it returns raises EntryError, KeyError, TypeError or ValueError if the task cannot be understood.
+    The function raises EntryError, KeyError, TypeError or ValueError if the task is invalid.
     """
     schedules = {(str(row.get("model")), str(row.get("pk"))): _fields(row) for row in dump}
     for row in dump:
@@ -78,7 +78,7 @@ def _row(name: str, fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -
     last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
     past = {"last_run_at": last, "total_run_count": count}
     if last is None and when["__type__"] == "clocked":
-        past = {}  # as of an entry that is made by the import
+        past = {}  # as for an entry that the import creates
     elif last is None and start is None:
         # django-celery-beat lets a task that has never run count from its last change.
         past["since"] = _moment(fields.get("date_changed"), zone)
@@ -86,7 +86,7 @@ def _row(name: str, fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -
 
 
 def _schedule(fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -> tuple[Mapping[str, Any], str | None]:
-    """Return the schedule of a task, and the name of the zone that it is read in."""
+    """Return the schedule of a task, and the name of its time zone or None."""
     for kind in ("interval", "crontab", "solar", "clocked"):
         if fields.get(kind) is None:
             continue

@@ -1,4 +1,4 @@
-"""``doctor``: what may go wrong, or does, in servers, settings, beats, workers and entries."""
+"""The command ``doctor``: checks servers, settings, beats, workers, entries and locks."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ if TYPE_CHECKING:
 
     from ..beat.entries.entry import Entry
 
-#: Seconds after which kombu's Redis transport delivers a message again, unless it is told otherwise.
+#: Seconds after which kombu's Redis transport delivers an unacknowledged message again by default.
 VISIBILITY_TIMEOUT = 3600
 
-#: Seconds for which a queue's workers may be busy with the same runs before that is worth a word.
+#: Seconds for which a queue's workers may be busy with the same runs before that is a warning.
 BUSY_FOR = 5.0
 
-#: Entries without a place in the sorted set that are named.
+#: Maximum number of entries that the findings of one check name.
 MOST_NAMED = 10
 
-#: Entries whose own history is read.
+#: Maximum number of entries whose own history is read.
 MOST_HISTORIES = 10_000
 
-#: Locks that are looked at for one that a worker has renewed, and for those that are old.
+#: Maximum number of locks that are read to find a renewed lock, and to find old locks.
 MOST_LOCKS, MOST_OLD_LOCKS = 1000, 10_000
 
-#: The oldest server whose commands are enough.
+#: The oldest server version that has all commands that singlebeat needs.
 OLDEST_SERVER = (6, 2)
 
 
 class Finding(NamedTuple):
-    """What was found, and what to do."""
+    """One result of a check, with the remedy."""
 
     level: str  #: problem, warning or fine
     about: str
@@ -83,15 +83,15 @@ class Finding(NamedTuple):
 
 @command("doctor")
 def doctor_(app: Celery, as_json: bool) -> None:
-    """Look for what may go wrong; exit code 1 if there is a problem."""
+    """Check servers, settings, beats, workers, entries and locks; exit code 1 if there is a problem."""
     schedule = _Read(app)
     read = (_rights, _results, _beat, _entries, _workers)
     rights, results, beat, entries, workers = (partial(part, schedule=schedule) for part in read)
     parts = (_server, rights, results, _prefixes, _settings, beat, entries, workers, _locks)
     found = dict[Finding, None]()
-    with progress("parts looked at", len(parts), quiet=as_json) as step:
-        for look_at in parts:
-            found |= dict.fromkeys(_on_any_server(app, look_at, schedule))  # what many parts meet is said once
+    with progress("parts checked", len(parts), quiet=as_json) as step:
+        for check in parts:
+            found |= dict.fromkeys(_on_any_server(app, check, schedule))  # a finding of many parts is shown once
             step()
     findings = list(found)
     if as_json:
@@ -99,25 +99,25 @@ def doctor_(app: Celery, as_json: bool) -> None:
     else:
         for level, about, text in findings:
             click.echo(f"{marked(f'{level:<8}', level)} {printable(about)}: {printable(text)}")
-    if schedule.away is not None:
-        raise schedule.away  # the parts that need it were left out
+    if schedule.error is not None:
+        raise schedule.error  # the parts that need the schedule's server were left out
     raise SystemExit(1 if any(finding.level == "problem" for finding in findings) else 0)
 
 
-def _on_any_server(app: Celery, look_at: Callable[[Celery], Iterator[Finding]], schedule: _Read) -> Iterator[Finding]:
-    """Yield what a part finds, and what a server refuses that this part asks; note that the schedule's is away."""
+def _on_any_server(app: Celery, check: Callable[[Celery], Iterator[Finding]], schedule: _Read) -> Iterator[Finding]:
+    """Yield the findings of a check, also if a server refuses; note an error of the schedule's server."""
     try:
-        yield from look_at(app)
+        yield from check(app)
     except ResponseError as exc:
         yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule_server_says(app, exc))
     except RedisError as exc:
-        schedule.away = exc
+        schedule.error = exc
     except LockBackendError as exc:
         yield _of_locks(app, exc)
 
 
 def _of_locks(app: Celery, exc: LockBackendError) -> Finding:
-    """Return what an error of the locks' server says."""
+    """Return the finding for an error of the locks' server."""
     refused = lock_refusal(app, exc) if isinstance(exc.__cause__, ResponseError) else ""
     if refused:
         return Finding("problem", f"locks' server {lock_place(app)}", refused)
@@ -140,35 +140,35 @@ def _server(app: Celery) -> Iterator[Finding]:
         )
     if server.kept == "snapshots":
         text = (
-            "it keeps snapshots only (appendonly no): a restart loses what was written since the last one, so entries "
-            "may be as they were then, and runs that have ended may run once more; use appendonly yes"
+            "it keeps snapshots only (appendonly no): a restart loses the writes since the last snapshot, so "
+            "entries may be as they were then, and runs that have ended may run once more; use appendonly yes"
         )
         yield Finding("warning", about, text)
 
 
 def _rights(app: Celery, schedule: _Read) -> Iterator[Finding]:
-    """Look whether a server refuses what is needed; whether that of the locks answers is asked with the workers."""
-    if schedule.away is None and (refused := schedule_refusal(app)):
+    """Check that no server refuses a command; ``_workers`` checks that the locks' server answers."""
+    if schedule.error is None and (refused := schedule_refusal(app)):
         yield Finding("problem", f"schedule's server {schedule_place(app)}", refused)
     if refused := lock_refusal(app):
         yield Finding("problem", f"locks' server {lock_place(app)}", refused)
 
 
 def _results(app: Celery, schedule: _Read) -> Iterator[Finding]:
-    """Check the result backend, of which beat and locks are independent."""
+    """Check the result backend, which beat and locks do not use."""
     if wrong := schedule.results:
         url = app.conf.result_backend
         about = f"result backend {masked(url)}" if isinstance(url, str) else "result backend"
         text = (
-            f"it {wrong}. Beat sends on, but workers wait for it after the body of each task, and hold the slot "
-            "meanwhile; then the run ends without a result, and callers that wait for one get none. Start or correct "
-            "it (result_backend)"
+            f"it {wrong}. Beat still sends, but workers wait for the backend after the body of each task, and hold the "
+            "slot meanwhile. Then the run ends without a result, and callers that wait for one get none. Start the "
+            "backend, or correct result_backend"
         )
         yield Finding("problem", about, text)
 
 
 def _prefixes(app: Celery) -> Iterator[Finding]:
-    """Look for locks and entries under one prefix, in one database."""
+    """Check for locks and entries under one prefix, in one database."""
     config = Config.of(app)
     locks, entries = config.singleton_key_prefix, config.redbeat_key_prefix
     if not locks.startswith(entries) and not entries.startswith(locks):
@@ -187,14 +187,14 @@ def _prefixes(app: Celery) -> Iterator[Finding]:
 def _settings(app: Celery) -> Iterator[Finding]:
     config = Config.of(app)
     if config.redbeat_lock_key is None:
-        yield Finding("warning", "redbeat_lock_key", "is None: no beat leads, all share the work, none is fenced")
+        yield Finding("warning", "redbeat_lock_key", "is None: no beat leads, all beats share the work unfenced")
     if config.redbeat_lock_timeout < 2:
         text = f"{config.redbeat_lock_timeout:g} s is short: a pause of the host or of Redis costs leadership"
         yield Finding("warning", "redbeat_lock_timeout", text)
     if config.singlebeat_lock_lease < 3 * config.singlebeat_socket_timeout:
         text = (
-            f"{config.singlebeat_lock_lease:g} s leave no time to renew again when one call takes "
-            f"singlebeat_socket_timeout ({config.singlebeat_socket_timeout:g} s): make it three times as long"
+            f"{config.singlebeat_lock_lease:g} s leave no time for a second renewal when one call takes "
+            f"singlebeat_socket_timeout ({config.singlebeat_socket_timeout:g} s): use at least three times that timeout"
         )
         yield Finding("warning", "singlebeat_lock_lease", text)
     if is_redis(app.conf.broker_url):
@@ -205,7 +205,7 @@ def _settings(app: Celery) -> Iterator[Finding]:
             and url.startswith("redis://")
             and urlsplit(url).hostname not in {"localhost", "127.0.0.1", "::1"}
         ):
-            text = f"{masked(url)} sends its password in the clear: use rediss://, and keep it out of the code"
+            text = f"{masked(url)} sends its password in the clear: use rediss://, and keep that password out of code"
             yield Finding("warning", name, text)
 
 
@@ -242,14 +242,14 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         text = (
             f"when the present term began, at {state.leader.get('since')}, the server had lost the schedule, or its "
             f"last changes: it did not know term {state.leader['lost']} any more. Entries of beat_schedule are back, "
-            "without the pauses that were set: import the others from an export, and let the server write to disk "
-            "(appendonly yes), or let its replicas have what was written before they take over (min-replicas-to-write)"
+            "without their pauses: import the other entries from an export. Let the server write to disk (appendonly "
+            "yes), or refuse writes while its replicas lag behind (min-replicas-to-write)"
         )
         yield Finding("warning", "schedule", text)
-    if not state.redbeat_leads and (pending := _stays_pending(app)):  # RedBeat sends none of them
+    if not state.redbeat_leads and (pending := _count_pending(app)):  # RedBeat sends none of them
         why = "the broker or the locks' server may be unreachable"
         if schedule_refusal(app):
-            why = "the schedule's server refuses what beat needs to send them, or to note that they were sent"
+            why = "the schedule's server refuses a command that beat needs to send or to confirm them"
         text = f"{pending} occurrences are claimed and not confirmed: {why}"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
@@ -258,25 +258,25 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
 
 
 class _Read:
-    """What several parts ask for about the schedule and the result backend, read once.
+    """The state of the schedule and of the result backend, read once for all parts that need it.
 
     Raises:
-        RedisError: the schedule's server did not answer before, and is not waited for again.
+        RedisError: the schedule's server did not answer an earlier part; no part waits for it again.
     """
 
     def __init__(self, app: Celery) -> None:
         self.app = app
-        self.away: RedisError | None = None  #: the error of the schedule's server, if it did not answer
+        self.error: RedisError | None = None  #: the error of the schedule's server, if it did not answer
 
     @cached_property
     def state(self) -> ScheduleStatus:
-        if self.away is not None:
-            raise self.away
+        if self.error is not None:
+            raise self.error
         return ScheduleStatus.of(self.app)
 
     @cached_property
     def results(self) -> str:
-        """What is wrong with the result backend; empty if it answers, or if the app has none."""
+        """The error of the result backend; empty if the backend answers, or if the app has none."""
         try:
             check_results(self.app, timeout=Config.of(self.app).singlebeat_socket_timeout)
         except ResultBackendError as exc:
@@ -290,7 +290,7 @@ class _Read:
 
     @property
     def unusable(self) -> Mapping[str, str]:
-        """Why beat cannot use some entries that it has not quarantined yet, by name."""
+        """The reasons why beat cannot use entries that it has not quarantined yet, by name."""
         return {name: why for name, why in self._examined[1].items() if name not in self.state.quarantine}
 
     @cached_property
@@ -299,7 +299,7 @@ class _Read:
 
 
 def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
-    """Look for fields that mean nothing, entries that are late or never due, and runs that fail or are skipped."""
+    """Check for unknown fields, entries that are unusable, late or never due, and runs that fail or are skipped."""
     for entry in schedule.usable:
         if entry.ignored:
             yield Finding("warning", f"entry {entry.name}", entry.ignored)
@@ -308,7 +308,7 @@ def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
     if len(schedule.unusable) > MOST_NAMED:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} are unusable (celery singlebeat list)")
     yield from _silent(app, schedule.usable)
-    if not schedule.state.redbeat_leads:  # it has times of its own
+    if not schedule.state.redbeat_leads:  # RedBeat calculates other times
         yield from _late(app, schedule.usable)
     entries = Schedule(app)
     names = [*islice(entries.without_place(), MOST_NAMED + 1)]
@@ -319,7 +319,7 @@ def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
 
 
 def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
-    """Look for places in the schedule that are later than the times of their entries."""
+    """Check for entries whose place in the schedule is later than their next time."""
     wrong = ((name, place) for name, place in late_places(app, entries) if place.is_wrong)
     for name, place in islice(wrong, MOST_NAMED):
         yield Finding("problem", f"entry {name}", str(place))
@@ -328,25 +328,25 @@ def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
 
 
 def _leadership(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
-    """Look who leads, and whether that beat sends entries in time."""
+    """Check that a beat leads, that it sends entries in time, and that a standby is there."""
     refused = schedule_refusal(app)
     if state.works and refuses_writes(refused):
         led = "beats share the work" if state.is_shared else f"{who(state)}, leads"
-        text = f"{led} at this moment, and can send nothing while the schedule's server refuses to write"
+        text = f"{led} at this moment, and cannot send while the schedule's server refuses writes"
         yield Finding("problem", "beat", text)
     elif not state.works and refused:
         yield Finding("problem", "beat", f"{state.problem()}. The schedule's server may be why: {refused}")
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
-        yield Finding("fine", "beat", "none was ever there, and no entry in the schedule needs one")
+        yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
     elif not state.works:
         yield Finding("problem", "beat", f"{state.problem()}: nothing is sent until one is started")
     elif state.is_shared:
         named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
-        text = f"{len(state.standbys)} share the work{named and ': '}{named}. One that dies is missing here"
-        text += " after 20 s, and no tool knows how many you have started: probe the /healthz of each"
+        text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
+        text += " after 20 s, and doctor does not know how many beats you have started: probe the /healthz of each beat"
         yield Finding("fine" if len(state.standbys) > 1 else "warning", "beat", text)
     elif not state.standbys:
-        text = "none stands by: when the one that leads is lost, nothing is sent until it is back; start a second one"
+        text = "there is no standby: when the leader is lost, nothing is sent until it is back; start a second beat"
         yield Finding("warning", "beat", text)
     if state.redbeat_silent:
         yield Finding("problem", "beat", state.redbeat_silent)
@@ -358,7 +358,7 @@ def _leadership(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
 
 
 def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
-    """Look for entries whose last runs all failed, or were skipped, in the history that each keeps itself."""
+    """Check the own history of each entry for last runs that all failed, or were all skipped."""
     by_name = {entry.name: entry for entry in entries[:MOST_HISTORIES]}
     found = ((name, text) for name, own in History(app).own(by_name) if (text := silence(by_name[name], own)))
     for name, text in islice(found, MOST_NAMED):
@@ -366,18 +366,18 @@ def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
     if more := sum(1 for _ in found):
         yield Finding("warning", "entries", f"the last runs of {more} more entries all failed, or were skipped")
     if len(entries) > MOST_HISTORIES:
-        text = f"whether all their runs fail was looked up for the first {MOST_HISTORIES} of {len(entries)} only"
+        text = f"whether all their runs fail was checked for the first {MOST_HISTORIES} of {len(entries)} only"
         yield Finding("fine", "entries", text)
 
 
 def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
-    """Look for another app under the same prefix, and for two apps of one name."""
+    """Check for another app under the same prefix, and for two apps of the same name."""
     about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
     statics = Statics(app, schedule_client(app))
     advice = "give each app a prefix of its own"
     if check != "ignore":
         for other, count in statics.of_others().items():
-            text = f"{count} entries there are of app {other}, not of {statics.owner}: the beat that leads sends all"
+            text = f"{count} entries there are of app {other}, not of {statics.owner}: the leader sends all"
             yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
         for beat, role in ((state.leader, "leads"), *((standby, state.role) for standby in state.standbys)):
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
@@ -387,15 +387,15 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
     if len({*ours}) > 1:
         numbers = " and ".join(each.partition(" ")[0] for each in sorted({*ours}))
         text = (
-            f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries): whichever leads removes "
-            "the entries that it lacks. That is right during a deploy. Else they are two apps of one name, or hosts "
-            f'with different code: {advice}, or a name (Celery("shop"))'
+            f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries): the leader removes "
+            "the entries that its beat_schedule lacks. That is right during a deploy. Else two apps have one name, or "
+            f'hosts run different code: {advice}, or a name (Celery("shop"))'
         )
         yield Finding("warning", about, text)
 
 
-def _stays_pending(app: Celery) -> int:
-    """Return how many occurrences are claimed and not sent; in every tick there are some for a moment."""
+def _count_pending(app: Celery) -> int:
+    """Return how many occurrences stay claimed and unconfirmed; in every tick there are some for a moment."""
     client, key = schedule_client(app), Keys.of(app).pending
     before = set(client.zrange(key, 0, -1))
     if before:
@@ -408,7 +408,7 @@ def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
     try:
         seen = backend_of(app).workers_seen()
         if not seen:
-            text = "none with singlebeat was seen: plain tasks are sent without a lock; install it in the workers, too"
+            text = "no worker with singlebeat was seen: plain tasks are sent without a lock; install it there, too"
             yield Finding("warning", "workers", text)
     except LockBackendError as exc:
         yield _of_locks(app, exc)
@@ -425,7 +425,7 @@ def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
-    if schedule.away is not None:
+    if schedule.error is not None:
         return
     yield from _clocks(app, workers)
     if schedule.state.is_led_by(owner_of(app)):
@@ -437,7 +437,7 @@ def _workers(app: Celery, schedule: _Read) -> Iterator[Finding]:
 
 
 def _queues(app: Celery, schedule: _Read, workers: Workers) -> Iterator[Finding]:
-    """Look for queues of entries that no worker reads, whose readers lack a task, or have no free slot."""
+    """Check for queues of entries that no worker reads, or whose workers lack a task or have no free slot."""
     by_queue: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in schedule.usable:
         if entry.enabled and (queue := queue_of(app, entry)):
@@ -453,17 +453,17 @@ def _queues(app: Celery, schedule: _Read, workers: Workers) -> Iterator[Finding]
             yield Finding("problem", f"queue {queue}", text)
         for entry in senders:
             if wrong := delivery.without(entry.task):
-                yield Finding("problem", f"entry {entry.name}", f"{wrong}. Let one worker have both")
+                yield Finding("problem", f"entry {entry.name}", f"{wrong}. Let one worker have both of them")
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
             advice = "Start more workers, or make these tasks shorter"
             if schedule.results:
-                advice = f"The result backend may be why, because it {schedule.results}: correct that first"
+                advice = f"The result backend may be the cause, because it {schedule.results}: fix that first"
             text = f"{delivery.full}: other messages wait. {advice}"
             yield Finding("warning", f"queue {queue}", text)
 
 
 def _none_answers(app: Celery) -> Finding:
-    """Say what is known about the workers if none answers: one that ends its last tasks answers no longer."""
+    """Return the finding if no worker answers: a worker that ends its last tasks does not answer any more."""
     lease = Config.of(app).singlebeat_lock_lease
     with suppress(SinglebeatError):
         locks = (lock for lock in islice(every(app), MOST_LOCKS) if lock.state == "running")
@@ -471,19 +471,19 @@ def _none_answers(app: Celery) -> Finding:
         if lock := min(renewed, key=lambda lock: lock.renewed or 0.0, default=None):
             since = f"{max(1.0, min(lock.renewed or 0.0, lease)):.0f} s"
             text = (
-                f"none answers, but {lock.worker or 'one'} renewed the lock of task {lock.task_id} {since} ago: it "
-                f"shuts down and ends its last tasks, is too busy, or has died within the last {since}. Without "
+                f"no worker answers, but {lock.worker or 'one'} renewed the lock of task {lock.task_id} {since} ago: "
+                f"it shuts down and ends its last tasks, is too busy, or has died within the last {since}. Without "
                 "another worker, messages wait in their queues"
             )
             return Finding("warning", "workers", text)
-    return Finding("problem", "workers", "none answers: messages wait in their queues")
+    return Finding("problem", "workers", "no worker answers: messages wait in their queues")
 
 
 def _locks(app: Celery) -> Iterator[Finding]:
-    """Look for locks whose messages are lost, or were run by workers that free no lock."""
+    """Check for locks whose messages are lost, or have run on workers without singlebeat."""
     try:
         found = examine(app, list(islice(old(app, most=MOST_OLD_LOCKS), MOST)))
-    except SinglebeatError:  # which was said before
+    except SinglebeatError:  # an earlier part has reported it
         return
     for outcome, what in _STALE.items():
         stale = [each for each in found if each.outcome == outcome]
@@ -496,7 +496,7 @@ def _locks(app: Celery) -> Iterator[Finding]:
             yield Finding("problem", "locks", text)
 
 
-#: What was found out about the message of a lock.
+#: The words for each outcome of the check of a lock's message.
 _STALE = {
     MESSAGE_LOST: "locks wait for messages that are lost",
     RAN_ELSEWHERE: "locks are held by tasks that have run on workers without singlebeat",
@@ -504,7 +504,7 @@ _STALE = {
 
 
 def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
-    """Look for workers whose clock differs from that of the schedule's server, by which beat decides."""
+    """Check for workers whose clock differs from the clock of the schedule's server, which beat uses."""
     server_time = ServerTime(quiet=True)
     server_time.ask(schedule_client(app), Keys.of(app).schedule)
     ahead_of_us = server_time.timestamp() - time.monotonic()
@@ -517,17 +517,17 @@ def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
 
 
 def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> Iterator[Finding]:
-    """Compare the singlebeat of the workers with one another's and with ours.
+    """Compare the versions of singlebeat in the workers and in this process.
 
     Args:
-        seen: some worker has singlebeat, so beat takes locks for plain tasks.
+        seen: whether a worker with singlebeat was seen: then beat acquires locks for plain tasks.
     """
     without = sorted(worker for worker, found in versions.items() if not found)
     if without and seen:
         text = (
             f"{', '.join(without)}: no singlebeat there, or its settings name no server for locks. When such a worker "
             "runs a plain task that beat has sent, it leaves the lock of that task as it is, and the next runs are "
-            "skipped until beat finds that out: most of a minute, and where messages wait in the queue up to "
+            "skipped until beat finds that out: most of a minute, or while messages wait in the queue up to "
             f"{queued_ttl:g} s (singlebeat_queued_ttl). How the run ended is not recorded either. Install "
             "celery-singlebeat there, too, and start the worker again"
         )
@@ -536,7 +536,7 @@ def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> 
     if len(found) > 1:
         which = {f"{version} on {worker}" for worker, version in versions.items() if version}
         text = (
-            f"{', '.join(sorted(which))}, {__version__} here: install the same everywhere, because an older one may "
-            "not understand what a newer one leaves in messages and Redis"
+            f"{', '.join(sorted(which))}, {__version__} here: install the same version everywhere, because an older "
+            "version may not understand the data of a newer version in messages and Redis"
         )
         yield Finding("warning", "versions of singlebeat differ", text)

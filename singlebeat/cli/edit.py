@@ -1,4 +1,4 @@
-"""Entries, changed: ``add``, ``edit``, ``delete``, ``pause``, ``resume``, ``trigger``, ``backfill``."""
+"""Commands that change entries: ``add``, ``edit``, ``delete``, ``pause``, ``resume``, ``trigger``, ``backfill``."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ DEFINITION: Sequence[Callable[[Any], Any]] = (
     click.option("--kwargs", "kwargs_", help="JSON object."),
     click.option("--options", "options_", help="JSON object: options of apply_async."),
     click.option("--enable/--disable", "enabled", default=None),
-    click.option("--set", "wishes", multiple=True, metavar="NAME=VALUE", help="A wish of the policy; empty: none."),
+    click.option(
+        "--set", "wishes", multiple=True, metavar="NAME=VALUE", help="Set a policy option; without VALUE, unset it."
+    ),
 )
 
-#: What replaces a part of an entry.
+#: The option that replaces each part of an entry.
 OPTIONS = {
     "task": "--task",
     "schedule": "--every or --cron",
@@ -75,7 +77,7 @@ def _schedule(every: float | None, cron: str | None) -> Any:
     names = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
     try:
         return crontab(**dict(zip(names, fields, strict=True)))
-    except Exception as exc:  # its parser raises what it likes
+    except Exception as exc:  # Celery's parser raises any exception
         raise click.BadParameter(f"{cron!r}: {why_no_crontab(exc, fields[-1])}", param_hint="--cron") from None
 
 
@@ -127,8 +129,8 @@ def _store(
     except ConflictError:
         if not new or replace:
             raise
-        fail(f"there is an entry {name!r}: use edit, --replace it, or delete it first")
-    except ValueError as exc:  # what JSON cannot hold
+        fail(f"there is an entry {name!r} already: use edit or --replace, or delete the entry first")
+    except ValueError as exc:  # a value that JSON cannot hold
         raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
     upcoming = next(iter(entries.next_runs(name, 1)), None)
     if as_json:
@@ -138,10 +140,10 @@ def _store(
 
 
 def _check_left(found: Salvage, fields: Mapping[str, Any], wishes: Mapping[str, Any]) -> None:
-    """Check that what cannot be read of an entry is replaced.
+    """Check that a command replaces every unreadable part of an entry.
 
     Raises:
-        EntryError: something is not; the message names the options for it.
+        EntryError: an unreadable part is not replaced; the message names all options that are needed.
     """
     replaced = {*fields, *(["policy"] if wishes else [])}
     left = {name: why for name, why in found.problems.items() if name in OPTIONS and name not in replaced}
@@ -151,7 +153,7 @@ def _check_left(found: Salvage, fields: Mapping[str, Any], wishes: Mapping[str, 
         *first, last = (OPTIONS[name] for name in wrong)
         options = f"{', '.join(first)}, and {last}" if first else last
         raise EntryError(
-            f"entry {found.name!r} cannot be used: {why}. Replace what is wrong; one command needs {options}"
+            f"entry {found.name!r} cannot be used: {why}. Replace the wrong parts in one command, with {options}"
         )
 
 
@@ -160,18 +162,18 @@ def _check_left(found: Salvage, fields: Mapping[str, Any], wishes: Mapping[str, 
     NAME,
     click.argument("task"),
     *DEFINITION,
-    click.option("--replace", is_flag=True, help="Also if there is one of this name, which keeps its past and pause."),
+    click.option("--replace", is_flag=True, help="Replace an entry of this name, and keep its past and pause."),
 )
 def add_(app: Celery, as_json: bool, name: str, task: str, replace: bool, **given: Any) -> None:
-    """Store a new entry; one of this name must not be there."""
+    """Store a new entry; fail if there is an entry of this name."""
     if given["every"] is None and given["cron"] is None:
-        raise click.UsageError("it needs --every or --cron")
+        raise click.UsageError("give --every or --cron")
     _store(app, name, task, given, as_json, new=True, replace=replace)
 
 
 @command("edit", NAME, *DEFINITION, click.option("--task", help="Name of the task."))
 def edit_(app: Celery, as_json: bool, name: str, task: str | None, **given: Any) -> None:
-    """Change what is named of an entry, and nothing else."""
+    """Change the given parts of an entry, and keep the others."""
     _store(app, name, task, given, as_json)
 
 
@@ -184,34 +186,34 @@ def _done(as_json: bool, text: str, **facts: Any) -> None:
 
 @command("delete", NAME)
 def delete_(app: Celery, as_json: bool, name: str) -> None:
-    """Remove an entry; one of beat_schedule comes back when a beat begins to lead."""
+    """Delete an entry. An entry of beat_schedule comes back when the next term of leadership begins."""
     if not Schedule(app).delete(name):
         fail(f"there is no entry {name!r}")
     _done(as_json, f"{name}: deleted", name=name, deleted=True)
 
 
-@command("pause", NAME, click.option("--note", default="", help="Why, for people."))
+@command("pause", NAME, click.option("--note", default="", help="The reason, for other operators."))
 def pause_(app: Celery, as_json: bool, name: str, note: str) -> None:
-    """Let an entry's times pass without a run."""
+    """Pause an entry: its times pass without a run."""
     Schedule(app).pause(name, note)
     _done(as_json, f"{name}: paused", name=name, paused=True)
 
 
 @command("resume", NAME)
 def resume_(app: Celery, as_json: bool, name: str) -> None:
-    """End a pause; what has passed is not made up for."""
+    """End a pause; the runs that were due during the pause are not made up for."""
     Schedule(app).resume(name)
-    _done(as_json, f"{name}: goes on", name=name, paused=False)
+    _done(as_json, f"{name}: resumed", name=name, paused=False)
 
 
 @command("trigger", NAME, click.option("--timeout", type=Seconds(), default=10.0, show_default=True))
 def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
-    """Let an entry run once as soon as a beat leads, also if it is paused."""
+    """Run an entry once, as soon as a beat leads; also an entry that is paused."""
     task_id = Schedule(app).trigger(name, timeout=timeout)
     state = ScheduleStatus.of(app)
-    waits = "a beat of RedBeat leads: it waits for one of singlebeat" if state.redbeat_leads else ""
-    waits = waits or ("" if state.works else f"{state.problem()}: it is sent when one is started")
-    text = f"{name}: asked for, task {task_id}{waits and '; '}{waits}"
+    waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
+    waits = waits or ("" if state.works else f"{state.problem()}: the run is sent when a beat is started")
+    text = f"{name}: requested, task {task_id}{waits and '; '}{waits}"
     _done(as_json, text, name=name, task_id=task_id)
 
 
@@ -220,8 +222,8 @@ def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
     NAME,
     click.argument("start"),
     click.argument("end"),
-    click.option("--dry-run", is_flag=True, help="Only list the times."),
-    click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most runs."),
+    click.option("--dry-run", is_flag=True, help="Only list the times of the runs."),
+    click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Maximum of runs."),
     click.option(
         "--overlap",
         type=click.Choice([word.value for word in Overlap]),
@@ -232,14 +234,14 @@ def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
 def backfill_(
     app: Celery, as_json: bool, name: str, start: str, end: str, dry_run: bool, limit: int, overlap: str
 ) -> None:
-    """Let an entry run once for each of its times in (START, END]; goes on where it was interrupted."""
+    """Run an entry once for each of its times in (START, END]; repeat the command to continue after an interruption."""
     entries, first, last = Schedule(app), parse_instant(start), parse_instant(end)
     assert first is not None  # noqa: S101 - for the type checker
     assert last is not None  # noqa: S101
     planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, dry_run=True)
     rows: list[tuple[datetime, str | None]] = [(nominal, None) for nominal in planned]
     if not dry_run:
-        click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the one before is sent", err=True)
+        click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the last one is sent", err=True)
         with progress("runs handed over", len(planned), quiet=as_json) as step:
             sent = entries.backfill(name, first, last, overlap=overlap, limit=limit, progress=step)
         rows = [(datetime.fromtimestamp(each.nominal, UTC), each.id) for each in sent]

@@ -1,4 +1,4 @@
-"""Entries, only looked at: ``list``, ``show``, ``next``."""
+"""Commands that show entries: ``list``, ``show``, ``next``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..beat.entries.salvage import Salvage
 
 
-#: Of a definition, in the order in which people see them.
+#: Fields of a definition, in the order of the output.
 FIELDS = ("task", "schedule", "args", "kwargs", "options", "enabled")
 
 
@@ -39,7 +39,7 @@ def readable_schedule(when: Any) -> str:
 
 
 def as_mapping(entry: Entry) -> Mapping[str, Any]:
-    """Return an entry as JSON has it."""
+    """Return an entry as a mapping for JSON."""
     since = entry.meta.since
     return {
         "name": entry.name,
@@ -50,10 +50,10 @@ def as_mapping(entry: Entry) -> Mapping[str, Any]:
 
 
 def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[datetime | None, str]:
-    """Return the next time of an entry, None if there is none or its schedule fails, and a word for its state.
+    """Return the next time of an entry, or None if there is none or its schedule fails, and a word for its state.
 
     Args:
-        place: None if it is not too late.
+        place: the place of the entry in the schedule if that is too late, else None.
     """
     if place is not None:
         return place.at, "late place" if place.is_wrong else "active"
@@ -61,7 +61,7 @@ def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[date
     try:
         runs = entry.timetable.runs(past.counts_from, now, count=past.total_run_count)
         upcoming = next(iter(runs), None)
-    except Exception:  # of a user's own schedule: why is with what is quarantined
+    except Exception:  # of a user's own schedule; its quarantine record has the reason
         fails = True
     if not entry.enabled:
         return upcoming, "disabled"
@@ -72,15 +72,15 @@ def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[date
 
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
-    """List all entries by their next run, and those that never run; LAST is how long ago the last run was due."""
+    """List all entries by their next run, also entries that never run; LAST is the time since the last run was due."""
     state_of_all = ScheduleStatus.of(app)
-    aside, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
+    quarantine, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
     entries, unusable = Schedule(app).examine(now)
-    unusable = {name: why for name, why in unusable.items() if name not in aside}
+    unusable = {name: why for name, why in unusable.items() if name not in quarantine}
 
     def outlook(entry: Entry) -> tuple[datetime | None, str]:
-        if entry.name in aside or entry.name in unusable:
-            return None, "quarantined" if entry.name in aside else "unusable"
+        if entry.name in quarantine or entry.name in unusable:
+            return None, "quarantined" if entry.name in quarantine else "unusable"
         return _outlook(entry, now, late.get(entry.name))
 
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
@@ -95,7 +95,7 @@ def list_(app: Celery, as_json: bool) -> None:
         show_json(
             {
                 "entries": rows,
-                "quarantine": aside,
+                "quarantine": quarantine,
                 "unusable": unusable,
                 "no_place": [*no_place],
                 "late_place": [name for name, place in late.items() if place.is_wrong],
@@ -112,7 +112,7 @@ def list_(app: Celery, as_json: bool) -> None:
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
-    for name, record in aside.items():
+    for name, record in quarantine.items():
         click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
     for name, why in unusable.items():
         click.echo(marked(f"{name}: unusable: {why}; {QUARANTINED_LATER}", "problem"))
@@ -128,30 +128,30 @@ def list_(app: Celery, as_json: bool) -> None:
 
 @command("show", click.argument("name"))
 def show_(app: Celery, as_json: bool, name: str) -> None:
-    """Show one entry with its policy and its past; one that cannot be read, as far as it can."""
+    """Show an entry with its policy and its past; of an unreadable entry, show the readable parts."""
     entries, found = Schedule(app), ScheduleStatus.of(app)
-    aside, now = found.quarantine.get(name, {}).get("reason", ""), datetime.fromtimestamp(found.now, UTC)
+    problem, now = found.quarantine.get(name, {}).get("reason", ""), datetime.fromtimestamp(found.now, UTC)
     try:
         entry = entries.get(name)
     except UnknownEntryError:
         raise
     except EntryError as exc:
-        reason, state = (aside, "quarantined") if aside else (f"{exc}; {QUARANTINED_LATER}", "unusable")
+        reason, state = (problem, "quarantined") if problem else (f"{exc}; {QUARANTINED_LATER}", "unusable")
         _show_broken(entries.salvage(name), reason, state, as_json)
         return
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
     upcoming, state = _outlook(entry, now, late)
-    if aside:
+    if problem:
         upcoming, state = None, "quarantined"
     elif unusable := entry.why_unusable(now):
-        aside, upcoming, state = f"{unusable}; {QUARANTINED_LATER}", None, "unusable"
+        problem, upcoming, state = f"{unusable}; {QUARANTINED_LATER}", None, "unusable"
     elif no_place := entries.no_place(name):
-        aside, upcoming, state = no_place, None, "no place"
+        problem, upcoming, state = no_place, None, "no place"
     elif late is not None and late.is_wrong:
-        aside = str(late)
+        problem = str(late)
     warnings = [text for text in (entry.ignored, found.redbeat_leads and REDBEAT_LEADS) if text]
     if as_json:
-        why = {"reason": aside} if aside else {}
+        why = {"reason": problem} if problem else {}
         why |= {"warning": "; ".join(warnings)} if warnings else {}
         show_json({**as_mapping(entry), "state": state, **why, "next": upcoming})
         return
@@ -169,13 +169,13 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
             **json.loads(entry.policy.encode() or "{}"),
         }
     )
-    _show_reason(aside)
+    _show_reason(problem)
     for warning in warnings:
         click.echo(marked(f"{'warning':<20}{warning}", "warning"))
 
 
 def _show_broken(found: Salvage, reason: str, state: str, as_json: bool) -> None:
-    """Show what can be read of an entry, and the rest as it is."""
+    """Show the readable parts of an entry, and the raw strings of the others."""
     broken = {"definition" if name in FIELDS else name for name in found.problems}
     texts = {name: text for name, text in found.texts.items() if text and name in broken}
     if as_json:
@@ -203,8 +203,8 @@ def _show_reason(reason: str) -> None:
     "next",
     click.argument("name"),
     click.option("-n", "count", type=click.IntRange(1, 10_000), default=10, show_default=True),
-    click.option("--after", help="Only what is later, in ISO 8601; without offset it is in UTC."),
-    click.option("--timezone", help="Show wall clocks of this zone; default: UTC."),
+    click.option("--after", help="Show only later times; ISO 8601, in UTC unless it has an offset."),
+    click.option("--timezone", help="Show the times in this time zone. Default: UTC."),
 )
 def next_(app: Celery, as_json: bool, name: str, count: int, after: str | None, timezone: str | None) -> None:
     """Show the next times of an entry, whether it is paused or not."""
@@ -219,4 +219,4 @@ def next_(app: Celery, as_json: bool, name: str, count: int, after: str | None, 
     for run in runs:
         click.echo(run.isoformat(sep=" ", timespec="seconds"))
     if not runs:
-        click.echo("it never runs again")
+        click.echo("the entry never runs again")

@@ -1,4 +1,4 @@
-"""What happened: ``history`` and ``explain``."""
+"""Commands about past decisions and runs: ``history`` and ``explain``."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ if TYPE_CHECKING:
 
     from ..beat.entries.entry import Entry
 
-#: Seconds after which a command looks again at what may be true for a moment only.
+#: Seconds after which a command checks a state again that may be transient.
 AGAIN = 1.0
 
-#: Records of an entry that an explanation looks at.
+#: Maximum number of an entry's records that an explanation reads.
 EXPLAINED = 1000
 
 
 def _read(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | None, str]:
-    """Return an entry, None if it cannot be read, and why beat cannot use it; an empty string if it can.
+    """Return an entry, or None if it cannot be read, and the reason why beat cannot use it.
+
+    The reason is empty if beat can use the entry, or if only a quarantine record is left of the entry.
 
     Raises:
-        UnknownEntryError: there is none.
+        UnknownEntryError: there is no such entry.
     """
     try:
         entry = entries.get(name)
@@ -65,9 +67,9 @@ def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Deli
 
 
 def _pending(app: Celery, name: str) -> Occurrence | None:
-    """Return the occurrence of an entry that is claimed and stays unconfirmed; None if there is none to be read.
+    """Return the claimed occurrence of an entry that stays unconfirmed, or None if none can be read.
 
-    In every tick there is one for a moment, so it is looked for twice.
+    In every tick an occurrence is unconfirmed for a moment, so the command reads the entry twice.
     """
     client, key = schedule_client(app), Keys.of(app).prefix + name
     text = _pending_text(client, key)
@@ -91,11 +93,11 @@ def _pending_text(client: Any, key: str) -> str | None:
     click.option("-n", "count", type=click.IntRange(1, 100_000), default=20, show_default=True),
 )
 def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
-    """Show the last decisions about an entry, or about all, and how their runs ended; the last one first."""
+    """Show the last decisions about one entry or all entries, and how their runs ended; the last decision first."""
     entries = Schedule(app)
     records = entries.history(name, count)
     if name is not None and not records:
-        _read(entries, name, ScheduleStatus.of(app))  # there may be none of this name
+        _read(entries, name, ScheduleStatus.of(app))  # raises if there is no entry of this name
     if as_json:
         show_json([asdict(record) for record in records])
         return
@@ -121,10 +123,10 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
     (entry, unusable), records = _read(entries, name, state), entries.history(name, EXPLAINED if when else 1)
-    if [record.decision for record in records] == ["buffered"]:  # others may wait, too
+    if [record.decision for record in records] == ["buffered"]:  # earlier runs may wait, too
         records = entries.history(name, EXPLAINED)
     running = workers.running if workers else None
-    # The task whose lock the explanation asks for: the one that was in the way, or the one that has not ended.
+    # The explanation needs one lock: of the task that held up the run, or of the run if it has not ended.
     record, task = record_at(records, when), ""
     if record is not None and record.decision == "skipped_overlap":
         task = record.holder
@@ -132,14 +134,14 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         task = record.task_id
     locks, locks_away, found = dict[str, HeldLock](), "", None
     try:
-        if pending is not None:  # it may wait for that server
+        if pending is not None:  # it may wait for the locks' server
             backend_of(app).workers_seen()
         locks = dict(held_by(app, {task} - {"", *(running or ())}))
         if task in locks and locks[task].state == "queued":
             found = next(iter(examine(app, list(islice(waiting(app, {task}), 1)))), None)
     except LockBackendError as exc:
         locks_away = lock_server_says(app, exc)
-    # A run that is not over may be kept from being sent, or started.
+    # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
     locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
     return Facts(
         name=name,
@@ -167,10 +169,10 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
 @command(
     "explain",
     click.argument("name"),
-    click.option("--at", help="A moment in ISO 8601; without offset it is in UTC. Default: the last run."),
+    click.option("--at", help="Time in ISO 8601, in UTC unless it has an offset. Default: the last run."),
 )
 def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
-    """Say in sentences why an entry ran, did not run, or will run."""
+    """Explain why an entry ran, did not run, or will run."""
     when = parse_instant(at)
     facts = _facts(app, name, when)
     if any(lock.state == "running" for lock in facts.locks.values()):

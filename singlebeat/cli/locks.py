@@ -1,4 +1,4 @@
-"""Locks: ``locks`` and ``unlock``."""
+"""Commands about locks: ``locks`` and ``unlock``."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], HeldLock]]:
     for key, record in backend_of(app).locks(config.singleton_key_prefix):
         left = float(record["ttl"]) if record.get("ttl") else None
         began, now = float(record.get("since") or 0), float(record.get("now") or 0)
-        # Of an earlier run, or of an earlier delivery of its message, the record may still name the worker; what has
-        # begun at a time in the future has begun before the clock was set back, and may have been renewed since then.
+        # The record may still name the worker of an earlier run or delivery. A state that began in the future began
+        # before the server's clock was set back, and the lock may have been renewed since then.
         renewed = float(record.get("renewed") or 0)
         is_known, worker = renewed >= began or (renewed > 0 and began > now), record.get("worker", "")
         age = (now - (renewed if is_known else began)) / 1000 if now and began else None
         is_ahead = age is not None and age < -AHEAD_FROM
         age = None if age is None or is_ahead else max(0.0, age)
-        # Its worker may have another lease than this process; a bound (until) may have cut what is left of it.
+        # Its worker may use another lease than this process; a bound (until) may have shortened the rest of the lease.
         is_whole = None not in (age, left) and "until" not in record
         lease = (age or 0.0) + (left or 0.0) if is_whole else config.singlebeat_lock_lease
         about = record.get("id", ""), record.get("state", ""), left, lease
@@ -58,7 +58,7 @@ def every(app: Celery) -> Iterator[HeldLock]:
 
 
 def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, HeldLock]:
-    """Return the locks that task ids hold, one for each that holds any; read no more locks than that takes."""
+    """Return a lock for each of the task ids that holds any; stop reading once all task ids are found."""
     found: dict[str, HeldLock] = {}
     locks = (lock for lock in every(app) if lock.task_id in task_ids)
     while len(found) < len(task_ids) and (lock := next(locks, None)) is not None:
@@ -70,7 +70,7 @@ def waiting(app: Celery, task_ids: Collection[str] | None = None, *, most: int |
     """Yield the locks whose messages have not started, of all tasks or of some.
 
     Args:
-        most: locks that are read; None: all.
+        most: maximum number of locks to read; None for all.
     """
     for key, record, lock in islice(_records(app), most):
         if (task_ids is None or lock.task_id in task_ids) and (found := Waiting.of(key, record)) is not None:
@@ -78,17 +78,17 @@ def waiting(app: Celery, task_ids: Collection[str] | None = None, *, most: int |
 
 
 def old(app: Celery, *, most: int | None = None) -> Iterator[Waiting]:
-    """Yield those that have been queued for so long that their messages may be gone.
+    """Yield the locks that have been queued for so long that their messages may be lost.
 
     Args:
-        most: as ``waiting``.
+        most: as in ``waiting``.
     """
     return (lock for lock in waiting(app, most=most) if not may_yet_start(lock, Config.of(app)))
 
 
 @command("locks")
 def locks_(app: Celery, as_json: bool) -> None:
-    """Show what is held: by which task, in which state, how long, and how much of its lease is left."""
+    """Show the held locks: task, entry, state, age, and the rest of the lease."""
     rows = []
     with progress("locks read", quiet=as_json) as step:
         for row in _records(app):
@@ -112,11 +112,11 @@ def locks_(app: Celery, as_json: bool) -> None:
 @command(
     "unlock",
     click.argument("which", required=False),
-    click.option("--force", is_flag=True, help="Also if its owner lives, or waits in a queue."),
+    click.option("--force", is_flag=True, help="Free the lock even if its owner runs or is queued."),
     click.option("--stale", is_flag=True, help="Free all locks whose messages are lost."),
 )
 def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
-    """Free the lock of a task id, or of a key; a lock whose owner lives only by force."""
+    """Free a lock by its task id or key; needs --force if the lock's owner is alive."""
     if stale == (which is not None) or (stale and force):
         raise click.UsageError("give a task id or a key, or --stale alone")
     if which is None:
@@ -152,11 +152,11 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
                 f"the lock of task {lock.task_id} was renewed {lock.last_renewed}: its worker lives, or has died since "
                 f"then. If it has died, try again in {lock.seems_abandoned_in:.0f} s; --force frees the lock now"
             )
-        # This run's alone: meanwhile its lease may have ended, and another run begun. Its end is not remembered: if its
-        # worker died, the broker may deliver its message again.
+        # Free the lock of this run only: its lease may have ended meanwhile, and another run may have begun. The end of
+        # this run is not remembered: if its worker died, the broker may deliver the message again.
         run = Ref(lock.key, lock.task_id, read_generation(record.get("gen") or "0"), record.get("nonce", ""))
         backend.finish_many([run], remember_for=0)
-    # What waited for a lost message is free; the next run may have taken it since.
+    # The lock of a lost message is free by now, and the next run may have acquired it since.
     if (force or lock.state != "queued") and (holder := backend.get(lock.key)):
         fail(f"{lock.key} is not free: task {holder} holds it")
     if as_json:
@@ -166,19 +166,19 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
 
 
 def _unlock_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
-    """Free the lock of a message that is gone; end the command if it may not be gone."""
+    """Free the lock of a lost message; end the command with an error if the message may still exist."""
     results = examine(app, [found]) if found is not None else []
     if not free(app, results):
         unknown = f"the lock of task {lock.task_id} is not freed: nothing more is known about its message"
         why = str(results[0]) if results else unknown
-        fail(f"{why}. --force frees it now; a message that starts later takes its lock again")
+        fail(f"{why}. --force frees it now; a message that starts later acquires the lock again")
     flush_ends(app)
 
 
 def _unlock_stale(app: Celery, *, as_json: bool) -> None:
     """Free all locks whose messages are lost or have run elsewhere, and say why the others stay."""
     locks, results, answers = list(old(app)), list[Found](), Answers()
-    with progress("locks looked at", len(locks), quiet=as_json) as step:
+    with progress("locks checked", len(locks), quiet=as_json) as step:
         for begin in range(0, len(locks), MOST):
             batch = examine(app, locks[begin : begin + MOST], answers=answers)
             gone = free(app, batch)

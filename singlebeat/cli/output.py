@@ -1,4 +1,4 @@
-"""How every command answers: a table or JSON, one line for an error, an exit code."""
+"""The output of all commands: a table or JSON, one line for an error, an exit code."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ __all__ = (
     "table",
 )
 
-#: Exit codes besides 0: the answer is no; it could not be asked.
+#: Exit codes besides 0: not found, conflict or unhealthy; usage error, wrong setting or unreachable server.
 REFUSED, UNANSWERED = 1, 2
 
 #: Columns of the narrowest terminal that a table has to fit.
 WIDTH = 80
 
-#: Columns to which cells are padded at most, where none is cut.
+#: Maximum number of columns to which cells are padded if no cell is cut.
 WIDEST = 60
 
-#: Columns that a cell keeps which gives way.
+#: Minimum number of columns of a cell that is cut.
 LEAST = 12
 
 #: Seconds between two signs of progress.
@@ -57,10 +57,10 @@ PROGRESS_INTERVAL = 0.1
 
 
 class Seconds(click.FloatRange):
-    """A number of seconds: nan is in no range, but FloatRange lets it pass."""
+    """The type of an option in seconds; it refuses nan, which FloatRange accepts."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number that was given."""
+        """Return the value as a number of seconds."""
         seconds = float(super().convert(value, param, ctx))
         if math.isnan(seconds):
             self.fail(f"{value} is no number of seconds", param, ctx)
@@ -71,14 +71,14 @@ COLOURS = {"problem": "red", "warning": "yellow", "fine": "green"}
 
 
 def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command: its function gets the app, ``as_json`` and the parameters; errors become one line."""
+    """Return a decorator that makes a command of a function with the parameters app, ``as_json`` and the given ones."""
 
     def make(function: Callable[..., Any]) -> click.Command:
         @functools.wraps(function)
         @click.pass_context
         def run(ctx: click.Context, /, **kwargs: Any) -> None:
             if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
-                ctx.color = False  # for all that click prints; on what is no terminal it never prints colours
+                ctx.color = False  # for all output of click, which prints colours on terminals only
             try:
                 function(ctx.obj.app, **kwargs)
             except RedisError as exc:
@@ -90,7 +90,7 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
                 fail(str(exc), UNANSWERED)
             except SinglebeatError as exc:
                 fail(str(exc))
-            except BrokenPipeError:  # click ends without a word
+            except BrokenPipeError:  # click ends silently
                 raise
             except OSError as exc:
                 drop_output()
@@ -105,8 +105,8 @@ def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[...,
 
 
 def drop_output() -> None:
-    """Let the interpreter end without another attempt to write what is left."""
-    with suppress(OSError, ValueError):  # it is no file in tests
+    """Drop the unwritten output, so that the interpreter does not try to write it again at its end."""
+    with suppress(OSError, ValueError):  # in tests, standard output is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -117,7 +117,7 @@ def fail(text: str, code: int = REFUSED) -> NoReturn:
 
 
 def printable(text: object) -> str:
-    """Return a text without what a terminal, or its encoding, cannot take: names in Redis may hold anything."""
+    """Return a string with its unprintable characters escaped; names in Redis may contain any character."""
     encoded = str(text).encode(errors="backslashreplace").decode()
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in encoded)
 
@@ -148,7 +148,7 @@ def moment(when: datetime | None) -> str:
 
 
 def age(when: datetime | None, now: datetime) -> str:
-    """Return how long ago an instant was, for people, in at most six characters."""
+    """Return the time since an instant, for people, in at most six characters."""
     if when is None:
         return "never"
     seconds = max(0, int((now - when).total_seconds()))
@@ -159,29 +159,30 @@ def age(when: datetime | None, now: datetime) -> str:
 
 
 def parse_instant(text: str | None) -> datetime | None:
-    """Read an instant from the command line; one without offset is in UTC."""
+    """Return the instant of a command line argument, which is in UTC unless it has an offset."""
     if text is None:
         return None
     try:
         when = datetime.fromisoformat(text)
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).astimezone(UTC)
-    except (ValueError, OverflowError):  # the latter outside of the years 1 to 9999 of UTC
+    except (ValueError, OverflowError):  # OverflowError outside of the years 1 to 9999 of UTC
         raise click.BadParameter(f"{text!r} is no date and time like 2026-12-01T09:00") from None
 
 
 def marked(text: str, level: str) -> str:
-    """Return a printable text in the colour of its level: ``problem``, ``warning`` or ``fine``."""
+    """Return a printable string in the colour of its level: ``problem``, ``warning`` or ``fine``."""
     return click.style(printable(text), fg=COLOURS[level])
 
 
 @contextmanager
 def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Yield a function that is told of each step, and keep a line on standard error that counts them.
+    """Yield a function that counts steps, and show the count in a line on standard error.
 
-    The line is there on a terminal only, and goes when all is done.
+    The line is shown on a terminal only, and removed at the end.
 
     Args:
-        total: steps that there will be, if that is known.
+        what: the noun after the count.
+        total: the final number of steps, or None if it is not known.
         quiet: show nothing.
     """
     stream, done, shown_at = sys.stderr, 0, 0.0
@@ -207,10 +208,10 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequence[int] = (0,)) -> None:
     """Print rows under titles, on a terminal within 80 columns; in a pipe or a file no cell is cut.
 
-    There a cell that is longer than ``WIDEST`` moves the rest of its own row, and widens no other row.
+    A cell that is longer than ``WIDEST`` then shifts the rest of its own row only.
 
     Args:
-        wide: which columns give way, the widest first; only where they are narrow the others do, too.
+        wide: columns that are narrowed first, beginning with the widest; the others follow once these are narrow.
     """
     texts = [[printable(cell) for cell in row] for row in rows]
     width = WIDTH if is_terminal() else sys.maxsize
@@ -226,23 +227,23 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequ
 
 
 def is_terminal() -> bool:
-    """Return whether people read what is printed, and not another program."""
+    """Return whether standard output is a terminal, and not a pipe or a file."""
     return sys.stdout is not None and sys.stdout.isatty()  # it is None where the caller has closed it
 
 
 def _width(text: str) -> int:
-    """Return the columns of a terminal that a text takes, or more: in doubt a table is narrow."""
+    """Return an upper bound for the terminal columns that a string takes."""
     return sum(map(_columns, text))
 
 
 def _columns(char: str) -> int:
-    if unicodedata.category(char) in {"Mn", "Me"} and char != "\ufe0f":  # what asks for an emoji makes it wider
+    if unicodedata.category(char) in {"Mn", "Me"} and char != "\ufe0f":  # the emoji selector makes a character wider
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 def _fitted(text: str, width: int) -> str:
-    """Return a text of exactly so many columns."""
+    """Return a string that is cut or padded to exactly ``width`` columns."""
     if _width(text) > width:
         end, room = 0, width - 1 - _columns(text[0])
         while room >= 0:
@@ -253,5 +254,5 @@ def _fitted(text: str, width: int) -> str:
 
 
 def _padded(text: str, width: int) -> str:
-    """Return a text of at least so many columns."""
+    """Return a string that is padded to at least ``width`` columns."""
     return text + " " * (width - _width(text))

@@ -1,4 +1,4 @@
-"""The schedule as a whole: ``status``, ``health``, ``resign``."""
+"""Commands about the schedule as a whole: ``status``, ``health``, ``resign``."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from .output import Seconds, command, fail, marked, printable, show_json
 if TYPE_CHECKING:
     from celery import Celery
 
-#: Seconds that a handed over leadership may take until somebody else has it.
+#: Seconds that ``resign`` waits for the next leader.
 HANDOVER = 15.0
 
 
 def who(state: ScheduleStatus) -> str:
-    """Return who leads, for people."""
+    """Return a description of the leader, for people."""
     if state.is_shared:
-        since = "no sign of any" if state.silent is None else f"the last sign of one is {state.silent:.0f} s old"
+        since = "no beat was seen" if state.silent is None else f"a beat was last seen {state.silent:.0f} s ago"
         return f"none: beats share the work (redbeat_lock_key is None), {since}"
     if state.leader:
-        return "{host}, pid {pid}, term {term}, since {since}".format_map({**_NOBODY, **state.leader})
+        return "{host}, pid {pid}, term {term}, since {since}".format_map({**_UNKNOWN, **state.leader})
     if state.redbeat_leads:
         left = f"{state.lease_left:.0f} s"
-        return f"a beat of RedBeat, which leaves no name; its lock ends in {left} if it is not prolonged"
-    return "nobody"
+        return f"a beat of RedBeat, which leaves no name; its lock ends in {left} if it is not renewed"
+    return "none"
 
 
-_NOBODY = {"host": "?", "pid": "?", "term": "?", "since": "?"}
+_UNKNOWN = {"host": "?", "pid": "?", "term": "?", "since": "?"}
 
 
 @command("status")
 def status_(app: Celery, as_json: bool) -> None:
-    """Show who leads and stands by, and how much is scheduled, overdue, pending and quarantined."""
+    """Show the leader and the standbys, and how many entries are scheduled, overdue, pending and quarantined."""
     state = ScheduleStatus.of(app)
     if as_json:
         show_json(asdict(state))
@@ -58,7 +58,7 @@ def status_(app: Celery, as_json: bool) -> None:
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
     waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
-    waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (doctor)"
+    waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (see doctor)"
     click.echo(f"pending     {state.pending}" + (waits if state.pending else ""))
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
@@ -67,21 +67,28 @@ def status_(app: Celery, as_json: bool) -> None:
 
 @command(
     "health",
-    click.option("--role", type=click.Choice(["any", "leader"]), default="any", help="leader: of this host."),
-    click.option("--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="Seconds."),
+    click.option(
+        "--role",
+        type=click.Choice(["any", "leader"]),
+        default="any",
+        help="leader: require that the leader runs on this host.",
+    ),
+    click.option(
+        "--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="Seconds that an entry may be late."
+    ),
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
-    """Tell by the exit code whether a beat leads and keeps up: 0 yes, 1 no, 2 Redis does not answer."""
+    """Check whether a beat leads and keeps up; exit code 0: yes, 1: no, 2: Redis does not answer."""
     state = ScheduleStatus.of(app)
     wrong = ticks_refusal(app) or state.problem(max_lag)
     if wrong:
         pass
     elif role == "leader" and state.is_shared:
-        wrong = "no beat leads, all share the work (redbeat_lock_key is None): leave out --role leader"
+        wrong = "no beat leads, all beats share the work (redbeat_lock_key is None): leave out --role leader"
     elif role == "leader" and state.leader.get("host") != socket.gethostname():
         wrong = f"no beat of this host leads: {who(state)}"
     elif state.lag > max_lag:
-        # With a small --max-lag the first one may be later than that, and not yet overdue as others count it.
+        # With a small --max-lag, the first entry may be too late for it, and not count as overdue yet.
         wrong = f"{state.overdue or state.due} entries are overdue, the first by {state.lag:.0f} s"
     if as_json:
         show_json({"healthy": not wrong, "problem": wrong, "lag": state.lag, "leader": state.leader})
@@ -93,14 +100,15 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
 
 @command("resign")
 def resign_(app: Celery, as_json: bool) -> None:
-    """End the present term of leadership; a beat that stands by begins the next, or the same one if there is none.
+    """End the current term of leadership; a standby begins the next term, or the same beat if there is no standby.
 
-    Use it for a beat of RedBeat that was killed, too: its lock lasts for up to 25 minutes. Stop one that lives instead:
-    it would end with an error in its next tick, and what it sends just now could be sent twice.
+    Use this command also after a beat of RedBeat was killed: its lock lasts for up to 25 minutes. Do not use it for a
+    beat of RedBeat that lives, but stop that beat. It would end with an error in its next tick, and what it sends just
+    now could be sent twice.
     """
     before, ended = ScheduleStatus.of(app), resign(app)
     if not ended:
-        fail("nobody leads")
+        fail("no beat leads")
     deadline = time.monotonic() + HANDOVER
     while not (now := ScheduleStatus.of(app)).leader and time.monotonic() < deadline:
         time.sleep(0.1)

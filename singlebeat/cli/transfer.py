@@ -1,4 +1,4 @@
-"""Entries as JSON: ``export`` and ``import``."""
+"""Commands that move entries as JSON: ``export`` and ``import``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .output import command, fail, is_strict, marked, progress, show_json
 if TYPE_CHECKING:
     from celery import Celery
 
-#: What a row of an export has.
+#: The fields of a row of an export.
 FIELDS = ("name", "definition", "policy", "meta")
 
 
 @command("export")
 def export_(app: Celery, as_json: bool) -> None:
-    """Print all entries as JSON, for ``import``; exit code 1 if some cannot be used: they are named, and left out.
+    """Print all entries as JSON, for ``import``; name unusable entries, leave them out, and exit with code 1.
 
-    Entries without a place in the schedule are printed and named, too: an import gives them one.
+    Entries without a place in the schedule are printed, too, and named: an import gives them a place.
     """
     entries, found, problems, warnings = Schedule(app), [], dict[str, EntryError](), dict[str, str]()
 
@@ -70,12 +70,13 @@ def export_(app: Celery, as_json: bool) -> None:
 def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
-    An entry of the same name is replaced and keeps its past, a new one gets that of the file. What cannot be stored is
-    named, and the rest is stored. RedBeat's entries need no import: singlebeat works on them where they are.
+    An entry of the same name is replaced and keeps its past; a new entry gets the past from the file. Entries that
+    cannot be stored are named, and the others are stored. RedBeat's entries need no import: singlebeat uses them in
+    place.
     """
     source = getattr(file, "name", "standard input")
     try:
-        rows = json.load(file)  # bytes: it knows UTF-8 and UTF-16, with and without a mark at the beginning
+        rows = json.load(file)  # of bytes, json reads UTF-8 and UTF-16, with or without a byte order mark
     except (ValueError, RecursionError) as exc:
         fail(f"{source} is no JSON: {exc}")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -114,15 +115,16 @@ def _ours(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Callable[[], Ma
 
 
 def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], now: datetime) -> dict[str, Entry]:
-    """Return the entries by name that can be understood, and note why the others cannot.
+    """Return the valid entries by name, and record why the others are invalid.
 
     Args:
-        seen: names that were in the file before; it grows.
+        problems: reasons by name; this function adds to it.
+        seen: names of the earlier rows of the file; this function adds to it.
     """
     key, entries = Schedule(app).keys.prefix, dict[str, Entry]()
     for name, row_of in named:
         if name in seen:
-            problems.setdefault(name, "it is in the file more than once: only the first one counts")
+            problems.setdefault(name, "it is in the file more than once: only its first row counts")
             continue
         seen.add(name)
         try:
@@ -135,11 +137,11 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
                 raise EntryError(f"the field {unknown!r} is unknown{hint}")  # noqa: TRY301
             fields = [json.dumps(row[f]) if row.get(f) else None for f in ("definition", "meta", "policy")]
             entry = Entry.from_fields(key + name, *fields, app=app)
-            entry.version = None  # whatever is there is replaced
+            entry.version = None  # an existing entry is replaced
             if not row.get("meta") and isinstance(entry.schedule, clocked) and entry.schedule.instant <= now:
-                entry = entry.with_past(replace(entry.meta, since=now))  # as when it is saved: else it would run now
-            _ = entry.score  # it can be calculated
-        except Exception as exc:  # a schedule may raise anything, and it must harm nobody else
+                entry = entry.with_past(replace(entry.meta, since=now))  # as save() does: else the entry would run now
+            _ = entry.score  # raises if it cannot be computed
+        except Exception as exc:  # a schedule may raise any exception, and must not affect other entries
             problems[name] = str(exc) if isinstance(exc, EntryError) else f"{type(exc).__name__}: {exc}"
         else:
             entries[name] = entry
@@ -147,6 +149,6 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
 
 
 def _store(app: Celery, entries: Mapping[str, Entry], dry_run: bool, now: datetime) -> Mapping[str, str]:
-    """Store entries, and return why some could not be, by name."""
+    """Store entries, and return the reasons for the failures, by name."""
     results = save_entries(schedule_client(app), Schedule(app).keys, entries, now, dry_run=dry_run)
     return {name: str(problem) for name, problem in results.items() if problem is not None}

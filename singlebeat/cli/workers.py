@@ -1,4 +1,4 @@
-"""What the workers of an app answer when they are asked."""
+"""Asks the workers of an app for their tasks, queues, versions and clocks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 #: Seconds to wait for the answers of all workers.
 TIMEOUT = 1.0
 
-#: What is asked of them. ``active_queues`` and ``stats`` tell who reads which queue, and how many slots there are.
+#: The questions to all workers. ``active_queues`` and ``stats`` give the queues and the slots of each worker.
 QUESTIONS = ("registered", "active", "active_queues", "stats")
 
 
 class BrokerError(Exception):
-    """Workers cannot be asked; says in words that follow the broker's name what it does, why, and what to do."""
+    """The broker does not answer or refuses; the message follows the broker's name, with the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """What all workers that answer run and know."""
+    """The answers of all workers that replied in time."""
 
     running: Mapping[str, str]  #: task id -> worker
     known_tasks: Mapping[str, frozenset[str]]  #: worker -> tasks, Celery's own among them
     versions: Mapping[str, str]  #: worker -> its singlebeat; empty: it has none, or no server for its locks
-    readers: Mapping[str, Reader]  #: worker -> its queues, tasks and slots; without those that answered in part
-    clocks: Mapping[str, float]  #: worker -> what its clock has shown while it was asked, in seconds since 1970
-    asked: tuple[float, float]  #: when that began and ended, by this process's monotonic clock
+    readers: Mapping[str, Reader]  #: worker -> its queues, tasks and slots; without workers that answered only in part
+    clocks: Mapping[str, float]  #: worker -> the time of its clock while it answered, in seconds since 1970
+    asked: tuple[float, float]  #: begin and end of the questions, in seconds of this process's monotonic clock
 
     @classmethod
     def ask(cls, app: Celery) -> Workers:
@@ -49,14 +49,14 @@ class Workers:
         """
         try:
             with app.connection_for_write() as connection:
-                # First, because Celery would try for ever to send the question.
+                # First, because Celery would retry for ever to send the question.
                 connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT)
             began = time.monotonic()
-            # At once, because each question takes all of its time.
+            # In parallel, because each question takes the whole timeout.
             with ThreadPoolExecutor(len(QUESTIONS)) as pool:
                 answers = [*pool.map(_asking(app), QUESTIONS)]
             asked = began, time.monotonic()
-        except Exception as exc:  # transports raise what they like
+        except Exception as exc:  # transports raise any exception
             raise BrokerError(f"{what_it_does(exc)}: {without_passwords(str(exc)).rstrip('.')}{advice(exc)}") from exc
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, and names none of them.
@@ -82,12 +82,12 @@ class Workers:
     def wrong_clocks(self, ahead_of_us: float, *, more_than: float) -> Iterator[tuple[str, float]]:
         """Yield workers whose clock is certainly wrong, and by about how many seconds it is ahead.
 
-        A worker reads its clock between its question and its answer, however slow it is: a clock that is right shows a
-        time in between.
+        A worker reads its clock between the question and the answer, however slow it is. A right clock shows a time
+        between the two.
 
         Args:
-            ahead_of_us: seconds by which the time that is right is ahead of this process's monotonic clock.
-            more_than: seconds that a clock may be wrong.
+            ahead_of_us: seconds by which the right time is ahead of this process's monotonic clock.
+            more_than: seconds by which a clock may be wrong.
         """
         began, ended = (moment + ahead_of_us for moment in self.asked)
         for worker, shown in sorted(self.clocks.items()):

@@ -122,7 +122,7 @@ def test_resign_ends_the_term(cli, lead, redis):
     redis.expire("redbeat::lock", 60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("singlebeat.cli.status.HANDOVER", 0.0)
-        assert "leads: nobody" in cli("resign").output
+        assert "leads: none" in cli("resign").output
     assert not redis.exists("redbeat::lock")
 
 
@@ -203,11 +203,11 @@ def test_trigger_and_backfill_are_proposed(cli, put, redis):
 
 def test_a_trigger_says_that_no_beat_leads(cli, put, redis):
     put(every=3600)
-    assert "; no beat leads: it is sent when one is started" in cli("trigger", "e").output
+    assert "; no beat leads: the run is sent when a beat is started" in cli("trigger", "e").output
     redis.hdel("redbeat:e", "pending")
     redis.set("redbeat::lock", "t", px=60_000)
     redis.hset("redbeat::leader", "host", "h")
-    assert re.fullmatch(r"e: asked for, task \S+\n", cli("trigger", "e").output)
+    assert re.fullmatch(r"e: requested, task \S+\n", cli("trigger", "e").output)
 
 
 def test_a_backfill_names_the_ids_of_its_runs(cli, put, redis):
@@ -234,14 +234,14 @@ def test_an_entry_that_was_added_meanwhile_is_not_replaced(cli, app, monkeypatch
 
     monkeypatch.setattr(save, "_write", write_late)
 
-    assert "there is an entry 'e': use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
+    assert "there is an entry 'e' already: use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
     assert Schedule(app).get("e").task == theirs
 
 
 def test_an_entry_cannot_be_added_over_one_that_cannot_be_read(cli, redis):
     redis.hset("redbeat:e", "definition", "{")
 
-    assert "there is an entry 'e': use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
+    assert "there is an entry 'e' already: use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
     assert redis.hgetall("redbeat:e") == {"definition": "{"}
 
 
@@ -541,7 +541,7 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
 
     assert findings["problem", "beat"] == "no beat leads: nothing is sent until one is started"
     assert "no task" in findings["problem", "entry bad"]
-    assert "none answers" in findings["problem", "workers"]
+    assert "no worker answers" in findings["problem", "workers"]
     with make_app("redis://", {"redbeat_redis_url": "redis://:hush@db.example.org/0"}) as app:
         from singlebeat.cli.doctor import _settings
 
@@ -558,7 +558,7 @@ def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app)
 
     assert "no beat leads" in cli("health", code=1).output
     found = cli("doctor", code=1).output
-    assert "fine     beat: none was ever there, and no entry in the schedule needs one" in found
+    assert "fine     beat: no beat was ever started, and no entry needs one" in found
     assert "problem  beat" not in found
     with make_app(server.celery_url, {"beat_schedule": {"e": {"task": TASK, "schedule": 60}}}) as configured:
         assert of_beat(configured) == ["problem"]
@@ -688,7 +688,7 @@ def test_doctor_lets_prefixes_overlap_on_different_servers(cli, server, own_serv
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--save", "3600 1"), "it keeps snapshots only (appendonly no): a restart loses what was written since"),
+        (("--save", "3600 1"), "it keeps snapshots only (appendonly no): a restart loses the writes since"),
         (("--save", "3600 1", "--appendonly", "yes"), ""),
     ],
 )
@@ -721,7 +721,7 @@ def test_doctor_says_that_the_result_backend_does_not_answer(cli, server, redis,
     where = own_server.celery_url.replace("://", "://:**@")
     does = "does not answer: " if how == "is gone" else "does not answer within 1 s. "
     assert said.startswith(f"problem  result backend {where}: it {does}")
-    assert "Beat sends on" in said
+    assert "Beat still sends" in said
     assert "hunter2" not in printed
     assert "broker or the locks' server" not in printed
 
@@ -754,7 +754,7 @@ def test_doctor_takes_a_result_backend_that_hangs_for_why_slots_are_full(server,
     assert "Start more workers" in before.text
     assert "Start more workers" not in after.text
     assert after.text.endswith(
-        "The result backend may be why, because it does not answer within 1 s: correct that first"
+        "The result backend may be the cause, because it does not answer within 1 s: fix that first"
     )
 
 
@@ -937,7 +937,7 @@ def test_a_definition_that_is_no_json_is_shown_and_replaced(cli, put, app, redis
     redis.hset("redbeat:e", "definition", "{")
 
     assert "definition          {" in cli("show", "e").output
-    assert "one command needs --task" in cli("edit", "e", "--every", "5", code=1).output
+    assert "in one command, with --task" in cli("edit", "e", "--every", "5", code=1).output
     assert "--replace" in cli("add", "e", TASK, "--every", "60", code=1).output
     cli("add", "e", TASK, "--every", "60", "--replace")
 

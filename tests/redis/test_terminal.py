@@ -153,7 +153,7 @@ COMMANDS = {
     "import": (["import", "FILE"], "of 3 entries"),
     "backfill": (["backfill", "e", "2026-01-01", "2026-01-01T03:00"], "of 3 runs handed over"),
     "locks": (["locks"], "locks read"),
-    "doctor": (["doctor"], "of 9 parts looked at"),
+    "doctor": (["doctor"], "of 9 parts checked"),
 }
 
 
@@ -174,7 +174,7 @@ def test_a_long_operation_counts_on_a_terminal_and_leaves_nothing_of_it(
     with confirming(app, redis):
         out, err = on_terminal(*args)
         assert re.search(rf"\r3 {text}|\r4 {text}", err), err
-        assert _what_is_left(err) in {"", "e: 3 runs, each handed to beat when the one before is sent"}
+        assert _what_is_left(err) in {"", "e: 3 runs, each handed to beat when the last one is sent"}
         assert PROGRESS not in out.replace("\r\n", "\n"), "it is not among the results"
 
         assert PROGRESS not in on_terminal(*args, "--json")[1].replace("\r\n", "\n")

@@ -215,7 +215,7 @@ def test_a_name_that_is_in_a_file_twice_is_named(cli, app):
     result = cli("import", "-", stdin=json.dumps(rows), code=1)
 
     assert "stored: 2 of 3" in result.stdout
-    assert "twice: it is in the file more than once: only the first one counts" in result.stderr
+    assert "twice: it is in the file more than once: only its first row counts" in result.stderr
     assert Schedule(app).get("twice").task == TASK
 
 

@@ -83,7 +83,7 @@ def test_workers_of_one_version_are_fine_and_beats_without_standby_are_not(celer
     assert "clock" not in said
     assert "entry cleanup" not in said, "each worker knows the tasks of Celery itself, and names none of them"
     assert said["beat"][0] == "warning"
-    assert "none stands by" in said["beat"][1]
+    assert "there is no standby" in said["beat"][1]
 
 
 def test_workers_without_singlebeat_and_with_another_version_are_named(celery, app, doctor, installed):

@@ -67,7 +67,7 @@ LEASE = 3
 STEADY = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["steady"]}
 
 #: A problem that doctor names, unless it is that of a test without workers.
-PROBLEM = "^problem  (?!workers: none answers)"
+PROBLEM = "^problem  (?!workers: no worker answers)"
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_b1_a_leader_that_is_stopped_or_killed_is_replaced(beat, app, redis):
         second.metric("leader", "1.0"),
         second.ready("^200 ok$"),
         first.ready("no answer", timeout=0.3),
-        tools.say("doctor", "warning  beat: none stands by", code=1),
+        tools.say("doctor", "warning  beat: there is no standby", code=1),
         tools.say("explain steady", "was sent at", gone="No beat"),
     )
     incident = Incident("B1 stopped leader goes on (SIGCONT)")
@@ -137,7 +137,7 @@ def test_b1_a_leader_that_is_stopped_or_killed_is_replaced(beat, app, redis):
         first.metric("leader", "0.0"),
         first.ready("^200 ok$"),
         tools.say("status", "standbys +1", f"^leader .*{second.leads}"),
-        tools.say("doctor", "^fine", code=1, gone=f"{PROBLEM}|none stands by"),
+        tools.say("doctor", "^fine", code=1, gone=f"{PROBLEM}|there is no standby"),
     )
     sent(app)
 
@@ -148,7 +148,7 @@ def test_b1_a_leader_that_is_stopped_or_killed_is_replaced(beat, app, redis):
         tools.say("health", f"healthy: .*pid {first.pid}, term 3"),
         first.ready("^200 ok$"),
         first.metric("leader", "1.0"),
-        tools.say("doctor", "warning  beat: none stands by", code=1, gone=PROBLEM),
+        tools.say("doctor", "warning  beat: there is no standby", code=1, gone=PROBLEM),
     )
     sent(app)
     assert "Traceback" not in first.process.text + second.process.text
@@ -158,7 +158,7 @@ def test_b1_a_leader_that_is_stopped_or_killed_is_replaced(beat, app, redis):
     first.process.kill()
     incident.until(
         tools.say("health", "Error: no beat leads", code=1),
-        tools.say("status", "leader +nobody"),
+        tools.say("status", "leader +none$"),
         tools.say("doctor", "problem  beat: no beat leads: nothing is sent until one is started", code=1),
         tools.say("explain steady", "No beat leads: nothing is sent until one is started"),
     )
@@ -204,7 +204,7 @@ def test_b2_a_restarted_redis_has_kept_what_it_was_told_to_keep(beat, server, ow
                 "doctor",
                 "warning  schedule: when the present term began, at 20.*the server had lost the schedule",
                 "it did not know term 1 any more",
-                "Entries of beat_schedule are back, without the pauses that were set: import the others from an export",
+                "Entries of beat_schedule are back, without their pauses: import the other entries from an export",
                 code=1,
             ),
             tools.say("explain dynamic", "Error: .*dynamic", code=1),
@@ -301,7 +301,7 @@ def test_b3_b4_a_redis_that_refuses_to_write_is_named(refusing, error, advice, b
         leads = refusing is full  # to renew the lease needs no memory
         sends_nothing = f"no beat leads.*{refused}"
         if leads:
-            sends_nothing = f"{running.leads}.* leads at this moment, and can send nothing"
+            sends_nothing = f"{running.leads}.* leads at this moment, and cannot send"
 
         with refusing(own_server):
             incident = Incident(title)
@@ -849,7 +849,7 @@ def test_b15_a_worker_that_shuts_down_is_said_to_live(celery, beat, app, oracle)
         lives,
         tools.say(
             "doctor",
-            r"^warning  workers: none answers, but w.* or has died within the last \d+ s\. Without another worker",
+            r"^warning  workers: no worker answers, but w.* or has died within the last \d+ s\. Without another worker",
         ),
         tools.say("locks", f"nightly .*{run.id} .*running "),
         tools.say("history nightly", f"skipped_overlap .*held by task {run.id}, running since"),
@@ -884,10 +884,12 @@ def test_b16_beats_that_share_the_work_are_healthy(beat, server, redis):
         beats = [beat(**conf, beat_schedule={"steady": STEADY}) for _ in range(3)]
         healthy = (
             tools.say("health", "^healthy: none: beats share the work"),
-            tools.say("status", r"^leader +none: beats share the work \(redbeat_lock_key is None\), the last sign"),
+            tools.say(
+                "status", r"^leader +none: beats share the work \(redbeat_lock_key is None\), a beat was last seen"
+            ),
             tools.say(
                 "doctor",
-                "^warning  redbeat_lock_key: is None: no beat leads, all share the work",
+                "^warning  redbeat_lock_key: is None: no beat leads, all beats share the work",
                 code=1,
                 never="is started",
                 gone=PROBLEM,
@@ -896,7 +898,7 @@ def test_b16_beats_that_share_the_work_are_healthy(beat, server, redis):
         )
 
         def number(count: int) -> Said:
-            return tools.say("doctor", f"^fine     beat: {count} share the work: ", code=1, never="is started")
+            return tools.say("doctor", f"^fine     beat: {count} beats share the work: ", code=1, never="is started")
 
         sent(tools.app)
         incident = Incident("B16 three beats without a lock")
@@ -917,7 +919,7 @@ def test_b16_beats_that_share_the_work_are_healthy(beat, server, redis):
         redis.incrbyfloat("redbeat::alive", 5 - SILENT_AFTER)  # the test does not wait for all of it
         Incident(f"B16 all beats killed ({SILENT_AFTER - 5:g} s are skipped)").until(
             tools.say("health", r"^Error: no beat works: there was no sign of one for 3\d s", code=1),
-            tools.say("status", "^leader +none: beats share the work .* the last sign of one is 3. s old"),
+            tools.say("status", "^leader +none: beats share the work .* a beat was last seen 3. s ago"),
             tools.say("doctor", "^problem  beat: no beat works.*: nothing is sent until one is started", code=1),
             tools.say("explain steady", "^No beat works: nothing is sent until one is started"),
             timeout=60,
@@ -967,7 +969,7 @@ def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, b
             "^No worker answers.",
             never="--force",
         ),
-        tools.say("doctor", "^problem  workers: none answers: messages wait in their queues", code=1),
+        tools.say("doctor", "^problem  workers: no worker answers: messages wait in their queues", code=1),
     )
     assert tools.ask("unlock", run.id).endswith("exit code 0")
     wait_until(
