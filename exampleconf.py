@@ -1,11 +1,11 @@
-"""What singlebeat is for, in one file: an app, its tasks and its schedule.
+"""A complete example in one file: an app, its tasks and its schedule.
 
-    celery -A exampleconf worker -B -l INFO        beat and worker in one, to look at
-    celery -A exampleconf beat -l INFO             beat alone, as many as you like: one leads
+    celery -A exampleconf worker -B -l INFO        beat and worker in one process, to try it out
+    celery -A exampleconf beat -l INFO             beat alone; start several, and one leads
     celery --config exampleconf beat -l INFO       beat that knows the tasks by name only
 
-All of them share a private Redis that starts with the first and goes with the last; set SINGLEBEAT_REDIS_URL to use
-your own.
+All of them share a private Redis, which starts with the first process and ends with the last. Set
+SINGLEBEAT_REDIS_URL to use your own Redis.
 """
 
 import time
@@ -23,7 +23,7 @@ worker_concurrency = 4
 beat_schedule = {
     "greet every two seconds": {"task": "exampleconf.greet", "schedule": 2.0, "args": ["world"]},
     "greet every minute": {"task": "exampleconf.greet", "schedule": crontab(), "args": ["minute"]},
-    # Due every 2 seconds, busy for 5: the log shows what is skipped, what holds the lock and since when.
+    # Due every 2 seconds, busy for 5: the log shows skipped runs, the lock's holder and its age.
     "report every two seconds": {"task": "exampleconf.report", "schedule": 2.0, "args": ["sales"]},
     "clean up every three seconds": {"task": "exampleconf.clean_up", "schedule": 3.0},
 }
@@ -34,7 +34,7 @@ app.config_from_object(__name__)
 
 @app.task
 def greet(name: str) -> str:
-    """Be a plain task."""
+    """Return a greeting; a plain task."""
     return f"Hello, {name}!"
 
 
@@ -47,6 +47,6 @@ def report(subject: str) -> str:
 
 @app.task(base=Singleton)
 def clean_up() -> str:
-    """Exclude its equals wherever they are sent from: beat, ``clean_up.delay()``, another service."""
+    """Exclude duplicates from every sender: beat, ``clean_up.delay()``, another service."""
     time.sleep(4)
     return "All clean."

@@ -1,4 +1,4 @@
-"""What the tests stand on: a real Redis server, real Celery processes, and an oracle that says what ran."""
+"""The base of the tests: a real Redis server, real Celery processes, and an oracle that records the runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str = "") -> T:
-    """Return the first true value of the predicate; name what was awaited if there is none in time."""
+    """Return the first true value of the predicate; fail with the name of the awaited event after the timeout."""
     deadline = time.monotonic() + timeout
     while not (value := predicate()):
         if time.monotonic() > deadline:
@@ -53,12 +53,12 @@ def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str =
 
 
 def measured(text: str) -> None:
-    """Print what a test has measured; ``pytest -rP`` shows it."""
-    print(text)  # noqa: T201 - that is what it is for
+    """Print a measurement of a test; ``pytest -rP`` shows it."""
+    print(text)  # noqa: T201 - the purpose of the function
 
 
 def alive(pid: int) -> bool:
-    """Tell whether a process can still run; a zombie cannot."""
+    """Return whether a process can still run; a zombie cannot."""
     try:
         os.kill(pid, 0)
         # The state follows the name, which may itself contain spaces and parentheses.
@@ -74,7 +74,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _spawn(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process in a session of its own that dies with this one, even if this one is killed (on Linux)."""
+    """Start a process in its own session; on Linux it dies with this process, even if this process is killed."""
     parent = os.getpid()
 
     # The kernel ties the child to the *thread* that starts it: start nothing from a thread that ends before the test.
@@ -101,7 +101,7 @@ def _await_stop(process: subprocess.Popen[Any]) -> None:
 
 
 def server_binary() -> str:
-    """Return the server under test: ``SINGLEBEAT_TEST_SERVER``, or the one that singlebeat's own demo would use."""
+    """Return the server under test: ``SINGLEBEAT_TEST_SERVER``, or else the server of singlebeat's demo."""
     if chosen := os.environ.get("SINGLEBEAT_TEST_SERVER"):
         return chosen
     from singlebeat.embedded import find_server
@@ -112,9 +112,9 @@ def server_binary() -> str:
 
 
 class PytzLike(tzinfo):
-    """Berlin as pytz has it: each instance knows one offset, and the one that users get the oldest, of 53 minutes.
+    """Berlin as a time zone of pytz: each instance has one offset, and users get the oldest instance, of 53 minutes.
 
-    Like there, ``astimezone`` gives the right instance, and ``replace(tzinfo=...)`` does not.
+    As in pytz, ``astimezone`` gives the right instance, and ``replace(tzinfo=...)`` does not.
     """
 
     zone = "Europe/Berlin"
@@ -137,15 +137,15 @@ class PytzLike(tzinfo):
 
 
 class Server(ABC):
-    """A server for as long as a ``with`` block; one that does not start leaves nothing behind."""
+    """A server that lives for a ``with`` block; if it does not start, it leaves no files or processes behind."""
 
     @abstractmethod
     def start(self) -> Self:
-        """Start the server and return when it answers."""
+        """Start the server, and return when it answers."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End the server and remove all it leaves."""
+        """End the server, and remove its files."""
 
     def __enter__(self) -> Self:
         try:
@@ -183,22 +183,22 @@ class RedisServer(Server):
 
     @property
     def url(self) -> str:
-        """The server in the form of redis-py and RedBeat."""
+        """The URL of the server in the form of redis-py and RedBeat."""
         return self.socket_url if self._socket else self.tcp_url
 
     @property
     def celery_url(self) -> str:
-        """The server in the form of Celery's ``broker_url`` and ``result_backend``."""
+        """The URL of the server in the form of Celery's ``broker_url`` and ``result_backend``."""
         return self.url.replace("unix://", "redis+socket://")
 
     @property
     def socket_url(self) -> str:
-        """The unix socket."""
+        """The URL of the unix socket."""
         return f"unix://{self._login}{self.path}"
 
     @property
     def tcp_url(self) -> str:
-        """The port, by the name of its host."""
+        """The URL of the TCP port."""
         if self.port is None:
             raise RuntimeError("the server was not started")
         return f"redis://{self._login}localhost:{self.port}"
@@ -215,11 +215,11 @@ class RedisServer(Server):
 
     @property
     def log(self) -> str:
-        """What the server has printed so far."""
+        """The output of the server so far."""
         return (self.directory / "log").read_text(errors="replace")
 
     def client(self, **options: Any) -> Redis:
-        """Return a client that never waits long and never tries twice; it is closed with the server."""
+        """Return a client that never waits long and never retries; it is closed with the server."""
         client = Redis.from_url(
             self.url,
             **{"decode_responses": True, "socket_timeout": 5, "retry": Retry(NoBackoff(), 0), **options},
@@ -228,7 +228,7 @@ class RedisServer(Server):
         return client
 
     def start(self) -> Self:
-        """Start the server and return when it answers."""
+        """Start the server, and return when it answers."""
         first = self.port is None
         for attempts_left in reversed(range(5)):
             if first:
@@ -236,7 +236,7 @@ class RedisServer(Server):
             try:
                 self._start()
             except RuntimeError as error:
-                # Between our look and its bind another process may take the port.
+                # Between the check of the port and the server's bind, another process may take the port.
                 if not (first and attempts_left and "ddress already in use" in str(error)):
                     raise
             else:
@@ -279,7 +279,7 @@ class RedisServer(Server):
             self._process.wait()
 
     def restart(self, *args: str) -> None:
-        """Kill the server if it runs, and start it again at the same address, with other options if any are given."""
+        """Kill the server if it runs, and start it again at the same address, with new options if any are given."""
         self.kill()
         self._args = args or self._args
         self.start()
@@ -294,7 +294,7 @@ class RedisServer(Server):
         os.kill(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the server and remove all it leaves."""
+        """End the server, and remove its files."""
         for client in self._clients:
             client.close()
         self.kill()
@@ -302,7 +302,7 @@ class RedisServer(Server):
 
 
 class SlowProxy:
-    """A server that is far away: what a client sends reaches it after ``delay`` seconds; counts the round trips.
+    """A proxy for a distant server: requests reach the server after ``delay`` seconds; counts the round trips.
 
     Args:
         path: of the server's Unix socket.
@@ -370,7 +370,7 @@ def until_answered(ask: Callable[..., Any]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody uses at the moment, nor gets for a connection while a server restarts."""
+    """Return a free port of 127.0.0.1 that no connection gets while a server restarts."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
@@ -378,7 +378,7 @@ def free_port() -> int:
 
 
 class CeleryProcess:
-    """A real ``celery`` command, its log read line by line.
+    """A real ``celery`` command, whose log is read line by line.
 
     A worker gets a name of its own and a quick start (no mingle, no gossip), a worker and a beat log at INFO;
     what ``args`` say about it wins.
@@ -444,7 +444,7 @@ class CeleryProcess:
 
     @property
     def returncode(self) -> int | None:
-        """How the main process ended, None while it runs."""
+        """The exit code of the main process, None while it runs."""
         return self._process.poll()
 
     @property
@@ -455,12 +455,12 @@ class CeleryProcess:
 
     @property
     def position(self) -> int:
-        """Where the log stands now, for ``wait_for(..., after=position)``."""
+        """The number of log lines so far, for ``wait_for(..., after=position)``."""
         with self._news:
             return len(self.lines)
 
     def tail(self, count: int = 60) -> str:
-        """The command and the last lines of its log, for a message."""
+        """The command and the last lines of its log, for an error message."""
         with self._news:
             return "\n".join([f"$ celery {' '.join(self.args)}   (pid {self.pid})", *self.lines[-count:]])
 
@@ -494,7 +494,7 @@ class CeleryProcess:
         raise AssertionError(f"{why} with {found} of {count} lines like {pattern!r}:\n{self.tail()}")
 
     def ready(self, *, timeout: float = 30.0) -> Self:
-        """Return when a worker takes tasks, or beat has begun."""
+        """Return when a worker is ready for tasks, or a beat has started."""
         self.wait_for(r"beat: Starting\.\.\." if self.args[0] == "beat" else r"@\S+ ready\.", timeout=timeout)
         return self
 
@@ -502,7 +502,7 @@ class CeleryProcess:
         """Send a signal to the main process, or to all processes of the command."""
         if not group:
             self._process.send_signal(signum)
-        elif not (self._ended and self.returncode is not None):  # with nobody left, the number may be another's
+        elif not (self._ended and self.returncode is not None):  # without a process of the group, its id may be reused
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signum)
 
@@ -511,7 +511,7 @@ class CeleryProcess:
         self.send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the main process alone; its children find out by themselves."""
+        """Kill the main process alone; its children notice that by themselves."""
         self.send(signal.SIGKILL)
 
     def kill_group(self) -> None:
@@ -528,16 +528,16 @@ class CeleryProcess:
         self.send(signal.SIGCONT, group=True)
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Return how the main process ended, when its last lines are read."""
+        """Return the exit code of the main process, once the last lines of its log are read."""
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {timeout:g} s:\n{self.tail()}") from None
-        self._reader.join(1)  # not for ever: its children may live on, and hold the pipe
+        self._reader.join(1)  # not for ever: children may survive, and hold the pipe open
         return code
 
     def stop(self, *, grace: float = 10.0) -> int:
-        """End the command, by force after ``grace`` seconds, and leave no child of it behind."""
+        """End the command, by force after ``grace`` seconds, with all its children."""
         if self.returncode is None and grace > 0:
             self.resume()
             self.terminate()
@@ -545,7 +545,7 @@ class CeleryProcess:
                 self._process.wait(grace)
         self.kill_group()
         code = self._process.wait(10)
-        # Every child holds the other end of the pipe: its end is the proof that none is left.
+        # Every child holds the other end of the pipe: the end of the pipe proves that no child is left.
         self._reader.join(10)
         if self._reader.is_alive():
             raise AssertionError(f"a child has left the process group and lives on:\n{self.tail()}")
@@ -555,13 +555,13 @@ class CeleryProcess:
 
 @dataclass
 class CeleryLauncher:
-    """Starts Celery processes for one test, and ends them with it."""
+    """The Celery processes of one test, which end with the test."""
 
     server: RedisServer
     oracle_url: str
     cwd: Path
     processes: list[CeleryProcess] = field(default_factory=list)
-    #: What the killed ones leave there goes with it; short, for the sockets in it.
+    #: The directory for the files of killed processes, deleted at the end; short, because it holds sockets.
     temporary: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="sb"))
 
     def __call__(
@@ -597,7 +597,7 @@ class CeleryLauncher:
         return process
 
     def stop(self) -> None:
-        """End all processes at once and by force: a test that cares how they end has ended them itself."""
+        """Kill all processes: a test that checks how they end has ended them itself."""
         for process in self.processes:
             process.kill_group()
         for process in self.processes:
@@ -618,10 +618,10 @@ _clients: dict[int, Redis] = {}
 
 
 def _oracle_client() -> Redis:
-    """Return this process's own client: one made before a fork would be shared by the children."""
+    """Return the client of this process: children would share a client that was made before a fork."""
     if os.getpid() not in _clients:
         url = os.environ.get("SB_TEST_ORACLE_URL") or os.environ["SB_TEST_URL"]
-        # redis-py gives up on a reply after 5 s by default: the body of a task may wait for longer.
+        # redis-py gives up on a reply after 5 s by default, but the body of a task may wait longer.
         _clients[os.getpid()] = Redis.from_url(
             url.replace("redis+socket://", "unix://", 1), decode_responses=True, socket_timeout=None
         )
@@ -630,15 +630,15 @@ def _oracle_client() -> Redis:
 
 @contextmanager
 def recorded(name: str) -> Iterator[Redis]:
-    """Record the body of the current task for the oracle; yields the client that it records with."""
+    """Record the body of the current task for the oracle; yield the client of the record."""
     client, run, pid = _oracle_client(), uuid.uuid4().hex, os.getpid()
     running = f"running:{name}"
-    # A killed run has had no time to say that it ended.
+    # A killed run could not record its end.
     for other, owner in client.hgetall(running).items():
         if not alive(int(owner)):
             client.hdel(running, other)
     about = (current_task.name, current_task.request.id or "", name)
-    try:  # from here on: a signal may come before the reply to what has been recorded
+    try:  # from here on, because a signal may come before the reply to the record
         client.eval(_START, 3, "runs", running, f"max:{name}", run, pid, *about, repr(time.time()))
         yield client
     finally:
@@ -662,12 +662,12 @@ class Run:
 
     @property
     def lives(self) -> bool:
-        """True while the body has not ended and its process is not dead."""
+        """Whether the body has not ended, and its process is not dead."""
         return self.ended is None and alive(self.pid)
 
 
 class Oracle:
-    """What the tasks under test have really done, by their own record."""
+    """The record of the bodies of the tasks under test, which they write themselves."""
 
     def __init__(self, client: Redis) -> None:
         self._client = client
@@ -688,11 +688,11 @@ class Oracle:
         return [run for run in runs.values() if name in (None, run.name)], last
 
     def started(self, name: str | None = None) -> int:
-        """Return how many runs have begun."""
+        """Return the number of runs that have begun."""
         return len(self.runs(name))
 
     def ended(self, name: str | None = None) -> int:
-        """Return how many runs have come to their end, well or not; killed ones do not."""
+        """Return the number of runs whose body has ended, with success or not; killed runs do not count."""
         return sum(run.ended is not None for run in self.runs(name))
 
     def running(self, name: str | None = None) -> list[Run]:
@@ -700,11 +700,11 @@ class Oracle:
         return [run for run in self.runs(name) if run.lives]
 
     def max_concurrent(self, name: str) -> int:
-        """Return how many runs of this name have ever been alive at the same time."""
+        """Return the maximum number of runs of this name that were alive at the same time."""
         return int(self._client.get(f"max:{name}") or 0)
 
     def let_go(self, name: str, count: int = 1) -> None:
-        """End ``count`` bodies of this name now, however long they meant to take."""
+        """End ``count`` bodies of this name now, before their time."""
         self._client.rpush(f"go:{name}", *["go"] * count)
 
     def wait_started(self, count: int, name: str | None = None, *, timeout: float = 30.0) -> list[Run]:
@@ -712,7 +712,7 @@ class Oracle:
         return self._wait(count, name, timeout, what="started", of=lambda _: True)
 
     def wait_ended(self, count: int, name: str | None = None, *, timeout: float = 30.0) -> list[Run]:
-        """Return the runs as soon as ``count`` of them have come to their end."""
+        """Return the runs as soon as the bodies of ``count`` of them have ended."""
         return self._wait(count, name, timeout, what="ended", of=lambda run: run.ended is not None)
 
     def _wait(self, count: int, name: str | None, timeout: float, *, what: str, of: Callable[[Run], bool]) -> list[Run]:

@@ -167,7 +167,7 @@ def _check_left(found: Salvage, fields: Mapping[str, Any], wishes: Mapping[str, 
 def add_(app: Celery, as_json: bool, name: str, task: str, replace: bool, **given: Any) -> None:
     """Store a new entry; fail if there is an entry of this name."""
     if given["every"] is None and given["cron"] is None:
-        raise click.UsageError("give --every or --cron")
+        raise click.UsageError("it needs --every or --cron")
     _store(app, name, task, given, as_json, new=True, replace=replace)
 
 

@@ -1,4 +1,4 @@
-"""Who may run: one lock per unique call, with an owner, a state, a lease and a fencing number.
+"""Mutual exclusion of runs: one lock per unique call, with an owner, a state, a lease and a fencing number.
 
 The states of a lock::
 
@@ -61,7 +61,7 @@ __all__ = (
     "worker_name",
 )
 
-#: By name, because a backend that needs no Redis must not import it.
+#: By name, because an app whose backend needs no Redis must not import redis-py.
 DEFAULT_BACKEND = "singlebeat.locks.redis:RedisBackend"
 
 _backends: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
@@ -69,7 +69,7 @@ _eager_backends: WeakKeyDictionary[Celery, tuple[int, BaseBackend]] = WeakKeyDic
 
 
 def backend_of(app: Celery) -> BaseBackend:
-    """Return the lock backend of an app, made on first use.
+    """Return the lock backend of an app, which is created on first use.
 
     Raises:
         ConfigError: as ``new_backend``.
@@ -81,7 +81,7 @@ def backend_of(app: Celery) -> BaseBackend:
 
 
 def eager_backend_of(app: Celery) -> BaseBackend:
-    """Return what keeps the locks of an app's eager calls: the memory of this process, not of one that forked it."""
+    """Return the lock backend of an app's eager calls: the memory of this process, and not of its parent."""
     pid, backend = _eager_backends.get(app, (0, None))
     if backend is None or pid != os.getpid():
         backend = MemoryBackend()
@@ -90,7 +90,10 @@ def eager_backend_of(app: Celery) -> BaseBackend:
 
 
 def new_backend(app: Celery, *, own_connections: bool = False) -> BaseBackend:
-    """Return a new lock backend for an app, for a thread of its own if asked so.
+    """Return a new lock backend for an app.
+
+    Args:
+        own_connections: whether to share no connections with the rest of the process; for a separate thread.
 
     Raises:
         ConfigError: its class cannot be imported, or has no server; the message names the setting.
@@ -106,12 +109,12 @@ def new_backend(app: Celery, *, own_connections: bool = False) -> BaseBackend:
 
 
 def worker_name(app: Celery, hostname: str) -> str:
-    """Return how a worker announces itself: apps with different brokers may share the server of their locks."""
+    """Return the announced name of a worker, with its broker: apps with other brokers may share the locks' server."""
     return f"{hostname} {app.connection_for_write().as_uri()}"
 
 
 def clear_locks(app: Celery) -> None:
-    """Free every lock of an app, whoever holds it."""
+    """Free every lock of an app, whichever task holds it."""
     backend_of(app).clear(Config.of(app).singleton_key_prefix)
 
 
@@ -127,10 +130,10 @@ def time_to_start(options: Mapping[str, Any], *, queued_ttl: float, now: datetim
 
 
 def seconds_until(moment: Any, now: datetime) -> float | None:
-    """Return the seconds until a date, a text with one, a timedelta or seconds from now on; None for None.
+    """Return the seconds until a datetime, an ISO 8601 string, or a timedelta or seconds from now; None for None.
 
     Raises:
-        ValueError, TypeError: it is none of these.
+        ValueError, TypeError: ``moment`` is none of these.
     """
     if moment is None:
         return None

@@ -1,4 +1,4 @@
-"""Renews the exclusive locks that this process holds: one thread for all of them, for as long as there are any."""
+"""Renews the exclusive locks of this process, in one thread that runs while there are such locks."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ __all__ = ("ExclusiveRenewer", "exclusive_renewer_of")
 
 log = Log(__name__)
 
-#: Seconds after which a renewal that failed is repeated, at the latest.
+#: Maximum number of seconds after which a failed renewal is retried.
 RETRY_AFTER = 0.5
 
-#: Seconds that the thread stays when there is nothing left to renew.
+#: Seconds that the thread stays when no lock is left to renew.
 LINGER = 1.0
 
 
 class ExclusiveRenewer:
-    """Renews the exclusive locks that this process holds for an app.
+    """The renewer of the exclusive locks that this process holds for an app.
 
-    The set of locks is weak: a lock whose block was left, in any way, is not renewed any more. The set also decides who
-    ends a lock: the caller that frees it and the thread that finds it lost both take it out, and one of them gets it.
+    The set of locks is weak: after its block has ended for any reason, a lock is not renewed any more. The set also
+    decides which thread ends a lock. The caller that frees a lock and the thread that finds it lost both remove the
+    lock from the set, and only one of them succeeds.
 
     Raises:
         ConfigError: the app has no server for its locks, or its lock backend knows no leases.
@@ -49,7 +50,7 @@ class ExclusiveRenewer:
         if isinstance(self.backend, InspectBackend | LegacyBackend):
             raise ConfigError(
                 f"singleton_backend_class: exclusive() needs locks that end with their lease, which "
-                f"{type(self.backend).__name__} has not: use the default backend, in Redis"
+                f"{type(self.backend).__name__} does not have: use the default backend, in Redis"
             )
         self._backend = new_backend(app, own_connections=True)
         self._held: WeakValueDictionary[str, Exclusive] = WeakValueDictionary()
@@ -67,7 +68,7 @@ class ExclusiveRenewer:
         return self.pid == os.getpid() and ref.nonce in self._held
 
     def drop(self, ref: Ref) -> bool:
-        """Stop renewing a lock, and return whether it was renewed until now: True for one caller alone."""
+        """Stop renewing a lock, and return whether it was renewed until now; only one caller gets True."""
         return self.tracks(ref) and self._held.pop(ref.nonce, None) is not None
 
     def _run(self) -> None:
@@ -104,7 +105,7 @@ class ExclusiveRenewer:
         return min((lock.lease / RENEWALS_PER_LEASE for lock in self._locks()), default=LINGER)
 
     def _renew(self) -> bool:
-        """Renew all locks; return whether there was one."""
+        """Renew all locks; return whether there was a lock."""
         locks = self._locks()
         for lease in {lock.lease for lock in locks}:
             equal = [lock for lock in locks if lock.lease == lease]

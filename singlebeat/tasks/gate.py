@@ -1,4 +1,4 @@
-"""The gate before a run and the release right after it, in the process that runs the task."""
+"""Acquires the lock before a run and frees it right after, in the process that runs the task."""
 
 from __future__ import annotations
 
@@ -41,36 +41,36 @@ __all__ = (
 
 log = Log(__name__)
 
-#: Seconds that a message waits for a lock that another call holds: doubled each time, up to the second figure.
+#: Seconds of the first and of the longest wait of a message whose lock another call holds; each wait doubles the last.
 FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
 
-#: Seconds for which a message is sent again that the broker has no more, and between two tries: a broker that keeps the
-#: locks, too, is unreachable whenever they are.
+#: Seconds for which the publish of an acknowledged message is retried, and between two attempts. A broker that also
+#: stores the locks is unreachable whenever the locks are.
 PATIENCE, RETRY_AFTER = 60.0, 0.5
 
 
 class Postponed(Ignore):  # type: ignore[misc]
-    """The message was sent again and waits for its turn: its locks stay as they are."""
+    """The message was sent again and waits for its turn; its locks stay as they are."""
 
 
 class Refused(Ignore):  # type: ignore[misc]
-    """The run must not start: an equal call holds its lock, or this one has run."""
+    """The run must not start, because an equal call holds its lock or the same call has run already."""
 
 
 class Unsent(Reject):  # type: ignore[misc]
-    """The message could not be sent again, to wait for its turn: the broker is to deliver this one again."""
+    """The message could not be sent again to wait for its turn, so the broker must deliver it again."""
 
 
 class Run(Mapping[str, Any]):
     """The run of a Singleton, for its body: ``self.request.singlebeat``.
 
-    As a mapping it is what the run of any task gets that beat has sent, empty for one that was sent otherwise:
-    ``entry``, ``occurrence``, ``nominal`` and ``previous`` (ISO 8601), ``kind`` (a word of ``beat.occurrence.Kind``).
+    As a mapping it has the keys of any run that beat has sent: ``entry``, ``occurrence``, ``nominal`` and ``previous``
+    (ISO 8601), and ``kind`` (a word of ``beat.entries.occurrence.Kind``). It is empty for runs from other senders.
     """
 
     def __init__(self, task: Any, ticket: Ticket, fence: int) -> None:
         self.task, self.ticket = task, ticket
-        #: Rises from run to run of equal calls: a resource that refuses lower ones is safe from a run without lock.
+        #: Rises from run to run of equal calls. A resource that refuses lower numbers is safe from runs without lock.
         self.fence = fence
         header = getattr(task.request, RUN_HEADER, None)
         self._header: Mapping[str, Any] = header if isinstance(header, Mapping) else {}
@@ -88,7 +88,7 @@ class Run(Mapping[str, Any]):
         return True
 
     def is_lost(self) -> bool:
-        """Ask the locks' server whether this run does not hold its lock any more."""
+        """Return whether this run has lost its lock; asks the locks' server."""
         config = Config.of(self.task.app)
         ref = self.ticket.run
         renewals = backend_of(self.task.app).renew_many([ref], lease=config.singlebeat_lock_lease)
@@ -99,48 +99,48 @@ class Run(Mapping[str, Any]):
 def run_under_lock(
     task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]] | None]:
-    """Hold the lock of the request that a Singleton is running, from before its body to right after it.
+    """Hold the lock of a Singleton's current request, from before its body to right after it.
 
-    The lock is free before the result is stored and before callbacks and the next step of a chain are sent, so
-    whoever sees them can send the call again. Yields the arguments to run with, or None where this is no run of a
-    message: a direct call, an eager one, a task that calls itself inside of its body.
+    The lock is freed before the result is stored, and before callbacks and the next step of a chain are sent. A caller
+    that sees the result can therefore send the call again. Yields the arguments to run with, or None if this is not
+    the run of a message: a direct call, an eager call, or a task that calls itself inside of its body.
 
     Raises:
-        Ignore: the run must not start; what happens instead has been logged and done.
+        Ignore: the run must not start; ``admit`` has handled and logged the case.
     """
     request = task.request
     if request.called_directly or request.is_eager or isinstance(getattr(request, RUN_HEADER, None), Run):
         yield None
         return
     ticket = Ticket.of_message(vars(request), request.id, delivered=True)
-    if ticket is None:  # sent by somebody who takes no locks, to a worker that does not look after them
+    if ticket is None:  # the sender acquires no locks, and this worker has no lock step
         yield args, kwargs
         return
     fence, latest = _begin(task, ticket, request)
     request.singlebeat = Run(task, ticket, fence)
     if latest is not None:
-        # A retry is sent with what the request has. If this run dies, though, its message has what it was sent with.
+        # A retry is sent with the arguments of the request. After a crash, the message still has its own arguments.
         request.args, request.kwargs = args, kwargs = latest
     try:
         yield args, kwargs
     except Reject:
-        raise  # the broker may deliver the message again: the main process knows
+        raise  # the broker may deliver the message again; the main process decides about the lock
     except Exception:
         _finish(task, ticket)
         raise
     else:
         _finish(task, ticket)
-    # Any other BaseException ends the process or the greenlet: the main process sees how.
+    # Any other BaseException ends the process or the greenlet, and the main process sees that end.
 
 
 def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
-    """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call.
+    """Start a run: acquire its lock, and free the lock of its wait in the queue for the next call.
 
-    A run whose lock cannot be asked for starts without, if ``singleton_on_backend_error`` lets it: by default unless it
-    waits for the end of another one, or for arguments that other calls have left in its lock.
+    If the locks' server is unreachable, ``singleton_on_backend_error`` decides whether the run starts without its lock.
+    By default it starts, unless it waits for the end of another run, or its lock may hold arguments of other calls.
 
     Returns:
-        Its fencing number, 0 without its lock; and the arguments of the latest call that it stands for, or None.
+        The fencing number, 0 without the lock; and the arguments of the latest call that the run stands for, or None.
     """
     config, backend = Config.of(task.app), backend_of(task.app)
     try:
@@ -188,7 +188,7 @@ def _latest_arguments(task: Any, holder: Holder, request: Any) -> tuple[list[Any
 def _finish(task: Any, ticket: Ticket) -> None:
     try:
         backend_of(task.app).finish_many([ticket.run], remember_for=Config.of(task.app).singlebeat_queued_ttl, ran=True)
-    except LockBackendError as exc:  # the main process tries again, and then the lease ends by itself
+    except LockBackendError as exc:  # the main process retries, and else the lease ends
         log.warning(
             "the lock of task %(id)s stays until its lease ends",
             event="lock_kept",
@@ -206,19 +206,19 @@ def turn_ttl(ticket: Ticket, request: Any, *, lease: float) -> float:
 
 
 def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:
-    """Return whether a message is sent again when its lock is held, where another is skipped."""
+    """Return whether a message whose lock is held is sent again to wait; other messages are skipped."""
     embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
-    # It was no duplicate when it was sent, and its run was cut short: meanwhile an equal call was accepted as well.
+    # A redelivered message was no duplicate when it was sent. Its run was cut short, and an equal call came meanwhile.
     came_back = ticket.rejections > 0 or (request.delivery_info or {}).get("redelivered")
     return ticket.waits or bool(ticket.queued and came_back) or has_continuations(embedded)
 
 
 def admit(task: Any, ticket: Ticket, holder: Holder, request: Any) -> None:
-    """Let a run start, or log why it must not and see to what becomes of its message.
+    """Return if a run may start; else log the reason, and postpone or drop the message.
 
     Args:
-        holder: what the locks' server has answered to ``begin``.
+        holder: the reply of the locks' server to ``begin``.
 
     Raises:
         Refused: the message is dropped.
@@ -229,16 +229,16 @@ def admit(task: Any, ticket: Ticket, holder: Holder, request: Any) -> None:
         case Verdict.STARTED:
             return
         case Verdict.COPY:
-            # Not dropped: if the run dies, this message is what is left of it, and waits even for an equal call that
-            # was quicker to take the lock.
+            # Not dropped: if the run dies, only this message is left of it. Then it even waits for an equal call that
+            # has acquired the lock first.
             heir = replace(ticket, waits=True, waited=min(ticket.waited + 1, MOST_WAITS))
-            # Not for all of the lease: the run may be over, and its worker about to say so.
+            # Shorter than the lease: the run may be over, and its worker about to free the lock.
             countdown = min(max(1.0, holder.ttl), FIRST_WAIT * 2**ticket.waited)
             try:
                 postpone(task, request, heir, countdown=countdown, why="it is running already")
             except (Postponed, Unsent):
                 raise
-            except Exception as exc:  # its end would be taken for that of the run
+            except Exception as exc:  # the end of this copy would be taken for the end of the run
                 raise Refused("it is running already") from exc
         case Verdict.DONE | Verdict.STALE:
             log.info(
@@ -264,9 +264,9 @@ def admit(task: Any, ticket: Ticket, holder: Holder, request: Any) -> None:
 def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, holder: str = "") -> None:
     about = {"task": task.name, "id": ticket.task_id, "holder": holder, "reason": why}
     log.info("%(task)s[%(id)s] is skipped", event=event, **about)
-    try:  # whoever waits for its result hears of it
+    try:  # callers that wait for the result must learn that it was skipped
         task.backend.mark_as_revoked(ticket.task_id, why, request=request, store_result=not task.ignore_result)
-    except Exception:  # result backends raise what they like, and the task must not start in any case
+    except Exception:  # result backends raise any exception, and the task must not start in any case
         log.exception(
             "%(task)s[%(id)s]: cannot store that it was skipped",
             event="result_not_stored",
@@ -276,11 +276,11 @@ def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, hold
 
 
 def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendError) -> NoReturn:
-    """Send the message of a request again, because its lock cannot be asked for.
+    """Send the message of a request again, because its lock is unreachable or unusable.
 
     Raises: as ``postpone`` does.
     """
-    # An outage is logged by the renewer. A lock that cannot be read waits for an operator, and for none but this line.
+    # The renewer logs an outage. An unusable lock waits for an operator, and only this line reports it.
     level = logging.WARNING if isinstance(exc, UnusableLockError) else logging.INFO
     postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc), level=level)
 
@@ -288,16 +288,17 @@ def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendE
 def postpone(
     task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO
 ) -> NoReturn:
-    """Send the message of a request again, as it is but later.
+    """Send the message of a request again, unchanged, with a countdown.
 
     Args:
         countdown: seconds.
-        level: of the line in the log, a number of ``logging``.
+        why: the reason, for the log.
+        level: log level, a number of ``logging``.
 
     Raises:
-        Postponed: it was sent.
-        Unsent: it could not be sent; the broker has this one still.
-        Exception: the same, but the broker has it no more: what the publishing raised.
+        Postponed: the message was sent.
+        Unsent: the message could not be sent, but the broker still has the delivered message.
+        Exception: the message could not be sent, and the broker has no copy; the error of the publish.
     """
     log.write(
         level,
@@ -308,13 +309,13 @@ def postpone(
         countdown=countdown,
         reason=why,
     )
-    # A task without a gate of its own is in the main process, which acknowledges only what may start.
+    # A task without its own gate is postponed in the main process, which acknowledges a message only if it may start.
     is_acknowledged = getattr(task, "has_own_gate", False) and not task.acks_late
     given_up = time.monotonic() + PATIENCE * is_acknowledged
     try:
         while not _is_sent_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
             time.sleep(RETRY_AFTER)
-    except Exception as exc:  # a transport raises what it likes
+    except Exception as exc:  # transports raise any exception
         about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
         log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
         if not is_acknowledged:
@@ -328,7 +329,7 @@ def _is_sent_again(task: Any, request: Any, ticket: Ticket, countdown: float, *,
         _send_again(task, request, ticket, countdown)
     except Exception as exc:
         unreachable = task.app.producer_pool.connections.connection.connection_errors
-        # Celery retries for less than a second, and a first connection not at all. It wraps what the transport raises.
+        # Celery retries for less than a second, and a first connection not at all. It wraps the errors of transports.
         if raises or not (isinstance(exc, unreachable) or isinstance(exc.__cause__, unreachable)):
             raise
         return False
@@ -337,9 +338,9 @@ def _is_sent_again(task: Any, request: Any, ticket: Ticket, countdown: float, *,
 
 def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
     headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
-    shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
+    shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
-    encoding = {name: value for name, value in encoding.items() if value}  # else as the task says
+    encoding = {name: value for name, value in encoding.items() if value}  # else the options of the task apply
     signature = task.signature_from_request(
         request,
         countdown=_sendable(task.app, countdown),
@@ -348,13 +349,13 @@ def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> No
         **shown,
         **encoding,
     )
-    # All headers, for beside Sentry's ``request.headers`` are only some.
+    # All headers: with Sentry, ``request.headers`` holds only some of them.
     with same_trace(vars(request)):
-        # Task's own method: a Singleton's would hand the lock over to it.
+        # The method of Task: the method of Singleton would hand the lock over to the new message.
         Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
 
 
 def _sendable(app: Any, countdown: float) -> float:
-    """Return a countdown that Celery can send: where it lets RabbitMQ delay messages, whole seconds from 1 on."""
+    """Return a countdown that Celery can send: whole seconds, rounded up, if RabbitMQ delays its messages."""
     driver = app.producer_pool.connections.connection.transport.driver_type
     return math.ceil(countdown) if detect_quorum_queues(app, driver)[0] else countdown

@@ -1,4 +1,4 @@
-"""Keeps the locks of a worker's requests alive, and frees them: one thread in the worker's main process."""
+"""Renews and frees the locks of a worker's requests, in one thread of the worker's main process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ("Renewer", "renewer_of")
 
 log = Log(__name__)
 
-#: Seconds that a worker with singlebeat counts as seen; long, because locks matter most while all workers are down.
+#: Seconds for which a worker with singlebeat counts as seen; long, because locks matter most while workers are down.
 ANNOUNCED_FOR = 24 * 3600.0
 
-#: Seconds without gate for plain tasks after the locks' server failed, so that an outage cannot stall the worker.
+#: Seconds without locks for plain tasks after the locks' server failed, so that an outage cannot stall the worker.
 GATE_PAUSE = 10.0
 
 #: Seconds after which a call that failed is repeated.
@@ -42,10 +42,10 @@ RETRY_AFTER = 0.5
 #: Seconds between two checks whether messages that wait in this worker were revoked.
 REVOKED_AFTER = 1.0
 
-#: Ends of runs that are kept in mind while the server is away.
+#: Maximum number of ends of runs that are remembered while the server is unreachable.
 MOST_ENDS = 10_000
 
-#: Seconds for which ends of runs are gathered: most of their locks are free already, by the process that ran them.
+#: Seconds for which ends of runs are collected; the process that ran them has freed most of their locks already.
 GATHERING = 0.02
 
 #: Seconds that a worker which shuts down waits for its last locks to be freed.
@@ -53,16 +53,16 @@ FLUSH_TIMEOUT = 5.0
 
 
 class Renewer:
-    """Renews every third of a lease, in one pipeline, the locks of all requests that this worker has.
+    """The thread that renews the locks of all requests of this worker: every third of a lease, in one pipeline.
 
-    The set of requests is weak: when a request is gone, however it went, its renewal stops, and its lock ends by
-    itself. Freeing goes through the same thread, so that the worker's event loop never waits for Redis.
+    The set of requests is weak. When a request is gone for any reason, its renewal stops, and its lock ends with the
+    lease. The same thread frees locks, so that the worker's event loop never waits for Redis.
     """
 
     def __init__(self, app: Celery) -> None:
         config = Config.of(app)
         self.lease, self.remember_for = config.singlebeat_lock_lease, config.singlebeat_queued_ttl
-        #: Under which it announces that its worker lives; empty: it does not.
+        #: Name under which the renewer announces its worker; empty if it does not.
         self.name = f"{os.uname().nodename}:{os.getpid()}"
         self.backend = new_backend(app, own_connections=True)
         self._gate = new_backend(app, own_connections=True)
@@ -73,22 +73,22 @@ class Renewer:
         self._later: list[tuple[float, Ticket, bool]] = []
         self._gate_closed_until = 0.0
         self._started = False
-        self.timer: Any = None  #: of the worker, once there is one: it acts where messages may be acknowledged
-        self.failing = False  #: the locks' server is unreachable or refuses, and has not done since what failed
+        self.timer: Any = None  #: of the worker's event loop, where messages may be acknowledged; None without worker
+        self.failing = False  #: whether the locks' server is unreachable or refuses, and no retry has succeeded yet
 
     def start(self) -> None:
-        """Start the thread, once; native even where gevent or eventlet have patched threads."""
+        """Start the thread unless it runs; it is native even if gevent or eventlet have patched threads."""
         if not self._started:
             self._started = True
             start_native_thread(self._run, "singlebeat-renewer")
 
     def serve(self, worker: str, *, name: str) -> None:
-        """Start for a worker: its locks say that it renews them, and it announces itself until it stops."""
+        """Start for a worker: write its name into the locks that it renews, and announce the worker until it stops."""
         self.backend.worker, self.name = worker, name
         self.start()
 
     def retire(self) -> None:
-        """Announce no longer that the worker lives: it takes no further messages, and keeps those that run."""
+        """Stop announcing the worker, which takes no more messages; still renew the locks of its running tasks."""
         self.name, retired = "", self.name
         if retired and self.answers():
             try:
@@ -96,17 +96,17 @@ class Renewer:
             except LockBackendError:
                 self.failed()
 
-    def keep(self, request: Request) -> None:
+    def track(self, request: Request) -> None:
         """Renew the lock of a request from now on."""
         self._requests[id(request)] = request
         self.start()
 
     def forget(self, request: Request) -> None:
-        """Renew the locks of a request no more, and free none."""
+        """Stop the renewal of a request's locks, but do not free them."""
         self._requests.pop(id(request), None)
 
     def finish(self, request: Request, *, after: float = 0.0) -> None:
-        """Free the locks of a request that is over, some seconds from now if its body may still live."""
+        """Free the locks of a request that is over, after a delay in seconds if its body may still be running."""
         self._requests.pop(id(request), None)
         if request.ticket is not None:
             self.finish_ticket(request.ticket, after=after, ran=request.time_start is not None)
@@ -117,11 +117,11 @@ class Renewer:
         self._wake.put(None)
 
     def hand_over(self, request: Request, successor: Ref, *, at_once: bool = False, ttl: float | None = None) -> None:
-        """Give the lock of a request to a message that waits: its retry, or the same one, requeued.
+        """Hand the lock of a request over to a waiting message: its retry, or the same message after a requeue.
 
         Args:
-            at_once: before this returns, unless the locks' server does not answer.
-            ttl: seconds that the message may wait for its start; default: as long as one without countdown.
+            at_once: hand over before this method returns, unless the locks' server does not answer.
+            ttl: seconds that the message may wait for its start; None for the wait of a message without countdown.
         """
         ttl = self.remember_for if ttl is None else ttl
         self._requests.pop(id(request), None)
@@ -139,7 +139,7 @@ class Renewer:
             self._wake.put(None)
 
     def later(self, seconds: float, do: Callable[[], None]) -> None:
-        """Do something in the worker's event loop, some seconds from now; at once where there is no worker."""
+        """Call a function in the worker's event loop after some seconds; at once if there is no worker."""
         if self.timer is None:
             do()
         else:
@@ -163,16 +163,16 @@ class Renewer:
         return self._gate
 
     def answers(self) -> bool:
-        """Tell whether the locks' server is worth asking from the event loop."""
+        """Return whether the event loop may ask the locks' server, because no failure was noted a moment ago."""
         return time.monotonic() >= self._gate_closed_until
 
     def failed(self) -> None:
-        """Note that it did not answer; the thread asks it from now on, and says when it answers again."""
+        """Note that the locks' server failed; until it works again, only the thread asks it."""
         self._gate_closed_until = time.monotonic() + GATE_PAUSE
         self._wake.put(None)
 
     def flush(self) -> None:
-        """Wait until what was to be freed is free, for a few seconds at most."""
+        """Wait for a few seconds at most until the locks of ended requests are free."""
         if self._started:
             done: SimpleQueue[None] = SimpleQueue()
             self._wake.put(done)
@@ -195,7 +195,7 @@ class Renewer:
                     self._announce()
                     self._gate_closed_until = 0.0
                     renewed = True
-                # A server may renew a lock that it does not free: ends that it has refused are still to be told.
+                # A server may renew locks but refuse to free them: then ends of runs are still to be sent.
                 if self.failing and renewed and not self._later:
                     self.failing = False
                     log.warning("locks are renewed and freed again", event="recovered")
@@ -211,12 +211,12 @@ class Renewer:
                 done.put(None)
 
     def _wait(self, timeout: float) -> list[SimpleQueue[None]]:
-        """Wait for work, and a little longer for more of it; return who waits until it is done."""
+        """Wait for work, and a little longer for more work; return the queues of the callers that wait for its end."""
         news: list[SimpleQueue[None] | None] = []
         with suppress(Empty):
             news.append(self._wake.get(timeout=timeout))
             if news == [None]:
-                native_sleep(GATHERING)  # not woken by each end: the event loop would pay for that
+                native_sleep(GATHERING)  # collect, because a wake-up for each end would slow down the event loop
             while True:
                 news.append(self._wake.get_nowait())
         return [done for done in news if done]
@@ -234,7 +234,7 @@ class Renewer:
         now = time.monotonic()
         over = [(ticket, ran) for moment, ticket, ran in self._later if moment <= now]
         later = [item for item in self._later if item[0] > now]
-        # Until it has worked: the end of a run is remembered even if the server is away at that moment.
+        # Keep the ends until the server has accepted them: it may be unreachable at this moment.
         self._later = later + [(now + RETRY_AFTER, ticket, ran) for ticket, ran in over][-MOST_ENDS:]
         for has_run in (True, False):
             refs = [ticket.run for ticket, ran in over if ran is has_run]
@@ -243,7 +243,7 @@ class Renewer:
         self._later = later
 
     def _free_revoked(self) -> None:
-        """Free the locks of messages that were revoked while they wait here, for an ETA or their next try."""
+        """Free the locks of messages that were revoked while they wait in this worker, for an ETA or a retry."""
         if revoked or revoked_stamps:
             for request in self._living():
                 if request.ticket is not None and request.give_up_if_revoked():
@@ -264,8 +264,8 @@ class Renewer:
             if request.ticket is None or ref.key != request.ticket.key:
                 continue  # the lock of a message in the queue ends with its start
             if renewal is Renewal.QUEUED and request.time_start is not None:
-                with suppress(UnusableLockError):  # said by whoever started it
-                    self._begin(request, ref)  # it started while the server was away
+                with suppress(UnusableLockError):  # logged by the process that started the run
+                    self._begin(request, ref)  # the run started while the server was unreachable
             elif renewal is Renewal.RUNNING:
                 request.seen_running = True
             elif renewal is Renewal.OVER:

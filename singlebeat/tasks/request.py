@@ -1,4 +1,4 @@
-"""A delivery of a message in the worker's main process: sees every end of a run that the task's process cannot."""
+"""A delivery of a message in the worker's main process, which sees the ends of a run that the task's process cannot."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = ("Request", "report_exceptions")
 
 log = Log(__name__)
 
-#: Seconds after a hard time limit until its child is surely dead: Celery reports first and kills then.
+#: Seconds after a hard time limit until the child process is surely dead: Celery reports the limit before it kills.
 KILL_TIME = 0.5
 
-#: Seconds after a signal that ends a run until the pool checks whether its process is dead.
+#: Seconds from a signal that ends a run to the pool's check whether the process is dead.
 REAPED_AFTER = 0.3
 
-#: Seconds until a message that cannot start now goes back to the broker, which delivers it at once.
+#: Seconds until a message that cannot start now is requeued; the broker delivers it again at once.
 PUT_BACK_AFTER = 1.0
 
 
@@ -50,10 +50,9 @@ class _Escaped(ExceptionInfo):  # type: ignore[misc]
 def report_exceptions(pool: Any) -> None:
     """Let a pool report exceptions that leave Celery's tracer, such as those of a result backend that refuses writes.
 
-    Processes report them by themselves. In any other pool Celery raises them where no code hears of them: the end of
-    the request would never be told.
+    Pools of processes report them already. In other pools no code catches them, and the request would never end.
     """
-    if getattr(pool, "uses_semaphore", True):  # it has processes
+    if getattr(pool, "uses_semaphore", True):  # a pool of processes
         return
     on_apply = pool.on_apply
 
@@ -85,7 +84,7 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            # SystemExit and the like in a pool without processes: Celery fails on what it gets instead of a result.
+            # In a pool without processes, SystemExit and the like arrive here in place of a result, and Celery fails.
             if isinstance(args[0], ExceptionInfo) and not self.acknowledged:
                 self._leave_to_next_delivery()
             else:
@@ -109,8 +108,8 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
         except Refused as exc:
             self._drop(DUPLICATE_REFUSED, str(exc))
             raise TaskRevokedError(self.id) from exc
-        except Exception as exc:  # the broker, a backend, a user's function: none of them may stop the worker
-            if not isinstance(exc, Unsent):  # which has been logged
+        except Exception as exc:  # errors of the broker, a backend or a user's function must not stop the worker
+            if not isinstance(exc, Unsent):  # Unsent has been logged
                 about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
                 log.warning("%(task)s[%(id)s] cannot start now and is put back", event="put_back", **about)
             self._put_back()
@@ -121,17 +120,17 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Request(celery_request.Request):  # type: ignore[misc]
-    """A delivery of a message to this worker, in its main process; acts only where the message has a ticket."""
+    """A delivery of a message to this worker, in its main process; works as in Celery if the message has no ticket."""
 
     ticket: Ticket | None = None
-    #: The renewer has seen that this delivery is the run which holds the lock.
+    #: Whether the renewer has seen that the lock is held by the run of this delivery.
     seen_running = False
-    #: Its end was told: Celery reports a hard time limit twice.
+    #: Whether the end of the run was recorded: Celery reports a hard time limit twice.
     end_told = False
-    #: It was given to the pool, which starts it even if it is revoked from now on.
+    #: Whether the pool has got the request. The pool then starts it even if it is revoked from now on.
     _given_to_pool = False
     _given_up = False
-    #: Its body, if it has a ticket, lives for a moment after its end was told.
+    #: Whether a hard time limit has passed: the body of a request with a ticket lives for a moment after that.
     _past_limit = False
     _over = False
     _cancelled = False
@@ -140,9 +139,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.ticket = self._ticket()
         if self.ticket is not None:
-            # The nonce travels with the request to the process that runs the task: both sides can name this run.
+            # The nonce goes with the request to the process that runs the task: both processes can name this run.
             self.request_dict[HEADER] = self.ticket.header()
-            renewer_of(self.app).keep(self)
+            renewer_of(self.app).track(self)
 
     def _ticket(self) -> Ticket | None:
         ticket = Ticket.of_message(self.request_dict, self.id)
@@ -150,15 +149,15 @@ class Request(celery_request.Request):  # type: ignore[misc]
             return None
         try:
             renewer_of(self.app)
-            if ticket is None:  # send_task, another language: the lock is taken at the start
+            if ticket is None:  # sent by send_task or another language: the run acquires its lock at the start
                 key = str(self.task.generate_lock(self.task.name, self.args, self.kwargs))
                 ticket = unclaimed(self.task, self.id, key, overlap_for(self.task))
                 check_sendable(key, ticket.task_id)
         except ConfigError as exc:
-            self._tell_unlocked(exc)
+            self._log_unlocked(exc)
             return None
-        except Exception as exc:  # anybody's arguments in a user's function: no message may stop the worker
-            self._tell_unlocked(safe_repr(exc))
+        except Exception as exc:  # a user's function may raise any exception, but no message may stop the worker
+            self._log_unlocked(safe_repr(exc))
             return None
         return ticket.delivered(uuid(), serializer=registry.type_to_name.get(self.content_type, ""))
 
@@ -167,7 +166,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         return getattr(self.task, "has_own_gate", False)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Celery makes a subclass per task whose on_success and execute_using_pool do not call ours.
+        # Celery makes a subclass for each task, whose on_success and execute_using_pool do not call super().
         super().__init_subclass__(**kwargs)
         for name, wrap in (("on_success", _then_over), ("execute_using_pool", _gated)):
             if name in vars(cls):
@@ -175,11 +174,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     @property
     def shown(self) -> str:
-        """Its arguments for people, as its message shows them."""
+        """The arguments for people, as the message shows them."""
         return readable((), {}, self.request_dict)
 
     def renewed(self) -> Sequence[Ref]:
-        """Return the claims to be renewed: a message that expires keeps its turn alone alive while it waits."""
+        """Return the locks to renew; of a queued message with an expiry, only its turn."""
         ticket = self.ticket
         if ticket is None or (self._given_up and not self._given_to_pool):
             return ()
@@ -189,8 +188,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         return turn if self.expires > datetime.now(UTC) else ()
 
     def give_up_if_revoked(self) -> bool:
-        """Return, once, whether it was revoked while it waits here: Celery drops it when its time has come."""
-        # In this order: the event loop notes first that the pool gets it, and checks then whether it is revoked.
+        """Return True once if the request was revoked while it waits here; Celery drops it only at its ETA."""
+        # In this order: the event loop first notes that the pool gets the request, then checks whether it is revoked.
         if self._given_up or not self._is_revoked() or self._given_to_pool:
             return False
         self._given_up = True
@@ -202,11 +201,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             stamps = {header: maybe_list(self.stamps.get(header)) or () for header in self.stamped_headers}
             return any(set(stamps[header]) & set(maybe_list(revoked_stamps.get(header)) or ()) for header in stamps)
-        except Exception:  # any program may write a message, and none of them may stop a worker
+        except Exception:  # any program may write a message, but no message may stop a worker
             return False
 
     def begin_for_plain_task(self) -> None:
-        """Begin the run of a task that has no gate of its own; return if it may start.
+        """Begin the run of a task without its own gate; return only if the run may start.
 
         Raises: as ``gate.admit`` does.
         """
@@ -235,21 +234,21 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except LockBackendError as exc:
             if renewer.answers() and not isinstance(exc, UnusableLockError):
                 renewer.failed()
-            if ticket.waits:  # for the end of another run, which may go on
+            if ticket.waits:  # for the end of another run, which may still be running
                 postpone_unlocked(self.task, self._context, ticket, exc)
-            self._tell_unlocked(exc)
+            self._log_unlocked(exc)
             return
         admit(self.task, ticket, holder, self._context)
 
-    def _tell_unlocked(self, why: Exception | str) -> None:
+    def _log_unlocked(self, why: Exception | str) -> None:
         about = {"task": self.task.name, "id": self.id, "reason": why}
         log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
 
     def over(self) -> None:
-        """Free the lock if the request is over: acknowledged, so that the broker will not deliver it again."""
+        """Free the lock if the message is acknowledged, so that the broker will not deliver it again."""
         if self.ticket is None or self._over:
             return
-        if self._cancelled and self.task.acks_late:  # the broker has its message again, whatever was said
+        if self._cancelled and self.task.acks_late:  # the broker has the message again in any case
             if self.acknowledged:
                 self._over = True
                 renewer_of(self.app).forget(self)
@@ -262,31 +261,31 @@ class Request(celery_request.Request):  # type: ignore[misc]
         renewer_of(self.app).finish(self, after=KILL_TIME if self._past_limit else 0.0)
 
     def _put_back(self) -> None:
-        """Let the broker deliver the message again, but not at once: what failed would fail again, without end."""
+        """Requeue the message after a pause: at once, it would fail again in an endless loop."""
         task_ready(self)
         record_end(self, "postponed")
         renewer_of(self.app).later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
 
     def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
-        # Also of a message that could not start: a server that hung may take its lock when it goes on.
+        # Also for a message that could not start: a server that hung may still grant its lock.
         if self.ticket is not None:
             self._over = True
             renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """End the run by a signal to its process, whose death Celery may notice 5 s later only."""
+        """End the run by a signal to its process, and check soon for its death, which Celery may notice 5 s late."""
         super().terminate(pool, signal)
         if self.ticket is not None and getattr(pool, "uses_semaphore", False):
-            # The process closes its files before it can be reaped: the pool finds it alive then, and asks by a timer.
+            # The process closes its files before it can be reaped. The pool finds it alive then, and checks by a timer.
             renewer_of(self.app).later(REAPED_AFTER, pool.maintain_pool)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down."""
-        self._cancelled = True  # Celery says so only afterwards; a killed greenlet reports a success before
+        self._cancelled = True  # before super(): a killed greenlet reports a success while Celery cancels it
         super().cancel(pool, signal, emit_retry)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
-        """Every end of a run but success, Retry and Ignore and Reject among them."""
+        """Handle every end of a run except success; Retry, Ignore and Reject among them."""
         exc = exc_info.exception
         exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
         if isinstance(exc, Unsent) and not self.acknowledged:
@@ -308,17 +307,17 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self.on_failure(exc_info)
         except MemoryError:
             raise
-        except Exception as exc:  # the result backend, most often: what it refused before it refuses again
+        except Exception as exc:  # most often the result backend, which refuses the same result again
             about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
             log.exception("%(task)s[%(id)s]: cannot store how it ended", event="result_not_stored", **about)
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
-        """A process, thread or greenlet is free for the run; it ends here if it was terminated before."""
+        """Handle that a process, thread or greenlet takes the run; a run that was terminated before ends here."""
         try:
             super().on_accepted(pid, time_accepted)
         except BaseException:
-            # A thread cannot be terminated, which Celery raises as an error here, and a greenlet has killed itself. No
-            # body follows then, unless the pool has processes: it reports the end of the run itself.
+            # Celery raises an error here because a thread cannot be terminated, or a greenlet has killed itself. Then
+            # no body follows. A pool of processes reports the end of the run itself.
             if self._terminate_on_ack is not None and not getattr(self._terminate_on_ack[0], "uses_semaphore", True):
                 self._end_unstarted(self._terminate_on_ack[1])
             raise
@@ -331,7 +330,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self.over()
 
     def on_retry(self, exc_info: Any) -> None:
-        """A plain task has sent its retry: the lock goes over to that message."""
+        """Handle a retry: hand the lock of a plain task over to the message of the retry."""
         super().on_retry(exc_info)
         if self.ticket is not None and not self._has_own_gate:
             self._over = True
@@ -342,7 +341,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             renewer.hand_over(self, self.ticket.successor().run, ttl=ttl)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """A time limit has passed; the hard one ends the run."""
+        """Handle a time limit; the hard limit ends the run."""
         self._past_limit |= not soft and self.ticket is not None
         super().on_timeout(soft, timeout)
         if not soft:
@@ -350,16 +349,16 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self.over()
 
     def reject(self, requeue: bool = False) -> None:
-        """Reject the message; requeued, it keeps its lock and waits again."""
+        """Reject the message; a requeued message keeps its lock and waits again."""
         if requeue and self._past_limit:
-            # At once, its next delivery would begin beside a body that is about to be killed.
+            # Without a pause, the next delivery would begin beside a body that is about to be killed.
             renewer_of(self.app).later(KILL_TIME, partial(self._reject, requeue=True))
         else:
             self._reject(requeue=requeue)
 
     def _reject(self, *, requeue: bool) -> None:
         requeued = requeue and not self.acknowledged
-        if requeued:  # first: the broker may deliver the message within a millisecond, and its lock must wait for it
+        if requeued:  # first, because the broker may deliver the message within a millisecond
             self._leave_to_next_delivery(at_once=True)
         super().reject(requeue)
         if not requeued:
@@ -368,5 +367,5 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)
         record_end(self, "expired" if expired else reason)
-        if not terminated:  # a terminated run may go on for a while: its end is reported by itself
+        if not terminated:  # a terminated run may still run for a while: its end is reported separately
             self.over()

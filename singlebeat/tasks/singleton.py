@@ -1,4 +1,4 @@
-"""``Singleton``: a task of which equal calls exclude one another."""
+"""``Singleton``: a task whose equal calls exclude one another."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ Publish = Callable[..., AsyncResult]
 
 
 class Singleton(Task):  # type: ignore[misc]
-    """Base of tasks that exclude their equals: same task, same arguments.
+    """Base class of tasks whose calls exclude their duplicates: calls of the same task with the same arguments.
 
-    A call that equals one which is queued or running is not sent; it returns the ``AsyncResult`` of that one, with
-    ``is_duplicate`` true. The options and methods are those of celery-singleton, and some more.
+    While an equal call is queued or running, a duplicate is not sent. The sender gets the ``AsyncResult`` of the equal
+    call, with ``is_duplicate`` true. The class has all options and methods of celery-singleton, and some more.
 
     Raises:
         ConfigError: at the definition, if options are wrong or contradict each other.
@@ -58,19 +58,19 @@ class Singleton(Task):  # type: ignore[misc]
 
     abstract = True
     Request = "singlebeat.tasks.request:Request"
-    #: Tells the Request class that this task asks for its lock itself, in the process that runs it.
+    #: Read by the Request class: this task acquires its lock itself, in the process that runs it.
     has_own_gate = True
 
-    #: What makes a call unique: names of arguments, dotted paths into them, a function of all of them, or [] for the
-    #: task's name alone; None: all arguments.
+    #: The arguments that make a call unique: their names, dotted paths into them, a function of all of them, or [] for
+    #: the task's name alone; None for all arguments.
     unique_on: Sequence[str] | str | Callable[..., Any] | None = None
-    #: When it excludes its equals: a word of ``locks.modes.LockMode``.
+    #: When a call excludes its duplicates: a word of ``locks.modes.LockMode``.
     lock: str = LockMode.UNTIL_EXECUTED
-    #: What becomes of a call that meets its equal: a word of ``policy.Overlap``; None: setting ``singlebeat_overlap``.
+    #: Policy for a duplicate: a word of ``overlap.Overlap``; None for the setting ``singlebeat_overlap``.
     overlap: str | None = None
-    #: Raise DuplicateTaskError for a duplicate; None: as the setting ``singleton_raise_on_duplicate`` says.
+    #: Raise DuplicateTaskError for a duplicate; None for the setting ``singleton_raise_on_duplicate``.
     raise_on_duplicate: bool | None = None
-    #: Seconds from the call after which its lock ends whatever the task does; None: ``singleton_lock_expiry``.
+    #: Seconds from the call after which its lock ends in any case; None for the setting ``singleton_lock_expiry``.
     lock_expiry: float | None = None
 
     call_signature = inspect.Signature()
@@ -78,16 +78,16 @@ class Singleton(Task):  # type: ignore[misc]
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         run = inspect.getattr_static(cls, "run")
-        # Of the class, not of the instance: whoever wraps an instance's ``run`` later may show ``self`` or hide it.
+        # Of the class: a wrapper around an instance's ``run`` may show ``self`` in its signature or hide it.
         cls.call_signature = signature_of(run)
         if inspect.isfunction(function := vars(cls).get("unique_on")):
-            cls.unique_on = staticmethod(function)  # else it would get the task, too, as a method does
+            cls.unique_on = staticmethod(function)  # else the function would get the task as its first argument
         if not vars(cls).get("abstract"):
             check(cls, getattr(cls, "name", None) or cls.__name__)
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Let the app's workers look after locks as soon as it has one task that needs it."""
+        """Let the app's workers renew and free locks as soon as the app has a task that needs it."""
         super().on_bound(app)
         install(app)
 
@@ -98,23 +98,23 @@ class Singleton(Task):  # type: ignore[misc]
 
     @property
     def singleton_backend(self) -> BaseBackend:
-        """What keeps the locks of the app."""
+        """The lock backend of the app."""
         return backend_of(self.app)
 
     @property
     def acquires_on_send(self) -> bool:
-        """Tell beat that it cannot take the lock of this task along with those of others."""
+        """Return whether beat must acquire the lock when it sends the call, and not in one batch with other locks."""
         return self.lock != LockMode.UNTIL_EXECUTED or overlap_for(self) not in {Overlap.SKIP, Overlap.RAISE}
 
     @property
     def has_pure_keys(self) -> bool:
-        """Tell beat that equal calls always have the same lock: nobody's function has a say in its key."""
+        """Return whether equal calls always have the same lock key, because no user function computes the key."""
         return type(self).generate_lock is Singleton.generate_lock and not callable(self.unique_on)
 
     def generate_lock(
         self, task_name: str, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
     ) -> str:
-        """Return the key of the lock of a call; override it for a key of your own.
+        """Return the key of the lock of a call; override this method to use another key.
 
         Raises:
             TypeError: the arguments do not fit the task, or one of them cannot be encoded; the message names it.
@@ -152,15 +152,15 @@ class Singleton(Task):  # type: ignore[misc]
         shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult:
-        """Send the task unless an equal call is queued or running; takes what ``Task.apply_async`` takes.
+        """Send the task unless an equal call is queued or running; accept all arguments of ``Task.apply_async``.
 
-        A call that somebody waits for (chain, chord, group, link) is sent in any case and waits for its turn.
+        A call for which other calls wait (chain, chord, group, link) is always sent, and waits for its turn.
 
         Args:
-            overlap: a word of ``policy.Overlap``, instead of the task's.
+            overlap: a word of ``overlap.Overlap``, in place of the task's policy.
 
         Returns:
-            The result of the call that was sent, or of the one that it is a duplicate of; ``is_duplicate`` tells.
+            The result of the sent call, or of the equal call if this call is a duplicate (``is_duplicate``).
 
         Raises:
             DuplicateTaskError: an equal call holds the lock, and the policy is ``raise``.
@@ -184,7 +184,7 @@ class Singleton(Task):  # type: ignore[misc]
         if own is not None and own.nonce:
             return self._hand_over_and_send(own, options, publish)
         if own is not None:
-            return publish()  # whoever made this header has the lock already: beat takes them in batches
+            return publish()  # beat, the author of this header, has acquired the lock already, in a batch
         try:
             given = {**options, "link": link, "link_error": link_error}
             acquired = acquire_for_call(self, task_id, args, kwargs, overlap=overlap, options=given)
@@ -205,12 +205,12 @@ class Singleton(Task):  # type: ignore[misc]
         return result
 
     def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
-        """Send a retry or replacement of the run that calls us, after that has promised it its lock."""
+        """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""
         backend, successor = self.singleton_backend, run.successor(generation(options))
         promised = False
         try:
             promised = backend.promise(run.run, to=successor.run, ttl=self.time_to_start(options))
-        except LockBackendError as exc:  # the higher generation of its message takes the lock over at its start
+        except LockBackendError as exc:  # the successor's higher generation takes over the lock when it starts
             about = {"task": self.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
         try:
@@ -223,7 +223,7 @@ class Singleton(Task):  # type: ignore[misc]
     def _take_back(self, run: Ticket) -> None:
         try:
             self.singleton_backend.promise(run.run, to=None, ttl=0)
-        except LockBackendError as exc:  # the error that brought us here matters more
+        except LockBackendError as exc:  # the caller's own error matters more
             about = {"id": run.task_id, "reason": exc}
             log.warning("the lock of task %(id)s waits for a retry that was not sent", event="lock_kept", **about)
 
@@ -240,12 +240,12 @@ class Singleton(Task):  # type: ignore[misc]
         return result
 
     def on_duplicate(self, existing_task_id: str) -> AsyncResult:
-        """Return what a call that is not sent returns; override it for another answer."""
+        """Return the result of a duplicate call; override this method to return another one."""
         return self.AsyncResult(existing_task_id)
 
     @property
     def effective_lock_expiry(self) -> float | None:
-        """Seconds from the call after which its lock ends, of the task or else of the app; None: no bound."""
+        """Seconds from the call after which its lock ends, from the task or else the app; None if there is no bound."""
         return self.lock_expiry if self.lock_expiry is not None else self.singleton_config.singleton_lock_expiry
 
     def time_to_start(self, options: Mapping[str, Any]) -> float:
@@ -254,7 +254,7 @@ class Singleton(Task):  # type: ignore[misc]
         return seconds_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
 
     def on_replace(self, sig: Any) -> None:
-        """Hand the lock over to a replacement that is the same call, and free it for any other."""
+        """Hand the lock over to a replacement that is an equal call; free the lock for any other replacement."""
         run = getattr(self.request, RUN_HEADER, None)
         if isinstance(run, Run):
             same = sig.task == self.name and str(self.generate_lock(self.name, sig.args, sig.kwargs)) == run.ticket.key
@@ -270,10 +270,10 @@ class Singleton(Task):  # type: ignore[misc]
         return self.singleton_backend.get(lock)
 
     def aquire_lock(self, lock: str, task_id: str, **options: Any) -> bool:
-        """Take a lock for a task id and the options of its message; tell whether that id holds it now.
+        """Acquire a lock for a task id and the options of its message; return whether the task id holds the lock now.
 
         Raises:
-            LockBackendError: the locks' server does not answer, or what is at the lock's key is no lock.
+            LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         """
         call = Call(Ref(lock, task_id), self.name, "", self.time_to_start(options), self.effective_lock_expiry)
         holder = self.singleton_backend.acquire_many([call])[0]
@@ -284,13 +284,13 @@ class Singleton(Task):  # type: ignore[misc]
     acquire_lock = aquire_lock
 
     def lock_and_run(self, lock: str, *args: Any, task_id: str | None = None, **kwargs: Any) -> AsyncResult | None:
-        """Send the task under a lock of the caller's choice; None if somebody holds it."""
+        """Send the task under a lock of the caller's choice; return None if another task holds that lock."""
         task_id = str(task_id or uuid())
         send = partial(super().apply_async, *args, task_id=task_id, **kwargs)
         if self.app.conf.task_always_eager:
             done = run_eagerly(self, lock, task_id, send)
             return None if isinstance(done, Holder) else done
-        # Whoever overrides it may know the two arguments of celery-singleton only.
+        # An override may accept only the two arguments of celery-singleton.
         known = kwargs if type(self).aquire_lock is Singleton.aquire_lock else {}
         if not self.aquire_lock(lock, task_id, **known):
             return None
@@ -303,17 +303,17 @@ class Singleton(Task):  # type: ignore[misc]
     def release_lock(
         self, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Free the lock of a call, whoever holds it."""
+        """Free the lock of a call, whichever task holds it."""
         self.unlock(self.generate_lock(self.name, task_args, task_kwargs))
 
     def unlock(self, lock: str) -> None:
-        """Free a lock, whoever holds it."""
+        """Free a lock, whichever task holds it."""
         self.singleton_backend.unlock(lock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task: in a worker under its lock; called directly, like any function."""
+        """Run the task: under its lock in a worker, and as a plain function in a direct call."""
         with run_under_lock(self, args, kwargs) as call:
             if call is None:
                 return super().__call__(*args, **kwargs)
-            # The tracer has set up the request; Task.__call__ would put another one on top of it.
+            # The tracer has pushed the request already; Task.__call__ would push a second request.
             return self.run(*call[0], **call[1])
