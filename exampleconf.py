@@ -40,7 +40,7 @@ def greet(name: str) -> str:
 
 @app.task
 def report(subject: str) -> str:
-    """Take longer than the interval: a plain task, but beat does not let it pile up."""
+    """Take longer than the interval; beat does not let the runs of this plain task pile up."""
     time.sleep(5)
     return f"The {subject} report is ready."
 

@@ -162,9 +162,9 @@ class RedisServer(Server):
     """A private Redis server on a port of 127.0.0.1 and a unix socket, which a test may kill, pause and restart.
 
     Args:
-        args: further options of the server, such as ``"--appendonly", "yes"``; without them its data ends with it.
-        socket: let its URLs name the socket; else they name the port, of ``localhost``, as most users have it.
-        password: asked of every client, and part of every URL here.
+        args: further options of the server, such as ``"--appendonly", "yes"``; without them its data is not kept.
+        socket: whether its URLs name the socket; else they name the port of ``localhost``, as for most users.
+        password: required of every client, and part of all URLs of this class.
     """
 
     def __init__(self, *args: str, socket: bool = False, password: str | None = None) -> None:
@@ -380,12 +380,12 @@ def free_port() -> int:
 class CeleryProcess:
     """A real ``celery`` command, whose log is read line by line.
 
-    A worker gets a name of its own and a quick start (no mingle, no gossip), a worker and a beat log at INFO;
-    what ``args`` say about it wins.
+    By default a worker gets its own name and a quick start (no mingle, no gossip), and worker and beat log at INFO.
+    Options in ``args`` override these defaults.
 
     Args:
         args: the command and its options, as after ``celery -A app``.
-        app: empty for none: no ``-A``.
+        app: value of ``-A``; empty to omit the option.
         defaults: False to run exactly ``args``.
     """
 

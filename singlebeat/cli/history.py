@@ -111,7 +111,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
 
 
 def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
-    """Return what is known about an entry; the workers are asked first, because that takes longest.
+    """Return the facts about an entry; ask the workers first, because their answers take longest.
 
     Raises:
         UnknownEntryError: there is no such entry.

@@ -103,8 +103,8 @@ def resign_(app: Celery, as_json: bool) -> None:
     """End the current term of leadership; a standby begins the next term, or the same beat if there is no standby.
 
     Use this command also after a beat of RedBeat was killed: its lock lasts for up to 25 minutes. Do not use it for a
-    beat of RedBeat that lives, but stop that beat. It would end with an error in its next tick, and what it sends just
-    now could be sent twice.
+    beat of RedBeat that lives, but stop that beat. It would end with an error in its next tick, and a message that it
+    sends just now could be sent twice.
     """
     before, ended = ScheduleStatus.of(app), resign(app)
     if not ended:

@@ -24,7 +24,7 @@ ended, so that a late copy of their messages does not run.
 
 ``base`` names the verbs, which each backend does in one step: ``redis`` (the default; each verb a Lua script whose
 header is its contract), ``memory`` (eager calls), ``inspect`` (no server: asks the workers), ``legacy`` (a backend
-written for celery-singleton). ``acquire`` is what a call does before it is sent, by its lock mode and overlap policy
+written for celery-singleton). ``acquire`` gets the lock of a call before it is sent, by lock mode and overlap policy
 (``modes``); ``late_release`` frees a lock whose server was unreachable when the call was refused.
 
 Tests: ``tests/redis/test_locks.py`` (each script), ``tests/redis/test_backends_agree.py`` (Redis and memory give the

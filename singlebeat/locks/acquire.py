@@ -32,7 +32,7 @@ from .key import behind_key, beside, readable, suspects_key
 from .late_release import cancel_release, refused, release_later
 from .modes import LockMode, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
 
-__all__ = ("UNSENT_TTL", "Granted", "Refused", "acquire_for_call", "free", "keep", "unclaimed")
+__all__ = ("UNSENT_TTL", "Granted", "Refused", "acquire_for_call", "free", "keep", "unlocked_ticket")
 
 log = Log(__name__)
 
@@ -104,7 +104,7 @@ class Refused:
     holder: Holder  #: of the lock; has the call's own task id if that was sent before
 
 
-def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
+def unlocked_ticket(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
     """Return the ticket of a call that holds no lock while it is queued, such as a call that was sent by name."""
     if overlap is Overlap.ALLOW_ALL or task.lock in {LockMode.UNTIL_EXECUTING, LockMode.UNTIL_EXPIRED}:
         return Ticket(task_id, beside(key, task_id))  # its own lock refuses only copies of the call
@@ -126,7 +126,7 @@ def acquire_for_call(
     A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
     key = str(task.generate_lock(task.name, args, kwargs))
-    otherwise, behind = unclaimed(task, task_id, key, overlap), behind_key(key)
+    otherwise, behind = unlocked_ticket(task, task_id, key, overlap), behind_key(key)
     if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.WHILE_EXECUTING:
         return Granted(otherwise)
     must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL

@@ -313,7 +313,7 @@ def postpone(
     is_acknowledged = getattr(task, "has_own_gate", False) and not task.acks_late
     given_up = time.monotonic() + PATIENCE * is_acknowledged
     try:
-        while not _is_sent_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
+        while not _try_to_send_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
             time.sleep(RETRY_AFTER)
     except Exception as exc:  # transports raise any exception
         about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
@@ -324,7 +324,7 @@ def postpone(
     raise Postponed(why)
 
 
-def _is_sent_again(task: Any, request: Any, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
+def _try_to_send_again(task: Any, request: Any, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
     try:
         _send_again(task, request, ticket, countdown)
     except Exception as exc:

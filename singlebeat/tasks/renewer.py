@@ -94,7 +94,7 @@ class Renewer:
             try:
                 self.gate.retire(retired)
             except LockBackendError:
-                self.failed()
+                self.note_failure()
 
     def track(self, request: Request) -> None:
         """Renew the lock of a request from now on."""
@@ -131,14 +131,14 @@ class Renewer:
             try:
                 self._gate.rotate(request.ticket.run, to=successor, ttl=ttl, remember_for=self.remember_for)
             except LockBackendError:
-                self.failed()
+                self.note_failure()
             else:
                 return
         if self._handovers.qsize() < MOST_ENDS:
             self._handovers.put((request.ticket.run, successor, ttl))
             self._wake.put(None)
 
-    def later(self, seconds: float, do: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, do: Callable[[], None]) -> None:
         """Call a function in the worker's event loop after some seconds; at once if there is no worker."""
         if self.timer is None:
             do()
@@ -166,7 +166,7 @@ class Renewer:
         """Return whether the event loop may ask the locks' server, because no failure was noted a moment ago."""
         return time.monotonic() >= self._gate_closed_until
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """Note that the locks' server failed; until it works again, only the thread asks it."""
         self._gate_closed_until = time.monotonic() + GATE_PAUSE
         self._wake.put(None)

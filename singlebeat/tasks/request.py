@@ -20,7 +20,7 @@ from kombu.utils.uuid import uuid
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import time_to_start
-from ..locks.acquire import unclaimed
+from ..locks.acquire import unlocked_ticket
 from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
@@ -88,7 +88,7 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(args[0], ExceptionInfo) and not self.acknowledged:
                 self._leave_to_next_delivery()
             else:
-                self.over()
+                self.free_if_acknowledged()
                 if not isinstance(args[0], ExceptionInfo) and not args[0][0]:
                     record_end(self, "success")
 
@@ -151,7 +151,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             renewer_of(self.app)
             if ticket is None:  # sent by send_task or another language: the run acquires its lock at the start
                 key = str(self.task.generate_lock(self.task.name, self.args, self.kwargs))
-                ticket = unclaimed(self.task, self.id, key, overlap_for(self.task))
+                ticket = unlocked_ticket(self.task, self.id, key, overlap_for(self.task))
                 check_sendable(key, ticket.task_id)
         except ConfigError as exc:
             self._log_unlocked(exc)
@@ -233,7 +233,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             )
         except LockBackendError as exc:
             if renewer.answers() and not isinstance(exc, UnusableLockError):
-                renewer.failed()
+                renewer.note_failure()
             if ticket.waits:  # for the end of another run, which may still be running
                 postpone_unlocked(self.task, self._context, ticket, exc)
             self._log_unlocked(exc)
@@ -244,7 +244,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         about = {"task": self.task.name, "id": self.id, "reason": why}
         log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
 
-    def over(self) -> None:
+    def free_if_acknowledged(self) -> None:
         """Free the lock if the message is acknowledged, so that the broker will not deliver it again."""
         if self.ticket is None or self._over:
             return
@@ -264,7 +264,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Requeue the message after a pause: at once, it would fail again in an endless loop."""
         task_ready(self)
         record_end(self, "postponed")
-        renewer_of(self.app).later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
+        renewer_of(self.app).call_later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
 
     def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
         # Also for a message that could not start: a server that hung may still grant its lock.
@@ -277,7 +277,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         super().terminate(pool, signal)
         if self.ticket is not None and getattr(pool, "uses_semaphore", False):
             # The process closes its files before it can be reaped. The pool finds it alive then, and checks by a timer.
-            renewer_of(self.app).later(REAPED_AFTER, pool.maintain_pool)
+            renewer_of(self.app).call_later(REAPED_AFTER, pool.maintain_pool)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down."""
@@ -299,7 +299,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
-            self.over()
+            self.free_if_acknowledged()
 
     def end_escaped(self, exc_info: ExceptionInfo) -> None:
         """End the request with an exception that has left Celery's tracer, as the pool of processes does."""
@@ -327,7 +327,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._announce_revoked("terminated", True, signum, False)
         finally:  # the result backend may be unreachable
             self.acknowledge()
-            self.over()
+            self.free_if_acknowledged()
 
     def on_retry(self, exc_info: Any) -> None:
         """Handle a retry: hand the lock of a plain task over to the message of the retry."""
@@ -346,13 +346,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
         super().on_timeout(soft, timeout)
         if not soft:
             record_end(self, "time_limit", f"{timeout} s")
-            self.over()
+            self.free_if_acknowledged()
 
     def reject(self, requeue: bool = False) -> None:
         """Reject the message; a requeued message keeps its lock and waits again."""
         if requeue and self._past_limit:
             # Without a pause, the next delivery would begin beside a body that is about to be killed.
-            renewer_of(self.app).later(KILL_TIME, partial(self._reject, requeue=True))
+            renewer_of(self.app).call_later(KILL_TIME, partial(self._reject, requeue=True))
         else:
             self._reject(requeue=requeue)
 
@@ -362,10 +362,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._leave_to_next_delivery(at_once=True)
         super().reject(requeue)
         if not requeued:
-            self.over()
+            self.free_if_acknowledged()
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)
         record_end(self, "expired" if expired else reason)
         if not terminated:  # a terminated run may still run for a while: its end is reported separately
-            self.over()
+            self.free_if_acknowledged()

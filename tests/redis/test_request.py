@@ -270,7 +270,7 @@ def test_what_no_server_takes_spoils_no_lock_of_its_worker(app, deliver, redis, 
 
     assert redis.pttl(run.ticket.key) > 1000
     hostile.acknowledged = True
-    hostile.over()
+    hostile.free_if_acknowledged()
     renewer.flush()
     assert "failed" not in caplog.text
 
