@@ -313,7 +313,7 @@ def run(server: Any, redis: Redis, *, lease_class: type[Lease] = ManualLease, **
         )
 
 
-def test_nothing_is_claimed_twice_whatever_happens_around_a_claim(server, redis):
+def test_no_occurrence_is_claimed_twice_under_any_history(server, redis):
     run(server, redis, max_examples=200, stateful_step_count=30)
 
 

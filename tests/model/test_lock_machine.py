@@ -403,7 +403,7 @@ def record_of(fields: list[str | None]) -> Record | None:
     return Record(id_, int(gen), state, nonce, payload or "", if_held or "") if id_ else None
 
 
-def test_a_lock_keeps_its_promises_whatever_happens_around_it(server, redis):
+def test_a_lock_keeps_its_promises_under_any_history(server, redis):
     machine = type("Machine", (LockMachine,), {"redis": redis, "backend": RedisBackend(server.url)})
 
     run_state_machine_as_test(

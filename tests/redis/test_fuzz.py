@@ -124,9 +124,7 @@ def test_a_definition_is_read_or_refused(app, definition):
     ),
     definition=st.sampled_from(['{"task": "t", "schedule": 5}', None]),
 )
-def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only(
-    server, app, redis, name, fields, definition
-):
+def test_a_tick_survives_any_entry_and_writes_below_the_prefix_only(server, app, redis, name, fields, definition):
     """200 of them, from reading to the history."""
     redis.flushall()
     raw = server.client(decode_responses=False)
