@@ -153,7 +153,7 @@ def test_the_error_links_of_equal_calls_fire(at, name):
     assert at.oracle.max_concurrent(name) == 1
 
 
-def test_a_duplicate_yields_what_the_other_yields(at, name):
+def test_a_duplicate_yields_the_result_of_the_other_call(at, name):
     first = at.task("single").delay(name, {"of": "the first"})
     second = at.task("single").delay(name, {"of": "the second"})
 

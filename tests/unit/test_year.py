@@ -322,7 +322,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", PLANS)
-def test_celery_and_redbeat_do_what_the_table_in_the_readme_says(what: str) -> None:
+def test_celery_and_redbeat_behave_as_in_the_table_of_the_readme(what: str) -> None:
     found = others(PLANS[what])
 
     assert row(PLANS[what], OTHERS[what]) in README
