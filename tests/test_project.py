@@ -1,4 +1,4 @@
-"""The project itself: what is shipped, who may import whom, and whether the documents tell the truth."""
+"""The project itself: what is shipped, who may import whom, and whether the documents are right."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.keys = Keys.of(self.app)
         self.now = 0.0
         self.late: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  #: calls that the server executes later
-        #: Somebody has deleted the lock by hand: two beats may believe that they lead, and still none may claim twice.
+        #: An operator has deleted the lock: two beats may believe that they lead, and still none may claim twice.
         self.robbed = False
         self.delay, self.lost = (0.0, 0.0), ""
         self.takes = 0

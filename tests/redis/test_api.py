@@ -41,7 +41,7 @@ def api(app: Celery) -> Schedule:
 
 @pytest.fixture
 def beat(server: RedisServer, redis: Redis) -> Iterator[Scheduler]:
-    """A scheduler that ticks when it is told to."""
+    """Return a scheduler that ticks when the test calls it."""
     app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None})
     scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
     yield scheduler

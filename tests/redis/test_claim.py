@@ -470,7 +470,7 @@ HIDDEN = {"argsrepr": "('an account',)", "kwargsrepr": "{'card': '****'}"}
 
 
 def no_secret(redis: Redis) -> bool:
-    """Tell whether no lock shows the secret; whoever looks for it must have found a lock."""
+    """Return whether no lock shows the secret; there must be at least one lock."""
     shown = [json.dumps(redis.hgetall(key)) for key in redis.keys("SINGLETONLOCK_*")]
     assert shown
     return not any(SECRET in text for text in shown)

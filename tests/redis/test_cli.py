@@ -327,7 +327,7 @@ def set_back(redis, lock: str, seconds: int) -> None:
     redis.pexpire(lock, redis.pttl(lock) + seconds * 1000)
 
 
-def test_a_lock_from_before_the_clock_was_set_back_is_shown_and_not_taken_for_alive(cli, app, redis):
+def test_a_lock_from_before_a_clock_set_back_is_not_shown_as_alive(cli, app, redis):
     backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "old-one", 0, "n")
     backend.begin(run, lease=30, remember_for=60, task="t", arguments="")
     set_back(redis, run.key, 18_000)
@@ -890,7 +890,7 @@ def test_an_edit_that_contradicts_the_stored_entry_is_not_stored(cli, put, redis
     assert redis.hgetall("redbeat:e") == before
 
 
-#: What is broken in an entry, what mends it, and what is shown of it as it is.
+#: A broken part of an entry, its fix, and the part that is shown unchanged.
 BROKEN = {
     "a schedule": ({"schedule": {"__type__": "crontab", "minute": "99"}}, None, ["--every", "60"], "99"),
     "options": ({"options": {"countdown": "x"}}, None, ["--options", "{}"], "countdown"),

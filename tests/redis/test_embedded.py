@@ -111,7 +111,7 @@ def use(home: Path) -> Iterator[Callable[..., User]]:
 
 
 def answers(home: Path) -> bool:
-    """Tell whether something still accepts connections."""
+    """Return whether a process still accepts connections."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(home / "redis.sock")) == 0
 
@@ -122,7 +122,7 @@ def info(home: Path) -> dict[str, object]:
 
 
 def in_use(home: Path) -> bool:
-    """Tell whether a process holds the lock of a user."""
+    """Return whether a process holds the lock of a user."""
     with (home / "users").open("r+b") as users:
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -220,7 +220,7 @@ def test_commands_soon_after_one_another_find_the_same_server(home, use):
         use().ready().end()
         assert run_id(home) == server
 
-    os.kill(parent(server_pid(home)), signal.SIGTERM)  # nobody wants to wait for the grace
+    os.kill(parent(server_pid(home)), signal.SIGTERM)  # no test should wait for the grace
 
 
 def test_the_grace_begins_with_the_end_of_the_last_user(home, use):

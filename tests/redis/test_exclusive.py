@@ -406,7 +406,7 @@ def in_child(function) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# ---------------------------------------------------------------- the server is away
+# ---------------------------------------------------------------- the server is unreachable
 
 
 @pytest.fixture

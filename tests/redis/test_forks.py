@@ -59,7 +59,7 @@ def ended_well(pid: int) -> bool:
 
 
 def use(app, single, name: str, rounds: int = 1) -> None:
-    """Take, look at and free locks of every sort under a name that nobody else has; each reply must be the own one."""
+    """Take, read and free locks of every sort under a name of their own; each reply must belong to its request."""
     backend = backend_of(app)
     for number in range(rounds):
         own = f"{name} {number}"

@@ -1,4 +1,4 @@
-"""Whatever somebody writes into Redis: no tick dies, no key is written outside of the prefix, memory is bounded."""
+"""Any bytes in Redis: no tick dies, no key is written outside of the prefix, memory is bounded."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ definitions = (
     | values.map(json.dumps)
     | st.text(max_size=30)
 )
-#: Their keys are the schedule's own. A tick writes the first ones, and may find whatever it likes in the others.
+#: Their keys are the schedule's own. A tick writes the first ones, and may find any value in the others.
 WRITTEN = [":schedule", ":pending", ":quarantine", ":history"]
 OWN = [*WRITTEN, ":statics", ":owners", ":runs", ":leader", ":term", ":standbys", ":resigned", ":lock"]
 names = (

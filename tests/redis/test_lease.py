@@ -235,7 +235,7 @@ def test_a_resigned_leader_does_not_lead_before_its_wait_ends(make, app, redis):
     leader.renew()
 
     assert leader.acquire() is None
-    redis.delete(KEYS.resigned)  # as its time to live does, if nobody has come
+    redis.delete(KEYS.resigned)  # as its time to live does, if no standby has come
     assert leader.acquire().number == 2
 
 

@@ -31,7 +31,7 @@ OTHER = Ref(LOCK, "b", nonce="n3")
 
 
 class FileBackend:
-    """A custom backend without Redis: a table in a file. Of no class of anybody's."""
+    """A custom backend without Redis: a table in a file. It has no base class."""
 
     def __init__(self, url: str, *, patience: float = 10.0) -> None:
         self.url, self.patience = url, patience

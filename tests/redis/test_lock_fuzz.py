@@ -1,4 +1,4 @@
-"""Whatever a call is given: it has a key under the prefix or a TypeError says why not, and nothing is left of it."""
+"""Calls with any arguments: each has a key under the prefix, or a TypeError says why not and nothing is left of it."""
 
 from __future__ import annotations
 

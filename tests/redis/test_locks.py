@@ -994,7 +994,7 @@ def test_a_queued_lock_lasts_as_it_was_asked_after_the_clock_was_set_back(backen
 
 
 @pytest.mark.parametrize("place_of", [behind_key, turn_key])
-def test_a_call_that_waits_lasts_as_it_was_asked_after_the_clock_was_set_back(backend, redis, lives, place_of):
+def test_a_waiting_call_lasts_as_asked_after_the_clock_was_set_back(backend, redis, lives, place_of):
     begin(backend)
     if place_of is behind_key:
         acquire(backend, B, if_held=IfHeld.JOIN)

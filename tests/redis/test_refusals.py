@@ -263,7 +263,7 @@ def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, server, red
     assert "broker" not in str(found)
 
 
-def test_a_wrong_password_is_logged_with_its_server_and_what_to_do(server, redis, beat_of, caplog):
+def test_a_wrong_password_is_logged_with_its_server_and_a_remedy(server, redis, beat_of, caplog):
     with without(server, "flushall") as url, make_app(server.celery_url, {"redbeat_redis_url": url}) as app:
         app.conf.redbeat_lock_timeout = 3
         beat = beat_of(app)
@@ -382,7 +382,7 @@ def test_explain_names_the_right_that_the_locks_server_lacks(cli, server, redis,
     assert f"{locks}: {grant(command)}" in explained
 
 
-# ---------------------------------------------------------------- servers that are away
+# ---------------------------------------------------------------- unreachable servers
 
 
 def test_explain_and_status_name_a_claimed_run_that_waits_for_the_broker(cli, server, redis, own_server, beat_of):

@@ -195,7 +195,7 @@ def test_a_rejected_message_that_waits_keeps_its_generation(app, deliver):
     assert not [name for name in again.request_dict if "death" in name]
 
 
-# ---------------------------------------------------------------- messages that nobody of ours has written
+# ---------------------------------------------------------------- messages of other programs
 
 
 @pytest.mark.parametrize(
@@ -832,7 +832,7 @@ def test_the_turn_of_a_waiting_message_lasts_as_long_as_the_message(app, deliver
 
 
 def call_itself(self: Any, user: Any) -> bool:
-    """Tell whether an equal call, made during this run, is a duplicate."""
+    """Return whether an equal call, made during this run, is a duplicate."""
     return self.delay(user).is_duplicate
 
 

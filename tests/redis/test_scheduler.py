@@ -492,7 +492,7 @@ def test_a_corrected_clock_that_was_days_ahead_silences_no_entry(bench, caplog):
     scheduler.tick()
 
     assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:hourly") - datetime.now(UTC).timestamp() <= 3600
-    assert bench.redis.zscore(SCHEDULE, "redbeat:never ran") == waits  # as somebody wanted it
+    assert bench.redis.zscore(SCHEDULE, "redbeat:never ran") == waits  # as an operator wanted it
     assert bench.names == ["hourly"]
     assert "The clock was set back" in caplog.text
 
@@ -623,7 +623,7 @@ def test_options_travel_with_the_message_and_are_not_changed(bench, task):
 
     (message,) = (json.loads(text) for text in bench.redis.lrange("other", 0, -1))
     assert message["headers"]["mine"] == "1"
-    assert message["headers"].get("celery_beat_task", True) is True  # Celery 5.5 and 5.6 do not tell
+    assert message["headers"].get("celery_beat_task", True) is True  # Celery 5.5 and 5.6 do not report it
     assert ("singlebeat_lock" in message["headers"]) is (task == SINGLE)
     assert bench.redis.hget("redbeat:e", "definition") == definition
     assert [entry.options for entry in scheduler.store._decoded.values()] == [options]
@@ -918,7 +918,7 @@ def test_without_such_a_worker_plain_tasks_are_sent_without_a_lock(bench, caplog
     ]
 
 
-# ---------------------------------------------------------------- the broker is away
+# ---------------------------------------------------------------- the broker is unreachable
 
 
 def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(server, redis, own_server, bench_on, caplog):
@@ -1257,7 +1257,7 @@ def test_a_lock_lasts_a_minute_until_its_message_is_sent(bench, redis, task, ove
 @pytest.mark.parametrize("overlap", [None, "buffer_one", "cancel_other"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
 def test_an_occurrence_that_waits_for_the_broker_holds_no_lock(server, redis, own_server, bench_on, task, overlap):
-    """So its entry may be edited or deleted, by whatever program, and no lock is left of an id that was never sent."""
+    """So its entry may be edited or deleted, by any program, and no lock is left of an id that was never sent."""
     bench = bench_on(server, broker_url=own_server.celery_url)
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put("first", task=task, args=["a"], overlap=overlap)
@@ -1500,7 +1500,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     own_server.kill()
     scheduler.tick()
     lock = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
-    if state == "running":  # its message was sent, and nobody knows
+    if state == "running":  # its message was sent, and no beat knows it
         run = Ref(lock, bench.pending().id, nonce="n")
         backend_of(bench.app).begin(run, lease=60, remember_for=60, task=SINGLE, arguments="")
     else:
@@ -1987,7 +1987,7 @@ def test_losing_the_lease_between_read_and_claim_changes_nothing(bench):
     scheduler.tick()
     entry = bench.put("late")
     before = bench.meta("late")
-    bench.redis.set(LOCK, "thief", px=60_000)  # and no renewal has told us
+    bench.redis.set(LOCK, "thief", px=60_000)  # and no renewal has reported it
 
     scheduler.tick()
 
@@ -2304,7 +2304,7 @@ def test_an_invalid_entry_of_beat_schedule_harms_no_other_entry(server, redis, b
 
 
 class Unwell(BaseSchedule):
-    """Fails whenever it is asked, as one that asks a server which is away."""
+    """A schedule that fails at each call, like one that asks an unreachable server."""
 
     def is_due(self, last_run_at: datetime) -> Any:
         raise OSError("no answer")
@@ -2625,7 +2625,7 @@ def put_many(bench: Bench, task: str, number: int) -> None:
         pipe.execute()
 
 
-#: Round trips of a tick, however many entries it sets aside: due, their fields, their records and the records' change,
+#: Round trips of a tick, however many entries it quarantines: due, their fields, their records and the records' change,
 #: claim, confirm twice, and what a client asks when it connects.
 IN_A_TICK = 12
 
@@ -2703,7 +2703,7 @@ def test_a_tick_reads_a_part_of_a_large_quarantine(bench, redis):
     assert redis.hlen(QUARANTINE) == 0
 
 
-# ---------------------------------------------------------------- Redis is away
+# ---------------------------------------------------------------- Redis is unreachable
 
 
 def test_an_outage_is_survived_and_said_once(own_server, bench_on, caplog):

@@ -51,7 +51,7 @@ def store(app: Celery, redis: Redis) -> Store:
 
 @pytest.fixture
 def put(app: Celery, redis: Redis) -> Callable[..., str]:
-    """Writes an entry as anybody might; returns its key."""
+    """Write an entry as another program might; return its key."""
 
     def put(name: str = "e", *, score: float = NOW.timestamp(), definition: str | None = None, **fields: str) -> str:
         key = f"redbeat:{name}"

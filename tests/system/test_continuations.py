@@ -1,4 +1,4 @@
-"""A call that somebody waits for is never swallowed by its equal; and what comes back from a worker."""
+"""A call that a caller waits for is never swallowed by its equal; and the results that come back from a worker."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_call_that_a_task_becomes_waits_for_its_turn(at, held, name):
 
 
 def _let_go_when_waiting(at, held, name, task_id):
-    """Let the equal call end when the other has been taken up or swallowed: before, it would meet nobody."""
+    """Let the equal call end when the other has been taken up or swallowed: before, it would meet no call."""
     if held:
         wait_until(
             lambda: at.worker.matches(rf"{task_id}\] waits for its turn|is a duplicate of task {held[0]}"),

@@ -1,4 +1,4 @@
-"""``doctor`` tells which workers have singlebeat, and which version of it."""
+"""``doctor`` reports which workers have singlebeat, and which version of it."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def _(s: Scene) -> None:
 
 
 def _leaves_late_in_thread(column: Config) -> bool:
-    """Tell whether nobody acknowledges the message of a body that left: it comes again after the timeout."""
+    """Return whether no process acknowledges the message of a body that left; it comes again after the timeout."""
     return column.pool == "solo" or (column.late and column.pool in {"threads", "gevent"})
 
 
@@ -465,7 +465,7 @@ def _(s: Scene) -> None:
 
 
 def _cold(s: Scene, *, stops: bool) -> None:
-    """Shut down with force, which a body that nobody can stop outlives."""
+    """Shut down with force; a body that cannot be stopped outlives that."""
     worker = s.stage.worker()
     s.send("succeed", 30)
     s.wait_started()

@@ -1,4 +1,4 @@
-"""While the locks' server is away, or does not answer, calls and starts do what ``singleton_on_backend_error`` says."""
+"""While the locks' server is unreachable or hangs, calls and starts do what ``singleton_on_backend_error`` says."""
 
 from __future__ import annotations
 

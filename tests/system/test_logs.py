@@ -1,4 +1,4 @@
-"""The logs of real processes: an id leads from beat to the end of a run, idleness is silent, no password is told."""
+"""The logs of real processes: an id leads from beat to the end of a run, idleness is silent, no password is logged."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.system.apps import make_app
 
 BEAT = ("beat", "-S", "singlebeat.Scheduler")
 
-#: Seconds instead of 30 after which a queued lock is looked at.
+#: Seconds instead of 30 after which a queued lock is checked.
 SOON = {"singlebeat_lost_after": 1.5}
 
 #: Seconds for which no entry may be silent.

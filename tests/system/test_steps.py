@@ -1,4 +1,4 @@
-"""Whoever dies between two steps of a call leaves no lock for long, and nothing runs beside its equal."""
+"""A process that dies between two steps of a call leaves no lock for long, and no run starts beside its equal."""
 
 from __future__ import annotations
 

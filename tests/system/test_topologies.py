@@ -255,5 +255,5 @@ def test_the_connections_stay_as_many_over_1000_ticks_and_a_failover():
 
 
 def led(scheduler: Scheduler) -> bool:
-    """Tell whether its last tick reached the server."""
+    """Return whether the last tick of the beat reached the server."""
     return not scheduler._in_trouble

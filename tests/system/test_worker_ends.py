@@ -62,7 +62,7 @@ def test_the_lock_of_a_killed_worker_ends_with_its_lease(celery, oracle, redis, 
     assert [run.id for run in oracle.wait_started(2)] == [first.id, again.id]
 
 
-def test_a_run_that_is_terminated_while_it_waits_for_a_thread_frees_its_lock(celery, app, oracle, redis):
+def test_a_run_terminated_while_it_waits_for_a_thread_frees_its_lock(celery, app, oracle, redis):
     """As ``terminate_other`` does with the run of a plain task, which holds its lock while it waits there."""
     celery("worker", "--pool", "threads", "-c", "1").ready()
     plain, lock = app.tasks[f"{APP}.plain"], "SINGLETONLOCK_{a}"

@@ -1,4 +1,4 @@
-"""What a worker tells about its runs and locks, whichever of its processes has seen it."""
+"""The metrics of a worker about its runs and locks, in any of its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When what the broker did not take is tried again."""
+"""When messages that the broker did not take are retried."""
 
 from __future__ import annotations
 

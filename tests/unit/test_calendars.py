@@ -293,7 +293,7 @@ def test_a_schedule_survives_being_stored(plan: BaseSchedule) -> None:
 
 
 class Office(schedule):  # type: ignore[misc]
-    """Only when somebody is there: in Celery the usual way to make a schedule of one's own."""
+    """Due only in office hours: in Celery the usual way to make a custom schedule."""
 
     def is_due(self, last_run_at: datetime) -> schedstate:
         if not 9 <= self.now().hour < 17:

@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "singlebeat_metrics_host": (None, *TEXT),
     "singlebeat_worker_metrics_port": (0, -1, 65_536, "9110", 1.5, True, []),
 }
-#: Settings that take whatever the user may have a use for.
+#: Settings that take any value that the user may need.
 UNCHECKED = {"singleton_backend_class"}
 
 

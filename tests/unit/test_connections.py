@@ -33,7 +33,7 @@ from singlebeat.locks import backend_of, new_backend
 from singlebeat.locks.redis import RedisBackend
 from tests.support import ROOT, RedisServer, wait_until
 
-URL = "redis://127.0.0.1:1/0"  # nobody is there, and nobody is asked
+URL = "redis://127.0.0.1:1/0"  # no server is there, and none is asked
 OTHER = "redis://127.0.0.1:1/1"
 
 
@@ -627,7 +627,7 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(server, redis):
 
 @contextmanager
 def demoted(server: RedisServer) -> Iterator[None]:
-    """Make the server a read-only replica of nobody."""
+    """Make the server a read-only replica of a server that does not exist."""
     client = server.client()
     client.replicaof("127.0.0.1", 1)
     try:

@@ -24,7 +24,7 @@ BERLIN = ZoneInfo("Europe/Berlin")
 @pytest.fixture(scope="module")
 def app() -> Celery:
     app = Celery(set_as_current=False)
-    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # nobody is there: nothing here connects
+    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # no server is there: nothing here connects
     return app
 
 

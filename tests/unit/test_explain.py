@@ -88,7 +88,7 @@ def test_a_run_of_which_no_end_is_known():
     assert "It runs now, on w1." in said(record(NOON), running={"id": "w1"})
 
 
-def test_a_run_that_waits_for_its_turn_is_explained_with_the_others_that_wait():
+def test_a_waiting_run_is_explained_with_the_other_waiting_runs():
     waits = [record(NOON - at * HOUR, "buffered", reason="waits for task x", task_id=f"id{at}") for at in range(4)]
     ended = record(NOON - 4 * HOUR, end=End("success", "", "", 1.0, "w1", NOON))
     text = said(*waits, ended, running={"id3": "w1"})

@@ -1,4 +1,4 @@
-"""Log lines: one event, one line, pairs that parse back, and no password whatever is logged."""
+"""Log lines: one event, one line, pairs that parse back, and no password in any line."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ POLICY, DEFINITION = schema("policy"), schema("definition")
 @pytest.fixture(scope="module")
 def app() -> Celery:
     app = Celery(set_as_current=False)
-    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # nobody is there: nothing here connects
+    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # no server is there: nothing here connects
     return app
 
 
