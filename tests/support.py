@@ -370,7 +370,7 @@ def until_answered(ask: Callable[..., Any]) -> None:
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1 that no connection gets while a server restarts."""
+    """Return a port of 127.0.0.1 that is free now, and that no connection gets while a server restarts."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
@@ -502,7 +502,7 @@ class CeleryProcess:
         """Send a signal to the main process, or to all processes of the command."""
         if not group:
             self._process.send_signal(signum)
-        elif not (self._ended and self.returncode is not None):  # without a process of the group, its id may be reused
+        elif not (self._ended and self.returncode is not None):  # with no process left, the number may be another's
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signum)
 
