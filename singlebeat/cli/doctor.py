@@ -395,7 +395,7 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
 
 
 def _count_pending(app: Celery) -> int:
-    """Return how many occurrences stay claimed and unconfirmed; in every tick there are some for a moment."""
+    """Return how many occurrences stay claimed and unconfirmed; each tick has such occurrences for a moment."""
     client, key = schedule_client(app), Keys.of(app).pending
     before = set(client.zrange(key, 0, -1))
     if before:
@@ -453,7 +453,8 @@ def _queues(app: Celery, schedule: _Read, workers: Workers) -> Iterator[Finding]
             yield Finding("problem", f"queue {queue}", text)
         for entry in senders:
             if wrong := delivery.without(entry.task):
-                yield Finding("problem", f"entry {entry.name}", f"{wrong}. Let one worker have both of them")
+                text = f"{wrong}. Let one worker read the queue and know the task"
+                yield Finding("problem", f"entry {entry.name}", text)
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
             advice = "Start more workers, or make these tasks shorter"
             if schedule.results:

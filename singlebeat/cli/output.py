@@ -186,7 +186,7 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
         quiet: show nothing.
     """
     stream, done, shown_at = sys.stderr, 0, 0.0
-    shown = not quiet and stream is not None and stream.isatty()  # it is None where the caller has closed it
+    shown = not quiet and stream is not None and stream.isatty()  # None if the caller has closed standard error
 
     def step(count: int = 1) -> None:
         nonlocal done, shown_at
@@ -228,7 +228,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequ
 
 def is_terminal() -> bool:
     """Return whether standard output is a terminal, and not a pipe or a file."""
-    return sys.stdout is not None and sys.stdout.isatty()  # it is None where the caller has closed it
+    return sys.stdout is not None and sys.stdout.isatty()  # None if the caller has closed standard output
 
 
 def _width(text: str) -> int:

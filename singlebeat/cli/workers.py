@@ -59,7 +59,7 @@ class Workers:
         except Exception as exc:  # transports raise any exception
             raise BrokerError(f"{what_it_does(exc)}: {without_passwords(str(exc)).rstrip('.')}{advice(exc)}") from exc
         known, active, queues, stats = answers
-        # Every worker has Celery's own tasks, and names none of them.
+        # Every worker has Celery's own tasks, but does not list them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}
         known_tasks = {worker: frozenset(tasks) | builtins for worker, tasks in known.items()}
         return cls(
@@ -80,7 +80,7 @@ class Workers:
         )
 
     def wrong_clocks(self, ahead_of_us: float, *, more_than: float) -> Iterator[tuple[str, float]]:
-        """Yield workers whose clock is certainly wrong, and by about how many seconds it is ahead.
+        """Yield the workers whose clock is certainly wrong, with the seconds (about) that the clock is ahead.
 
         A worker reads its clock between the question and the answer, however slow it is. A right clock shows a time
         between the two.
@@ -105,7 +105,7 @@ def _asking(app: Celery) -> Callable[[str], Mapping[str, Any]]:
 
 
 def _slots(stats: Mapping[str, Any]) -> int | None:
-    """Return how many tasks a worker can run at once, None if it does not say."""
+    """Return how many tasks a worker can run at once, or None if the worker does not report it."""
     with suppress(KeyError, TypeError, ValueError):
         return max(int(stats["pool"]["max-concurrency"]), int((stats.get("autoscaler") or {}).get("max", 0)))
     return None

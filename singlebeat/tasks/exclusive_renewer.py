@@ -120,7 +120,7 @@ _renewers: WeakKeyDictionary[Celery, ExclusiveRenewer] = WeakKeyDictionary()
 
 
 def exclusive_renewer_of(app: Celery) -> ExclusiveRenewer:
-    """Return the renewer of an app in this process; a forked child gets one of its own."""
+    """Return the renewer of an app in this process; a forked child gets its own renewer."""
     renewer = _renewers.get(app)
     if renewer is None or renewer.pid != os.getpid():
         renewer = _renewers[app] = ExclusiveRenewer(app)

@@ -290,7 +290,7 @@ _renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()
 
 
 def renewer_of(app: Celery) -> Renewer:
-    """Return the renewer of an app in this process; a forked child gets one of its own."""
+    """Return the renewer of an app in this process; a forked child gets its own renewer."""
     pid, renewer = _renewers.get(app, (0, None))
     if renewer is None or pid != os.getpid():
         renewer = Renewer(app)
