@@ -99,7 +99,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     #: Leadership is taken in ``tick``: RedBeat's receiver of ``beat_init`` leaves a scheduler without a key alone.
     lock_key = None
 
-    def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: Any) -> None:
+    def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: object) -> None:
         config = Config.of(app)
         prepare(app)
         app_zone(app)  # a wrong one shows at the start
@@ -193,7 +193,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         lock = f"`{key}`, lease {self.lock_timeout:g} s" if key else "none: beats share the work"
         return f"       . redis -> {schedule_place(self.app)}\n       . lock -> {lock}"
 
-    def tick(self, *args: Any, **kwargs: Any) -> float:
+    def tick(self, *args: object, **kwargs: object) -> float:
         """Do what is due, if we lead; never raises for what happens outside of this process.
 
         Returns:
@@ -347,7 +347,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                     self._met_other_app(text, other)
         return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not march in step
 
-    def _met_other_app(self, text: str, other: str, **pairs: Any) -> None:
+    def _met_other_app(self, text: str, other: str, **pairs: object) -> None:
         """Say that this beat shares its schedule with another app.
 
         Raises:
@@ -364,9 +364,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if config.singlebeat_other_app_check == "warn":
             log.warning(text, event="other_app", **facts, reason=why)
 
-    def _log_change(self, text: str, **pairs: Any) -> None:
+    def _log_change(self, text: str, *, event: str, **pairs: object) -> None:
         """Log who leads: at its start INFO, afterwards as loudly as what has changed it."""
-        log.write(logging.WARNING if self._has_role else logging.INFO, text, **pairs)
+        log.write(logging.WARNING if self._has_role else logging.INFO, text, event=event, **pairs)
         self._has_role = True
 
     def _trouble(self, kind: str, text: str) -> None:
@@ -384,7 +384,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
 
-    def _is_static(self, name: str, given: Any) -> bool:
+    def _is_static(self, name: str, given: object) -> bool:
         when = given.get("schedule") if isinstance(given, Mapping) else getattr(given, "schedule", None)
         if not is_listed_from_redis(when):
             return True
@@ -392,7 +392,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         log.warning("beat: '%(entry)s' is no part of the code", event="not_added", entry=name, reason=why)
         return False
 
-    def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
+    def update_from_dict(self, dict_: Mapping[str, object]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
         entries, now = dict[str, BeatEntry](), self.server_time.now()
         for name, given in dict_.items():

@@ -20,6 +20,9 @@ from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..clients import RedisClient
+    from .entries.fields import StoredFields
+
 __all__ = ("MAX_LAG", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus")
 
 #: An entry whose time has passed by more than this is overdue: the leader looks every second.
@@ -154,7 +157,7 @@ class ScheduleStatus:
                 yield f"the clock of {host}, {role}, is {ahead:+.1f} s off that of the schedule's server", ahead
 
     @classmethod
-    def of(cls, app: Celery, *, names: bool = True, client: Any = None) -> ScheduleStatus:
+    def of(cls, app: Celery, *, names: bool = True, client: RedisClient = None) -> ScheduleStatus:
         """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
 
         Args:
@@ -218,7 +221,7 @@ class ScheduleStatus:
         )
 
 
-def _idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
+def _idle(app: Celery, client: RedisClient, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
     """Return how many entries RedBeat need not have sent, of those whose places are over, and the first of the others.
 
     Where RedBeat leads, the places of disabled entries stay behind. After its start places are too early by the age of
@@ -234,7 +237,7 @@ def _idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, Sequen
     return len(found) - len(late), [min(late, key=lambda each: each[1])] if late else []
 
 
-def _due_by_redbeat(app: Celery, key: str, place: float, fields: Any) -> float | None:
+def _due_by_redbeat(app: Celery, key: str, place: float, fields: StoredFields) -> float | None:
     """Return since when RedBeat should have sent an entry, in seconds since 1970; None: it never sends it.
 
     One that cannot be used is due at its place: RedBeat removes it, or ends because of it.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kombu.utils.encoding import safe_repr
 
@@ -31,6 +31,11 @@ from .base import (
 from .key import behind_key, beside, readable, suspects_key
 from .late_release import cancel_release, refused, release_later
 from .modes import LockMode, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
+
+if TYPE_CHECKING:
+    from .base import Options
+    from .key import Arguments, NamedArguments
+    from .task import LockableTask
 
 __all__ = ("UNSENT_TTL", "Granted", "Refused", "acquire_for_call", "free", "keep", "unlocked_ticket")
 
@@ -55,12 +60,12 @@ class Granted:
     wait: float = 0.0  #: seconds that the message may wait for its start, if the lock ends earlier; else 0
     terminates: bool = False  #: whether the call terminates the run that it waits for
 
-    def give_up(self, task: Any) -> None:
+    def give_up(self, task: LockableTask) -> None:
         """Free the lock of a call that could not be sent."""
         if self.lock is not None:
             free(task, self.lock)
 
-    def note_sent(self, task: Any) -> Holder | None:
+    def note_sent(self, task: LockableTask) -> Holder | None:
         """Extend the lock of the sent call and evict other calls; return the run that the call waits for, or None.
 
         The lock then lasts for as long as the message may wait. Failures are logged and not raised, because the call
@@ -104,7 +109,7 @@ class Refused:
     holder: Holder  #: of the lock; has the call's own task id if that was sent before
 
 
-def unlocked_ticket(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
+def unlocked_ticket(task: LockableTask, task_id: str, key: str, overlap: Overlap) -> Ticket:
     """Return the ticket of a call that holds no lock while it is queued, such as a call that was sent by name."""
     if overlap is Overlap.ALLOW_ALL or task.lock in {LockMode.UNTIL_EXECUTING, LockMode.UNTIL_EXPIRED}:
         return Ticket(task_id, beside(key, task_id))  # its own lock refuses only copies of the call
@@ -113,7 +118,13 @@ def unlocked_ticket(task: Any, task_id: str, key: str, overlap: Overlap) -> Tick
 
 
 def acquire_for_call(
-    task: Any, task_id: str, args: Any, kwargs: Any, *, overlap: Overlap, options: Mapping[str, Any]
+    task: LockableTask,
+    task_id: str,
+    args: Arguments | None,
+    kwargs: NamedArguments | None,
+    *,
+    overlap: Overlap,
+    options: Options,
 ) -> Granted | Refused:
     """Acquire the lock that a call needs before it is sent.
 
@@ -172,7 +183,7 @@ def acquire_for_call(
     return Refused(holder)
 
 
-def _check_backend(task: Any, overlap: Overlap) -> None:
+def _check_backend(task: LockableTask, overlap: Overlap) -> None:
     backend = task.singleton_backend
     if not backend.replaces:
         raise ConfigError(
@@ -181,7 +192,9 @@ def _check_backend(task: Any, overlap: Overlap) -> None:
         )
 
 
-def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Call:
+def _call(
+    task: LockableTask, ref: Ref, args: Arguments | None, kwargs: NamedArguments | None, options: Options
+) -> Call:
     wait, expiry = task.time_to_start(options), task.effective_lock_expiry
     if task.lock == LockMode.UNTIL_EXPIRED and expiry:
         wait = expiry
@@ -189,7 +202,7 @@ def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any
     return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry, entry=entry)
 
 
-def _acquire(task: Any, call: Call, *, may_be_resent: bool) -> Holder:
+def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
     """Acquire the lock of a call.
 
     A hung server may have granted that lock late to a refused call of this process: free it then, and retry.
@@ -238,7 +251,7 @@ _suspected: dict[str, float] = {}
 SUSPECT_AGAIN, MOST_SUSPECTS = 10.0, 1000
 
 
-def _suspect(task: Any, key: str, holder: Holder) -> None:
+def _suspect(task: LockableTask, key: str, holder: Holder) -> None:
     """Ask the leader to check an old lock, whose message may be lost."""
     config, now = Config.of(task.app), time.monotonic()
     patience, since = config.singlebeat_lost_after, holder.since
@@ -253,7 +266,7 @@ def _suspect(task: Any, key: str, holder: Holder) -> None:
         task.singleton_backend.suspect(suspects_key(config.singleton_key_prefix), key)
 
 
-def free(task: Any, ref: Ref, *, remember_for: float = 0.0) -> None:
+def free(task: LockableTask, ref: Ref, *, remember_for: float = 0.0) -> None:
     """Free the lock of an unsent call or an ended run, at once or when the locks' server answers again.
 
     Args:
