@@ -321,7 +321,7 @@ def test_a_broker_that_refuses_is_not_said_to_be_away(cli, server, redis, own_se
     assert told.singlebeat["reason"].startswith(f"the broker {own_server.url}: ")
     assert "is claimed and waits to be sent" in explained
     assert f"the broker {own_server.url} refuses: " in explained
-    assert "Its memory is full: free some, or raise maxmemory. It is sent when that is over" in explained
+    assert "Its memory is full: free some, or raise maxmemory. Beat sends it once that is over" in explained
     assert "does not answer" not in explained
 
 

@@ -2274,7 +2274,7 @@ def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_
     scheduler = bench_on(server, beat_schedule=entries).scheduler()
     events: list[str] = []
     install = scheduler.statics.install
-    monkeypatch.setattr(scheduler, "_watched", lambda: events.append("progress"))
+    monkeypatch.setattr(scheduler, "_report_progress", lambda: events.append("progress"))
     monkeypatch.setattr(scheduler.statics, "install", lambda *args: events.append("batch") or install(*args))
 
     scheduler.setup_schedule()
@@ -2422,12 +2422,12 @@ def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
     said = [r.singlebeat for r in caplog.records if getattr(r, "singlebeat", {}).get("event") == "schedule_vanished"]
     assert len(said) == 1
     if first == "standby":
-        assert said[0]["reason"].startswith("term 1 has begun before, and the server does not know it any more: ")
+        assert said[0]["reason"].startswith("the server has forgotten term 1: it has lost all its data, or its last ")
     assert "warning  schedule: when the present term began, at 20" in cli("doctor", app=bench.app, code=None).output
 
 
 def test_a_standby_notices_that_another_app_leads_now(server, redis, bench_on, monkeypatch, caplog):
-    monkeypatch.setattr("singlebeat.beat.scheduler.LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEADER_CHECK_INTERVAL", 0.0)
     bench = bench_on(server, singlebeat_other_app_check="raise")
     leader, standby = bench.scheduler(), bench.scheduler()
     caplog.set_level("INFO", "celery.beat")
