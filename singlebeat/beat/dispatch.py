@@ -159,7 +159,7 @@ class Dispatcher:
             looked_after = self._check_workers(claimed)
         except LockBackendError as exc:
             outage, looked_after = exc, True  # messages that may need a lock wait
-        messages, wrong = prepare(self.app, self._step_by_step(claimed), looked_after=looked_after)
+        messages, wrong = prepare(self.app, self._report_each(claimed), looked_after=looked_after)
         self._release(*(lock for message, _ in wrong for lock in message.locks(self.app)))
         decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
         unsent, asked = list[str](), outage is None
@@ -169,7 +169,7 @@ class Dispatcher:
             try:
                 holders = self._acquire(messages, now) if asked else {}
                 if any(holder.verdict is Verdict.ACQUIRED for holder in holders.values()):
-                    self._note_answer(LOCKS)  # HELD proves nothing: a server that refuses writes may still answer it
+                    self._note_answer(LOCKS)  # HELD proves nothing: a server that refuses writes still reads a holder
             except LockBackendError as exc:
                 outage = exc
             ready = messages
@@ -210,7 +210,7 @@ class Dispatcher:
             self._progress()
             if not self._publisher.may_publish(term) or time.monotonic() > deadline:
                 return
-            if broker_is_down:  # each further message would wait for it again
+            if broker_is_down:  # each further message would wait for the broker again
                 unsent.append(member)
                 continue
             began = time.monotonic()
@@ -250,7 +250,7 @@ class Dispatcher:
             self._free_locks([each for each in plain if each.stored.pending is not None])
         return looked_after
 
-    def _step_by_step(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
+    def _report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
         for each in claimed:  # a task's own key function may take long
             self._progress()
             yield each
@@ -264,7 +264,7 @@ class Dispatcher:
             claimed = claim(task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options)
             if isinstance(claimed, Holder):
                 is_own = claimed.task_id == occurrence.id
-                return _sent_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, claimed)
+                return _published_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, claimed)
             admitted = claimed
             if admitted.taken is not None:
                 self._note_answer(LOCKS)
@@ -279,7 +279,7 @@ class Dispatcher:
             raise
         if getattr(result, "is_duplicate", False):
             if result.id == entry.options["task_id"]:
-                return _sent_before(message)
+                return _published_before(message)
             return Published(DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id))
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
         waits_for = admitted.note_sent(task) if admitted is not None else getattr(result, "waits_for", None)
@@ -331,7 +331,7 @@ class Dispatcher:
         self._free_locks(claimed)
 
     def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:
-        messages, _ = prepare(self.app, self._step_by_step(claimed), looked_after=True)
+        messages, _ = prepare(self.app, self._report_each(claimed), looked_after=True)
         self._release(*(lock for message in messages for lock in message.locks(self.app)))
 
     def _ask_for_workers(self) -> bool:
@@ -417,7 +417,7 @@ class Dispatcher:
         elif holder.verdict is Verdict.HELD:
             published = Published(DecisionType.SKIPPED_OVERLAP, holder)
         else:
-            published = _sent_before(message)
+            published = _published_before(message)
         outcome, other = published
         met = outcome in {DecisionType.BUFFERED, DecisionType.SKIPPED_OVERLAP}
         if met and (holder is None or holder.state == "queued"):
@@ -439,6 +439,6 @@ def _holder(known: Any, task_id: str) -> Holder:
     return known if isinstance(known, Holder) else Holder(Verdict.HELD, task_id, "queued or running", None, 0, 0.0)
 
 
-def _sent_before(message: Message) -> Published:
+def _published_before(message: Message) -> Published:
     """Return the outcome of an occurrence whose id has run before: an earlier try or an earlier claim has sent it."""
     return Published(DecisionType.DISPATCHED if message.stored.pending is not None else DecisionType.RUN_BEFORE)

@@ -74,7 +74,7 @@ class Facts:
     name: str
     entry: Entry | None  #: None if it cannot be read
     state: ScheduleStatus
-    records: Sequence[Record]  #: the last one first
+    records: Sequence[Record]  #: latest first
     locks: Mapping[str, HeldLock]  #: by task id, of the tasks that the record names and no worker runs
     running: Mapping[str, str] | None  #: task id -> worker, of all workers that answer; None if none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
@@ -114,11 +114,11 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield from _pending(facts)
     record = record_at(facts.records, at)
     if at is not None and facts.entry is not None and quarantined is None:
-        yield from _unrecorded(facts, record, at)
+        yield from _missing_record(facts, record, at)
     if record is not None:
         yield from _decision(facts, record)
     elif at is None and quarantined is None and not facts.unusable:
-        yield "Nothing was decided about it so far, or the history has lost it (singlebeat_history_limit)."
+        yield "Nothing was decided about it so far, or the history has dropped the record (singlebeat_history_limit)."
     if facts.entry is not None and facts.entry.ignored:
         yield f"A warning: {facts.entry.ignored}"
     if facts.entry is not None:
@@ -167,7 +167,7 @@ def record_at(records: Sequence[Record], at: datetime | None) -> Record | None:
     return max((r for r in records if r.nominal <= at), key=lambda r: r.nominal, default=None)
 
 
-def _unrecorded(facts: Facts, record: Record | None, at: datetime) -> Iterator[str]:
+def _missing_record(facts: Facts, record: Record | None, at: datetime) -> Iterator[str]:
     """Say if the entry had a time of which there is no record."""
     entry = facts.entry
     assert entry is not None  # noqa: S101 - for the type checker
@@ -192,14 +192,14 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
     when = _moment(record.nominal)
     match record.decision:
         case "dispatched" | "buffered":
-            yield f"The run for {when} was sent{_recorded(facts, record, record.at)} as task {record.task_id}."
+            yield f"The run for {when} was sent{_recorded_at(facts, record, record.at)} as task {record.task_id}."
             if record.decision == "buffered":
                 yield f"It met an equal call and had to wait for its turn: it {record.reason}."
             if record.kind == "catch_up":
                 yield "It was sent late, and stands for all times that passed before it."
             yield from _end(facts, record)
         case "skipped_overlap":
-            yield f"The run for {when} was skipped: {_in_its_way(record)} was not over ({record.reason})."
+            yield f"The run for {when} was skipped: {_blocking_call(record)} was not over ({record.reason})."
             yield from _holder(facts, record.holder)
         case "run_before":
             yield f"The run for {when} was not sent once more: {record.reason}."
@@ -220,14 +220,14 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
         case "publish_failed":
             yield f"The run for {when} was not sent, and never can be: {record.reason}."
         case "quarantined" if facts.name not in facts.state.quarantine:
-            yield f"It was quarantined{_recorded(facts, record, record.at)}, and has recovered since: {record.reason}."
+            yield f"It was quarantined{_recorded_at(facts, record, record.at)}, and is usable again: {record.reason}."
         case "quarantined":
             pass  # the first sentence says it
         case other:
             yield f"The run for {when}: {other} ({record.reason})."
 
 
-def _recorded(facts: Facts, record: Record, at: datetime) -> str:
+def _recorded_at(facts: Facts, record: Record, at: datetime) -> str:
     """Return when something was recorded; empty if the schedule's server cannot have shown that time then.
 
     The ids of records never go back. After that server's clock is set back, ids of new records are too late.
@@ -237,7 +237,7 @@ def _recorded(facts: Facts, record: Record, at: datetime) -> str:
     return "" if is_ahead or is_before else f" at {_moment(at)}"
 
 
-def _in_its_way(record: Record) -> str:
+def _blocking_call(record: Record) -> str:
     """Return which call kept a run from being sent: with a Singleton, it may not come from the entry itself."""
     if record.holder_entry == record.entry:
         return "the one before it"
@@ -253,9 +253,9 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         why = f": {end.reason}" if end.reason else ""
         if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
             what = "Its message was lost" if end.outcome == MESSAGE_LOST else "A worker without singlebeat has run it"
-            yield f"{what}, and beat freed its lock{_recorded(facts, record, end.at)}{why}."
+            yield f"{what}, and beat freed its lock{_recorded_at(facts, record, end.at)}{why}."
             return
-        yield f"It ended{_recorded(facts, record, end.at)}{took} on {end.worker}, {end.outcome}{why}."
+        yield f"It ended{_recorded_at(facts, record, end.at)}{took} on {end.worker}, {end.outcome}{why}."
         if end.outcome == "unknown_task":
             yield "That worker does not know the task and has dropped the message."
         return
@@ -272,7 +272,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
 
 
 def _waits(facts: Facts, record: Record) -> Iterator[str]:
-    """Say that a run waits for its turn, and how many others of its entry do."""
+    """Say that a run waits for its turn, and how many other runs of its entry wait, too."""
     open_ = [r for r in facts.records if r.decision in {"dispatched", "buffered"} and r.end is None]
     others = sum(r.task_id not in {record.task_id, *(facts.running or ())} for r in open_)
     beside = f", as do {others} other runs of this entry" if others > 1 else ", as does 1 other run of this entry"

@@ -106,7 +106,7 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
             continue
         # A place that is the same before and after the entry was read belongs to the entry as it was read.
         before = _scores(client, keys, names)
-        quarantined = _quarantined(client, keys, names)
+        quarantined = _quarantined_names(client, keys, names)
         again = [*_read(app, client, keys, names)]
         after = _scores(client, keys, names)
         same = {n: score for n, score in before.items() if score == after.get(n) and n not in quarantined}
@@ -135,7 +135,7 @@ def _first(scores: Sequence[float]) -> float:
     return min((score for score in scores if score >= 0), default=max(scores))  # a negative score means never
 
 
-def _quarantined(client: Any, keys: Keys, names: Sequence[str]) -> Collection[str]:
+def _quarantined_names(client: Any, keys: Keys, names: Sequence[str]) -> Collection[str]:
     """Return the names of the quarantined entries, which beat has parked."""
     records = client.hmget(keys.quarantine, [*(keys.prefix + name for name in names), *names])
     pairs = zip(names, records[: len(names)], records[len(names) :], strict=True)

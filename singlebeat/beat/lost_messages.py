@@ -54,7 +54,7 @@ PAUSE, EVERY = 5.0, 10.0
 #: Seconds to wait for the next answer of a worker.
 TIMEOUT = 2.0
 
-#: Seconds to wait for what the result backend knows of all locks.
+#: Seconds to wait for the answers of the result backend about all locks.
 RESULTS_TIMEOUT = 10.0
 
 #: Seconds after its last answer in which a worker that does not announce itself must answer again; less if
@@ -98,7 +98,7 @@ class Waiting:
     ref: Ref
     task: str
     since: float  #: when it was queued, in seconds since 1970
-    age: float  #: seconds since then; 0 if it is ahead
+    age: float  #: seconds since it was queued; 0 if it is ahead
     left: float  #: seconds until it ends by itself; if it is ahead, without the seconds by which it is ahead
     is_noted: bool  #: beat has stored the note of this message
     queue: str  #: of the message; empty if unknown
@@ -115,7 +115,7 @@ class Waiting:
         if record.get("state") != "queued" or is_turn_key(key) or not {"now", "since", "ttl"} <= record.keys():
             return None
         now, since = float(record["now"]) / 1000, float(record["since"]) / 1000
-        sent = _sent(record)
+        sent = _read_note(record)
         is_noted = sent.get("gen") == record["gen"]
         renewed = float(record["renewed"]) / 1000 if record.get("renewed") else None
         ahead, left = since - now if since - now > AHEAD_FROM else 0.0, float(record["ttl"])
@@ -139,7 +139,7 @@ class Waiting:
         )
 
 
-def _sent(record: Mapping[str, str]) -> Mapping[str, Any]:
+def _read_note(record: Mapping[str, str]) -> Mapping[str, Any]:
     try:
         sent = json.loads(record.get("sent") or "{}")
     except ValueError:  # any program may write there
@@ -248,17 +248,17 @@ def _examine_once(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, a
             yield Found(lock, "", reason)
         else:
             ripe.append(lock)
-    ended = _ended(app, ripe)
+    ended = _read_ends(app, ripe)
     yield from (Found(lock, RAN_ELSEWHERE, ended[lock.ref]) for lock in ripe if lock.ref in ended)
     if rest := [lock for lock in ripe if lock.ref not in ended]:
-        announced = {name: age for each, age in backend.workers().items() if (name := _ours(app, each))}
+        announced = {name: age for each, age in backend.workers().items() if (name := _our_hostname(app, each))}
         living = {worker for worker, age in announced.items() if age < config.singlebeat_lock_lease}
         lately = answers.lately(min(SEEN_FOR, config.singlebeat_lost_after or SEEN_FOR))
         expected = living | (lately - announced.keys())
         try:
             with _Broker.reached(app) as broker:
                 yield from list(_ask(app, rest, broker, expected, answers))
-        except Exception as exc:  # transports raise what they like
+        except Exception as exc:  # a transport may raise anything
             log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
             yield from (Found(lock, "", "the broker cannot be asked for its message") for lock in rest)
 
@@ -280,7 +280,7 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
     return ""
 
 
-def _ended(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
+def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
     """Return the ends that the result backend knows, by the locks of their messages."""
     ended: dict[Ref, str] = {}
 
@@ -325,7 +325,7 @@ def _ask(
         queues |= {str(name) for name in app.amqp.queues}
         for lock in open_:
             if not lock.queue:
-                reasons[lock.ref] = broker.waits_in(sorted(queues | _routed(app, lock.task)))
+                reasons[lock.ref] = broker.waits_in(sorted(queues | _queues_of(app, lock.task)))
         open_ = [lock for lock in open_ if not reasons.get(lock.ref)]
     if open_:
         known = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
@@ -346,7 +346,7 @@ def _ask(
         yield Found(lock, "", reason) if reason else Found(lock, MESSAGE_LOST, gone)
 
 
-def _routed(app: Celery, task: str) -> set[str]:
+def _queues_of(app: Celery, task: str) -> set[str]:
     """Return the queue of a task for a call that names none."""
     known = app.tasks.get(task)
     options = {name: value for name in ("queue", "routing_key", "exchange") if (value := getattr(known, name, None))}
@@ -357,7 +357,7 @@ def _routed(app: Celery, task: str) -> set[str]:
     return {str(getattr(queue, "name", queue))} if queue else set()
 
 
-def _ours(app: Celery, announced: str) -> str:
+def _our_hostname(app: Celery, announced: str) -> str:
     """Return the hostname of a worker that has announced itself; empty if its broker is not ours."""
     hostname, _, _ = announced.partition(" ")
     return hostname if announced == worker_name(app, hostname) else ""
@@ -452,7 +452,7 @@ class LostMessages:
                 self.search(backend, [*keys, *refused, *map(behind_key, refused)])
             except (LockBackendError, ConfigError) as exc:
                 log.debug("lost messages cannot be searched for", event="not_asked", reason=exc)
-            except Exception:  # the outer edge of the thread: it must live as long as its beat
+            except Exception:  # the outer edge of the thread, which must live as long as its beat
                 log.exception("beat: The search for lost messages failed and goes on", event="search_failed")
             time.sleep(min(EVERY, (self._patience or EVERY) / 3))
 

@@ -64,7 +64,7 @@ class BeatMetrics:
         self._quarantines = Counter(
             "singlebeat_quarantines_total", "Unusable entries that were found.", registry=registry
         )
-        # Each series begins at 0: increase() misses the first event of a counter that appears with it.
+        # Each series begins at 0: increase() misses the first event of a counter that appears with this event.
         for outcome in DecisionType:
             for kind in Kind:
                 self._decisions.labels(outcome.value, kind.value)
@@ -73,11 +73,11 @@ class BeatMetrics:
         registry.register(self)
         # Signals keep weak references to methods: this object must live as long as its beat. Without a dispatch_uid,
         # Celery before 5.7 confuses the methods of two objects.
-        signals.occurrence_decided.connect(self._decided, sender=app, dispatch_uid=id(self))
-        signals.tick_ended.connect(self._ticked, sender=app, dispatch_uid=id(self))
-        signals.leadership_gained.connect(self._gained, sender=app, dispatch_uid=id(self))
-        signals.leadership_lost.connect(self._lost, sender=app, dispatch_uid=id(self))
-        signals.entry_quarantined.connect(self._quarantined, sender=app, dispatch_uid=id(self))
+        signals.occurrence_decided.connect(self._count_decision, sender=app, dispatch_uid=id(self))
+        signals.tick_ended.connect(self._observe_tick, sender=app, dispatch_uid=id(self))
+        signals.leadership_gained.connect(self._count_gained, sender=app, dispatch_uid=id(self))
+        signals.leadership_lost.connect(self._count_lost, sender=app, dispatch_uid=id(self))
+        signals.entry_quarantined.connect(self._count_quarantined, sender=app, dispatch_uid=id(self))
 
     @classmethod
     def served(cls, app: Celery, lease: Lease) -> BeatMetrics | None:
@@ -156,20 +156,20 @@ class BeatMetrics:
         """Return no names: otherwise the registry would ask Redis when this object is registered."""
         return iter(())
 
-    def _decided(self, decision: Any = None, **_: Any) -> None:
+    def _count_decision(self, decision: Any = None, **_: Any) -> None:
         self._decisions.labels(decision.outcome.value, decision.occurrence.kind.value).inc()
         if decision.occurrence.is_scheduled and decision.outcome.value in {"dispatched", "buffered"}:
             self._lateness.observe(max(0.0, self.lease.server_time.timestamp() - decision.occurrence.nominal))
 
-    def _ticked(self, seconds: float = 0.0, **_: Any) -> None:
+    def _observe_tick(self, seconds: float = 0.0, **_: Any) -> None:
         self.last_tick = time.monotonic()
         self._ticks.observe(seconds)
 
-    def _gained(self, **_: Any) -> None:
+    def _count_gained(self, **_: Any) -> None:
         self._terms.labels("gained").inc()
 
-    def _lost(self, **_: Any) -> None:
+    def _count_lost(self, **_: Any) -> None:
         self._terms.labels("lost").inc()
 
-    def _quarantined(self, **_: Any) -> None:
+    def _count_quarantined(self, **_: Any) -> None:
         self._quarantines.inc()

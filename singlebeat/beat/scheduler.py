@@ -357,7 +357,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         config, facts = Config.of(self.app), {"app": self.statics.owner, "other": other, **pairs}
         why = (
             f"both have redbeat_key_prefix {config.redbeat_key_prefix!r} in one database: give each app a prefix of "
-            "its own, or, if that is what you want, set singlebeat_other_app_check to ignore"
+            "its own, or set singlebeat_other_app_check to ignore if they share the schedule on purpose"
         )
         if config.singlebeat_other_app_check == "raise":
             self.close()

@@ -34,10 +34,10 @@ MOST_READ = 1000
 #: Where beats share the work: seconds without a sign of life after which no beat works. Each beat gives one every 10 s.
 SILENT_AFTER = 30.0
 
-#: What becomes of an unusable entry that no beat has checked yet.
+#: The fate of an unusable entry that no beat has checked yet, in words.
 QUARANTINED_LATER = "beat quarantines it when its time comes, unless it is corrected before"
 
-#: What it means that a beat of RedBeat leads.
+#: The effects of a leader that is a beat of RedBeat, in words.
 REDBEAT_LEADS = (
     "a beat of RedBeat leads. It knows no policy: it sends paused entries, and ignores overlap, misfire_grace_time, "
     "jitter, timezone, start_time, end_time and max_runs. It acquires no locks for plain tasks and records no history. "
@@ -54,20 +54,20 @@ class ScheduleStatus:
     leader: Mapping[str, str]
     #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
     standbys: Sequence[Mapping[str, str]]
-    locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
+    locked: bool  #: a beat leads, perhaps a beat of RedBeat, which leaves no name
     lease_left: float
     entries: int
     due: int  #: entries whose time has come
     overdue: int  #: due entries that wait longer than a working beat lets them
-    lag: float  #: how late the most overdue one is
+    lag: float  #: how late the most overdue entry is
     pending: int  #: occurrences that are claimed and not confirmed
     quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since; empty if only their number was asked for
     quarantined: int = 0
     is_shared: bool = False  #: leadership is switched off: all beats share the work
-    silent: float | None = None  #: since a beat has last noted the time by which it decides; None if none ever has
+    silent: float | None = None  #: since a beat has last noted the time by which it decides; None if no beat ever has
     now: float = 0.0  #: seconds since 1970
-    host_ahead: float = 0.0  #: by how much the clock of this host is ahead of the server's
-    set_back: float = 0.0  #: by how much the server's clock is behind the latest time by which a beat has decided
+    host_ahead: float = 0.0  #: by which the clock of this host is ahead of the server's
+    set_back: float = 0.0  #: by which the server's clock is behind the latest time by which a beat has decided
 
     @property
     def works(self) -> bool:
@@ -170,18 +170,18 @@ class ScheduleStatus:
         now = server_time.timestamp()
         with client.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.lease.leader)
-            # All members, whatever the clocks show: standbys trim this set, and without standbys it expires.
+            # All members, without a limit by time: standbys trim this set, and without standbys the set expires.
             pipe.zrange(keys.lease.standbys, 0, -1)
             pipe.pttl(keys.lock or keys.lease.leader)
             pipe.zcard(keys.schedule)
             pipe.zcount(keys.schedule, 0, now)
-            # A score of 0 means "now, whenever that is", and says nothing about how late it is.
+            # A score of 0 means "at once", and says nothing about how late the entry is.
             pipe.zcount(keys.schedule, "(0", now - OVERDUE_AFTER)
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
             pipe.hlen(keys.quarantine)
             pipe.get(keys.alive)
-            pipe.get(keys.clock)  # older beats write this one only
+            pipe.get(keys.clock)  # older beats write only this key
             if names:
                 pipe.hgetall(keys.quarantine)
             leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
@@ -197,11 +197,11 @@ class ScheduleStatus:
         if noted_at > now + SILENT_AFTER:  # of a wrong clock: a working beat would have noted another time since
             noted_at = 0.0
         if overdue and ttl > 0 and not leader:
-            idle, first = _idle(app, client, keys, now)
+            idle, first = _count_idle(app, client, keys, now)
             due, overdue = due - idle, overdue - idle
         return cls(
             leader=leader,
-            standbys=sorted((_named(text) for text in standbys), key=lambda standby: standby["since"]),
+            standbys=sorted((_decode_standby(text) for text in standbys), key=lambda standby: standby["since"]),
             locked=ttl > 0,
             lease_left=max(0, ttl) / 1000,
             entries=entries,
@@ -219,7 +219,7 @@ class ScheduleStatus:
         )
 
 
-def _idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
+def _count_idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
     """Return how many overdue entries RedBeat need not have sent, and the first entry that it should have sent.
 
     Where RedBeat leads, disabled entries keep places in the past. After a start of RedBeat, places are too early by the
@@ -252,7 +252,7 @@ def _due_by_redbeat(app: Celery, key: str, place: float, fields: Any) -> float |
     return nominal if nominal is None or isinstance(nominal, float) else max(place, nominal.timestamp())
 
 
-def _named(text: str) -> Mapping[str, str]:
+def _decode_standby(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
         return {name: str(raw[name]) for name in ("host", "pid", "since")} | {

@@ -317,7 +317,7 @@ def test_a_broker_that_refuses_is_not_said_to_be_away(cli, server, redis, own_se
         explained = cli("explain", "e", app=app).output
 
     (told,) = [record for record in caplog.records if record.singlebeat["event"] == "unreachable"]
-    assert "stays pending until the broker takes it" in told.getMessage()
+    assert "stay pending until the broker takes it" in told.getMessage()
     assert told.singlebeat["reason"].startswith(f"the broker {own_server.url}: ")
     assert "is claimed and waits to be sent" in explained
     assert f"the broker {own_server.url} refuses: " in explained

@@ -336,7 +336,7 @@ def test_what_falls_due_while_the_broker_is_down_is_sent_once_when_it_is_back(ch
         broker.kill()
         position = leader.position
         chaos.feed(20, over=2)
-        leader.wait_for("stays pending until the broker answers", after=position)
+        leader.wait_for("stay pending until the broker answers", after=position)
         wait_until(lambda: chaos.claimed() == 20, what="the claim of all")
         ticks = leader.position
         assert chaos.redis.zcard(chaos.keys.pending) == 20

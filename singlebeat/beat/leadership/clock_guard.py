@@ -28,8 +28,8 @@ LONGEST_STEP_BACK = timedelta(hours=3)
 #: The last second before the year 10000: a later place is no time in seconds since 1970.
 LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 
-#: How old the stored time may be: the next leader compares it in hours, and it is the sign of life of beats that share
-#: the work.
+#: How old the stored time may be. The next leader compares it in hours, and beats that share the work store a sign of
+#: life with it.
 STORED_EVERY = timedelta(seconds=10)
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -79,7 +79,7 @@ class Clock:
             about = {"before": self._latest, "now": now, "reason": "entries that were decided by then wait until then"}
             log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
             self._retry_pending(now)
-        # The latest, not the last: many small steps back are a large one.
+        # The latest time, not the last: many small steps back are a large step.
         self._latest = max(self._latest, now)
         if self._waits and self._latest == now:
             self._waits = False

@@ -112,13 +112,13 @@ class Lease:
         # A new token only after an answer: a server that was frozen executes the campaigns that had reached it. With
         # another token, no process would know the token of the lock then.
         token, self._term = self._token or uuid(), None
-        # Trust counts from before the call: a slow reply must not stretch it.
+        # The trusted time counts from before the call: a slow reply must not extend it.
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
         host, pid, since = socket.gethostname(), os.getpid(), self._now()
         # The stored string must be the same at each campaign, because it is removed by its value.
         self._since = self._since or since
-        before, self._standby = self._standby, self._named(host, pid)
+        before, self._standby = self._standby, self._encode_standby(host, pid)
         about = (host, pid, since, self._last_token, self._standby)
         off = (f"{self.server_time.host_ahead:.1f}", before if before != self._standby else "")
         args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known, *off)
@@ -148,7 +148,7 @@ class Lease:
         if self._client is None:
             self._client = self._connect()
         self._since = self._since or self._now()
-        before, self._standby = self._standby, self._named(socket.gethostname(), os.getpid())
+        before, self._standby = self._standby, self._encode_standby(socket.gethostname(), os.getpid())
         now, key = self.server_time.timestamp() * 1000, self.keys.standbys
         until = now + SHARE_STAY * 1000
         with self._client.pipeline(transaction=False) as pipe:
@@ -161,7 +161,7 @@ class Lease:
             pipe.execute()
         self._share_at = self._clock() + SHARE_EVERY
 
-    def _named(self, host: str, pid: int) -> str:
+    def _encode_standby(self, host: str, pid: int) -> str:
         """Return the record of this beat as a standby, in JSON; it says how far the clock is off if that matters."""
         ahead = self.server_time.host_ahead
         off = {"ahead": round(ahead)} if abs(ahead) > DIFFERS_FROM else {}

@@ -280,7 +280,8 @@ class Store:
             key = self.keys.entry(member)
             if key in self.keys.own:
                 raise EntryError(
-                    f"its key is one of the schedule itself: ZREM {shlex.join((self.keys.schedule, member))}"
+                    "its key belongs to the schedule itself; remove the place: ZREM "
+                    f"{shlex.join((self.keys.schedule, member))}"
                 )
             entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
             if entry.ignored:

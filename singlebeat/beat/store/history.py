@@ -78,7 +78,7 @@ class History:
         """Return the last decisions about any entry, latest first."""
         decisions = list(islice(self._stream(self.keys.history), count))
         since = decisions[-1][0] if decisions else "+"
-        return _joined(decisions, _ends(self._stream(self.keys.runs, until=since)))
+        return _join_ends(decisions, _ends(self._stream(self.keys.runs, until=since)))
 
     def of(self, name: str, count: int) -> Sequence[Record]:
         """Return the last decisions about one entry, latest first.
@@ -95,7 +95,7 @@ class History:
         rows = sorted(decisions.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
         if any(fields["id"] and fields["id"] not in ends for _, fields in rows):
             ends = _ends(self._stream(self.keys.runs, name)) | ends
-        return _joined(rows, ends)
+        return _join_ends(rows, ends)
 
     def own(self, names: Iterable[str]) -> Iterator[tuple[str, Own]]:
         """Yield names of entries, each with the history that it keeps itself; one round trip per ``BATCH`` entries."""
@@ -108,7 +108,7 @@ class History:
             for name, (history, runs, pending) in zip(batch, found, strict=True):
                 ends = _ends(_lines(runs, _OF_END))
                 rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
-                yield name, Own(_joined(rows, ends), [_end(*end) for end in ends.values()], bool(pending))
+                yield name, Own(_join_ends(rows, ends), [_end(*end) for end in ends.values()], bool(pending))
 
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"
@@ -153,7 +153,7 @@ def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[s
             return
 
 
-def _joined(
+def _join_ends(
     rows: Sequence[tuple[str, Mapping[str, str]]], ends: Mapping[str, tuple[str, Mapping[str, str]]]
 ) -> Sequence[Record]:
     return [

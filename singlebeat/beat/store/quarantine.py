@@ -84,7 +84,7 @@ class Quarantine:
             exc: the exception that its schedule has raised.
             again: calculates its times at a moment.
         """
-        refused = self._failing[member] = _Failing(found, _why(exc), again, now)
+        refused = self._failing[member] = _Failing(found, _reason_of(exc), again, now)
         self.add(member, refused.reason, due=True, exc=exc)
 
     def why_failing(self, member: str, found: Any, now: datetime) -> str:
@@ -97,7 +97,7 @@ class Quarantine:
             try:
                 refused.again(now)
             except Exception as exc:  # a user's own schedule may raise anything
-                refused.reason = _why(exc)
+                refused.reason = _reason_of(exc)
             else:
                 return ""
         return refused.reason
@@ -136,7 +136,7 @@ class Quarantine:
         }
         if not problems and not recovered:
             return
-        records, deleted = self._stored(list(problems), unreadable)
+        records, deleted = self._read_records(list(problems), unreadable)
         problems = {
             member: problem
             for member, problem in problems.items()
@@ -169,7 +169,7 @@ class Quarantine:
             self._progress()
             self._forget(member, has_recovered=member in recovered)
 
-    def _stored(
+    def _read_records(
         self, members: Sequence[str], unreadable: Sequence[str]
     ) -> tuple[Mapping[str, Mapping[str, str]], Collection[str]]:
         """Return the quarantine records of entries, and which of the unreadable entries were deleted."""
@@ -213,7 +213,7 @@ class Quarantine:
             signals.entry_recovered.send(sender=self.app, entry=member)
 
 
-def _why(exc: Exception) -> str:
+def _reason_of(exc: Exception) -> str:
     return f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
 
 

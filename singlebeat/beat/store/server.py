@@ -25,7 +25,7 @@ def eviction_policy(client: Any) -> str | None:
 class Server:
     """The schedule's server at one moment."""
 
-    version: str  #: of Redis, or the one that Valkey says it is compatible with
+    version: str  #: of Redis, or of the Redis with which Valkey claims to be compatible
     eviction: str | None  #: ``maxmemory-policy``; None if unknown
     kept: str | None  #: the data that survive a restart: everything, snapshots, nothing; None if unknown
 

@@ -52,7 +52,7 @@ class Places:
             cursor, found = self.client.zscan(keys.schedule, cursor or 0, count=BATCH)
             # The tick checks due entries in any case.
             waiting = {member: score for member, score in found if score < 0 or score > now.timestamp()}
-            places = [*self._earlier(waiting, now)] if waiting else []
+            places = [*self._earlier_places(waiting, now)] if waiting else []
             args = [text for member, score in places for text in (repr(score), member)]
             if not script(__package__, "place")(self.client, touched, (term.token, "" if cursor else zone, *args)):
                 return
@@ -63,7 +63,7 @@ class Places:
                 "beat: Wall clocks are read in %(zone)s, no longer in %(before)s", event="zone_changed", **about
             )
 
-    def _earlier(self, waiting: dict[str, float], now: datetime) -> Iterator[tuple[str, float]]:
+    def _earlier_places(self, waiting: dict[str, float], now: datetime) -> Iterator[tuple[str, float]]:
         """Yield the entries whose places are too late, and their new places."""
         members: Sequence[str] = list(waiting)
         entries = [self.keys.entry(member) for member in members]
