@@ -280,7 +280,7 @@ class Store:
             key = self.keys.entry(member)
             if key in self.keys.own:
                 raise EntryError(
-                    "its key belongs to the schedule itself; remove the place: ZREM "
+                    "its key belongs to the schedule itself: remove its place with ZREM "
                     f"{shlex.join((self.keys.schedule, member))}"
                 )
             entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
