@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from kombu.utils.imports import symbol_by_name
@@ -33,6 +33,9 @@ from redis.sentinel import (
 
 from .cluster import Cluster
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from redis.backoff import AbstractBackoff
 
 __all__ = (
     "TOPOLOGY",
@@ -78,7 +81,14 @@ _SINGLE = ("redis://", "rediss://", "unix://", "redis+socket://")
 _SENTINEL = ("sentinel://", "redis-sentinel://")
 _CLUSTER = ("redis-cluster://",)
 
-_clients: dict[tuple[int, str, str], Any] = {}
+#: A client of redis-py, of one server or of a cluster, or the user's own ``app.redbeat_redis``. redis-py's types do not
+#: serve: each command returns a union with an awaitable, and the cluster's client has another class than the server's.
+RedisClient = Any
+
+#: Keyword arguments of a client, by the names of redis-py, RedBeat and Celery; the client checks their types.
+ClientOptions = Mapping[str, Any]
+
+_clients: dict[tuple[int, str, str], RedisClient] = {}
 
 
 class _Retry(Retry):
@@ -90,7 +100,7 @@ class _Retry(Retry):
 
     _busy = False
 
-    def __init__(self, backoff: Any, retries: int, period: float = 0) -> None:
+    def __init__(self, backoff: AbstractBackoff, retries: int, period: float = 0) -> None:
         super().__init__(backoff, -1 if period else retries, PASSING)
         self._period = period
 
@@ -100,7 +110,7 @@ class _Retry(Retry):
             return do()
         deadline = time.monotonic() + self._period
 
-        def failed(error: Exception, *more: Any) -> None:
+        def failed(error: Exception, *more: object) -> None:
             fail(error, *more)
             if self._period and time.monotonic() > deadline:
                 raise error
@@ -115,7 +125,7 @@ class _Retry(Retry):
 class _DiscoveringConnection:
     """A connection that asks the sentinels at each connect; redis-py's own retries a call on the last master."""
 
-    def send_packed_command(self: Any, command: Any, check_health: bool = True) -> Any:
+    def send_packed_command(self: Any, command: object, check_health: bool = True) -> Any:
         """Send a command; if there is no connection, connect to the current master first."""
         if not self._sock:
             self.connect()
@@ -133,18 +143,19 @@ class _MasterSSLConnection(_DiscoveringConnection, SentinelManagedSSLConnection)
 class _Sentinels(Sentinel):
     """Sentinels whose error for an unknown master is one short line."""
 
-    def discover_master(self, service_name: str) -> Any:
+    def discover_master(self, service_name: str) -> tuple[str, int]:
         """Return host and port of the master.
 
         Raises:
             MasterNotFoundError: no sentinel answers, or no sentinel knows a live master.
         """
         try:
-            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+            master: tuple[str, int] = super().discover_master(service_name)  # type: ignore[no-untyped-call]
         except MasterNotFoundError:
             asked = ", ".join("{host}:{port}".format(**s.connection_pool.connection_kwargs) for s in self.sentinels)
             why = f"the sentinels {asked} do not answer, or know no live master"
             raise MasterNotFoundError(f"no master {service_name!r} found: {why}") from None
+        return master
 
 
 def _retry(retries: int, period: float) -> _Retry:
@@ -156,7 +167,7 @@ def is_redis(url: object) -> bool:
     return isinstance(url, str) and url.startswith((*_SINGLE, *_SENTINEL, *_CLUSTER))
 
 
-def is_cluster(url: str, options: Mapping[str, Any]) -> bool:
+def is_cluster(url: str, options: ClientOptions) -> bool:
     """Return whether URL and options name a Redis Cluster."""
     return bool(options.get("cluster")) or url.startswith(_CLUSTER)
 
@@ -203,8 +214,8 @@ def native(url: str) -> str:
 
 
 def private(
-    url: str, *, timeout: float, retries: int = 2, options: Mapping[str, Any] | None = None, setting: str = ""
-) -> Any:
+    url: str, *, timeout: float, retries: int = 2, options: ClientOptions | None = None, setting: str = ""
+) -> RedisClient:
     """Return a new client with its own connections.
 
     Args:
@@ -227,7 +238,7 @@ def private(
         raise ConfigError(f"{where}cannot use {masked(url)} as a Redis server: {reason}") from None
 
 
-def shared(url: str, *, timeout: float, options: Mapping[str, Any] | None = None, setting: str = "") -> Any:
+def shared(url: str, *, timeout: float, options: ClientOptions | None = None, setting: str = "") -> RedisClient:
     """Return the client that this process shares for the same URL, timeout and options."""
     key = (os.getpid(), url, repr(sorted((options or {}).items())) + repr(timeout))
     if key not in _clients:
@@ -235,7 +246,7 @@ def shared(url: str, *, timeout: float, options: Mapping[str, Any] | None = None
     return _clients[key]
 
 
-def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]) -> Any:
+def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]) -> RedisClient:
     topology = {name: given.pop(name) for name in TOPOLOGY & given.keys()}
     # A negative value makes RedBeat retry for ever. Beat retries at every tick instead; other callers must not block.
     period = max(0.0, float(given.pop("retry_period", None) or 0)) * bool(retries)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from redis import RedisCluster
 from redis.backoff import NoBackoff
@@ -14,7 +14,13 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
+if TYPE_CHECKING:
+    from .clients import ClientOptions, RedisClient
+
 __all__ = ("Cluster", "keeps_together", "same_slot")
+
+#: A function that calls another one until it succeeds or the time is up, and returns its result.
+Repeat = Callable[[Callable[[], object]], Any]
 
 
 @contextmanager
@@ -39,10 +45,10 @@ class Cluster(RedisCluster):
 
     def __init__(
         self,
-        nodes: Sequence[Mapping[str, Any]],
+        nodes: Sequence[ClientOptions],
         *,
         retries: int,
-        repeated: Callable[[Callable[[], Any]], Any] | None,
+        repeated: Repeat | None,
         **kwargs: Any,
     ) -> None:
         if kwargs.pop("db", 0):
@@ -55,16 +61,16 @@ class Cluster(RedisCluster):
         with _as_redis_errors():
             super().__init__(startup_nodes=first, retry=Retry(NoBackoff(), retries), **kwargs)
 
-    def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_command(self, *args: object, **kwargs: object) -> Any:
         """Send a command to its node or nodes."""
         return self._repeat(lambda: super(Cluster, self).execute_command(*args, **kwargs))  # type: ignore[no-untyped-call]
 
-    def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
+    def pipeline(self, transaction: object = None, shard_hint: object = None) -> _Pipeline:
         """Return a pipeline without a transaction; scripts do the work that must be atomic."""
         return _Pipeline(super().pipeline, self._repeat)
 
-    def _repeat(self, do: Callable[[], Any]) -> Any:
-        def converting() -> Any:
+    def _repeat(self, do: Callable[[], object]) -> Any:
+        def converting() -> object:
             with _as_redis_errors():
                 return do()
 
@@ -74,12 +80,12 @@ class Cluster(RedisCluster):
 class _Pipeline:
     """Commands that each attempt sends in a new pipeline, because redis-py's pipelines can be executed only once."""
 
-    def __init__(self, new: Callable[[], Any], repeat: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, new: Callable[[], RedisClient], repeat: Repeat) -> None:
         self._new, self._repeat = new, repeat
-        self._commands: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._commands: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
 
     def __getattr__(self, name: str) -> Callable[..., _Pipeline]:
-        def note(*args: Any, **kwargs: Any) -> _Pipeline:
+        def note(*args: object, **kwargs: object) -> _Pipeline:
             self._commands.append((name, args, kwargs))
             return self
 
@@ -89,7 +95,7 @@ class _Pipeline:
         """Send the commands and return their replies."""
         commands, self._commands = self._commands, []
 
-        def do() -> Any:
+        def do() -> object:
             pipe = self._new()
             for name, args, kwargs in commands:
                 getattr(pipe, name)(*args, **kwargs)
@@ -104,7 +110,7 @@ class _Pipeline:
         self._commands.clear()
 
 
-def same_slot(client: Any, keys: Sequence[str]) -> list[list[int]]:
+def same_slot(client: RedisClient, keys: Sequence[str]) -> list[list[int]]:
     """Return the indexes of the keys in groups for one script each; in a cluster, a group is the keys of one slot."""
     if not isinstance(client, RedisCluster):
         return [list(range(len(keys)))]

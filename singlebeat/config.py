@@ -20,8 +20,12 @@ from .overlap import Overlap
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.app.utils import Settings
 
 __all__ = ("Config",)
+
+#: Options of a client or of a class; that client or class checks their types.
+_Options = Mapping[str, Any]
 
 #: Seconds of the leader's lease when ``redbeat_lock_timeout`` is not set.
 DEFAULT_LEADER_LEASE = 10.0
@@ -71,7 +75,7 @@ def _lock_name(value: object) -> str | None:
     return value or None  # as in RedBeat, an empty string means no lock
 
 
-def _options(value: object) -> Mapping[str, Any]:
+def _options(value: object) -> _Options:
     if not isinstance(value, Mapping):
         raise ValueError("must be a dict")  # noqa: TRY004 - a wrong value, as far as the user is concerned
     return value
@@ -83,7 +87,7 @@ def _flag_or_none(value: object) -> bool | None:
     raise ValueError("must be True or False")
 
 
-def _ssl(value: object) -> Mapping[str, Any] | bool:
+def _ssl(value: object) -> _Options | bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     return _options(value)
@@ -129,18 +133,18 @@ def _patterns(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _class(value: object) -> Any:
+def _class(value: object) -> type | str | None:
     # A path is imported only when it is needed, because its module may need the app.
     if value is None or isinstance(value, type) or (isinstance(value, str) and re.fullmatch(r"\w[\w.]*[.:]\w+", value)):
         return value
     raise ValueError("must be a class, or the path of a class, such as 'shop.json:Encoder'")
 
 
-def _anything(value: object) -> Any:
+def _anything(value: object) -> object:
     return value
 
 
-def _setting(default: Any, check: Callable[[Any], Any], doc: str) -> Any:
+def _setting(default: object, check: Callable[[object], object], doc: str) -> Any:
     return field(default_factory=lambda: default, metadata={"check": check, "doc": doc})
 
 
@@ -151,10 +155,10 @@ class Config:
     redbeat_redis_url: str | None = _setting(
         None, _text_or_none, "server that keeps the schedule; default: ``broker_url``"
     )
-    redbeat_redis_options: Mapping[str, Any] = _setting(
+    redbeat_redis_options: _Options = _setting(
         {}, _options, "options for the Redis client of the schedule (``socket_timeout``, ``sentinels``, …)"
     )
-    redbeat_redis_use_ssl: Mapping[str, Any] | bool = _setting(
+    redbeat_redis_use_ssl: _Options | bool = _setting(
         False, _ssl, "TLS options of that client; default: ``broker_use_ssl`` when the broker's URL is used"
     )
     redbeat_key_prefix: str = _setting("redbeat:", _text, "prefix of every key of the schedule")
@@ -172,12 +176,12 @@ class Config:
     singleton_backend_url: str | None = _setting(
         None, _text_or_none, "server that keeps the locks; default: ``result_backend``, then ``broker_url``"
     )
-    singleton_backend_class: Any = _setting(
+    singleton_backend_class: object = _setting(
         None,
         _anything,
         "class of the lock backend, or its path; default: ``singlebeat.locks.redis.RedisBackend``",
     )
-    singleton_backend_kwargs: Mapping[str, Any] = _setting({}, _options, "keyword arguments for that class")
+    singleton_backend_kwargs: _Options = _setting({}, _options, "keyword arguments for that class")
     singleton_key_prefix: str = _setting("SINGLETONLOCK_", _text, "prefix of every lock")
     singleton_raise_on_duplicate: bool | None = _setting(
         None, _flag_or_none, "raise ``DuplicateTaskError`` instead of returning the holder's result"
@@ -190,7 +194,7 @@ class Config:
         _backend_error,
         "if the locks' server is unreachable: ``raise`` or ``run``; default: raise at the call, run at start",
     )
-    singleton_json_encoder_class: Any = _setting(
+    singleton_json_encoder_class: type | str | None = _setting(
         None, _class, "JSON encoder for arguments in unique keys; default: kombu's"
     )
     singlebeat_overlap: Overlap = _setting(
@@ -245,14 +249,14 @@ class Config:
     @classmethod
     def read(cls, app: Celery) -> Config:
         """Read and check the settings of an app anew."""
-        conf: Any = app.conf
+        conf: Settings = app.conf
         settings = {f.name: f for f in fields(cls)}
         for name in _own_names(conf):
             if name not in settings:
                 near = difflib.get_close_matches(name, settings, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown setting {name}{hint}")
-        values = {}
+        values: dict[str, Any] = {}
         for name, setting in settings.items():
             for spelling in (name, name.upper(), f"CELERY_{name.upper()}"):
                 if spelling in conf:
@@ -272,7 +276,7 @@ class Config:
 _configs: WeakKeyDictionary[Celery, Config] = WeakKeyDictionary()
 
 
-def _own_names(conf: Any) -> Iterator[str]:
+def _own_names(conf: Settings) -> Iterator[str]:
     """Yield the names in the configuration that begin with ``singlebeat_``, in lower case and without namespace."""
     for key in conf.keys():  # noqa: SIM118 - not a dict: iterating it yields deprecated names, too
         name = str(key).lower()
@@ -282,7 +286,7 @@ def _own_names(conf: Any) -> Iterator[str]:
             yield name
 
 
-def _checked(name: str, check: Callable[[Any], Any], value: object) -> Any:
+def _checked(name: str, check: Callable[[object], object], value: object) -> object:
     try:
         return check(value)
     except ValueError as exc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from redis import Redis, RedisCluster
 
@@ -26,6 +26,8 @@ from .errors import ConfigError
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from .clients import ClientOptions, RedisClient
 
 __all__ = (
     "DataError",
@@ -52,7 +54,7 @@ class Endpoint(NamedTuple):
 
     setting: str
     url: str
-    options: Mapping[str, Any]
+    options: ClientOptions
 
 
 def schedule_server(app: Celery) -> Endpoint:
@@ -100,7 +102,7 @@ def schedule_place(app: Celery) -> str:
     return "app.redbeat_redis" if getattr(app, "redbeat_redis", None) is not None else masked(schedule_url(app))
 
 
-def schedule_client(app: Celery, *, timeout: float | None = None) -> Any:
+def schedule_client(app: Celery, *, timeout: float | None = None) -> RedisClient:
     """Return the client for the schedule: ``app.redbeat_redis`` if the user has set it, as with RedBeat.
 
     Args:
@@ -153,7 +155,7 @@ def lock_server(app: Celery) -> Endpoint:
     raise ConfigError("set singleton_backend_url to a Redis server: neither result_backend nor broker_url is one")
 
 
-def _borrowed(setting: str, url: Any, tls: Any, options: Mapping[str, Any] | None) -> Endpoint:
+def _borrowed(setting: str, url: object, tls: object, options: ClientOptions | None) -> Endpoint:
     """Return the endpoint of a URL that is configured for another purpose.
 
     Of its options, only those for the topology and the credentials are used.
@@ -164,7 +166,7 @@ def _borrowed(setting: str, url: Any, tls: Any, options: Mapping[str, Any] | Non
     return Endpoint(setting, url, {**_tls(tls), **given})
 
 
-def _tls(given: Any) -> Mapping[str, Any]:
+def _tls(given: object) -> ClientOptions:
     """Return the client options for the value of a ``*_use_ssl`` setting."""
     return {"ssl": True, **(given if isinstance(given, Mapping) else {})} if given else {}
 

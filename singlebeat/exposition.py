@@ -73,11 +73,11 @@ def serve(host: str, port: int, answer: Callable[[str], Answer]) -> ThreadingHTT
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - of the standard library
             """Log nothing."""
 
     class Server(ThreadingHTTPServer):
-        def handle_error(self, request: Any, client_address: Any) -> None:
+        def handle_error(self, request: Any, client_address: object) -> None:
             """Ignore a client that disconnects before the answer, as a probe does at its timeout."""
             if not isinstance(sys.exception(), OSError):
                 super().handle_error(request, client_address)

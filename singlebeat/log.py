@@ -49,35 +49,35 @@ class Log:
         self._logger = get_logger(name)
         self._logger.addFilter(_without_passwords_in_traceback)
 
-    def debug(self, text: str, *, event: str, **pairs: Any) -> None:
+    def debug(self, text: str, *, event: str, **pairs: object) -> None:
         """Log an event that matters only in the search for an error."""
         if self.wants(logging.DEBUG):
             self._write(logging.DEBUG, text, {"event": event, **pairs})
 
-    def info(self, text: str, *, event: str, **pairs: Any) -> None:
+    def info(self, text: str, *, event: str, **pairs: object) -> None:
         """Log an expected event."""
         if self.wants(logging.INFO):
             self._write(logging.INFO, text, {"event": event, **pairs})
 
-    def warning(self, text: str, *, event: str, **pairs: Any) -> None:
+    def warning(self, text: str, *, event: str, **pairs: object) -> None:
         """Log an event that may need the attention of an operator."""
         if self.wants(logging.WARNING):
             self._write(logging.WARNING, text, {"event": event, **pairs})
 
-    def error(self, text: str, *, event: str, **pairs: Any) -> None:
+    def error(self, text: str, *, event: str, **pairs: object) -> None:
         """Log a problem that an operator has to fix."""
         if self.wants(logging.ERROR):
             self._write(logging.ERROR, text, {"event": event, **pairs})
 
-    def exception(self, text: str, *, event: str, **pairs: Any) -> None:
+    def exception(self, text: str, *, event: str, **pairs: object) -> None:
         """Log an unexpected error, with the traceback of the exception that is being handled."""
         self._write(logging.ERROR, text, {"event": event, **pairs}, exc_info=True)
 
-    def critical(self, text: str, *, event: str, **pairs: Any) -> None:
+    def critical(self, text: str, *, event: str, **pairs: object) -> None:
         """Log the reason why this process ends."""
         self._write(logging.CRITICAL, text, {"event": event, **pairs})
 
-    def write(self, level: int, text: str, *, event: str, **pairs: Any) -> None:
+    def write(self, level: int, text: str, *, event: str, **pairs: object) -> None:
         """Log at the given level of ``logging``."""
         if self.wants(level):
             self._write(level, text, {"event": event, **pairs})
@@ -86,7 +86,7 @@ class Log:
         """Return whether lines of the given level are written."""
         return is_native() or bool(self._logger.isEnabledFor(level))
 
-    def _write(self, level: int, text: str, pairs: dict[str, Any], *, exc_info: Any = None) -> None:
+    def _write(self, level: int, text: str, pairs: dict[str, Any], *, exc_info: object = None) -> None:
         if is_native():  # loggers and handlers have locks, which a greenlet may hold
             error = exc_info and sys.exc_info()
             do_in_loop(lambda: self._write(level, text, pairs, exc_info=error))
@@ -138,20 +138,20 @@ def _quoted_names(text: str) -> tuple[str, ...]:
     return tuple(_QUOTE.findall(text))
 
 
-def _fact(value: object) -> Any:
+def _fact(value: object) -> float | str:
     if isinstance(value, float):
         return round(value, 3)
     return value if isinstance(value, int) else without_passwords(str(value))
 
 
-def _escaped_value(value: object) -> Any:
+def _escaped_value(value: object) -> float | str:
     if isinstance(value, int | float):
         return value
     # A name may contain characters that look like a pair.
     return _KEY.sub(r"\\x3d", printable(without_passwords(str(value))))
 
 
-def _encoded(fact: Any) -> str:
+def _encoded(fact: object) -> str:
     """Return a value as JSON; a string that needs no quotes has none."""
     if isinstance(fact, str) and fact.isprintable() and _BARE.fullmatch(fact):
         return fact

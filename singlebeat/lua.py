@@ -7,9 +7,12 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import NoScriptError
+
+if TYPE_CHECKING:
+    from .clients import RedisClient
 
 __all__ = ("Script", "packed", "script")
 
@@ -22,7 +25,7 @@ class Script:
         self.text = resources.files(package).joinpath(f"{name}.lua").read_text("utf-8")
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
-    def __call__(self, client: Any, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
+    def __call__(self, client: RedisClient, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
         """Run the script once and return its reply."""
         try:
             return client.evalsha(self.sha, len(keys), *keys, *args)
@@ -36,7 +39,7 @@ def script(package: str, name: str) -> Script:
     return Script(package, name)
 
 
-def packed(rows: Iterable[Sequence[Any]]) -> str:
+def packed(rows: Iterable[Sequence[object]]) -> str:
     """Return rows of values as one JSON argument of a script, far cheaper than one argument for each value."""
     # Not escaped, so that bytes that are not UTF-8 pass through JSON unchanged on both sides.
     return json.dumps(list(rows), ensure_ascii=False)

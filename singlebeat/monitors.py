@@ -7,11 +7,14 @@ is sent again, and would begin a new trace. Neither library is imported here: a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .log import Log
+
+if TYPE_CHECKING:
+    from .locks.base import Headers
 
 __all__ = ("close_check_in", "same_trace")
 
@@ -26,7 +29,7 @@ _CHECK_IN = {
 
 
 @contextmanager
-def same_trace(headers: Mapping[str, Any]) -> Iterator[None]:
+def same_trace(headers: Headers) -> Iterator[None]:
     """Send the messages of the block as part of the trace of another message.
 
     Args:
@@ -40,7 +43,7 @@ def same_trace(headers: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _enter_trace(stack: ExitStack, headers: Mapping[str, Any]) -> None:
+def _enter_trace(stack: ExitStack, headers: Headers) -> None:
     propagate, context = sys.modules.get("opentelemetry.propagate"), sys.modules.get("opentelemetry.context")
     if propagate is not None and context is not None:
         stack.callback(context.detach, context.attach(propagate.extract(headers)))
@@ -49,7 +52,7 @@ def _enter_trace(stack: ExitStack, headers: Mapping[str, Any]) -> None:
         stack.enter_context(sentry.isolation_scope()).generate_propagation_context(headers)
 
 
-def close_check_in(headers: Mapping[str, Any]) -> None:
+def close_check_in(headers: Headers) -> None:
     """Close the Sentry Crons check-in of a run that was refused at its start; the monitor would wait for its end.
 
     The status is ``ok``: Sentry has no status for skipped runs, and the run of the other call reports its own end.

@@ -172,7 +172,7 @@ def _original_start() -> Any:
 class _ByThread:
     """A module for redis-py: the original module in native threads, the patched module in greenlets."""
 
-    def __init__(self, patched: Any, original: Any) -> None:
+    def __init__(self, patched: ModuleType, original: ModuleType) -> None:
         self._patched, self._original = patched, original
 
     def __getattr__(self, name: str) -> Any:

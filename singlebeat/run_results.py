@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Ignore, Reject, Retry
@@ -23,6 +23,8 @@ from .native_threads import Empty, SimpleQueue, await_native, start_native_threa
 if TYPE_CHECKING:
     from celery import Celery
 
+    from .clients import RedisClient
+    from .locks.base import Headers
     from .tasks.request import Request
 
 __all__ = (
@@ -87,7 +89,7 @@ def record_end(request: Request, outcome: str, reason: str | BaseException = "")
 
 def record_end_of_message(
     app: Celery,
-    headers: Mapping[str, Any],
+    headers: Headers,
     outcome: str,
     reason: str | BaseException = "",
     *,
@@ -138,7 +140,7 @@ class _Writer:
         config = Config.of(app)
         self.app, self.prefix, self.limit = app, config.redbeat_key_prefix, config.singlebeat_history_limit
         self._news: SimpleQueue[tuple[str, ...] | SimpleQueue[None]] = SimpleQueue()
-        self._client: Any = None
+        self._client: RedisClient = None
         self._silent_until = 0.0
         self._failed = False
         start_native_thread(self._run, "singlebeat-ends")

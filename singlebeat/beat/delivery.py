@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kombu import Queue
 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..locks.base import Options
     from .entries.entry import Entry
 
 __all__ = ("Busy", "Delivery", "Reader", "queue_of")
@@ -119,7 +120,7 @@ def queue_of(app: Celery, entry: Entry) -> str | None:
     """
     task = app.tasks.get(entry.task)
     try:
-        options: Mapping[str, Any] = {**(task._get_exec_options() if task is not None else {}), **entry.options}
+        options: Options = {**(task._get_exec_options() if task is not None else {}), **entry.options}
         options = app.amqp.router.route(options, entry.task, entry.args, entry.kwargs, task)
     except Exception:  # a user's router may raise anything, and an unknown queue is an error
         return None

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
@@ -33,7 +33,9 @@ from .store.probe import advice
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.result import AsyncResult
 
+    from ..locks.base import Headers
     from .entries.entry import Entry
     from .leadership.lease import Term
     from .store.claims import ClaimedOccurrence, Confirmation, Store
@@ -94,7 +96,7 @@ def _is_of_message(exc: BaseException) -> bool:
 class Publisher(Protocol):
     """The scheduler as the dispatcher needs it."""
 
-    def publish(self, entry: Entry) -> Any:
+    def publish(self, entry: Entry) -> AsyncResult:
         """Send the task of an entry; raise SchedulingError if it could not be sent."""
 
     def may_publish(self, term: Term) -> bool:
@@ -274,7 +276,7 @@ class Dispatcher:
         except Exception as exc:
             if isinstance(exc.__context__, DuplicateTaskError):
                 return Published(DecisionType.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id))
-            if admitted is not None:
+            if admitted is not None and task is not None:
                 admitted.give_up(task)
             raise
         if getattr(result, "is_duplicate", False):
@@ -282,7 +284,11 @@ class Dispatcher:
                 return _published_before(message)
             return Published(DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id))
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
-        waits_for = admitted.note_sent(task) if admitted is not None else getattr(result, "waits_for", None)
+        waits_for = (
+            admitted.note_sent(task)
+            if admitted is not None and task is not None
+            else getattr(result, "waits_for", None)
+        )
         return Published(DecisionType.BUFFERED, waits_for) if waits_for else Published(DecisionType.DISPATCHED)
 
     def _note_failure(self, exc: Exception, member: str = "") -> None:
@@ -353,7 +359,12 @@ class Dispatcher:
         return time_to_start(message.entry.options, queued_ttl=ttl, now=now)
 
     def _note_queue(
-        self, headers: Any = None, declare: Any = None, exchange: Any = None, routing_key: str = "", **_: Any
+        self,
+        headers: Headers | None = None,
+        declare: Sequence[object] | None = None,
+        exchange: object = None,
+        routing_key: str = "",
+        **_: object,
     ) -> None:
         """Note the queue of a message that Celery is about to publish; an exchange may have many queues."""
         if headers and RUN_HEADER in headers and (declare or not exchange):
@@ -434,7 +445,7 @@ class Dispatcher:
         return message.claimed.confirmation(decision)
 
 
-def _holder(known: Any, task_id: str) -> Holder:
+def _holder(known: object, task_id: str) -> Holder:
     """Return the holder of a lock; a task that acquires its own lock may report only the holder's id."""
     return known if isinstance(known, Holder) else Holder(Verdict.HELD, task_id, "queued or running", None, 0, 0.0)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 from ..connections import schedule_client
@@ -25,6 +25,8 @@ from .store.claims import Stored
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ..clients import RedisClient
 
 __all__ = ("LatePlace", "late_places")
 
@@ -121,7 +123,7 @@ def _zone(name: str | None) -> tzinfo | None:
         return None
 
 
-def _scores(client: Any, keys: Keys, names: Sequence[str]) -> Mapping[str, float]:
+def _scores(client: RedisClient, keys: Keys, names: Sequence[str]) -> Mapping[str, float]:
     """Return the places of the entries: each under its key or its bare name, or the earlier of both."""
     if not names:
         return {}
@@ -135,14 +137,14 @@ def _first(scores: Sequence[float]) -> float:
     return min((score for score in scores if score >= 0), default=max(scores))  # a negative score means never
 
 
-def _quarantined_names(client: Any, keys: Keys, names: Sequence[str]) -> Collection[str]:
+def _quarantined_names(client: RedisClient, keys: Keys, names: Sequence[str]) -> Collection[str]:
     """Return the names of the quarantined entries, which beat has parked."""
     records = client.hmget(keys.quarantine, [*(keys.prefix + name for name in names), *names])
     pairs = zip(names, records[: len(names)], records[len(names) :], strict=True)
     return {name for name, *found in pairs if any(found)}
 
 
-def _read(app: Celery, client: Any, keys: Keys, names: Sequence[str]) -> Iterator[Entry]:
+def _read(app: Celery, client: RedisClient, keys: Keys, names: Sequence[str]) -> Iterator[Entry]:
     members = [keys.prefix + name for name in names]
     for key, fields in zip(members, read_fields(client, members), strict=True):
         with suppress(EntryError):  # the entry was deleted or broken since

@@ -32,6 +32,9 @@ from .result_backend import ResultBackendError, ask_results
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.backends.base import Backend
+    from kombu import Connection
+
 
 __all__ = (
     "MOST",
@@ -284,7 +287,7 @@ def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
     """Return the ends that the result backend knows, by the locks of their messages."""
     ended: dict[Ref, str] = {}
 
-    def ask(backend: Any) -> None:
+    def ask(backend: Backend) -> None:
         for lock in locks:
             meta = backend.get_task_meta(lock.ref.task_id, cache=False)
             # Another message with this task id may have run before.
@@ -366,7 +369,7 @@ def _our_hostname(app: Celery, announced: str) -> str:
 class _Broker:
     """A connection to the broker for questions, whose waits are bounded."""
 
-    def __init__(self, app: Celery, connection: Any) -> None:
+    def __init__(self, app: Celery, connection: Connection) -> None:
         self._connection, self._counts = connection, dict[str, int]()
         # The mailbox's own pool of producers has connections whose waits are not bounded.
         self._mailbox = copy.copy(app.control.mailbox)(connection)
@@ -381,7 +384,7 @@ class _Broker:
             connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT)
             yield cls(app, connection)
 
-    def ask(self, command: str, **arguments: Any) -> Mapping[str, Any]:
+    def ask(self, command: str, **arguments: object) -> Mapping[str, Any]:
         """Return the answers of all workers, by worker."""
         replies = self._mailbox.multi_call(command, arguments, timeout=TIMEOUT) or []
         return {worker: reply for each in replies for worker, reply in each.items()}

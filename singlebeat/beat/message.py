@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config import Config
 from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
@@ -22,6 +22,7 @@ from .plain_task import PlainTask
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..locks.task import LockableTask
     from .entries.entry import Entry
     from .store.claims import ClaimedOccurrence, Stored
 
@@ -76,7 +77,7 @@ class Message:
             return
         self.ticket = Ticket(self.occurrence.id, key, queued=key)
 
-    def _key(self, task: Any) -> str:
+    def _key(self, task: LockableTask) -> str:
         """Return the key of its lock; a key that is the same for all runs of the entry is computed once."""
         entry, shared = self.entry, self.stored.entry
         key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
 
     from celery import Celery
+    from prometheus_client.metrics_core import Metric
 
+    from ..clients import RedisClient
     from .leadership.lease import Lease
 
 __all__ = ("BeatMetrics",)
@@ -50,7 +52,7 @@ class BeatMetrics:
         self.registry = registry = new_registry()
         self.last_tick = time.monotonic()
         self.server: ThreadingHTTPServer | None = None
-        self._client: Any = None
+        self._client: RedisClient = None
         self._decisions = Counter(
             "singlebeat_decisions_total", "Decisions about occurrences.", ["decision", "kind"], registry=registry
         )
@@ -126,7 +128,7 @@ class BeatMetrics:
     def _verdict(problem: str) -> Answer:
         return Answer.of(problem or "ok", 503 if problem else 200)
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Yield gauges of the present state in Redis."""
         from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
 
@@ -152,24 +154,24 @@ class BeatMetrics:
         ):
             yield GaugeMetricFamily(f"singlebeat_{name}", text, value=value)
 
-    def describe(self) -> Iterator[Any]:
+    def describe(self) -> Iterator[Metric]:
         """Return no names: otherwise the registry would ask Redis when this object is registered."""
         return iter(())
 
-    def _count_decision(self, decision: Any = None, **_: Any) -> None:
+    def _count_decision(self, decision: Any = None, **_: object) -> None:
         self._decisions.labels(decision.outcome.value, decision.occurrence.kind.value).inc()
         if decision.occurrence.is_scheduled and decision.outcome.value in {"dispatched", "buffered"}:
             self._lateness.observe(max(0.0, self.lease.server_time.timestamp() - decision.occurrence.nominal))
 
-    def _observe_tick(self, seconds: float = 0.0, **_: Any) -> None:
+    def _observe_tick(self, seconds: float = 0.0, **_: object) -> None:
         self.last_tick = time.monotonic()
         self._ticks.observe(seconds)
 
-    def _count_gained(self, **_: Any) -> None:
+    def _count_gained(self, **_: object) -> None:
         self._terms.labels("gained").inc()
 
-    def _count_lost(self, **_: Any) -> None:
+    def _count_lost(self, **_: object) -> None:
         self._terms.labels("lost").inc()
 
-    def _count_quarantined(self, **_: Any) -> None:
+    def _count_quarantined(self, **_: object) -> None:
         self._quarantines.inc()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config import Config
 from ..locks import backend_of, time_to_start
@@ -15,6 +14,9 @@ from ..locks.modes import LockMode
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ..locks.base import Options
+    from ..locks.key import Arguments, NamedArguments
 
 __all__ = ("PlainTask",)
 
@@ -28,7 +30,7 @@ class PlainTask:
 
     app: Celery
     name: str
-    options: Mapping[str, Any]  #: the options of its message
+    options: Options  #: the options of its message
     entry: str  #: only runs of this entry exclude one another, not equal calls of other entries
 
     lock = LockMode.UNTIL_EXECUTED
@@ -40,7 +42,7 @@ class PlainTask:
         """The backend of the locks of the app."""
         return backend_of(self.app)
 
-    def generate_lock(self, name: str, args: Any, kwargs: Any) -> str:
+    def generate_lock(self, name: str, args: Arguments | None, kwargs: NamedArguments | None) -> str:
         """Return the key of the lock for all runs of a call that come from the entry.
 
         Raises:
@@ -51,6 +53,6 @@ class PlainTask:
         scope = {"entry": config.redbeat_key_prefix + self.entry, **route}
         return lock_key(config.singleton_key_prefix, digest(name, args or (), kwargs or {}, scope=scope))
 
-    def time_to_start(self, options: Mapping[str, Any]) -> float:
+    def time_to_start(self, options: Options) -> float:
         """Return the seconds that a message sent with these options may wait for its start."""
         return time_to_start(options, queued_ttl=Config.of(self.app).singlebeat_queued_ttl, now=datetime.now(UTC))

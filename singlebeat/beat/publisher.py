@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.beat import Scheduler, SchedulingError
 from celery.result import denied_join_result
@@ -12,6 +12,9 @@ from celery.result import denied_join_result
 from ..config import Config
 
 if TYPE_CHECKING:
+    from celery.result import AsyncResult
+    from kombu import Connection, Producer
+
     from .entries.entry import Entry
 
 __all__ = ("BrokerAccess", "bounded")
@@ -25,7 +28,7 @@ LIMITS = {
 }
 
 
-def bounded(connection: Any, timeout: float) -> Any:
+def bounded(connection: Connection, timeout: float) -> Connection:
     """Return a connection to the broker whose waits take no longer than some seconds."""
     for name in LIMITS.get(connection.transport.driver_name, ()):
         connection.transport_options.setdefault(name, timeout)
@@ -35,7 +38,9 @@ def bounded(connection: Any, timeout: float) -> Any:
 class BrokerAccess(Scheduler):  # type: ignore[misc]
     """Celery's scheduler with a broker that may be unreachable."""
 
-    def apply_async(self, entry: Entry, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:
+    def apply_async(
+        self, entry: Entry, producer: Producer | None = None, advance: bool = True, **kwargs: object
+    ) -> AsyncResult:
         """Send the task of an entry.
 
         Raises:
@@ -55,7 +60,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
                 self.forget_broker()
             raise
 
-    def publish(self, entry: Entry) -> Any:
+    def publish(self, entry: Entry) -> AsyncResult:
         """Send the task of an entry, and leave the entry's past to Redis.
 
         Raises:
@@ -64,7 +69,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         return self.apply_async(entry, advance=False)
 
     @cached_property
-    def connection(self) -> Any:
+    def connection(self) -> Connection:
         """The broker connection; if the broker hangs, it must not hold up a tick for long."""
         connection = bounded(self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout)
         if connection.transport.driver_name == "py-amqp":
@@ -72,7 +77,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             connection.transport_options.setdefault("confirm_publish", True)
         return connection
 
-    def _ensure_connected(self) -> Any:
+    def _ensure_connected(self) -> Connection:
         # One attempt: a tick must not wait for the broker, and the next tick retries.
         return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
@@ -15,6 +15,7 @@ from ..log import without_passwords
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.backends.base import Backend
 
 __all__ = ("ResultBackendError", "ask_results", "check_results")
 
@@ -26,7 +27,7 @@ class ResultBackendError(Exception):
     """An error of the result backend; its text follows the name of the backend in a sentence."""
 
 
-def ask_results(app: Celery, ask: Callable[[Any], object], *, timeout: float) -> None:
+def ask_results(app: Celery, ask: Callable[[Backend], object], *, timeout: float) -> None:
     """Ask the result backend in a thread of its own; do nothing if the app keeps no results.
 
     Args:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import dropwhile, islice
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 from uuid import uuid4
 
 from ..connections import ResponseError, schedule_client
@@ -33,6 +33,12 @@ from .store.history import History, Record
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.schedules import BaseSchedule
+
+    from ..clients import RedisClient
+    from ..locks.base import Options
+    from ..locks.key import Arguments, NamedArguments
+    from .entries.fields import StoredFields
 
 __all__ = ("Schedule",)
 
@@ -54,7 +60,7 @@ def _calculating(name: str) -> Iterator[None]:
         raise EntryError(f"entry {name!r}: {why}") from exc
 
 
-def _has_place(client: Any, schedule: str, key: str, prefix: str) -> bool:
+def _has_place(client: RedisClient, schedule: str, key: str, prefix: str) -> bool:
     try:
         return any(score is not None for score in client.zmscore(schedule, [key, key.removeprefix(prefix)]))
     except ResponseError:  # the key is not a sorted set
@@ -63,6 +69,17 @@ def _has_place(client: Any, schedule: str, key: str, prefix: str) -> bool:
 
 def _log_left_out(name: str, why: EntryError) -> None:
     log.warning("%(entry)s is left out", event="left_out", entry=name, reason=why)
+
+
+class _Past(NamedTuple):
+    """The past of an entry, as ``save.lua`` takes it."""
+
+    meta: str | Literal[False]  #: False: leave it
+    since: str | Literal[False]  #: False: leave it
+    score: str  #: empty: leave it
+
+
+_UNCHANGED = _Past(False, False, "")
 
 
 class Schedule:
@@ -75,7 +92,7 @@ class Schedule:
         self.app, self.keys = app, Keys.of(app)
 
     @property
-    def _client(self) -> Any:
+    def _client(self) -> RedisClient:
         return schedule_client(self.app)
 
     def _now(self) -> datetime:
@@ -116,11 +133,11 @@ class Schedule:
         self,
         name: str,
         task: str,
-        schedule: Any,
+        schedule: BaseSchedule | timedelta | float,
         *,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        args: Arguments = (),
+        kwargs: NamedArguments | None = None,
+        options: Options | None = None,
         enabled: bool = True,
         **policy: Unpack[PolicyOptions],
     ) -> Entry:
@@ -359,17 +376,17 @@ class Schedule:
         history = History(self.app)
         return history.latest(count) if name is None else history.of(name, count)
 
-    def _entry(self, name: str, fields: Any) -> Entry:
+    def _entry(self, name: str, fields: StoredFields) -> Entry:
         found = [*self._found(name, fields), *fields[5:]]
         return Entry.from_fields(self.keys.prefix + name, *found, app=self.app)
 
-    def _found(self, name: str, fields: Any) -> Sequence[Any]:
+    def _found(self, name: str, fields: StoredFields) -> StoredFields:
         """Return definition, meta, policy and since of an entry that was read."""
         if isinstance(fields, str):
             raise EntryError(f"entry {name!r} cannot be used: its key holds something else: {fields}")
         if not fields[0]:
             raise self._unknown(name)
-        found: Sequence[Any] = fields[:4]
+        found: StoredFields = fields[:4]
         return found
 
     def _unknown(self, name: str) -> UnknownEntryError:
@@ -396,13 +413,13 @@ class Schedule:
                 raise self._unknown(name)
             definition, _, policy, _ = found = fields[:4]
             stored = EntryPolicy.decode(policy or "")
-            meta, since, score = self._pass_times(name, found) if goes_on and stored.paused else (False, False, "")
+            meta, since, score = self._pass_times(name, found) if goes_on and stored.paused else _UNCHANGED
             wanted = (definition, meta, replace(stored, **wishes).encode(), since)
             if write_fields(self._client, self.keys.schedule, [(key, found, wanted, score)])[0]:
                 return
         raise ConflictError(f"entry {name!r} cannot be stored: another process keeps changing it; try again")
 
-    def _pass_times(self, name: str, fields: Sequence[Any]) -> tuple[str | Literal[False], str | Literal[False], str]:
+    def _pass_times(self, name: str, fields: StoredFields) -> _Past:
         """Return ``meta``, ``since`` and the score of an entry that is resumed now, as ``save.lua`` takes them.
 
         The leader lets the times of a paused entry pass. Times that came while no beat led pass here.
@@ -416,12 +433,12 @@ class Schedule:
             try:
                 before, due_at = Meta.decode(fields[1] or None, fields[3] or None), None
             except EntryError:
-                return False, False, ""
+                return _UNCHANGED
             past, score = replace(before, since=now), None
         if past == before:
-            return False, False, ""
+            return _UNCHANGED
         at = "" if score is None or score < 0 else repr(PARKED if due_at is None else due_at.timestamp())
-        return False if fields[1] else past.encode(), past.encode_since(), at
+        return _Past(False if fields[1] else past.encode(), past.encode_since(), at)
 
     def _propose(
         self, name: str, occurrence: Occurrence | None, timeout: float, *, found: str = "", at: str = ""

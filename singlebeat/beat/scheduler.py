@@ -99,7 +99,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     #: ``tick`` acquires leadership. Without a key, RedBeat's receiver of ``beat_init`` ignores this scheduler.
     lock_key = None
 
-    def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: Any) -> None:
+    def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: object) -> None:
         config = Config.of(app)
         prepare(app)
         app_zone(app)  # a wrong zone is an error at the start
@@ -193,7 +193,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         lock = f"`{key}`, lease {self.lock_timeout:g} s" if key else "none: beats share the work"
         return f"       . redis -> {schedule_place(self.app)}\n       . lock -> {lock}"
 
-    def tick(self, *args: Any, **kwargs: Any) -> float:
+    def tick(self, *args: object, **kwargs: object) -> float:
         """Send due occurrences if this beat leads; an error of a server is logged, and not raised.
 
         Returns:
@@ -348,7 +348,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                     self._report_other_app(text, other)
         return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not campaign in step
 
-    def _report_other_app(self, text: str, other: str, **pairs: Any) -> None:
+    def _report_other_app(self, text: str, other: str, **pairs: object) -> None:
         """Log that this beat shares its schedule with another app.
 
         Raises:
@@ -365,9 +365,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if config.singlebeat_other_app_check == "warn":
             log.warning(text, event="other_app", **facts, reason=why)
 
-    def _log_change(self, text: str, **pairs: Any) -> None:
+    def _log_change(self, text: str, *, event: str, **pairs: object) -> None:
         """Log which beat leads: at level INFO the first time, at WARNING for each later change."""
-        log.write(logging.WARNING if self._has_role else logging.INFO, text, **pairs)
+        log.write(logging.WARNING if self._has_role else logging.INFO, text, event=event, **pairs)
         self._has_role = True
 
     def _note_trouble(self, kind: str, text: str) -> None:
@@ -385,7 +385,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
 
-    def _is_static(self, name: str, given: Any) -> bool:
+    def _is_static(self, name: str, given: object) -> bool:
         when = given.get("schedule") if isinstance(given, Mapping) else getattr(given, "schedule", None)
         if not is_listed_from_redis(when):
             return True
@@ -393,7 +393,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         log.warning("beat: '%(entry)s' does not come from the code", event="not_added", entry=name, reason=why)
         return False
 
-    def update_from_dict(self, dict_: Mapping[str, Any]) -> list[str]:
+    def update_from_dict(self, dict_: Mapping[str, object]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of the stored ones."""
         entries, now = dict[str, BeatEntry](), self.server_time.now()
         for name, given in dict_.items():

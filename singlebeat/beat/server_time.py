@@ -6,10 +6,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..log import Log
 from ..lua import Script
+
+if TYPE_CHECKING:
+    from ..clients import RedisClient
 
 __all__ = ("DIFFERS_FROM", "READ_CLOCK", "UNFIT_FROM", "ServerTime", "server_now")
 
@@ -51,7 +54,7 @@ class ServerTime:
         #: Seconds by which the clock of this host was ahead of the server's at the last reply.
         self.host_ahead = 0.0
 
-    def ask(self, client: Any, key: str) -> None:
+    def ask(self, client: RedisClient, key: str) -> None:
         """Ask the server for its time, in a round trip of its own.
 
         Args:
@@ -109,7 +112,7 @@ class ServerTime:
             )
 
 
-def server_now(client: Any, key: str) -> datetime:
+def server_now(client: RedisClient, key: str) -> datetime:
     """Ask the schedule's server for its time, by which commands and programs decide.
 
     Args:

@@ -20,6 +20,9 @@ from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..clients import RedisClient
+    from .entries.fields import StoredFields
+
 __all__ = ("MAX_LAG", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus")
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
@@ -155,7 +158,7 @@ class ScheduleStatus:
                 yield f"the clock of {host}, {role}, is {ahead:+.1f} s off that of the schedule's server", ahead
 
     @classmethod
-    def of(cls, app: Celery, *, names: bool = True, client: Any = None) -> ScheduleStatus:
+    def of(cls, app: Celery, *, names: bool = True, client: RedisClient = None) -> ScheduleStatus:
         """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
 
         Args:
@@ -219,7 +222,7 @@ class ScheduleStatus:
         )
 
 
-def _count_idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
+def _count_idle(app: Celery, client: RedisClient, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
     """Return how many overdue entries RedBeat need not have sent, and the first entry that it should have sent.
 
     Where RedBeat leads, disabled entries keep places in the past. After a start of RedBeat, places are too early by the
@@ -235,7 +238,7 @@ def _count_idle(app: Celery, client: Any, keys: Keys, now: float) -> tuple[int, 
     return len(found) - len(late), [min(late, key=lambda each: each[1])] if late else []
 
 
-def _due_by_redbeat(app: Celery, key: str, place: float, fields: Any) -> float | None:
+def _due_by_redbeat(app: Celery, key: str, place: float, fields: StoredFields) -> float | None:
     """Return since when RedBeat should have sent an entry, in seconds since 1970; None if RedBeat never sends it.
 
     An unusable entry is due at its place: RedBeat removes it, or ends because of it.

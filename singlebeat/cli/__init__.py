@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from celery.signals import celeryd_init
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from celery.worker import WorkController
 
 __all__ = ("Reporting", "main")
 
@@ -39,7 +42,7 @@ COMMANDS: Mapping[str, str] = {
 
 
 @celeryd_init.connect(weak=False)  # type: ignore[untyped-decorator]
-def _look_after_locks(instance: Any = None, **_: Any) -> None:
+def _look_after_locks(instance: WorkController = None, **_: object) -> None:
     """Let every worker that the command starts look after locks; on messages without one nothing changes."""
     from ..config import Config  # noqa: PLC0415 - every celery command imports this module
     from ..tasks.worker_step import install  # noqa: PLC0415

@@ -51,7 +51,7 @@ def _fields(row: _Row) -> _Row:
     return fields if isinstance(fields, Mapping) else {}
 
 
-def _row(name: str, fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -> _Row:
+def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zone: tzinfo) -> _Row:
     when, clock = _schedule(fields, schedules, zone)
     options = {option: fields[option] for option in OPTIONS if fields.get(option) not in (None, "")}
     if headers := json.loads(fields.get("headers") or "{}"):
@@ -85,7 +85,7 @@ def _row(name: str, fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -
     return {"name": name, "definition": definition, "policy": policy, "meta": past}
 
 
-def _schedule(fields: _Row, schedules: Mapping[Any, _Row], zone: tzinfo) -> tuple[Mapping[str, Any], str | None]:
+def _schedule(fields: _Row, schedules: Mapping[tuple[str, str], _Row], zone: tzinfo) -> tuple[_Row, str | None]:
     """Return the schedule of a task, and the name of the zone that it is read in."""
     for kind in ("interval", "crontab", "solar", "clocked"):
         if fields.get(kind) is None:

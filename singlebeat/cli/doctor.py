@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 import click
@@ -217,7 +217,7 @@ def _urls(app: Celery) -> Iterator[tuple[str, str]]:
 
 
 def _visibility(app: Celery) -> Iterator[Finding]:
-    given: Any = (app.conf.broker_transport_options or {}).get("visibility_timeout", VISIBILITY_TIMEOUT)
+    given: object = (app.conf.broker_transport_options or {}).get("visibility_timeout", VISIBILITY_TIMEOUT)
     for task in app.tasks.values():
         limit = task.time_limit or app.conf.task_time_limit
         if task.acks_late and not task.name.startswith("celery.") and limit and limit > given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,15 @@ from .output import Seconds, command, fail, moment, parse_instant, printable, pr
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.schedules import BaseSchedule
 
+    from ..beat.entries.definition import Fields
+    from ..beat.entries.policy import Wishes
     from ..beat.entries.salvage import Salvage
+    from .output import Decorator
 
 NAME = click.argument("name")
-DEFINITION: Sequence[Callable[[Any], Any]] = (
+DEFINITION: Sequence[Decorator] = (
     click.option("--every", type=Seconds(min=0, min_open=True), help="Seconds between two runs."),
     click.option("--cron", help="Five fields: minute, hour, day of month, month, day of week."),
     click.option("--args", "args_", help="JSON array."),
@@ -59,7 +63,7 @@ def _json(text: str | None, kind: type, option: str) -> Any:
     return value
 
 
-def _schedule(every: float | None, cron: str | None) -> Any:
+def _schedule(every: float | None, cron: str | None) -> BaseSchedule | None:
     if every is not None and cron is not None:
         raise click.UsageError("--every or --cron, not both")
     if every is not None:
@@ -137,7 +141,7 @@ def _store(
     click.echo(f"{printable(name)}: next {moment(upcoming)}")
 
 
-def _check_left(found: Salvage, fields: Mapping[str, Any], wishes: Mapping[str, Any]) -> None:
+def _check_left(found: Salvage, fields: Fields, wishes: Wishes) -> None:
     """Check that what cannot be read of an entry is replaced.
 
     Raises:
@@ -175,7 +179,7 @@ def edit_(app: Celery, as_json: bool, name: str, task: str | None, **given: Any)
     _store(app, name, task, given, as_json)
 
 
-def _done(as_json: bool, text: str, **facts: Any) -> None:
+def _done(as_json: bool, text: str, **facts: object) -> None:
     if as_json:
         show_json(facts)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 import click
@@ -19,6 +19,7 @@ from .output import age, command, marked, moment, parse_instant, printable, show
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.schedules import BaseSchedule
 
     from ..beat.entries.entry import Entry
     from ..beat.entries.salvage import Salvage
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 FIELDS = ("task", "schedule", "args", "kwargs", "options", "enabled")
 
 
-def readable_schedule(when: Any) -> str:
+def readable_schedule(when: BaseSchedule) -> str:
     """Return a schedule for people."""
     if isinstance(when, crontab):
         names = ("_orig_minute", "_orig_hour", "_orig_day_of_month", "_orig_month_of_year", "_orig_day_of_week")
@@ -38,7 +39,7 @@ def readable_schedule(when: Any) -> str:
     return str(when)
 
 
-def as_mapping(entry: Entry) -> Mapping[str, Any]:
+def as_mapping(entry: Entry) -> Mapping[str, object]:
     """Return an entry as JSON has it."""
     since = entry.meta.since
     return {

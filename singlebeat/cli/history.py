@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entries.entry import Entry
+    from ..clients import RedisClient
 
 #: Seconds after which a command looks again at what may be true for a moment only.
 AGAIN = 1.0
@@ -80,7 +81,7 @@ def _pending(app: Celery, name: str) -> Occurrence | None:
         return None
 
 
-def _pending_text(client: Any, key: str) -> str | None:
+def _pending_text(client: RedisClient, key: str) -> str | None:
     fields = read_fields(client, [key])[0]
     return None if isinstance(fields, str) else fields[4]  # a string: its key is of another type
 

@@ -40,6 +40,9 @@ __all__ = (
     "table",
 )
 
+#: A parameter of a command: what ``click.option`` and ``click.argument`` return.
+Decorator = Callable[[Any], Any]
+
 #: Exit codes besides 0: the answer is no; it could not be asked.
 REFUSED, UNANSWERED = 1, 2
 
@@ -70,13 +73,13 @@ class Seconds(click.FloatRange):
 COLOURS = {"problem": "red", "warning": "yellow", "fine": "green"}
 
 
-def command(name: str, *params: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], click.Command]:
+def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], click.Command]:
     """Make a command: its function gets the app, ``as_json`` and the parameters; errors become one line."""
 
-    def make(function: Callable[..., Any]) -> click.Command:
+    def make(function: Callable[..., object]) -> click.Command:
         @functools.wraps(function)
         @click.pass_context
-        def run(ctx: click.Context, /, **kwargs: Any) -> None:
+        def run(ctx: click.Context, /, **kwargs: object) -> None:
             if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
                 ctx.color = False  # for all that click prints; on what is no terminal it never prints colours
             try:
@@ -138,7 +141,7 @@ def is_strict(value: object) -> bool:
     return True
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 

@@ -17,6 +17,10 @@ from ..log import without_passwords
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.app.control import Inspect
+
+#: The answers to a question, by worker.
+_Answers = Mapping[str, Any]
 
 #: Seconds to wait for the answers of all workers.
 TIMEOUT = 1.0
@@ -95,10 +99,10 @@ class Workers:
                 yield worker, shown - began
 
 
-def _asking(app: Celery) -> Callable[[str], Mapping[str, Any]]:
-    def ask(question: str) -> Mapping[str, Any]:
+def _asking(app: Celery) -> Callable[[str], _Answers]:
+    def ask(question: str) -> _Answers:
         with app.connection_for_write() as connection:
-            inspect: Any = app.control.inspect(timeout=TIMEOUT, connection=connection)
+            inspect: Inspect = app.control.inspect(timeout=TIMEOUT, connection=connection)
             return getattr(inspect, question)() or {}
 
     return ask

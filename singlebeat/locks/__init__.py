@@ -47,9 +47,9 @@ from .legacy import LegacyBackend
 from .memory import MemoryBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from celery import Celery
+
+    from .base import Options
 
 __all__ = (
     "backend_of",
@@ -115,7 +115,7 @@ def clear_locks(app: Celery) -> None:
     backend_of(app).clear(Config.of(app).singleton_key_prefix)
 
 
-def time_to_start(options: Mapping[str, Any], *, queued_ttl: float, now: datetime) -> float:
+def time_to_start(options: Options, *, queued_ttl: float, now: datetime) -> float:
     """Return the seconds that a message sent with these options may wait for its start.
 
     That is ``queued_ttl`` after its countdown or eta, and never longer than its ``expires``.
@@ -126,7 +126,7 @@ def time_to_start(options: Mapping[str, Any], *, queued_ttl: float, now: datetim
     return wait if expires is None else max(0.001, min(wait, expires))
 
 
-def seconds_until(moment: Any, now: datetime) -> float | None:
+def seconds_until(moment: datetime | str | timedelta | float | None, now: datetime) -> float | None:
     """Return the seconds until a date, a text with one, a timedelta or seconds from now on; None for None.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kombu.utils.encoding import safe_repr
 
@@ -31,6 +31,11 @@ from .base import (
 from .key import behind_key, beside, readable, suspects_key
 from .late_release import cancel_release, refused, release_later
 from .modes import LockMode, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
+
+if TYPE_CHECKING:
+    from .base import Options
+    from .key import Arguments, NamedArguments
+    from .task import LockableTask
 
 __all__ = ("UNSENT_TTL", "Admitted", "claim", "free", "keep", "unclaimed")
 
@@ -55,12 +60,12 @@ class Admitted:
     wait: float = 0.0  #: seconds that its message may wait for its start, if its lock ends before that
     terminates: bool = False  #: it ends the run that it waits for
 
-    def give_up(self, task: Any) -> None:
+    def give_up(self, task: LockableTask) -> None:
         """Free the lock of a call that could not be sent."""
         if self.taken is not None:
             free(task, self.taken)
 
-    def note_sent(self, task: Any) -> Holder | None:
+    def note_sent(self, task: LockableTask) -> Holder | None:
         """Do what is to be done once the call is sent, and return the run that it waits for, or None.
 
         Its lock lasts for as long as its message may wait, and it takes the places of other calls. What fails here is
@@ -97,7 +102,7 @@ class Admitted:
         return holder
 
 
-def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
+def unclaimed(task: LockableTask, task_id: str, key: str, overlap: Overlap) -> Ticket:
     """Return the ticket of a call that holds no lock while it waits, such as one that was sent by name."""
     if overlap is Overlap.ALLOW_ALL or task.lock in {LockMode.UNTIL_EXECUTING, LockMode.UNTIL_EXPIRED}:
         return Ticket(task_id, beside(key, task_id))  # a lock of its own excludes none, and refuses copies of the call
@@ -106,7 +111,13 @@ def unclaimed(task: Any, task_id: str, key: str, overlap: Overlap) -> Ticket:
 
 
 def claim(
-    task: Any, task_id: str, args: Any, kwargs: Any, *, overlap: Overlap, options: Mapping[str, Any]
+    task: LockableTask,
+    task_id: str,
+    args: Arguments | None,
+    kwargs: NamedArguments | None,
+    *,
+    overlap: Overlap,
+    options: Options,
 ) -> Admitted | Holder:
     """Take the lock that a call needs before it is sent, or return who holds it if the call is not to be sent.
 
@@ -165,7 +176,7 @@ def claim(
     return holder
 
 
-def _check_backend(task: Any, overlap: Overlap) -> None:
+def _check_backend(task: LockableTask, overlap: Overlap) -> None:
     backend = task.singleton_backend
     if not backend.replaces:
         raise ConfigError(
@@ -174,7 +185,9 @@ def _check_backend(task: Any, overlap: Overlap) -> None:
         )
 
 
-def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Call:
+def _call(
+    task: LockableTask, ref: Ref, args: Arguments | None, kwargs: NamedArguments | None, options: Options
+) -> Call:
     wait, expiry = task.time_to_start(options), task.effective_lock_expiry
     if task.lock == LockMode.UNTIL_EXPIRED and expiry:
         wait = expiry
@@ -182,7 +195,7 @@ def _call(task: Any, ref: Ref, args: Any, kwargs: Any, options: Mapping[str, Any
     return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry, entry=entry)
 
 
-def _acquire(task: Any, call: Call, *, may_be_resent: bool) -> Holder:
+def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
     """Ask for the lock of a call; free first what an earlier, refused call of this process may have got."""
     backend, ref = task.singleton_backend, call.ref
     places = [ref, dataclasses.replace(ref, key=behind_key(ref.key))]
@@ -227,7 +240,7 @@ _suspected: dict[str, float] = {}
 SUSPECT_AGAIN, MOST_SUSPECTS = 10.0, 1000
 
 
-def _suspect(task: Any, key: str, holder: Holder) -> None:
+def _suspect(task: LockableTask, key: str, holder: Holder) -> None:
     """Let the beat that leads check an old lock, whose message may be gone."""
     config, now = Config.of(task.app), time.monotonic()
     patience, since = config.singlebeat_lost_after, holder.since
@@ -242,7 +255,7 @@ def _suspect(task: Any, key: str, holder: Holder) -> None:
         task.singleton_backend.suspect(suspects_key(config.singleton_key_prefix), key)
 
 
-def free(task: Any, ref: Ref, *, remember_for: float = 0.0) -> None:
+def free(task: LockableTask, ref: Ref, *, remember_for: float = 0.0) -> None:
     """Free the lock of a call that was not sent, at once or when the locks' server answers again.
 
     Args:

@@ -35,6 +35,12 @@ __all__ = (
     "without_deaths",
 )
 
+#: The headers of a message. Any program may write them: each value is checked where it is read.
+Headers = Mapping[str, object]
+
+#: The options of a message, by the names of ``Task.apply_async``.
+Options = Mapping[str, Any]
+
 #: The message header that carries a lock's key and the task id that owns it.
 HEADER = "singlebeat_lock"
 
@@ -114,7 +120,7 @@ class Holder:
         return f"task {self.task_id}, {self.state or 'ended'}{since}{by}"
 
 
-def generation(headers: Mapping[str, Any], *, rejections: int = 0) -> float:
+def generation(headers: Headers, *, rejections: int = 0) -> float:
     """Return the generation of a message from its headers; each retry and each replace raises the generation.
 
     Args:
@@ -131,7 +137,7 @@ def read_generation(text: str) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _rejections(headers: Mapping[str, Any]) -> int:
+def _rejections(headers: Headers) -> int:
     """Return how often RabbitMQ has dead-lettered a message because a worker rejected it.
 
     Other deaths do not count: a message that expired in a queue, as in a delayed delivery, has not been run.
@@ -141,7 +147,7 @@ def _rejections(headers: Mapping[str, Any]) -> int:
     return sum(max(0, _count(death.get("count"))) for death in known if death.get("reason") == "rejected")
 
 
-def entry_of(headers: Mapping[str, Any]) -> str:
+def entry_of(headers: Headers) -> str:
     """Return the name of the entry that sent a message, from its headers; empty if there is no valid name."""
     header = headers.get(RUN_HEADER)
     entry = header.get("entry") if isinstance(header, Mapping) else None
@@ -153,7 +159,7 @@ def entry_of(headers: Mapping[str, Any]) -> str:
     return name
 
 
-def without_deaths(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+def without_deaths(headers: Headers | None) -> dict[str, object]:
     """Return headers for a resend without the dead-letter counts: RabbitMQ drops messages that seem to cycle."""
     return {name: value for name, value in (headers or {}).items() if not name.startswith(DEATH_HEADERS)}
 
@@ -192,7 +198,7 @@ class Ticket:
     waits_for: Holder | None = field(default=None, compare=False)  #: holder at the call; not in the message
 
     @classmethod
-    def of_message(cls, headers: Mapping[str, Any], task_id: str | None, *, delivered: bool = False) -> Ticket | None:
+    def of_message(cls, headers: Headers, task_id: str | None, *, delivered: bool = False) -> Ticket | None:
         """Return the ticket in a message's headers, or None if it is missing, another task's, or not encodable.
 
         Args:
@@ -220,9 +226,9 @@ class Ticket:
             return None
         return ticket
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         """Return the value of the message header ``HEADER``."""
-        header: dict[str, Any] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
+        header: dict[str, object] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
         header["serializer"] = self.serializer
         header |= {"waits": self.waits, "joinable": self.joinable}
         header |= {"waited": self.waited, "rejections": self.rejections}

@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kombu.utils import json as kombu_json
 
@@ -27,6 +26,10 @@ __all__ = (
     "turn_key",
 )
 
+#: The arguments of a call by position and by name, which may have any type.
+Arguments = Sequence[object]
+NamedArguments = Mapping[str, object]
+
 #: Maximum length of the arguments in a lock's record, which are for people.
 READABLE_LENGTH = 200
 
@@ -39,10 +42,10 @@ _encode_default = kombu_json.JSONEncoder().encode
 _encode_sorted = json.JSONEncoder(sort_keys=True).encode
 
 
-def canonical(bound: inspect.BoundArguments) -> tuple[list[Any], dict[str, Any]]:
+def canonical(bound: inspect.BoundArguments) -> tuple[list[object], dict[str, object]]:
     """Return the arguments in one form, however the call wrote them: by name where they have a name."""
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
+    positional: list[object] = []
+    named: dict[str, object] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.POSITIONAL_ONLY:
@@ -57,7 +60,7 @@ def canonical(bound: inspect.BoundArguments) -> tuple[list[Any], dict[str, Any]]
 
 
 def digest(
-    task: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, scope: Any = None, encoder: type | None = None
+    task: str, args: Arguments, kwargs: NamedArguments, *, scope: object = None, encoder: type | None = None
 ) -> str:
     """Return the SHA-256 of the canonical JSON of a call, in hex.
 
@@ -81,7 +84,7 @@ def _encoded(value: object, encoder: type | None) -> str:
     return str(kombu_json.dumps(value, cls=encoder) if encoder else _encode_default(value))
 
 
-def culprit(args: Sequence[Any], kwargs: Mapping[str, Any], encoder: type | None = None) -> str:
+def culprit(args: Arguments, kwargs: NamedArguments, encoder: type | None = None) -> str:
     """Return the name of the first argument that JSON cannot encode, for an error message."""
     for name, value in (*enumerate(args), *kwargs.items()):
         try:
@@ -140,7 +143,7 @@ def check_sendable(*texts: str) -> None:
     "".join(texts).encode(errors="surrogateescape")
 
 
-def readable(args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
+def readable(args: Arguments, kwargs: NamedArguments, options: Mapping[str, object] | None = None) -> str:
     """Return the arguments for people, cut at 200 characters.
 
     Args:

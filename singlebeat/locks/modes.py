@@ -6,13 +6,20 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from kombu.utils import json as kombu_json
 
 from ..errors import ConfigError
 from ..overlap import Overlap
 from .key import culprit
+
+if TYPE_CHECKING:
+    from celery import Task
+
+    from .base import Options
+    from .key import Arguments, NamedArguments
+    from .task import LockableTask, SingletonTask
 
 __all__ = (
     "LockMode",
@@ -54,7 +61,7 @@ TOGETHER: Mapping[LockMode, set[Overlap]] = {
 CONTINUATIONS = ("chord", "group_id", "link", "link_error", "replaced_task_nesting")
 
 
-def _overlap_of(word: Any, lock: LockMode) -> Overlap:
+def _overlap_of(word: str, lock: LockMode) -> Overlap:
     """Return an overlap policy by its word, if the policy is valid for a lock mode.
 
     Raises:
@@ -70,7 +77,7 @@ def _overlap_of(word: Any, lock: LockMode) -> Overlap:
     return overlap
 
 
-def overlap_for(task: Any, word: Any = None) -> Overlap:
+def overlap_for(task: SingletonTask, word: str | None = None) -> Overlap:
     """Return the policy of a call: its own word, else its task's, else the app's.
 
     Raises:
@@ -90,20 +97,20 @@ def overlap_for(task: Any, word: Any = None) -> Overlap:
         return Overlap.SKIP
 
 
-def drops_by_default(task: Any) -> bool:
+def drops_by_default(task: Task | None) -> bool:
     """Return whether a duplicate call is dropped though its task sets no policy, and the call could wait.
 
     Args:
         task: a Singleton, or else a task whose lock beat acquires: None, or a plain task.
     """
-    if not hasattr(task, "acquires_on_send"):
+    if task is None or not hasattr(task, "acquires_on_send"):
         return True
     if task.overlap is not None or task.raise_on_duplicate is not None:
         return False
     return overlap_for(task) in {Overlap.SKIP, Overlap.RAISE} and Overlap.BUFFER_ALL in TOGETHER[LockMode(task.lock)]
 
 
-def check(task: Any, name: str) -> None:
+def check(task: type[SingletonTask], name: str) -> None:
     """Refuse options of a task class that are wrong or contradict each other.
 
     Raises:
@@ -116,7 +123,7 @@ def check(task: Any, name: str) -> None:
         raise ConfigError(f"task {name}: {exc}") from None
 
 
-def _check_lock(task: Any) -> None:
+def _check_lock(task: type[SingletonTask]) -> None:
     if task.lock not in list(LockMode):
         raise ConfigError(f"lock must be one of {', '.join(LockMode)}, not {task.lock!r}")
     lock, expiry = LockMode(task.lock), task.lock_expiry
@@ -135,7 +142,7 @@ def _is_duration(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:
+def _check_unique_on(unique_on: object, signature: inspect.Signature) -> None:
     if unique_on is None or callable(unique_on):
         return
     names = [unique_on] if isinstance(unique_on, str) else unique_on
@@ -153,7 +160,7 @@ def _check_unique_on(unique_on: Any, signature: inspect.Signature) -> None:
             raise ConfigError(f"unique_on names {name!r}, which is no argument of the task; its arguments: {known}")
 
 
-def signature_of(run: Any) -> inspect.Signature:
+def signature_of(run: Callable[..., object]) -> inspect.Signature:
     """Return the signature of a task's function as its callers see it."""
     function = run.__func__ if isinstance(run, staticmethod) else run
     try:
@@ -165,7 +172,7 @@ def signature_of(run: Any) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def pick(unique_on: Sequence[str] | str | Callable[..., Any], bound: inspect.BoundArguments) -> dict[str, Any]:
+def pick(unique_on: Sequence[str] | str | Callable[..., object], bound: inspect.BoundArguments) -> dict[str, object]:
     """Return the values that make a call unique, by name.
 
     Args:
@@ -177,7 +184,7 @@ def pick(unique_on: Sequence[str] | str | Callable[..., Any], bound: inspect.Bou
     return {name: _follow(bound, name) for name in names}
 
 
-def _follow(bound: inspect.BoundArguments, path: str) -> Any:
+def _follow(bound: inspect.BoundArguments, path: str) -> object:
     first, *rest = path.split(".")
     arguments = bound.arguments
     if first not in arguments:  # a name in **kwargs
@@ -189,18 +196,18 @@ def _follow(bound: inspect.BoundArguments, path: str) -> Any:
     return value
 
 
-def has_continuations(options: Mapping[str, Any]) -> bool:
+def has_continuations(options: Options) -> bool:
     """Return whether a chain, a chord, a group, a callback or a replaced task waits for this very call."""
     # The last step of a chain has an empty option ``chain``, a call outside of chains has None.
     return options.get("chain") is not None or any(options.get(name) for name in CONTINUATIONS)
 
 
-def equal_calls_may_differ(task: Any) -> bool:
+def equal_calls_may_differ(task: LockableTask) -> TypeGuard[SingletonTask]:
     """Return whether calls of a task with different arguments may have the same lock."""
     return task.unique_on is not None or not task.has_pure_keys
 
 
-def encode_arguments(task: Any, args: Any, kwargs: Any) -> str:
+def encode_arguments(task: SingletonTask, args: Arguments | None, kwargs: NamedArguments | None) -> str:
     """Return the arguments of a call as JSON, for the run of another call that stands for it.
 
     The format is JSON for every serializer of a task, because data from a lock must not choose its own decoder.
@@ -216,7 +223,7 @@ def encode_arguments(task: Any, args: Any, kwargs: Any) -> str:
         raise TypeError(f"{task.name}: overlap=buffer_one keeps arguments as JSON, {name} has none: {exc}") from exc
 
 
-def decode_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
+def decode_arguments(text: str) -> tuple[list[object], dict[str, object]]:
     """Return the arguments in a string of ``encode_arguments``.
 
     Raises:

@@ -21,6 +21,8 @@ from .key import behind_key, done_key, is_done_key, turn_key
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..clients import RedisClient
+
 __all__ = ("RedisBackend", "escaped")
 
 #: Number of keys in one step of SCAN, and of locks that are read in one round trip.
@@ -75,7 +77,7 @@ class RedisBackend(BaseBackend):
     def __init__(self, url: str, *, timeout: float = 5.0, own_connections: bool = False, **kwargs: Any) -> None:
         self.url, self.timeout, self.kwargs = url, timeout, kwargs
         self._connect = private if own_connections else shared
-        self._client: tuple[tuple[int, bool], Any] = ((0, False), None)  #: pid and kind of thread, client
+        self._client: tuple[tuple[int, bool], RedisClient] = ((0, False), None)  #: pid and kind of thread, client
         #: Seconds that the server's clock is ahead of our monotonic clock: a guess, until a reply has its time.
         self._ahead = time.time() - time.monotonic()
 
@@ -97,7 +99,7 @@ class RedisBackend(BaseBackend):
         return backend
 
     @property
-    def redis(self) -> Any:
+    def redis(self) -> RedisClient:
         """Return the client for this process and kind of thread: forked children and native threads need their own."""
         user = os.getpid(), is_native()
         known, client = self._client

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..config import Config
 from ..locks import eager_backend_of
 from ..locks.base import Call, Ref, Verdict
 from ..locks.modes import LockMode, Overlap
 
+if TYPE_CHECKING:
+    from celery.result import AsyncResult
+
+    from ..locks.base import Holder
+    from .singleton import Singleton
+
 __all__ = ("run_eagerly",)
 
 
-def run_eagerly(task: Any, lock: str, task_id: str, run: Callable[[], Any], *, overlap: Overlap = Overlap.SKIP) -> Any:
+def run_eagerly(
+    task: Singleton, lock: str, task_id: str, run: Callable[[], AsyncResult], *, overlap: Overlap = Overlap.SKIP
+) -> AsyncResult | Holder:
     """Return the result of a run under a lock, or the ``Holder`` if a surrounding call holds the lock."""
     if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.UNTIL_EXECUTING:  # a surrounding call has started
         return run()

@@ -10,7 +10,7 @@ import re
 import string
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from celery import Task, current_app
 from celery.local import Proxy
@@ -216,7 +216,7 @@ def _key_of(key: str | Callable[..., str], bound: inspect.BoundArguments) -> str
     return key.format_map(bound.arguments) if isinstance(key, str) else key(*bound.args, **bound.kwargs)
 
 
-def _check_is_plain(function: Any) -> None:
+def _check_is_plain(function: Callable[..., object]) -> None:
     if isinstance(function, Task):
         raise TypeError(f"@exclusive goes below @app.task, next to the function of {function.name}")
     for one in (function, getattr(function, "__call__", None)):  # noqa: B004 - an object may have an async one
@@ -227,7 +227,7 @@ def _check_is_plain(function: Any) -> None:
             )
 
 
-def _check_names(key: str, signature: inspect.Signature, function: Any) -> None:
+def _check_names(key: str, signature: inspect.Signature, function: Callable[..., object]) -> None:
     for _, field, _, _ in string.Formatter().parse(key):
         name = None if field is None else re.split(r"[.[]", field, maxsplit=1)[0]
         if name is not None and name not in signature.parameters:

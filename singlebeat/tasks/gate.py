@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
@@ -25,6 +25,12 @@ from ..locks.key import behind_key, readable
 from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
 from ..log import Log
 from ..monitors import same_trace
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from celery.app.task import Context
+
+    from ..locks.key import Arguments, NamedArguments
 
 __all__ = (
     "LONGEST_WAIT",
@@ -68,7 +74,7 @@ class Run(Mapping[str, Any]):
     ``entry``, ``occurrence``, ``nominal`` and ``previous`` (ISO 8601), ``kind`` (a word of ``beat.occurrence.Kind``).
     """
 
-    def __init__(self, task: Any, ticket: Ticket, fence: int) -> None:
+    def __init__(self, task: Task, ticket: Ticket, fence: int) -> None:
         self.task, self.ticket = task, ticket
         #: Rises from run to run of equal calls: a resource that refuses lower ones is safe from a run without lock.
         self.fence = fence
@@ -97,8 +103,8 @@ class Run(Mapping[str, Any]):
 
 @contextmanager
 def run_under_lock(
-    task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]] | None]:
+    task: Task, args: Arguments, kwargs: NamedArguments
+) -> Iterator[tuple[Arguments, NamedArguments] | None]:
     """Hold the lock of the request that a Singleton is running, from before its body to right after it.
 
     The lock is free before the result is stored and before callbacks and the next step of a chain are sent, so
@@ -133,7 +139,7 @@ def run_under_lock(
     # Any other BaseException ends the process or the greenlet: the main process sees how.
 
 
-def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
+def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arguments, NamedArguments] | None]:
     """Start a run: its lock becomes ours, and the one that it held in the queue is free for the next call.
 
     A run whose lock cannot be asked for starts without, if ``singleton_on_backend_error`` lets it: by default unless it
@@ -168,7 +174,7 @@ def _begin(task: Any, ticket: Ticket, request: Any) -> tuple[int, Any]:
     return holder.fence, _latest_arguments(task, holder, request)
 
 
-def _latest_arguments(task: Any, holder: Holder, request: Any) -> tuple[list[Any], dict[str, Any]] | None:
+def _latest_arguments(task: Task, holder: Holder, request: Context) -> tuple[list[object], dict[str, object]] | None:
     """Return the arguments of the latest call that a run stands for, or None if they are its own."""
     if not holder.payload or not equal_calls_may_differ(task):
         return None
@@ -185,7 +191,7 @@ def _latest_arguments(task: Any, holder: Holder, request: Any) -> tuple[list[Any
         return None
 
 
-def _finish(task: Any, ticket: Ticket) -> None:
+def _finish(task: Task, ticket: Ticket) -> None:
     try:
         backend_of(task.app).finish_many([ticket.run], remember_for=Config.of(task.app).singlebeat_queued_ttl, ran=True)
     except LockBackendError as exc:  # the main process tries again, and then the lease ends by itself
@@ -197,7 +203,7 @@ def _finish(task: Any, ticket: Ticket) -> None:
         )
 
 
-def turn_ttl(ticket: Ticket, request: Any, *, lease: float) -> float:
+def turn_ttl(ticket: Ticket, request: Context, *, lease: float) -> float:
     """Return the seconds for which a message keeps its turn while its lock is held; 0 if it does not wait."""
     if not waits_for_its_turn(ticket, request):
         return 0.0
@@ -205,7 +211,7 @@ def turn_ttl(ticket: Ticket, request: Any, *, lease: float) -> float:
     return lease if left is None else max(0.001, min(lease, left))
 
 
-def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:
+def waits_for_its_turn(ticket: Ticket, request: Context) -> bool:
     """Return whether a message is sent again when its lock is held, where another is skipped."""
     embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
@@ -214,7 +220,7 @@ def waits_for_its_turn(ticket: Ticket, request: Any) -> bool:
     return ticket.waits or bool(ticket.queued and came_back) or has_continuations(embedded)
 
 
-def admit(task: Any, ticket: Ticket, holder: Holder, request: Any) -> None:
+def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
     """Let a run start, or log why it must not and see to what becomes of its message.
 
     Args:
@@ -261,7 +267,7 @@ def admit(task: Any, ticket: Ticket, holder: Holder, request: Any) -> None:
     raise Refused(f"held by {holder}")
 
 
-def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, holder: str = "") -> None:
+def _skip(task: Task, ticket: Ticket, request: Context, why: str, *, event: str, holder: str = "") -> None:
     about = {"task": task.name, "id": ticket.task_id, "holder": holder, "reason": why}
     log.info("%(task)s[%(id)s] is skipped", event=event, **about)
     try:  # whoever waits for its result hears of it
@@ -275,7 +281,7 @@ def _skip(task: Any, ticket: Ticket, request: Any, why: str, *, event: str, hold
         )
 
 
-def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendError) -> NoReturn:
+def postpone_unlocked(task: Task, request: Context, ticket: Ticket, exc: LockBackendError) -> NoReturn:
     """Send the message of a request again, because its lock cannot be asked for.
 
     Raises: as ``postpone`` does.
@@ -286,7 +292,7 @@ def postpone_unlocked(task: Any, request: Any, ticket: Ticket, exc: LockBackendE
 
 
 def postpone(
-    task: Any, request: Any, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO
+    task: Task, request: Context, ticket: Ticket, *, countdown: float, why: str, level: int = logging.INFO
 ) -> NoReturn:
     """Send the message of a request again, as it is but later.
 
@@ -323,7 +329,7 @@ def postpone(
     raise Postponed(why)
 
 
-def _is_sent_again(task: Any, request: Any, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
+def _is_sent_again(task: Task, request: Context, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
     try:
         _send_again(task, request, ticket, countdown)
     except Exception as exc:
@@ -335,7 +341,7 @@ def _is_sent_again(task: Any, request: Any, ticket: Ticket, countdown: float, *,
     return True
 
 
-def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> None:
+def _send_again(task: Task, request: Context, ticket: Ticket, countdown: float) -> None:
     headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # by itself Celery would show everything
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
@@ -354,7 +360,7 @@ def _send_again(task: Any, request: Any, ticket: Ticket, countdown: float) -> No
         Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
 
 
-def _sendable(app: Any, countdown: float) -> float:
+def _sendable(app: Celery, countdown: float) -> float:
     """Return a countdown that Celery can send: where it lets RabbitMQ delay messages, whole seconds from 1 on."""
     driver = app.producer_pool.connections.connection.transport.driver_type
     return math.ceil(countdown) if detect_quorum_queues(app, driver)[0] else countdown

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import signals
 from ..config import Config
@@ -17,7 +17,9 @@ from ..run_results import OUTCOMES
 
 if TYPE_CHECKING:
     from celery import Celery
+    from prometheus_client.metrics_core import Metric
 
+    from ..locks.base import Headers
     from .renewer import Renewer
 
 __all__ = ("WorkerMetrics",)
@@ -70,7 +72,7 @@ class WorkerMetrics:
         """Return the answer to a request for a path."""
         return metrics_of(self.registry) if path == "/metrics" else Answer.of("/metrics", 404)
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Yield the current gauges of the worker's locks."""
         from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
 
@@ -81,12 +83,12 @@ class WorkerMetrics:
         up = not self.renewer.failing
         yield GaugeMetricFamily("singlebeat_locks_up", "Whether the locks' server has answered.", value=up)
 
-    def describe(self) -> Iterator[Any]:
+    def describe(self) -> Iterator[Metric]:
         """Yield nothing, so that the registry does not check the names of the gauges."""
         return iter(())
 
     def _run_ended(
-        self, outcome: str = "", began: float | None = None, headers: Mapping[str, Any] | None = None, **_: Any
+        self, outcome: str = "", began: float | None = None, headers: Headers | None = None, **_: object
     ) -> None:
         self._runs.labels(outcome).inc()
         header = (headers or {}).get(RUN_HEADER)
@@ -98,11 +100,11 @@ class WorkerMetrics:
         with suppress(KeyError, ValueError):  # any program may have sent the message
             self._delays.observe(max(0.0, began - datetime.fromisoformat(str(header["nominal"])).timestamp()))
 
-    def _duplicate(self, at: str = "", **_: Any) -> None:
+    def _duplicate(self, at: str = "", **_: object) -> None:
         # A child that is forked while another thread holds the counter's lock would wait for that lock for ever.
         if at == "send" and os.getpid() == self._pid:
             self._duplicates.inc()
 
-    def _lock_lost(self, **_: Any) -> None:
+    def _lock_lost(self, **_: object) -> None:
         if os.getpid() == self._pid:
             self._lost.inc()

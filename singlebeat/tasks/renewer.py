@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from celery.worker.state import revoked, revoked_stamps
@@ -23,6 +23,7 @@ from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, nativ
 
 if TYPE_CHECKING:
     from celery import Celery
+    from kombu.asynchronous.timer import Timer
 
     from .request import Request
 
@@ -52,6 +53,22 @@ GATHERING = 0.02
 FLUSH_TIMEOUT = 5.0
 
 
+class _End(NamedTuple):
+    """The end of a message, whose locks are to be freed."""
+
+    due: float  #: when its locks are to be freed, in seconds of the monotonic clock
+    ticket: Ticket
+    ran: bool  #: its run is over, and is remembered
+
+
+class _Handover(NamedTuple):
+    """A lock that goes over from a run to a message that waits: its retry, or the same one, requeued."""
+
+    run: Ref
+    successor: Ref
+    ttl: float  #: seconds that the message may wait for its start
+
+
 class Renewer:
     """Renews every third of a lease, in one pipeline, the locks of all requests that this worker has.
 
@@ -67,13 +84,13 @@ class Renewer:
         self.backend = new_backend(app, own_connections=True)
         self._gate = new_backend(app, own_connections=True)
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
-        self._finished: SimpleQueue[tuple[float, Ticket, bool]] = SimpleQueue()
-        self._handovers: SimpleQueue[tuple[Ref, Ref, float]] = SimpleQueue()
+        self._finished: SimpleQueue[_End] = SimpleQueue()
+        self._handovers: SimpleQueue[_Handover] = SimpleQueue()
         self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
-        self._later: list[tuple[float, Ticket, bool]] = []
+        self._later: list[_End] = []
         self._gate_closed_until = 0.0
         self._started = False
-        self.timer: Any = None  #: of the worker, once there is one: it acts where messages may be acknowledged
+        self.timer: Timer = None  #: of the worker, once there is one: it acts where messages may be acknowledged
         self.failing = False  #: the locks' server is unreachable or refuses, and has not done since what failed
 
     def start(self) -> None:
@@ -113,7 +130,7 @@ class Renewer:
 
     def finish_ticket(self, ticket: Ticket, *, after: float = 0.0, ran: bool = False) -> None:
         """Free the locks of a message that is over."""
-        self._finished.put((time.monotonic() + after, ticket, ran))
+        self._finished.put(_End(time.monotonic() + after, ticket, ran))
         self._wake.put(None)
 
     def hand_over(self, request: Request, successor: Ref, *, at_once: bool = False, ttl: float | None = None) -> None:
@@ -135,7 +152,7 @@ class Renewer:
             else:
                 return
         if self._handovers.qsize() < MOST_ENDS:
-            self._handovers.put((request.ticket.run, successor, ttl))
+            self._handovers.put(_Handover(request.ticket.run, successor, ttl))
             self._wake.put(None)
 
     def later(self, seconds: float, do: Callable[[], None]) -> None:
@@ -182,7 +199,7 @@ class Renewer:
     def _run(self) -> None:
         due, renewed = 0.0, False
         while True:
-            soon = [due, *(moment for moment, _, _ in self._later)]
+            soon = [due, *(end.due for end in self._later)]
             if self._requests:
                 soon.append(time.monotonic() + REVOKED_AFTER)
             waiting = self._wait(max(0.0, min(soon) - time.monotonic()))
@@ -223,23 +240,25 @@ class Renewer:
 
     def _work_off(self) -> None:
         while not self._handovers.empty():
-            run, successor, ttl = self._handovers.get_nowait()
+            handover = self._handovers.get_nowait()
             try:
-                self.backend.rotate(run, to=successor, ttl=ttl, remember_for=self.remember_for)
+                self.backend.rotate(
+                    handover.run, to=handover.successor, ttl=handover.ttl, remember_for=self.remember_for
+                )
             except LockBackendError:
-                self._handovers.put((run, successor, ttl))
+                self._handovers.put(handover)
                 raise
         while not self._finished.empty():
             self._later.append(self._finished.get_nowait())
         now = time.monotonic()
-        over = [(ticket, ran) for moment, ticket, ran in self._later if moment <= now]
-        later = [item for item in self._later if item[0] > now]
+        over = [end for end in self._later if end.due <= now]
+        later = [end for end in self._later if end.due > now]
         # Until it has worked: the end of a run is remembered even if the server is away at that moment.
-        self._later = later + [(now + RETRY_AFTER, ticket, ran) for ticket, ran in over][-MOST_ENDS:]
+        self._later = later + [end._replace(due=now + RETRY_AFTER) for end in over][-MOST_ENDS:]
         for has_run in (True, False):
-            refs = [ticket.run for ticket, ran in over if ran is has_run]
+            refs = [end.ticket.run for end in over if end.ran is has_run]
             self.backend.finish_many(refs, remember_for=self.remember_for, ran=has_run)
-        self.backend.finish_many([ref for ticket, _ in over for ref in ticket.refs[1:]], remember_for=self.remember_for)
+        self.backend.finish_many([ref for end in over for ref in end.ticket.refs[1:]], remember_for=self.remember_for)
         self._later = later
 
     def _free_revoked(self) -> None:
@@ -247,7 +266,7 @@ class Renewer:
         if revoked or revoked_stamps:
             for request in self._living():
                 if request.ticket is not None and request.give_up_if_revoked():
-                    self._finished.put((time.monotonic(), request.ticket, False))
+                    self._finished.put(_End(time.monotonic(), request.ticket, False))
 
     def _announce(self) -> None:
         if name := self.name:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import TaskRevokedError
@@ -29,6 +29,9 @@ from ..run_results import DUPLICATE_REFUSED, outcome_of, record_end
 from .gate import Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
 from .renewer import renewer_of
 
+if TYPE_CHECKING:
+    from celery.concurrency.base import BasePool
+
 __all__ = ("Request", "report_exceptions")
 
 log = Log(__name__)
@@ -47,7 +50,7 @@ class _Escaped(ExceptionInfo):  # type: ignore[misc]
     """An exception that has left Celery's tracer, in a pool without processes."""
 
 
-def report_exceptions(pool: Any) -> None:
+def report_exceptions(pool: BasePool) -> None:
     """Let a pool report exceptions that leave Celery's tracer, such as those of a result backend that refuses writes.
 
     Processes report them by themselves. In any other pool Celery raises them where no code hears of them: the end of
@@ -273,19 +276,19 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._over = True
             renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
 
-    def terminate(self, pool: Any, signal: Any = None) -> None:
+    def terminate(self, pool: BasePool, signal: str | int | None = None) -> None:
         """End the run by a signal to its process, whose death Celery may notice 5 s later only."""
         super().terminate(pool, signal)
         if self.ticket is not None and getattr(pool, "uses_semaphore", False):
             # The process closes its files before it can be reaped: the pool finds it alive then, and asks by a timer.
             renewer_of(self.app).later(REAPED_AFTER, pool.maintain_pool)
 
-    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
+    def cancel(self, pool: BasePool, signal: str | int | None = None, emit_retry: bool = True) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down."""
         self._cancelled = True  # Celery says so only afterwards; a killed greenlet reports a success before
         super().cancel(pool, signal, emit_retry)
 
-    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
+    def on_failure(self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Every end of a run but success, Retry and Ignore and Reject among them."""
         exc = exc_info.exception
         exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
@@ -323,14 +326,14 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 self._end_unstarted(self._terminate_on_ack[1])
             raise
 
-    def _end_unstarted(self, signum: Any) -> None:
+    def _end_unstarted(self, signum: str | int | None) -> None:
         try:
             self._announce_revoked("terminated", True, signum, False)
         finally:  # the result backend may be unreachable
             self.acknowledge()
             self.over()
 
-    def on_retry(self, exc_info: Any) -> None:
+    def on_retry(self, exc_info: ExceptionInfo) -> None:
         """A plain task has sent its retry: the lock goes over to that message."""
         super().on_retry(exc_info)
         if self.ticket is not None and not self._has_own_gate:
@@ -365,7 +368,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if not requeued:
             self.over()
 
-    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+    def _announce_revoked(self, reason: str, terminated: bool, signum: str | int | None, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)
         record_end(self, "expired" if expired else reason)
         if not terminated:  # a terminated run may go on for a while: its end is reported by itself

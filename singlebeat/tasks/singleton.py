@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.result import AsyncResult
@@ -39,6 +39,13 @@ from .eager import run_eagerly
 from .gate import Run, run_under_lock
 from .worker_step import install
 
+if TYPE_CHECKING:
+    from celery import Celery, Signature
+    from kombu import Producer
+
+    from ..locks.base import Options
+    from ..locks.key import Arguments, NamedArguments
+
 __all__ = ("Singleton",)
 
 log = Log(__name__)
@@ -63,7 +70,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     #: What makes a call unique: names of arguments, dotted paths into them, a function of all of them, or [] for the
     #: task's name alone; None: all arguments.
-    unique_on: Sequence[str] | str | Callable[..., Any] | None = None
+    unique_on: Sequence[str] | str | Callable[..., object] | None = None
     #: When it excludes its equals: a word of ``locks.modes.LockMode``.
     lock: str = LockMode.UNTIL_EXECUTED
     #: What becomes of a call that meets its equal: a word of ``policy.Overlap``; None: setting ``singlebeat_overlap``.
@@ -75,7 +82,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     call_signature = inspect.Signature()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         run = inspect.getattr_static(cls, "run")
         # Of the class, not of the instance: whoever wraps an instance's ``run`` later may show ``self`` or hide it.
@@ -86,7 +93,7 @@ class Singleton(Task):  # type: ignore[misc]
             check(cls, getattr(cls, "name", None) or cls.__name__)
 
     @classmethod
-    def on_bound(cls, app: Any) -> None:
+    def on_bound(cls, app: Celery) -> None:
         """Let the app's workers look after locks as soon as it has one task that needs it."""
         super().on_bound(app)
         install(app)
@@ -112,7 +119,7 @@ class Singleton(Task):  # type: ignore[misc]
         return type(self).generate_lock is Singleton.generate_lock and not callable(self.unique_on)
 
     def generate_lock(
-        self, task_name: str, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
+        self, task_name: str, task_args: Arguments | None = None, task_kwargs: NamedArguments | None = None
     ) -> str:
         """Return the key of the lock of a call; override it for a key of your own.
 
@@ -133,7 +140,7 @@ class Singleton(Task):  # type: ignore[misc]
         encoder = symbol_by_name(encoder) if encoder else None
         return lock_key(config.singleton_key_prefix, digest(task_name, args, kwargs, encoder=encoder))
 
-    def as_sent(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    def as_sent(self, args: Arguments | None, kwargs: NamedArguments | None) -> tuple[list[object], dict[str, object]]:
         """Return the arguments of a call as Celery sends them: a pydantic model as a dict."""
         sent = list(args or ()), dict(kwargs or {})
         if getattr(self, "_dump_pydantic_arguments", None) is not None:
@@ -143,12 +150,12 @@ class Singleton(Task):  # type: ignore[misc]
 
     def apply_async(
         self,
-        args: Any = None,
-        kwargs: Any = None,
+        args: Arguments | None = None,
+        kwargs: NamedArguments | None = None,
         task_id: str | None = None,
-        producer: Any = None,
-        link: Any = None,
-        link_error: Any = None,
+        producer: Producer | None = None,
+        link: Signature | Sequence[Signature] | None = None,
+        link_error: Signature | Sequence[Signature] | None = None,
         shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult:
@@ -170,7 +177,7 @@ class Singleton(Task):  # type: ignore[misc]
         overlap = overlap_for(self, options.pop("overlap", None))
         task_id = str(task_id or uuid())
 
-        def publish(**more: Any) -> AsyncResult:
+        def publish(**more: object) -> AsyncResult:
             given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
             result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **given)
             result.is_duplicate, result.waits_for = False, None
@@ -204,7 +211,7 @@ class Singleton(Task):  # type: ignore[misc]
         result.waits_for = admitted.note_sent(self)
         return result
 
-    def _hand_over_and_send(self, run: Ticket, options: Mapping[str, Any], publish: Publish) -> AsyncResult:
+    def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
         """Send a retry or replacement of the run that calls us, after that has promised it its lock."""
         backend, successor = self.singleton_backend, run.successor(generation(options))
         promised = False
@@ -227,7 +234,9 @@ class Singleton(Task):  # type: ignore[misc]
             about = {"id": run.task_id, "reason": exc}
             log.warning("the lock of task %(id)s waits for a retry that was not sent", event="lock_kept", **about)
 
-    def _duplicate(self, holder: Holder, args: Any, kwargs: Any, overlap: Overlap) -> AsyncResult:
+    def _duplicate(
+        self, holder: Holder, args: Arguments | None, kwargs: NamedArguments | None, overlap: Overlap
+    ) -> AsyncResult:
         about = {"task": self.name, "holder": holder.task_id, "state": holder.state, "holder_entry": holder.entry}
         log.info("%(task)s is a duplicate of task %(holder)s: not sent", event="duplicate", **about)
         signals.duplicate.send(sender=self, task_id=holder.task_id, args=args, kwargs=kwargs, at="send")
@@ -248,12 +257,12 @@ class Singleton(Task):  # type: ignore[misc]
         """Seconds from the call after which its lock ends, of the task or else of the app; None: no bound."""
         return self.lock_expiry if self.lock_expiry is not None else self.singleton_config.singleton_lock_expiry
 
-    def time_to_start(self, options: Mapping[str, Any]) -> float:
+    def time_to_start(self, options: Options) -> float:
         """Return the seconds that a message sent with these options may wait for its start."""
         ttl = self.singleton_config.singlebeat_queued_ttl
         return seconds_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
 
-    def on_replace(self, sig: Any) -> None:
+    def on_replace(self, sig: Signature) -> None:
         """Hand the lock over to a replacement that is the same call, and free it for any other."""
         run = getattr(self.request, RUN_HEADER, None)
         if isinstance(run, Run):
@@ -300,9 +309,7 @@ class Singleton(Task):  # type: ignore[misc]
             free(self, Ref(lock, task_id))
             raise
 
-    def release_lock(
-        self, task_args: Sequence[Any] | None = None, task_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
+    def release_lock(self, task_args: Arguments | None = None, task_kwargs: NamedArguments | None = None) -> None:
         """Free the lock of a call, whoever holds it."""
         self.unlock(self.generate_lock(self.name, task_args, task_kwargs))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import bootsteps
 from celery.signals import task_rejected, task_unknown
@@ -22,6 +22,9 @@ from .request import Request, report_exceptions
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.worker import WorkController
+    from celery.worker.consumer import Consumer
+    from kombu import Message
 
     from .metrics import WorkerMetrics
 
@@ -40,9 +43,9 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
     requires = ("celery.worker.components:Pool", "celery.worker.components:Beat")
     renewer: Renewer | None = None
     metrics: WorkerMetrics | None = None
-    stats: Mapping[str, Any] = MappingProxyType({})
+    stats: Mapping[str, Mapping[str, object]] = MappingProxyType({})
 
-    def start(self, parent: Any) -> None:
+    def start(self, parent: WorkController) -> None:
         """Prepare the tasks of the worker's app and start renewing."""
         try:
             renewer = renewer_of(parent.app)
@@ -66,11 +69,11 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         for ended in UNSEEN_ENDS:
             ended.connect(self._end_unseen, weak=False, dispatch_uid=id(self))
 
-    def info(self, parent: Any) -> Mapping[str, Any]:
+    def info(self, parent: WorkController) -> Mapping[str, object]:
         """Return what ``celery inspect stats`` says about this worker; nothing if the worker does not manage locks."""
         return {name: {**about, "time": time.time()} for name, about in self.stats.items()}
 
-    def stop(self, parent: Any) -> None:
+    def stop(self, parent: WorkController) -> None:
         """Free the locks of finished messages before the process ends."""
         for ended in UNSEEN_ENDS:
             ended.disconnect(dispatch_uid=id(self))
@@ -81,7 +84,9 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     terminate = stop
 
-    def _end_unseen(self, sender: Any = None, message: Any = None, signal: Any = None, **_: Any) -> None:
+    def _end_unseen(
+        self, sender: Consumer = None, message: Message | None = None, signal: object = None, **_: object
+    ) -> None:
         headers = getattr(message, "headers", None) or {}
         outcome = "unknown_task" if signal is task_unknown else "rejected"
         record_end_of_message(sender.app, headers, outcome, worker=sender.hostname)

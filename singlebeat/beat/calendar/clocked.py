@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from celery.schedules import BaseSchedule, schedstate
 from redbeat.schedules import rrule
 
 from .zone import in_utc
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 __all__ = ("clocked", "comes_once")
 
@@ -28,7 +31,7 @@ class clocked(BaseSchedule):  # type: ignore[misc]  # noqa: N801 - beside Celery
     """
 
     def __init__(
-        self, instant: datetime | str, *, nowfun: Callable[[], datetime] | None = None, app: Any = None
+        self, instant: datetime | str, *, nowfun: Callable[[], datetime] | None = None, app: Celery | None = None
     ) -> None:
         super().__init__(nowfun=nowfun, app=app)
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 from celery.schedules import BaseSchedule, crontab, solar
@@ -121,7 +121,7 @@ def _is_plain(schedule: BaseSchedule, kind: type[BaseSchedule]) -> bool:
     return isinstance(schedule, kind) and (own.remaining_estimate, own.is_due) == (kind.remaining_estimate, kind.is_due)
 
 
-def _period(schedule: Any) -> timedelta:
+def _period(schedule: BaseSchedule) -> timedelta:
     every: timedelta | None = schedule.run_every
     if every is None or every <= ZERO:
         msg = f"an interval must be longer than zero, not {every}"
@@ -129,7 +129,7 @@ def _period(schedule: Any) -> timedelta:
     return every
 
 
-def _next_interval(schedule: Any, after: datetime, zone: tzinfo) -> datetime:
+def _next_interval(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime:
     """
     Return `after` plus the interval in elapsed time.
 
@@ -145,7 +145,7 @@ def _next_interval(schedule: Any, after: datetime, zone: tzinfo) -> datetime:
     return after + every
 
 
-def _next_crontab(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
+def _next_crontab(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | None:
     """
     Return the next time at which the wall clock of `zone` satisfies every field, by the DST rules of Debian's cron(8).
 
@@ -226,7 +226,7 @@ def _end_of_gap(before: datetime, behind: datetime, zone: tzinfo) -> datetime:
     return before + SECOND * bisect_left(seconds, True, key=lambda s: _offset(before + SECOND * s, zone) == new)
 
 
-def _next_rrule(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None:
+def _next_rrule(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | None:
     """
     Return the next time of a rule of RFC 5545; a shift of the clocks affects a rule like a crontab.
 
@@ -247,7 +247,7 @@ def _next_rrule(schedule: Any, after: datetime, zone: tzinfo) -> datetime | None
     return None if found is None or (schedule.until is not None and found > schedule.until) else found
 
 
-def _next_paced(schedule: Any, after: datetime) -> datetime | None:
+def _next_paced(schedule: BaseSchedule, after: datetime) -> datetime | None:
     start, step = schedule.dtstart.astimezone(UTC).replace(microsecond=0), rfc5545.step_of(schedule)
     steps = max(0, (after - start) // step + 1)
     found: datetime = start + steps * step
@@ -261,7 +261,7 @@ def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> da
     For this call, `after` is both the time of the last run and the present time.
     """
 
-    def at(moment: datetime) -> Any:
+    def at(moment: datetime) -> BaseSchedule:
         local = moment.astimezone(zone)
         # Not copy(): it uses __reduce__, in which schedules leave out their app and the attributes of subclasses.
         frozen = object.__new__(type(schedule))
@@ -285,7 +285,7 @@ def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> da
 
 
 def _first_due(
-    schedule: BaseSchedule, at: Callable[[datetime], Any], last: datetime, moment: datetime
+    schedule: BaseSchedule, at: Callable[[datetime], BaseSchedule], last: datetime, moment: datetime
 ) -> datetime | None:
     """Return the first moment, not before the given one, at which `is_due` agrees: it may exclude hours."""
     if type(schedule).is_due is BaseSchedule.is_due:

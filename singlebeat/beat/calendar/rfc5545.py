@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import islice, product
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dateutil.rrule import DAILY, HOURLY, MINUTELY, MONTHLY, SECONDLY, WEEKLY, YEARLY, rrule, weekday
+
+if TYPE_CHECKING:
+    from redbeat.schedules import rrule as RedBeatRule  # noqa: N812 - another class than dateutil's
 
 __all__ = ("is_paced", "keeps_pace", "step_of", "walls")
 
@@ -39,28 +42,39 @@ DATE_PARTS = ("bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byw
 TIME_PARTS = ("byhour", "byminute", "bysecond")
 UNITS = {HOURLY: "hour", MINUTELY: "minute", SECONDLY: "second"}
 
-#: A rule: frequency, interval, first day of the week, count, start on the wall clock, and its parts by name.
-_Rule = tuple[int, int, int, int | None, datetime, tuple[tuple[str, Any], ...]]
+#: The parts of a rule, by dateutil's names, each with its values in dateutil's types; hashable.
+_Parts = tuple[tuple[str, Any], ...]
 
 
-def is_paced(schedule: Any) -> bool:
+class _Rule(NamedTuple):
+    """A rule on a wall clock."""
+
+    freq: int
+    interval: int
+    wkst: int  #: first day of the week
+    limit: int | None  #: number of its times; None: unlimited
+    start: datetime
+    parts: _Parts
+
+
+def is_paced(schedule: RedBeatRule) -> bool:
     """Return whether an rrule only repeats every so many hours, minutes or seconds, without any restriction."""
     parts = ("bysetpos", *DATE_PARTS, *TIME_PARTS)
     return schedule.freq >= HOURLY and all(getattr(schedule, name) is None for name in parts)
 
 
-def keeps_pace(schedule: Any) -> bool:
+def keeps_pace(schedule: RedBeatRule) -> bool:
     """Return whether an rrule runs in both passes of a repeated hour: it steps by hours or less, or names all hours."""
     return schedule.freq >= HOURLY or len(set(_listed(schedule.byhour) or ())) == 24
 
 
-def step_of(schedule: Any) -> timedelta:
+def step_of(schedule: RedBeatRule) -> timedelta:
     """Return the length of one step of an rrule of weeks, days, hours, minutes or seconds."""
     step: timedelta = PERIODS[schedule.freq] * schedule.interval
     return step
 
 
-def walls(schedule: Any, start: datetime, after: datetime) -> Iterator[datetime]:
+def walls(schedule: RedBeatRule, start: datetime, after: datetime) -> Iterator[datetime]:
     """Yield the times of an rrule later than ``after``, on a clock that shows ``start`` when the rule starts.
 
     Args:
@@ -72,7 +86,7 @@ def walls(schedule: Any, start: datetime, after: datetime) -> Iterator[datetime]
     """
     wkst = getattr(schedule.wkst, "weekday", schedule.wkst) or 0
     start = start.replace(microsecond=0)
-    rule = (schedule.freq, schedule.interval, wkst, schedule.count, start, _parts(schedule, start))
+    rule = _Rule(schedule.freq, schedule.interval, wkst, schedule.count, start, _parts(schedule, start))
     last, is_end = (None, False) if schedule.count is None else _last(rule)
     if last is not None and is_end and after >= last:
         return
@@ -85,7 +99,7 @@ def walls(schedule: Any, start: datetime, after: datetime) -> Iterator[datetime]
         yield wall
 
 
-def _parts(schedule: Any, start: datetime) -> tuple[tuple[str, Any], ...]:
+def _parts(schedule: RedBeatRule, start: datetime) -> _Parts:
     """Return all parts of a rule: its start supplies the missing ones."""
     freq = schedule.freq
     parts = {name: _listed(getattr(schedule, name)) for name in ("bysetpos", *DATE_PARTS, *TIME_PARTS)}
@@ -115,7 +129,7 @@ def _listed(value: Any) -> tuple[Any, ...] | None:
 @lru_cache(maxsize=1024)
 def _last(rule: _Rule) -> tuple[datetime, bool]:
     """Return the last time of a rule with a count and True, or the time up to which it was counted and False."""
-    left, start = rule[3] or 0, rule[4]
+    left, start = rule.limit or 0, rule.start
     last = start - DAY
     if left < 1:
         return last, True
@@ -150,7 +164,7 @@ def _walls(rule: _Rule, after: datetime) -> Iterator[datetime]:
 
 def _has_positions(rule: _Rule) -> bool:
     """Return whether a rule picks times by positions in a week, month or year: not to be computed day by day."""
-    return rule[0] < DAILY and "bysetpos" in dict(rule[5])
+    return rule.freq < DAILY and "bysetpos" in dict(rule.parts)
 
 
 def _in_periods(rule: _Rule, after: datetime) -> Iterator[datetime]:
@@ -185,7 +199,7 @@ def _in_periods(rule: _Rule, after: datetime) -> Iterator[datetime]:
 
 
 @lru_cache(maxsize=1024)
-def _has_dates(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool:
+def _has_dates(freq: int, wkst: int, parts: _Parts) -> bool:
     """Return whether any date satisfies the parts of a rule: if not, dateutil would search until the year 9999."""
     if freq == WEEKLY and any(name == "bysetpos" for name, _ in parts):
         dates = tuple((name, value) for name, value in parts if name != "bysetpos")
@@ -197,14 +211,14 @@ def _has_dates(freq: int, wkst: int, parts: tuple[tuple[str, Any], ...]) -> bool
 def _by_day(rule: _Rule, after: datetime) -> Iterator[datetime]:
     """Yield the times of a rule, from one possible day to the next."""
     without, empty = 0, set[timedelta]()
-    for begin in _begins(rule, max(after, rule[4])):
+    for begin in _begins(rule, max(after, rule.start)):
         without += 1
         # Days with equal first steps have the same times: if one has none, to walk through the others takes minutes.
         offset = begin - _floor(begin, DAILY) if begin is not None else None
         for wall in _in_day(rule, begin) if begin is not None and offset not in empty else ():
             without = 0
             yield wall
-        if without and offset is not None and begin is not None and begin > rule[4]:
+        if without and offset is not None and begin is not None and begin > rule.start:
             empty.add(offset)
         if without == MOST_DAYS:
             return
@@ -255,7 +269,7 @@ def _in_day(rule: _Rule, begin: datetime) -> Iterator[datetime]:
 
 
 @lru_cache(maxsize=64)
-def _offsets(freq: int, parts: tuple[tuple[str, Any], ...]) -> Sequence[timedelta]:
+def _offsets(freq: int, parts: _Parts) -> Sequence[timedelta]:
     """Return the times of a rule in one period (a day at most), as offsets from the beginning of the period."""
     times = dict(parts)
     units = [each for each in UNITS if each > freq]
@@ -279,14 +293,14 @@ def _days(rule: _Rule, begin: datetime) -> Iterator[datetime] | None:
 
     They begin with the year of ``begin``, so some may be before ``begin``.
     """
-    parts = {name: value for name, value in rule[5] if name in DATE_PARTS and value}
+    parts = {name: value for name, value in rule.parts if name in DATE_PARTS and value}
     if not parts:
         return None
     if set(parts) == {"bymonth"}:
         parts["bymonthday"] = tuple(range(1, 32))
-    if not _has_dates(YEARLY, rule[2], tuple(parts.items())):
+    if not _has_dates(YEARLY, rule.wkst, tuple(parts.items())):
         return iter(())
     days: Iterator[datetime] = iter(
-        rrule(YEARLY, dtstart=_floor(begin, DAILY).replace(month=1, day=1), wkst=rule[2], **parts)
+        rrule(YEARLY, dtstart=_floor(begin, DAILY).replace(month=1, day=1), wkst=rule.wkst, **parts)
     )
     return days

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from celery.schedules import BaseSchedule
 
 __all__ = ("next_event",)
 
@@ -12,7 +15,7 @@ SECOND = timedelta(seconds=1)
 DAY = timedelta(days=1)
 
 
-def next_event(schedule: Any, after: datetime) -> datetime | None:
+def next_event(schedule: BaseSchedule, after: datetime) -> datetime | None:
     """
     Return the first event of a `celery.schedules.solar` after a moment, exact to a second. None if 400 days have none.
 
@@ -27,7 +30,7 @@ def next_event(schedule: Any, after: datetime) -> datetime | None:
     return None
 
 
-def _events(schedule: Any, start: datetime, end: datetime) -> Iterator[datetime]:
+def _events(schedule: BaseSchedule, start: datetime, end: datetime) -> Iterator[datetime]:
     sun, how = schedule.ephem.Sun(), {"use_center": True} if schedule.use_center else {}
     search = getattr(schedule.cal, schedule.method)
     moment = schedule.ephem.Date(start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timezone, tzinfo
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 from celery.utils.time import LocalTimezone
@@ -41,7 +41,7 @@ def app_zone(app: Celery) -> tzinfo:
     return found
 
 
-def known_zone(zone: Any) -> tzinfo | None:
+def known_zone(zone: tzinfo | None) -> tzinfo | None:
     """Return the zone that implements PEP 495 for a given zone, or None if there is none.
 
     A zone of pytz, set by ``replace(tzinfo=...)``, makes a time wrong by an hour or more. So any zone that has a name
@@ -65,7 +65,7 @@ def known_zone(zone: Any) -> tzinfo | None:
     return folding
 
 
-def named_zone(zone: Any) -> ZoneInfo | None:
+def named_zone(zone: tzinfo | None) -> ZoneInfo | None:
     """Return the ``ZoneInfo`` of a zone, None if the zone has no IANA name."""
     if zone is UTC:
         return ZoneInfo("UTC")
@@ -105,13 +105,13 @@ def given_instant(name: str, moment: datetime) -> datetime:
         raise EntryError(f"{name} lies outside of the years 1 to 9999 in UTC: {moment}") from None
 
 
-def _name_of(zone: tzinfo) -> Any:
+def _name_of(zone: tzinfo) -> str:
     """Return the name of another library's zone: pytz has ``zone``, dateutil has the path of a file."""
     name = getattr(zone, "key", None) or getattr(zone, "zone", None)
     return name or str(getattr(zone, "_filename", "")).rpartition("zoneinfo/")[2]
 
 
-def _by_name(name: Any) -> ZoneInfo | None:
+def _by_name(name: str) -> ZoneInfo | None:
     try:
         return ZoneInfo(name) if name else None
     except Exception:  # ZoneInfo raises five different errors for a wrong name

@@ -14,19 +14,24 @@ from ..calendar.recurrence import is_known
 if TYPE_CHECKING:
     from celery import Celery
 
+    from .definition import Fields
+
 __all__ = ("evaluate_lazy", "given_for", "has_lazy", "insert_marks", "restore_arguments", "restore_schedule")
+
+#: The item of an entry in ``beat_schedule``, empty if there is none; its values may have any type.
+Given = Mapping[str, object]
 
 #: The mark that Redis holds in place of such an object.
 MARK = {"__type__": "given"}
 
 
-def given_for(app: Celery, name: str) -> Mapping[str, Any]:
+def given_for(app: Celery, name: str) -> Given:
     """Return the item of an entry in ``beat_schedule``, an empty mapping if there is none."""
     given = (app.conf.beat_schedule or {}).get(name) or {}
     return given if isinstance(given, Mapping) else vars(given)  # a ScheduleEntry of Celery
 
 
-def insert_marks(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+def insert_marks(fields: Fields, given: Given) -> Fields:
     """Return a definition with marks for custom schedules and each ``BeatLazyFunc`` that ``beat_schedule`` supplies."""
     when = fields["schedule"]
     if not given:
@@ -41,7 +46,7 @@ def insert_marks(fields: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping
     return {**fields, "schedule": when, "args": mark("args"), "kwargs": mark("kwargs")}
 
 
-def restore_schedule(when: Any, given: Mapping[str, Any]) -> Any:
+def restore_schedule(when: object, given: Given) -> object:
     """Return a schedule, with a mark replaced by the schedule from ``beat_schedule``.
 
     Raises:
@@ -54,7 +59,7 @@ def restore_schedule(when: Any, given: Mapping[str, Any]) -> Any:
     return given["schedule"]
 
 
-def restore_arguments(what: str, values: Any, given: Mapping[str, Any]) -> Any:
+def restore_arguments(what: str, values: Any, given: Given) -> Any:
     """Return the arguments of an entry with each mark replaced by its object from ``beat_schedule``.
 
     Args:
@@ -75,7 +80,7 @@ def evaluate_lazy(values: Any) -> Any:
     return _map(values, lambda _, value: value() if _is_lazy(value) else value)
 
 
-def has_lazy(values: Any) -> bool:
+def has_lazy(values: object) -> bool:
     """Return whether arguments contain a ``BeatLazyFunc``."""
     return bool(values) and any(_is_lazy(value) for _, value in _items(values))
 
@@ -84,10 +89,10 @@ def _is_lazy(value: object) -> bool:
     return isinstance(value, BeatLazyFunc)
 
 
-def _items(values: Any) -> Iterable[tuple[Any, Any]]:
+def _items(values: Any) -> Iterable[tuple[Any, object]]:
     return values.items() if isinstance(values, Mapping) else enumerate(values or ())
 
 
-def _map(values: Any, change: Callable[[Any, Any], Any]) -> Any:
+def _map(values: Any, change: Callable[[Any, Any], object]) -> Any:
     changed = {at: change(at, value) for at, value in _items(values)}
     return changed if isinstance(values, Mapping) else [*changed.values()]

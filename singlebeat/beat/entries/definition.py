@@ -22,9 +22,16 @@ from .options import check_signatures, check_values
 from .schedule_json import Decoder, Encoder, decode_schedule
 
 if TYPE_CHECKING:
+    from .code_only import Given
     from .occurrence import Occurrence
 
 __all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "loads_object", "salvage_fields")
+
+#: A JSON object, decoded: each value is checked where it is read.
+JsonObject = Mapping[str, object]
+
+#: The fields of a definition by name, decoded.
+Fields = Mapping[str, Any]
 
 #: Options that an entry must not set, because the sender decides about connection, encoding and content.
 TAKEN_OPTIONS = frozenset(
@@ -54,7 +61,7 @@ _COMMON_META = re.compile(re.escape(COMMON_META).replace("%d", "([0-9]+)"))
 _DECODER, _ENCODER = Decoder(), Encoder()
 
 
-def loads_object(text: str, what: str) -> Mapping[str, Any]:
+def loads_object(text: str, what: str) -> JsonObject:
     """Read a JSON object in RedBeat's format, with its dates and schedules decoded.
 
     Raises:
@@ -71,7 +78,7 @@ def loads_object(text: str, what: str) -> Mapping[str, Any]:
     return raw
 
 
-def encode_definition(fields: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def encode_definition(fields: Fields, given: Given) -> str:
     """Return the ``definition`` field of an entry.
 
     Args:
@@ -88,7 +95,7 @@ def encode_definition(fields: Mapping[str, Any], given: Mapping[str, Any]) -> st
     return str(_ENCODER.encode(insert_marks({**fields, "options": options}, given)))
 
 
-def decode_definition(definition: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def decode_definition(definition: str, given: Given) -> dict[str, Any]:
     """Read the ``definition`` field of an entry; missing fields get their defaults.
 
     ``ignored`` in the result is a sentence about unknown fields, which are left out; empty if there are none.
@@ -111,7 +118,7 @@ def _ignored(name: str) -> str:
     return f"the definition's field {name!r} is unknown and ignored{hint}"
 
 
-def salvage_fields(definition: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def salvage_fields(definition: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the readable fields of a definition, each read on its own, and the errors of the others."""
     fields, problems = dict[str, Any](), dict[str, str]()
     try:
@@ -129,19 +136,19 @@ def salvage_fields(definition: str, given: Mapping[str, Any]) -> tuple[dict[str,
     return fields, problems
 
 
-def _task(value: object, _: Mapping[str, Any]) -> str:
+def _task(value: object, _: Given) -> str:
     if not isinstance(value, str) or not value:
         raise EntryError("definition has no task, or its task is not a string")
     return value
 
 
-def _enabled(value: object, _: Mapping[str, Any]) -> bool:
+def _enabled(value: object, _: Given) -> bool:
     if value not in (None, True, False):  # 1 and 0 are equal to True and False, so they pass
         raise EntryError(f"definition: enabled is neither true nor false: {saferepr(value)}")
     return value is None or bool(value)
 
 
-def _schedule(value: object, given: Mapping[str, Any]) -> BaseSchedule:
+def _schedule(value: object, given: Given) -> BaseSchedule:
     when = restore_schedule(decode_schedule(value), given)
     if not isinstance(when, BaseSchedule):
         raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
@@ -151,20 +158,20 @@ def _schedule(value: object, given: Mapping[str, Any]) -> BaseSchedule:
     return when
 
 
-def _args(value: object, given: Mapping[str, Any]) -> Any:
+def _args(value: object, given: Given) -> Any:
     return restore_arguments("args", _typed(value, list, "args"), given)
 
 
-def _kwargs(value: object, given: Mapping[str, Any]) -> Any:
+def _kwargs(value: object, given: Given) -> Any:
     return restore_arguments("kwargs", _typed(value, dict, "kwargs"), given)
 
 
-def _options(value: object, _: Mapping[str, Any]) -> dict[str, Any]:
+def _options(value: object, _: Given) -> dict[str, Any]:
     return _checked_options(_typed(value, dict, "options"))
 
 
 #: The function that reads each field of a definition, from its JSON and the entry's item in ``beat_schedule``.
-_READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+_READERS: Mapping[str, Callable[[object, Given], Any]] = {
     "task": _task,
     "enabled": _enabled,
     "schedule": _schedule,
@@ -186,7 +193,7 @@ def _typed(value: object, kind: type, name: str) -> Any:
     return value
 
 
-def check_headers(headers: Any) -> None:
+def check_headers(headers: object) -> None:
     """Check the headers in the options of an entry, or of a signature in the entry.
 
     Raises:
@@ -262,8 +269,8 @@ class Meta:
                 *parts, count = map(int, common.groups())
                 return cls(datetime(*parts, tzinfo=UTC), count)  # type: ignore[misc, arg-type]
             raw = loads_object(text, "meta")
-            count = raw.get("total_run_count", 0)
-            count = int(count) if isinstance(count, int | float) else 0
+            runs = raw.get("total_run_count", 0)
+            count = int(runs) if isinstance(runs, int | float) else 0
             # ``export`` and the first singlebeat have written ``since`` into ``meta``.
             return cls(_instant(raw, "last_run_at"), count, _instant(raw, "since"))
         except (ValueError, OverflowError) as exc:
@@ -301,7 +308,7 @@ def _moment(seconds: str | None) -> datetime | None:
         return None
 
 
-def _instant(raw: Mapping[str, Any], name: str, what: str = "meta") -> datetime | None:
+def _instant(raw: JsonObject, name: str, what: str = "meta") -> datetime | None:
     moment = raw.get(name)
     if isinstance(moment, str):
         try:

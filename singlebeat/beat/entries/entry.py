@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Unpack
@@ -29,7 +28,13 @@ from .save import save_entries
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from celery import Celery
+
+    from ...locks.base import Options
+    from ...locks.key import Arguments, NamedArguments
+    from .definition import JsonObject
 
 __all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
 
@@ -71,10 +76,10 @@ class EntryOptions(PolicyOptions, total=False):
 
     name: str
     task: str
-    schedule: Any
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    options: Mapping[str, Any]
+    schedule: BaseSchedule | timedelta | float  #: a number of seconds is an interval
+    args: Arguments
+    kwargs: NamedArguments
+    options: Options
     enabled: bool
     last_run_at: datetime | None
     total_run_count: int
@@ -98,7 +103,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: A warning about unknown fields in its stored definition; empty if there are none.
     ignored = ""
 
-    last_run_at: Any
+    last_run_at: datetime | None
     _made_at: datetime | None = None
     _since: datetime | None = None
     _sent: datetime | None = None
@@ -139,7 +144,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         entry.__dict__.update(self.__dict__)
         return entry
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+    def __deepcopy__(self, memo: dict[int, object]) -> Entry:
         entry = copy.copy(self)
         for name in ("args", "kwargs", "options"):
             setattr(entry, name, copy.deepcopy(getattr(self, name), memo))
@@ -276,7 +281,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return entry
 
     @staticmethod
-    def load_definition(key: str, app: Any = None, definition: str | None = None) -> Any:
+    def load_definition(key: str, app: Celery | None = None, definition: str | None = None) -> JsonObject:
         """Return the decoded ``definition`` of a key; KeyError if there is none."""
         definition = definition or schedule_client(app_or_default(app)).hget(key, "definition")
         if not definition:
@@ -284,7 +289,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return loads_object(definition, "definition")
 
     @staticmethod
-    def load_meta(key: str, app: Any = None) -> Any:
+    def load_meta(key: str, app: Celery | None = None) -> Any:
         """Return the decoded ``meta`` of a key."""
         return RedBeatSchedulerEntry.decode_meta(schedule_client(app_or_default(app)).hget(key, "meta"))
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...lua import packed, script
 
+if TYPE_CHECKING:
+    from ...clients import RedisClient
+
 __all__ = ("BATCH", "read_fields", "write_fields")
+
+#: The fields of one entry as ``read_fields`` returns them, or a string: a string is a sequence of strings, too.
+StoredFields = Sequence[str | None]
 
 #: Entries that one round trip reads or writes.
 BATCH = 500
 
 
-def read_fields(client: Any, keys: Sequence[str]) -> Sequence[Any]:
+def read_fields(client: RedisClient, keys: Sequence[str]) -> Sequence[StoredFields]:
     """Read the fields of some entries in one round trip.
 
     Args:
@@ -24,11 +30,11 @@ def read_fields(client: Any, keys: Sequence[str]) -> Sequence[Any]:
         For each key ``[definition, meta, policy, since, pending, sent]``, with None for an absent field, or an
         error message if the key is not a hash. See ``read.lua``.
     """
-    rows: Sequence[Any] = json.loads(script(__package__, "read")(client, keys, ()))
+    rows: Sequence[StoredFields] = json.loads(script(__package__, "read")(client, keys, ()))
     return rows
 
 
-def write_fields(client: Any, schedule: str, rows: Iterable[Sequence[Any]]) -> Sequence[bool]:
+def write_fields(client: RedisClient, schedule: str, rows: Iterable[Sequence[Any]]) -> Sequence[bool]:
     """Write the fields of some entries in one round trip, each only if it is unchanged since it was read.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import EntryError
 from ..keys import Keys
@@ -14,6 +14,9 @@ from .timetable import as_listed
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ...clients import RedisClient
+    from .fields import StoredFields
 
 __all__ = ("Listing",)
 
@@ -29,7 +32,7 @@ class Listing(Mapping[str, Entry]):
         configured: returns the entry that ``beat_schedule`` gives under a name, None if there is none.
     """
 
-    def __init__(self, app: Celery, client: Any, configured: Callable[[str], Entry | None]) -> None:
+    def __init__(self, app: Celery, client: RedisClient, configured: Callable[[str], Entry | None]) -> None:
         self.app, self.client, self._keys = app, client, Keys.of(app)
         self._configured = configured
         self._batch: Mapping[str, Entry] = {}  #: the last batch that was read: a loop asks for its entries next
@@ -67,7 +70,7 @@ class Listing(Mapping[str, Entry]):
                 entry.schedule = as_listed(entry.schedule, entry.policy, is_static=given is not None, enabled=wanted)
                 yield name, entry
 
-    def _stored(self, name: str, fields: Any) -> Entry | None:
+    def _stored(self, name: str, fields: StoredFields) -> Entry | None:
         if isinstance(fields, str):
             return None
         definition, meta, policy, since, _, sent = fields

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
 from ...errors import EntryError
@@ -78,7 +77,7 @@ class Occurrence:
         """Whether the schedule asks for it: then it is counted, and may be too late."""
         return self.kind in {Kind.SCHEDULED, Kind.CATCH_UP}
 
-    def header(self, entry: str) -> dict[str, Any]:
+    def header(self, entry: str) -> dict[str, object]:
         """Return the value of the message header ``RUN_HEADER``; its instants are in ISO 8601."""
         previous = None if self.previous is None else utc_iso(self.previous)
         return {

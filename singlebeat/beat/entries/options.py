@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from celery.utils.saferepr import saferepr
 from kombu.compression import get_encoder
@@ -13,6 +13,10 @@ from kombu.serialization import registry
 
 from ...errors import EntryError
 from ...locks import seconds_until
+
+if TYPE_CHECKING:
+    from ...locks.base import Options
+    from ...locks.key import NamedArguments
 
 __all__ = ("SIGNATURES", "check_encoding", "check_signatures", "check_values")
 
@@ -23,7 +27,7 @@ SIGNATURES = ("link", "link_error", "chain", "chord")
 DELIVERY_MODES = (1, 2, "transient", "persistent")
 
 
-def check_values(options: Mapping[str, Any]) -> None:
+def check_values(options: Options) -> None:
     """Check the numbers and dates among the options of a call, and of the signatures in these options.
 
     The main process of a worker reads them. Celery's main process ends on some unreadable values.
@@ -34,7 +38,7 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_all(lambda: _options(options))
 
 
-def check_signatures(task: str, kwargs: Mapping[str, Any]) -> None:
+def check_signatures(task: str, kwargs: NamedArguments) -> None:
     """Check the numbers and dates in signatures that are arguments of Celery's own tasks, such as a chain.
 
     Raises:
@@ -44,7 +48,7 @@ def check_signatures(task: str, kwargs: Mapping[str, Any]) -> None:
         _check_all(lambda: _options_of([*kwargs.values()]))
 
 
-def check_encoding(options: Mapping[str, Any]) -> None:
+def check_encoding(options: Options) -> None:
     """Check that this process could serialize and compress a message with these options.
 
     Raises:
@@ -58,11 +62,11 @@ def check_encoding(options: Mapping[str, Any]) -> None:
             )
 
 
-def _is_serializer(name: Any) -> bool:
+def _is_serializer(name: object) -> bool:
     return isinstance(name, str) and name in registry.name_to_type
 
 
-def _is_compression(name: Any) -> bool:
+def _is_compression(name: object) -> bool:
     try:
         get_encoder(name)
     except (KeyError, TypeError):
@@ -70,7 +74,7 @@ def _is_compression(name: Any) -> bool:
     return True
 
 
-def _check_all(found: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
+def _check_all(found: Callable[[], Iterator[Options]]) -> None:
     try:
         for options in found():
             for name, (is_usable, wanted) in _CHECKS.items():
@@ -79,7 +83,7 @@ def _check_all(found: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
         raise EntryError("definition: the signatures are nested too deeply") from None
 
 
-def _check(name: str, value: object, is_usable: Callable[[Any], bool], wanted: str) -> None:
+def _check(name: str, value: object, is_usable: Callable[[object], bool], wanted: str) -> None:
     try:
         if value is None or is_usable(value):
             return
@@ -88,14 +92,14 @@ def _check(name: str, value: object, is_usable: Callable[[Any], bool], wanted: s
     raise EntryError(f"definition: the option {name} is {saferepr(value, 80)}: use {wanted}")
 
 
-def _options(options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _options(options: Options) -> Iterator[Options]:
     """Yield the options of a call, and those of the signatures in them."""
     yield options
     for name in SIGNATURES:
         yield from _options_of(options.get(name))
 
 
-def _options_of(value: object) -> Iterator[Mapping[str, Any]]:
+def _options_of(value: object) -> Iterator[Options]:
     """Yield the options of a signature or of a list of signatures, and those of the signatures in them."""
     if isinstance(value, list | tuple):
         for each in value:
@@ -109,11 +113,11 @@ def _options_of(value: object) -> Iterator[Mapping[str, Any]]:
         yield from _options_of([*kwargs.values()])
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value))
 
 
-def _is_limit(value: Any) -> bool:
+def _is_limit(value: object) -> bool:
     return _is_number(value) and value >= 0
 
 
@@ -125,7 +129,7 @@ def _is_moment(value: object) -> bool:
     return isinstance(value, str | datetime) and _is_in_the_calendar(value)
 
 
-def _is_in_the_calendar(value: object) -> bool:
+def _is_in_the_calendar(value: str | datetime | float) -> bool:
     now = datetime.now(UTC)
     _ = now + timedelta(seconds=seconds_until(value, now) or 0)  # Celery computes this date: it must not overflow
     return True
@@ -139,7 +143,7 @@ def _are_names(value: object) -> bool:
     return isinstance(value, list | tuple) and all(map(_is_name, value))
 
 
-_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_CHECKS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "time_limit": (_is_limit, "a number of seconds, 0 or more"),
     "soft_time_limit": (_is_limit, "a number of seconds, 0 or more"),
     "countdown": (_is_wait, "a number of seconds"),

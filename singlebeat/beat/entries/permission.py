@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.utils.saferepr import saferepr
 
@@ -13,6 +13,7 @@ from .definition import check_headers
 from .options import SIGNATURES
 
 if TYPE_CHECKING:
+    from .definition import JsonObject
     from .entry import Entry
 
 __all__ = ("check_allowed",)
@@ -74,7 +75,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _tasks_of_call(task: str, args: Any, kwargs: Any, options: Any) -> Iterator[str]:
+def _tasks_of_call(task: str, args: object, kwargs: object, options: object) -> Iterator[str]:
     """Yield the tasks that a call makes run besides itself."""
     if task in RUN_BY_ARGUMENTS:
         for name in RUN_BY_ARGUMENTS[task]:
@@ -106,7 +107,7 @@ def _tasks(value: object) -> Iterator[str]:
         raise _unchecked_error(value)
 
 
-def _tasks_of(signature: Mapping[str, Any]) -> Iterator[str]:
+def _tasks_of(signature: JsonObject) -> Iterator[str]:
     task, kind = signature.get("task"), signature.get("subtask_type")
     if not isinstance(task, str) or not isinstance(kind, str | None) or (kind and KINDS.get(kind) != task):
         raise _unchecked_error(signature)

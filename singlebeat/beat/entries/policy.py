@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, tzinfo
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 from zoneinfo import ZoneInfo
 
 from ...errors import EntryError
@@ -16,7 +16,13 @@ from ...overlap import Overlap
 from ..calendar.zone import in_utc, named_zone
 from .definition import loads_object
 
+if TYPE_CHECKING:
+    from ...locks.base import Options
+
 __all__ = ("EntryPolicy", "PolicyOptions")
+
+#: Fields of a policy by name, each of the type of the field or of its JSON.
+Wishes = Mapping[str, object]
 
 
 def _seconds(value: object) -> float:
@@ -70,7 +76,7 @@ def _text(value: object) -> str:
     return value
 
 
-def _wish(check: Callable[[Any], Any], default: Any = None) -> Any:
+def _wish(check: Callable[[object], object], default: object = None) -> Any:
     return field(default=default, metadata={"check": check})
 
 
@@ -118,7 +124,7 @@ class EntryPolicy:
     note: str = _wish(_text, default="")
 
     @classmethod
-    def of(cls, wishes: Mapping[str, Any]) -> EntryPolicy:
+    def of(cls, wishes: Wishes) -> EntryPolicy:
         """Return the policy with the given fields, by name.
 
         A value has the type of its field or of the field's JSON; None is the default.
@@ -141,7 +147,7 @@ class EntryPolicy:
             raise EntryError(f"policy: end_time {policy.end_time} is before start_time {policy.start_time}")
         return policy
 
-    def contradicts(self, options: Mapping[str, Any] | None) -> str:
+    def contradicts(self, options: Options | None) -> str:
         """Return how the policy contradicts the options of its entry, an empty string if it does not."""
         if self.expires is not None and (options or {}).get("expires") is not None:
             return "expires is in its options as well as in its policy"
@@ -173,7 +179,7 @@ class EntryPolicy:
         return json.dumps(wishes)
 
 
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {each.name: each.metadata["check"] for each in fields(EntryPolicy)}
+_CHECKS: Mapping[str, Callable[[object], object]] = {each.name: each.metadata["check"] for each in fields(EntryPolicy)}
 _NO_WISHES = EntryPolicy()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import EntryError
 from .code_only import given_for
@@ -14,6 +14,9 @@ from .policy import EntryPolicy
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from .definition import Fields
+    from .policy import Wishes
 
 __all__ = ("Salvage",)
 
@@ -25,8 +28,8 @@ class Salvage:
     name: str
     app: Celery
     texts: Mapping[str, str]  #: the fields of its hash as they are: definition, meta, policy, since
-    fields: Mapping[str, Any]  #: the readable fields of its definition
-    wishes: Mapping[str, Any]  #: the fields of its policy, as in JSON
+    fields: Fields  #: the readable fields of its definition
+    wishes: Wishes  #: the fields of its policy, as in JSON
     meta: Meta | None
     problems: Mapping[str, str]  #: a field of the definition, policy, expires or meta -> what is wrong with it
 
@@ -41,7 +44,7 @@ class Salvage:
             field: text or "" for field, text in zip(("definition", "meta", "policy", "since"), found, strict=True)
         }
         fields, problems = salvage_fields(texts["definition"], given_for(app, name))
-        wishes, meta = dict[str, Any](), None
+        wishes, meta = dict[str, object](), None
         try:
             wishes.update(loads_object(texts["policy"] or "{}", "policy"))
             policy = EntryPolicy.of(wishes)
@@ -56,7 +59,7 @@ class Salvage:
             problems["meta"] = str(exc)
         return cls(name, app, texts, fields, wishes, meta, problems)
 
-    def changed(self, fields: Mapping[str, Any], wishes: Mapping[str, Any]) -> Entry:
+    def changed(self, fields: Fields, wishes: Wishes) -> Entry:
         """Return the entry with other fields and policy.
 
         Saving this entry fails if another program has changed the stored entry in between.

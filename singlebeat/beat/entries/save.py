@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ...errors import ConflictError, EntryError
 from .code_only import given_for
@@ -18,8 +18,10 @@ from .schedule_json import have_same_times
 from .timetable import PARKED
 
 if TYPE_CHECKING:
+    from ...clients import RedisClient
     from ..keys import Keys
     from .entry import Entry
+    from .fields import StoredFields
 
 __all__ = ("save_entries",)
 
@@ -32,19 +34,28 @@ ATTEMPTS = 5
 TIMING = ("timezone", "start_time", "end_time", "jitter")
 
 
+class _Fields(NamedTuple):
+    """New fields of an entry, as ``save.lua`` takes them."""
+
+    definition: str
+    meta: str | Literal[False]
+    policy: str
+    since: str | Literal[False]
+
+
 @dataclass(frozen=True, slots=True)
 class _Wish:
     """A planned write of one entry, which is made only if the entry is unchanged since it was read."""
 
     member: str
-    found: Sequence[Any]  #: definition, meta, policy, since
+    found: StoredFields  #: definition, meta, policy, since
     #: The same fields to be stored; False: leave the field, a beat may write it meanwhile.
-    fields: tuple[str, str | Literal[False], str, str | Literal[False]]
+    fields: _Fields
     score: str  #: empty: leave it
 
 
 def save_entries(
-    client: Any,
+    client: RedisClient,
     keys: Keys,
     entries: Mapping[str, Entry],
     now: datetime,
@@ -82,7 +93,7 @@ def save_entries(
 
 
 def _plan(
-    client: Any,
+    client: RedisClient,
     keys: Keys,
     entries: Mapping[str, Entry],
     results: dict[str, EntryError | None],
@@ -115,7 +126,7 @@ def _plan(
             wanted = entry.encode()
             is_same = (wanted, entry.policy.encode()) == (definition, policy or "")
             if is_same and score is not None and meta and _read(Meta.decode, meta, since):
-                entry.version = definition, policy or ""
+                entry.version = wanted, policy or ""
             else:
                 wish = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
                 _check(entry, wish, now)
@@ -132,7 +143,7 @@ def _wish(
     entry: Entry,
     encoded: str,
     member: str,
-    found: Sequence[Any],
+    found: StoredFields,
     score: float | None,
     now: datetime,
     keep_disabled: bool,
@@ -179,7 +190,7 @@ def _wish(
     return _Wish(
         member,
         found,
-        (
+        _Fields(
             encoded,
             past.encode() if writes_past else False,
             entry.policy.encode(),
@@ -212,7 +223,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"JSON has no {constant}: a number is too large, or is not a number")
 
 
-def _read(decode: Callable[..., _T], *values: Any) -> _T | None:
+def _read(decode: Callable[..., _T], *values: object) -> _T | None:
     """Return the decoded value, None if it cannot be decoded."""
     try:
         return decode(*values)
@@ -230,7 +241,7 @@ def _pause(policy: str) -> EntryPolicy:
     return EntryPolicy(paused=any(each.paused for each in wishes), note="".join(each.note for each in wishes))
 
 
-def _write(client: Any, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:
+def _write(client: RedisClient, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:
     """Write entries, and return the names of those that another program has changed meanwhile."""
     if not wishes:
         return []

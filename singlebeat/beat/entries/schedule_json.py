@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
 from celery.beat import BeatLazyFunc
@@ -21,7 +21,13 @@ from ...errors import EntryError
 from ..calendar.clocked import clocked
 from ..calendar.recurrence import is_known
 
+if TYPE_CHECKING:
+    from .definition import JsonObject
+
 __all__ = ("Decoder", "Encoder", "decode_schedule", "have_same_times", "why_no_crontab")
+
+#: A JSON object in RedBeat's format: the classes that take its values check them.
+_Raw = Mapping[str, Any]
 
 CRONTAB_FIELDS = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 DATE_PARTS = ("bysetpos", "bymonth", "bymonthday", "byyearday", "byeaster", "byweekno", "byweekday")
@@ -33,7 +39,7 @@ RRULE_FIELDS = ("freq", "interval", "wkst", "count", *DATE_PARTS, *TIMES_END)
 class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
     """A decoder of RedBeat's JSON that accepts the omissions and spellings of writers in other languages."""
 
-    def dict_to_object(self, d: dict[str, Any]) -> Any:
+    def dict_to_object(self, d: dict[str, Any]) -> object:
         """Return the value that a JSON object stands for, the object itself if its type is unknown."""
         kind = d.get("__type__")
         if kind == "interval":
@@ -55,7 +61,7 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
 class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
     """An encoder that writes RedBeat's JSON where possible, and also schedules that RedBeat cannot store."""
 
-    def default(self, obj: Any) -> Any:
+    def default(self, obj: object) -> object:
         """Return a value in the form of JSON; raise a TypeError if it has none."""
         if isinstance(obj, BeatLazyFunc) or (isinstance(obj, BaseSchedule) and not is_known(obj)):
             raise TypeError(f"only beat_schedule can give {saferepr(obj)}: JSON cannot hold it")
@@ -73,39 +79,39 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
         return raw
 
 
-def why_no_crontab(exc: Exception, day_of_week: Any) -> str:
+def why_no_crontab(exc: Exception, day_of_week: object) -> str:
     """Return why Celery rejects a crontab, with a hint if Sunday may be written as 7, as in other programs."""
     hint = " Sunday is 0, not 7." if re.search(r"(?<!\d)7(?!\d)", str(day_of_week)) else ""
     return f"{exc}{hint}"
 
 
-def _check_fields(d: Mapping[str, Any], known: Iterable[str]) -> None:
+def _check_fields(d: JsonObject, known: Iterable[str]) -> None:
     # If a misspelled field were ignored, the schedule would run far too often.
     if unknown := d.keys() - {"__type__", *known}:
         kind, fields = d["__type__"], ", ".join(known)
         raise ValueError(f"the {kind} has {', '.join(map(repr, sorted(unknown)))}: its fields are {fields}")
 
 
-def _crontab_field(value: object) -> Any:
+def _crontab_field(value: object) -> object:
     # "[1-12]" is how RedBeat's own documentation writes a range.
     return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
 
 
-def _check_weekday(d: Mapping[str, Any]) -> None:
+def _check_weekday(d: JsonObject) -> None:
     # dateutil makes a weekday of any value, even one that no error message can show.
     day, n = d.get("wkday"), d.get("n")
     if not isinstance(day, int) or day not in range(7) or not isinstance(n, int | None):
         raise ValueError(f"a weekday has a wkday, 0 (Monday) to 6, and perhaps a whole n, not {day!r} and {n!r}")
 
 
-def _json_value(value: object, *, parsed: Any) -> Any:
+def _json_value(value: object, *, parsed: Iterable[Any]) -> object:
     """Return a field of a schedule in its JSON form, where sets, ranges and the like are lists."""
     if isinstance(value, str | list | tuple) or not isinstance(value, Iterable):
         return value
     return sorted(parsed) if all(isinstance(each, int) for each in parsed) else list(parsed)
 
 
-def _rule(d: Mapping[str, Any]) -> rrule:
+def _rule(d: _Raw) -> rrule:
     _check_fields(d, (*RRULE_FIELDS, "dtstart", "dtstart_tz", "until", "until_tz"))
     fields = {name: d[name] for name in RRULE_FIELDS if name in d}
     if "freq" not in fields or d.get("dtstart") is None:
@@ -126,7 +132,7 @@ def _rule(d: Mapping[str, Any]) -> rrule:
     return rrule(**fields, dtstart=_moment(d, "dtstart"), until=_moment(d, "until"))
 
 
-def _moment(d: Mapping[str, Any], name: str) -> datetime | None:
+def _moment(d: _Raw, name: str) -> datetime | None:
     """Return an instant of a rule, from seconds since 1970 and a zone: minutes ahead of UTC, or a name."""
     seconds, zone = d.get(name), d.get(f"{name}_tz") or 0
     if seconds is None:
@@ -137,7 +143,7 @@ def _moment(d: Mapping[str, Any], name: str) -> datetime | None:
     return datetime.fromtimestamp(seconds, timezone(timedelta(minutes=zone), "offset"))
 
 
-def _weekday(value: object) -> Any:
+def _weekday(value: object) -> object:
     """Return a day of the week, from RedBeat's form, ``1MO``, or an object with ``weekday`` and ``n``."""
     if isinstance(value, int) and value not in range(7):
         raise ValueError(f"a day of the week is 0, Monday, to 6, not {value!r}")
@@ -150,7 +156,7 @@ def _weekday(value: object) -> Any:
     return weekdays[value["weekday"]](value.get("n")) if isinstance(value, dict) else value
 
 
-def decode_schedule(when: Any) -> Any:
+def decode_schedule(when: Any) -> object:
     """Return the schedule for a JSON value that ``Decoder`` leaves alone, or any other value unchanged.
 
     ``Decoder`` leaves such values alone, because among the arguments of a task they are ordinary data.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import EntryError
 from ...log import Log
@@ -22,6 +22,7 @@ from .save import save_entries
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ...clients import RedisClient
     from .entry import Entry
 
 __all__ = ("Statics", "owner_of", "signature_of")
@@ -54,7 +55,7 @@ class Statics:
         client: the client for the schedule.
     """
 
-    def __init__(self, app: Celery, client: Any) -> None:
+    def __init__(self, app: Celery, client: RedisClient) -> None:
         self.app, self.client, self.keys = app, client, Keys.of(app)
         self.owner = owner_of(app)
 

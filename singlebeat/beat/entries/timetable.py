@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta, tzinfo
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.schedules import crontab
 from redbeat.schedules import rrule
@@ -20,6 +20,8 @@ from .policy import EntryPolicy
 
 if TYPE_CHECKING:
     from zoneinfo import ZoneInfo
+
+    from celery.schedules import BaseSchedule
 
 __all__ = (
     "PARKED",
@@ -48,7 +50,7 @@ TICK = timedelta(microseconds=1)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def zone_of(schedule: Any, app_zone: tzinfo = UTC) -> ZoneInfo | None:
+def zone_of(schedule: BaseSchedule, app_zone: tzinfo = UTC) -> ZoneInfo | None:
     """Return the zone of an rrule's ``dtstart`` or of a schedule's clock, None if it is not a named zone.
 
     Raises:
@@ -68,12 +70,12 @@ def zone_of(schedule: Any, app_zone: tzinfo = UTC) -> ZoneInfo | None:
     return None
 
 
-def on_its_clock(schedule: Any, zone: ZoneInfo | None) -> Any:
+def on_its_clock(schedule: BaseSchedule, zone: ZoneInfo | None) -> BaseSchedule:
     """Return a schedule whose ``tz`` is the zone in which it is read: monitors such as Sentry Crons use ``tz``."""
     return schedule if zone is None or not isinstance(schedule, crontab) else _with(schedule, tz=zone)
 
 
-def as_listed(schedule: Any, policy: EntryPolicy, *, is_static: bool, enabled: bool) -> Any:
+def as_listed(schedule: BaseSchedule, policy: EntryPolicy, *, is_static: bool, enabled: bool) -> BaseSchedule:
     """Return the schedule of an entry for a tool that lists entries, and may add them to ``beat_schedule`` again.
 
     Such a tool knows neither policy nor ``enabled``, so the schedule carries them.
@@ -87,23 +89,23 @@ def as_listed(schedule: Any, policy: EntryPolicy, *, is_static: bool, enabled: b
     return _with(on_its_clock(schedule, policy.timezone), **{_LISTED: (policy, is_static, enabled)})
 
 
-def listed_policy(schedule: Any) -> EntryPolicy | None:
+def listed_policy(schedule: BaseSchedule) -> EntryPolicy | None:
     """Return the policy that the schedule of a listed entry carries, or None."""
     policy: EntryPolicy | None = getattr(schedule, _LISTED, _NOT_LISTED)[0]
     return policy
 
 
-def is_listed_from_redis(schedule: Any) -> bool:
+def is_listed_from_redis(schedule: BaseSchedule) -> bool:
     """Return whether a schedule comes from a listed entry that ``beat_schedule`` did not have."""
     return not getattr(schedule, _LISTED, _NOT_LISTED)[1]
 
 
-def is_listed_as_disabled(schedule: Any) -> bool:
+def is_listed_as_disabled(schedule: BaseSchedule) -> bool:
     """Return whether a schedule comes from a listed entry that is disabled."""
     return not getattr(schedule, _LISTED, _NOT_LISTED)[2]
 
 
-def _with(schedule: Any, **attributes: Any) -> Any:
+def _with(schedule: BaseSchedule, **attributes: object) -> BaseSchedule:
     """Return a copy with other attributes. Celery's own copy parses a crontab again; RedBeat's rrule has no copy."""
     same = object.__new__(type(schedule))
     vars(same).update(vars(schedule), **attributes)
@@ -115,7 +117,7 @@ class Timetable:
     """The nominal times of an entry, and the times when its runs are due, which jitter may delay."""
 
     name: str
-    schedule: Any  #: Celery's ``BaseSchedule``
+    schedule: BaseSchedule
     policy: EntryPolicy
     zone: tzinfo  #: of the app, for an entry that has no zone of its own
 
@@ -126,7 +128,7 @@ class Timetable:
         """
         return EPOCH if counts_from is None and isinstance(self.schedule, clocked) else counts_from
 
-    def _read(self) -> tuple[Any, tzinfo]:
+    def _read(self) -> tuple[BaseSchedule, tzinfo]:
         """Return the schedule, and the zone on whose wall clock it is read."""
         zone = self.policy.timezone
         if zone is None or not isinstance(self.schedule, rrule):

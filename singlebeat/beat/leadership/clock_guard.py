@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import EntryError
 from ...log import Log
@@ -14,6 +14,8 @@ from ..entries.timetable import PARKED
 from ..server_time import UNFIT_FROM
 
 if TYPE_CHECKING:
+    from ...clients import RedisClient
+    from ..entries.fields import StoredFields
     from ..keys import Keys
     from .lease import Term
 
@@ -45,7 +47,7 @@ class Clock:
         progress: called at each step.
     """
 
-    def __init__(self, client: Any, keys: Keys, *, progress: Callable[[], None]) -> None:
+    def __init__(self, client: RedisClient, keys: Keys, *, progress: Callable[[], None]) -> None:
         self.client, self.keys, self._progress = client, keys, progress
         self._term: Term | None = None
         self._latest = self._noted = LONG_AGO
@@ -132,7 +134,7 @@ class Clock:
             self.client.zadd(self.keys.pending, dict.fromkeys(untried, 0), xx=True)
 
 
-def latest_shown(client: Any, keys: Keys) -> datetime:
+def latest_shown(client: RedisClient, keys: Keys) -> datetime:
     """Return the stored latest time by which a leader has decided; long ago if none is stored."""
     return _moment(client.get(keys.clock))
 
@@ -144,7 +146,7 @@ def _moment(text: str | None) -> datetime:
         return LONG_AGO
 
 
-def _counts_from(fields: Any, now: datetime) -> datetime:
+def _counts_from(fields: StoredFields, now: datetime) -> datetime:
     """Return from when on the next time of an entry counts; now if the entry is unusable, which a tick logs."""
     try:
         if isinstance(fields, str):

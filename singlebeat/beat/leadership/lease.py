@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kombu.utils.uuid import uuid
 
@@ -25,6 +25,8 @@ __all__ = ("SHARE_EVERY", "SHARE_STAY", "STAY", "Lease", "Term", "identity", "re
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ...clients import RedisClient
 
 log = Log("celery.beat")
 
@@ -70,7 +72,7 @@ class Lease:
 
     def __init__(
         self,
-        connect: Callable[[], Any],
+        connect: Callable[[], RedisClient],
         keys: LeaseKeys,
         *,
         ttl: float,
@@ -82,7 +84,7 @@ class Lease:
         self.keys, self.ttl = keys, ttl
         self.server_time = server_time or ServerTime()
         self._connect, self._clock, self._about, self._says = connect, clock, about, says
-        self._client: Any = None
+        self._client: RedisClient = None
         self._term: Term | None = None
         self._token = ""  #: of campaigns that were not answered: the server may yet execute one of them
         self._last_token = ""  #: of the last campaign that was answered

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ... import signals
 from ...config import Config
@@ -31,6 +31,7 @@ from .server import eviction_policy
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ...clients import RedisClient
     from ..leadership.lease import Term
 
 __all__ = ("Claim", "ClaimVerdict", "ClaimedOccurrence", "Confirmation", "Due", "Store", "Stored")
@@ -161,7 +162,7 @@ class Store:
     def __init__(
         self,
         app: Celery,
-        client: Any,
+        client: RedisClient,
         *,
         progress: Callable[[], object] = lambda: None,
         server_time: ServerTime | None = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import ResponseError, schedule_client
 from ..entries.fields import BATCH
@@ -16,6 +16,8 @@ from ..keys import Keys
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ...clients import RedisClient
 
 __all__ = ("End", "History", "Own", "Record")
 
@@ -119,7 +121,7 @@ class History:
             before = f"({page[-1][0]}"
 
 
-def _hmget(client: Any, key: str, *fields: str) -> Sequence[str | None]:
+def _hmget(client: RedisClient, key: str, *fields: str) -> Sequence[str | None]:
     """Return fields of a hash, None for each if another program has given the key another type."""
     try:
         found: Sequence[str | None] = client.hmget(key, *fields)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...config import Config
 from ...connections import RedisError, ResponseError, masked, schedule_client, schedule_place, what_it_does
@@ -19,6 +19,8 @@ from ..keys import Keys
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ...clients import RedisClient
 
 __all__ = (
     "LOCKS",
@@ -40,14 +42,14 @@ __all__ = (
 _EXPIRE = ("PEXPIRE", "60000")
 
 
-def _try_transaction(client: Any, key: str) -> None:
+def _try_transaction(client: RedisClient, key: str) -> None:
     with client.pipeline() as pipe:  # in a cluster a pipeline is no transaction, and needs no right for one
         pipe.exists(key)
         pipe.execute()
 
 
 #: Calls of locks and schedule besides the commands on keys, by the commands that they need.
-_CALLS: Mapping[str, Callable[[Any, str], object]] = {
+_CALLS: Mapping[str, Callable[[RedisClient, str], object]] = {
     "ping": lambda client, _: client.ping(),  # redis-py's, after half a minute without a call
     "time": lambda client, _: client.time(),
     "scan": lambda client, key: client.scan(0, match=key, count=1),
@@ -61,7 +63,7 @@ class Needs:
     """The commands that a server must allow."""
 
     commands: Sequence[Sequence[str]]  #: of scripts and calls on a key, with their arguments after the key
-    calls: Mapping[str, Callable[[Any, str], object]]  #: the other ones
+    calls: Mapping[str, Callable[[RedisClient, str], object]]  #: the other ones
     purpose: str  #: the consequence if the server refuses writes, in words
 
 
@@ -98,7 +100,7 @@ LOCKS = Needs(
 
 
 def schedule_refusal(
-    app: Celery, error: Exception | None = None, *, needs: Needs = SCHEDULE, client: Any = None
+    app: Celery, error: Exception | None = None, *, needs: Needs = SCHEDULE, client: RedisClient = None
 ) -> str:
     """Return what the schedule's server refuses, and what to do; empty if it refuses nothing that is needed.
 
@@ -109,7 +111,7 @@ def schedule_refusal(
     return _refusal(client or schedule_client(app), Keys.of(app).doctor, needs, error)
 
 
-def ticks_refusal(app: Celery, *, client: Any = None) -> str:
+def ticks_refusal(app: Celery, *, client: RedisClient = None) -> str:
     """Return which commands of ticks the schedule's server refuses, with its name; empty if it refuses none."""
     refused = schedule_refusal(app, needs=TICKS, client=client)
     return f"the schedule's server {schedule_place(app)}: {refused}" if refused else ""
@@ -147,7 +149,7 @@ def lock_server_says(app: Celery, exc: LockBackendError) -> str:
     return f"the locks' server {lock_place(app)}: {refused}" if refused else f"{str(exc).rstrip('.')}{advice(exc)}"
 
 
-def _refusal(client: Any, key: str, needs: Needs, error: Exception | None) -> str:
+def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | None) -> str:
     """Return what a server refuses, and what to do; empty if it refuses nothing that is needed.
 
     Args:
@@ -178,7 +180,7 @@ def _refusal(client: Any, key: str, needs: Needs, error: Exception | None) -> st
     return f"it refuses {next(iter(errors))}: {next(iter(errors.values()))}" if errors else ""
 
 
-def _denied_calls(client: Any, key: str, needs: Needs) -> Iterator[str]:
+def _denied_calls(client: RedisClient, key: str, needs: Needs) -> Iterator[str]:
     """Yield the commands of calls that a server does not let its user run.
 
     Raises:
@@ -192,7 +194,7 @@ def _denied_calls(client: Any, key: str, needs: Needs) -> Iterator[str]:
                 yield command
 
 
-def _refused_commands(client: Any, key: str, needs: Needs) -> Mapping[str, str]:
+def _refused_commands(client: RedisClient, key: str, needs: Needs) -> Mapping[str, str]:
     """Return the commands on keys that a server refuses, and its errors."""
     refused = json.loads(script(__package__, "probe")(client, (key,), (json.dumps(needs.commands),)))
     # If the server refuses to delete the key, the key is of another type for the commands that follow.

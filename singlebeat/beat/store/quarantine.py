@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ... import signals
 from ...log import Log
@@ -17,6 +17,7 @@ from ..entries.occurrence import Decision, DecisionType, Occurrence
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ...clients import RedisClient
     from ..keys import Keys
 
 __all__ = ("RECHECKED_PER_TICK", "Quarantine")
@@ -34,7 +35,7 @@ RETRY_AFTER = timedelta(minutes=1)
 class _Failing:
     """An entry that can be read, but whose times cannot be calculated."""
 
-    found: Any  #: its fields as they were read
+    found: object  #: its fields as they were read
     reason: str
     again: Callable[[datetime], object]
     tried_at: datetime
@@ -59,7 +60,9 @@ class Quarantine:
         progress: called at each step.
     """
 
-    def __init__(self, app: Celery, client: Any, keys: Keys, *, progress: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, app: Celery, client: RedisClient, keys: Keys, *, progress: Callable[[], object] = lambda: None
+    ) -> None:
         self.app, self.client, self.keys, self._progress = app, client, keys, progress
         self.cursor = 0  #: of HSCAN: which entries are checked next
         self._known: dict[str, str] = {}
@@ -75,7 +78,7 @@ class Quarantine:
         return decided
 
     def add_failing(
-        self, member: str, found: Any, exc: Exception, again: Callable[[datetime], object], now: datetime
+        self, member: str, found: object, exc: Exception, again: Callable[[datetime], object], now: datetime
     ) -> None:
         """Note an entry that can be read, but whose times cannot be calculated.
 
@@ -87,7 +90,7 @@ class Quarantine:
         refused = self._failing[member] = _Failing(found, _reason_of(exc), again, now)
         self.add(member, refused.reason, due=True, exc=exc)
 
-    def why_failing(self, member: str, found: Any, now: datetime) -> str:
+    def why_failing(self, member: str, found: object, now: datetime) -> str:
         """Return the reason why the times of an entry cannot be calculated, if it still holds; else an empty string."""
         refused = self._failing.get(member)
         if refused is None or refused.found != found:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...connections import RedisError, schedule_client
 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ...clients import RedisClient
+
 __all__ = ("Server", "eviction_policy")
 
 
-def eviction_policy(client: Any) -> str | None:
+def eviction_policy(client: RedisClient) -> str | None:
     """Return a server's ``maxmemory-policy``, None if the server does not return it."""
     try:
         return str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...log import Log
 from ...lua import script
@@ -17,6 +17,7 @@ from ..keys import Keys
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ...clients import RedisClient
     from ..leadership.lease import Term
 
 __all__ = ("Places",)
@@ -36,7 +37,7 @@ class Places:
         progress: called at each step.
     """
 
-    def __init__(self, app: Celery, client: Any, *, progress: Callable[[], None]) -> None:
+    def __init__(self, app: Celery, client: RedisClient, *, progress: Callable[[], None]) -> None:
         self.app, self.client, self.keys, self._progress = app, client, Keys.of(app), progress
 
     def renew(self, before: str | None, now: datetime, term: Term) -> None:
