@@ -350,7 +350,7 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
 
 
 def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
-    """Say what keeps a message in the queue of the entry's task, or from being run there."""
+    """Say why a message stays in the queue of the entry's task, or is not run there."""
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
         yield f"{_sentence(delivery.unread)}: messages wait there. To correct it: {hint}."

@@ -213,7 +213,7 @@ def examine(
 
 
 def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = None) -> list[Found]:
-    """Free the locks whose messages are lost, record and return the freed ones.
+    """Free the locks whose messages are lost, record their ends, and return the findings about the freed locks.
 
     If such a message still reaches a worker, it runs, unless an equal call holds the lock by then.
 

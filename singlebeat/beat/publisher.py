@@ -73,7 +73,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         """The broker connection; if the broker hangs, it must not hold up a tick for long."""
         connection = bounded(self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout)
         if connection.transport.driver_name == "py-amqp":
-            # Without it, messages after a message that RabbitMQ refuses are lost, and seem to be sent.
+            # Without confirmation, messages after a message that RabbitMQ refuses are lost, and seem to be sent.
             connection.transport_options.setdefault("confirm_publish", True)
         return connection
 
