@@ -110,7 +110,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep tests whose ids begin alike, ``test_it[group: case]``, in one process: they share what is dear to start."""
+    """Keep tests whose ids begin alike, ``test_it[group: case]``, in one process: they share expensive fixtures."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling

@@ -58,7 +58,7 @@ def measured(text: str) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Tell whether a process can still run; a zombie cannot."""
+    """Return whether a process can still run; a zombie cannot."""
     try:
         os.kill(pid, 0)
         # The state follows the name, which may itself contain spaces and parentheses.
@@ -370,7 +370,7 @@ def until_answered(ask: Callable[..., Any]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody uses at the moment, nor gets for a connection while a server restarts."""
+    """Return a port of 127.0.0.1 that is free now, and that no connection gets while a server restarts."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
@@ -502,7 +502,7 @@ class CeleryProcess:
         """Send a signal to the main process, or to all processes of the command."""
         if not group:
             self._process.send_signal(signum)
-        elif not (self._ended and self.returncode is not None):  # with nobody left, the number may be another's
+        elif not (self._ended and self.returncode is not None):  # with no process left, the number may be another's
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signum)
 

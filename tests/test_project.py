@@ -1,4 +1,4 @@
-"""The project itself: what is shipped, who may import whom, and whether the documents tell the truth."""
+"""The project itself: what is shipped, who may import whom, and whether the documents are right."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_server_can_compile_every_script(script, redis):
     assert redis.script_load(script.read_text("utf-8"))
 
 
-def test_the_top_level_holds_only_what_a_reader_needs():
+def test_the_top_level_holds_only_files_that_a_reader_needs():
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

@@ -26,7 +26,7 @@ def nothing(number: str) -> None:
 
 
 def make_app(url: str, conf: Mapping[str, Any], tasks: Iterable[str] = tuple(BASES)) -> Celery:
-    """Return an app; results are ignored, so that they cost nobody anything."""
+    """Return an app; results are ignored, so that they cost no side anything."""
     # RedBeat and celery-singleton take redis-py's form only.
     native = url.replace("redis+socket://", "unix://", 1)
     app = Celery("bench", set_as_current=False)

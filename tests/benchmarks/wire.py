@@ -1,4 +1,4 @@
-"""Counts what the Redis clients of this process send, whoever's they are."""
+"""Counts the commands that all Redis clients of this process send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.commands = 0
-        self.commands_run = 0  #: by the server, for whomever, those inside of scripts included
+        self.commands_run = 0  #: by the server, for any client, those inside of scripts included
         self.round_trips = 0
 
     def add(self, packed: Any) -> None:

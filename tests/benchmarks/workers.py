@@ -29,7 +29,7 @@ PATIENCE = 300.0
 #: Where messages are collected before their worker may see them.
 COLLECTED = "collected"
 
-#: Seconds between two looks whether a worker is through.
+#: Seconds between two polls whether a worker has finished.
 LOOK = 0.005
 
 

@@ -116,7 +116,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.keys = Keys.of(self.app)
         self.now = 0.0
         self.late: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  #: calls that the server executes later
-        #: Somebody has deleted the lock by hand: two beats may believe that they lead, and still none may claim twice.
+        #: An operator has deleted the lock: two beats may believe that they lead, and still none may claim twice.
         self.robbed = False
         self.delay, self.lost = (0.0, 0.0), ""
         self.takes = 0
@@ -313,7 +313,7 @@ def run(server: Any, redis: Redis, *, lease_class: type[Lease] = ManualLease, **
         )
 
 
-def test_nothing_is_claimed_twice_whatever_happens_around_a_claim(server, redis):
+def test_no_occurrence_is_claimed_twice_under_any_history(server, redis):
     run(server, redis, max_examples=200, stateful_step_count=30)
 
 

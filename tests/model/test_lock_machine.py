@@ -46,7 +46,7 @@ class Record:
 
 
 class Model:
-    """The lock as DESIGN has it, with no server, no time and nobody else."""
+    """The lock as DESIGN has it, with no server, no time and no other process."""
 
     def __init__(self) -> None:
         self.record: Record | None = None
@@ -230,7 +230,7 @@ class LockMachine(RuleBasedStateMachine):
             assert verdict is Verdict.ACQUIRED
         if verdict is Verdict.HELD and if_held is IfHeld.JOIN:
             assert payload in {record.payload for record in (self.stored(), self.stored(BEHIND)) if record}
-        return ref  # even if it is held: a call that somebody waits for is sent in any case
+        return ref  # even if the lock is held: a call that a caller waits for is sent in any case
 
     @rule(ref=tasks, lost=lost, if_held=wishes)
     def call_again(self, ref, lost, if_held):
@@ -346,7 +346,7 @@ class LockMachine(RuleBasedStateMachine):
         self.hand_over(ref, successor, lost)
         if ends:
             self.finish(ref, False, lost)
-        return successor  # sent in any case: whoever asks for a retry has it
+        return successor  # sent in any case: the run that asks for a retry holds the lock
 
     @rule(ref=deliveries, runner=st.booleans(), lost=lost)
     def requeue(self, ref, runner, lost):
@@ -403,7 +403,7 @@ def record_of(fields: list[str | None]) -> Record | None:
     return Record(id_, int(gen), state, nonce, payload or "", if_held or "") if id_ else None
 
 
-def test_a_lock_keeps_its_promises_whatever_happens_around_it(server, redis):
+def test_a_lock_keeps_its_promises_under_any_history(server, redis):
     machine = type("Machine", (LockMachine,), {"redis": redis, "backend": RedisBackend(server.url)})
 
     run_state_machine_as_test(

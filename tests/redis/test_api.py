@@ -41,7 +41,7 @@ def api(app: Celery) -> Schedule:
 
 @pytest.fixture
 def beat(server: RedisServer, redis: Redis) -> Iterator[Scheduler]:
-    """A scheduler that ticks when it is told to."""
+    """Return a scheduler that ticks when the test calls it."""
     app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None})
     scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
     yield scheduler
@@ -82,7 +82,7 @@ def decisions(redis: Redis) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- get, list
 
 
-def test_what_was_stored_is_got(api):
+def test_get_returns_the_stored_entry(api):
     api.upsert(
         "e", PLAIN, 60, args=["a"], kwargs={"seconds": 1}, options={"queue": "q"}, enabled=False, jitter=5, note="n"
     )
@@ -105,7 +105,7 @@ def test_what_was_stored_is_got(api):
     ],
     ids=["get", "pause", "resume", "trigger", "next_runs", "backfill"],
 )
-def test_a_name_that_is_nobodys_is_named_and_nothing_is_written(api, redis, verb):
+def test_an_unknown_name_is_an_error_and_nothing_is_written(api, redis, verb):
     with pytest.raises(UnknownEntryError, match=r"^there is no entry 'nobody' under redbeat:$") as caught:
         verb(api)
 
@@ -269,7 +269,7 @@ def test_an_upsert_over_a_broken_count_since_a_change_keeps_the_past(api, redis)
     assert (api.get("e").meta.last_run_at, api.get("e").meta.total_run_count) == (START, 7)
 
 
-def test_an_edit_of_an_entry_that_somebody_else_has_edited_is_refused(api):
+def test_a_conflicting_edit_of_an_entry_is_refused(api):
     api.upsert("e", PLAIN, 60)
     mine, theirs = api.get("e"), api.get("e")
     theirs.args = ["theirs"]
@@ -484,7 +484,7 @@ def test_the_next_runs_of_an_interval_stay_on_its_grid(api, redis):
     assert api.next_runs("e", 0) == []
 
 
-def test_a_run_that_is_overdue_comes_first_and_stands_for_all_that_were_missed(api):
+def test_the_latest_overdue_run_comes_first_and_stands_for_all_missed(api):
     last = datetime.now(UTC) - 2.5 * HOUR
     Entry("e", PLAIN, schedule(HOUR), app=api.app, last_run_at=last).save()
 
@@ -537,7 +537,7 @@ def test_the_next_runs_of_a_busy_entry_in_a_year_are_known_at_once(api):
 
 
 @pytest.mark.parametrize("state", ["active", "paused", "disabled", "finished"])
-def test_a_triggered_entry_runs_once_whatever_its_state_and_its_times_stay(api, beat, redis, state):
+def test_a_trigger_runs_an_entry_of_any_state_once_and_keeps_its_times(api, beat, redis, state):
     wishes = {"paused": {"paused": True}, "disabled": {"enabled": False}, "finished": {"max_runs": 7}}.get(state, {})
     last = datetime.now(UTC)
     Entry("e", PLAIN, schedule(HOUR), ["a"], app=api.app, last_run_at=last, total_run_count=7, **wishes).save()
@@ -613,7 +613,7 @@ def test_a_trigger_whose_reply_was_lost_is_one_run(api, redis, beat):
     assert ids(redis) == ["the-id"]
 
 
-def test_an_occurrence_that_waited_in_a_broken_entry_is_sent_when_that_is_mended(api, redis, beat):
+def test_a_pending_occurrence_is_sent_once_its_broken_entry_is_fixed(api, redis, beat):
     api.upsert("e", PLAIN, 3600, args=["a"])
     task_id = api.trigger("e")
     good = redis.hget("redbeat:e", "definition")
@@ -666,7 +666,7 @@ def test_a_backfill_runs_every_time_after_its_start_up_to_its_end_in_order(api, 
     assert not redis.hexists("redbeat:e", "backfill")
 
 
-def test_a_dry_run_writes_nothing_and_tells_the_same(api, redis, hourly, ticking):
+def test_a_dry_run_writes_nothing_and_returns_the_same(api, redis, hourly, ticking):
     hourly()
     before = redis.hgetall("redbeat:e")
 
@@ -813,7 +813,7 @@ def test_a_backfill_that_an_older_singlebeat_has_begun_goes_on(api, redis, hourl
     assert done[0].id == expected.id
 
 
-def test_a_trigger_finds_an_occurrence_again_that_is_lost_from_those_that_wait(api, redis, beat):
+def test_a_trigger_recovers_an_occurrence_lost_from_the_pending_set(api, redis, beat):
     api.upsert("e", PLAIN, 3600, args=["a"])
     lost = api.trigger("e")
     redis.delete(PENDING)
@@ -849,7 +849,7 @@ def test_two_equal_backfills_at_once_run_nothing_twice(api, redis, hourly, ticki
         assert all(before < after for before, after in pairwise(nominals))
 
 
-def test_whoever_finds_that_another_call_has_gone_on_stops(api, redis, hourly, beat):
+def test_a_backfill_that_another_call_has_continued_stops(api, redis, hourly, beat):
     hourly()
     with pytest.raises(ConflictError, match="was not sent within 0 s"):
         api.backfill("e", START, END, timeout=0)

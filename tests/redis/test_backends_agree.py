@@ -372,14 +372,14 @@ def test_user_code_locks_and_unlocks_as_with_celery_singleton(backend):
     assert backend.get(LOCK) is None
 
 
-def test_a_lock_of_user_code_is_its_own_again_for_the_same_id_even_when_it_runs(backend):
+def test_a_lock_of_user_code_is_reentrant_for_its_id_even_while_running(backend):
     assert backend.lock(LOCK, "a")
     assert backend.lock(LOCK, "a")
     start(backend, RUN)
     assert backend.lock(LOCK, "a")
 
 
-def test_a_lock_of_user_code_ends_at_its_expiry_and_not_before_an_unlock_without_one(backend):
+def test_a_lock_of_user_code_ends_at_its_expiry_or_else_by_unlock(backend):
     other = lock_key(PREFIX, "two")
     backend.lock(LOCK, "a", expiry=TINY)
     backend.lock(other, "a")

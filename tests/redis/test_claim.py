@@ -146,7 +146,7 @@ class ByInitial(Singleton):
 
 
 @pytest.mark.parametrize("runs", [False, True], ids=["waits", "runs"])
-def test_a_key_of_its_own_leaves_the_latest_arguments_to_the_call_that_waits(define, shop, runs):
+def test_a_custom_key_leaves_the_latest_arguments_to_the_waiting_call(define, shop, runs):
     task = define(base=ByInitial, overlap="buffer_one")
     lock = task.generate_lock(task.name, ["early"])
     task.apply_async(["early"], task_id="first")
@@ -163,7 +163,7 @@ def test_a_key_of_its_own_leaves_the_latest_arguments_to_the_call_that_waits(def
 
 
 @pytest.mark.parametrize("overlap", ["skip", "buffer_one"])
-def test_no_call_overtakes_the_one_that_waits_between_two_tries(define, shop, overlap):
+def test_no_call_overtakes_a_call_that_waits_between_two_tries(define, shop, overlap):
     task = define(overlap="buffer_one", unique_on=[])
     lock = task.generate_lock(task.name, [1])
     task.apply_async([1], task_id="first")
@@ -282,7 +282,7 @@ def test_a_place_behind_that_is_no_lock_is_named_and_nothing_ends(define, shop, 
 
 
 @pytest.mark.parametrize(("overlap", "ended"), [("cancel_other", []), ("terminate_other", ["running", "running"])])
-def test_the_latest_call_replaces_the_one_that_waits(define, shop, revoked, overlap, ended):
+def test_the_latest_call_replaces_the_waiting_call(define, shop, revoked, overlap, ended):
     task = define(overlap=overlap, unique_on=["value"])
     lock = task.generate_lock(task.name, [1])
     shop.begin(lock, "running")
@@ -391,7 +391,7 @@ def test_a_refused_call_that_is_repeated_keeps_its_lock(refuse, own_server, head
         assert client.hget(task.generate_lock(task.name, [1]), "id") == "mine"
 
 
-def test_no_call_is_a_duplicate_of_one_that_was_refused(server, own_server, monkeypatch):
+def test_no_call_is_a_duplicate_of_a_refused_call(server, own_server, monkeypatch):
     """The reply to a call is lost, and an equal one comes before its lock is freed."""
     conf = {"singleton_backend_url": own_server.url}
     with make_app(server.celery_url, conf) as app:
@@ -450,7 +450,7 @@ def test_a_refused_call_is_undone_beside_greenlets(server, redis):
     assert done.stdout == "None\n", done.stderr
 
 
-def test_an_error_that_nobody_has_foreseen_does_not_end_the_undoing_of_others(app, redis):
+def test_an_unforeseen_error_does_not_stop_the_release_of_other_locks(app, redis):
     class Broken(MemoryBackend):
         def get(self, lock: str) -> str | None:
             raise RuntimeError("as asked")
@@ -470,14 +470,14 @@ HIDDEN = {"argsrepr": "('an account',)", "kwargsrepr": "{'card': '****'}"}
 
 
 def no_secret(redis: Redis) -> bool:
-    """Tell whether no lock shows the secret; whoever looks for it must have found a lock."""
+    """Return whether no lock shows the secret; there must be at least one lock."""
     shown = [json.dumps(redis.hgetall(key)) for key in redis.keys("SINGLETONLOCK_*")]
     assert shown
     return not any(SECRET in text for text in shown)
 
 
 @pytest.mark.parametrize("hidden", [HIDDEN, {"kwargsrepr": HIDDEN["kwargsrepr"]}], ids=["both", "kwargs alone"])
-def test_a_lock_shows_of_the_arguments_of_a_call_what_its_sender_shows(define, app, redis, hidden):
+def test_a_lock_shows_the_arguments_as_its_sender_shows_them(define, app, redis, hidden):
     task = define(lambda account, card: None)
     args = [SECRET] if "argsrepr" in hidden else ["an account"]
 
@@ -510,7 +510,7 @@ def message(define, redis) -> Callable[..., Any]:
     return message
 
 
-def test_a_lock_that_is_taken_at_the_start_shows_what_the_sender_of_its_call_shows(define, redis, message):
+def test_a_lock_acquired_at_the_start_shows_arguments_as_the_sender_does(define, redis, message):
     def body(account: str, card: str) -> bool:
         return no_secret(redis)
 
@@ -520,7 +520,7 @@ def test_a_lock_that_is_taken_at_the_start_shows_what_the_sender_of_its_call_sho
     assert message(task)()
 
 
-def test_a_message_that_shows_nothing_by_itself_starts_and_its_lock_shows_its_arguments(define, redis, message):
+def test_a_message_without_reprs_starts_and_its_lock_shows_its_arguments(define, redis, message):
     """As those from other languages may be."""
 
     def body(account: str, card: str) -> str:
@@ -568,7 +568,7 @@ def test_a_task_id_may_be_a_uuid(define, redis):
     assert task.lock_and_run("a lock", [1], task_id=other).id == str(other)
 
 
-def test_a_message_that_waits_for_its_turn_shows_what_its_sender_shows(define, shop, redis, message):
+def test_a_waiting_message_shows_arguments_as_its_sender_does(define, shop, redis, message):
     task = define(lambda account, card: None, lock="while_executing", overlap="buffer_all")
     shop.begin(task.generate_lock(task.name, ["an account"], {"card": SECRET}), "another")
     task.s("an account", card=SECRET).set(**HIDDEN).delay()
@@ -644,7 +644,7 @@ def test_a_replacement_that_is_sent_again_takes_its_own_lock(other, redis):
 @pytest.mark.parametrize(
     "take", [lambda task: task.aquire_lock("a lock", "a"), lambda task: task.lock_and_run("a lock")]
 )
-def test_a_lock_of_the_callers_choice_is_not_held_at_a_key_that_holds_something_else(define, shop, take):
+def test_a_lock_of_the_callers_choice_refuses_a_key_that_holds_no_lock(define, shop, take):
     shop.redis.set("a lock", "no lock")
 
     with pytest.raises(LockBackendError, match="the lock a lock is unusable: WRONGTYPE"):
@@ -664,7 +664,7 @@ class TwoArguments(Singleton):
         return super().aquire_lock(lock, task_id)
 
 
-def test_an_aquire_lock_of_the_users_own_takes_what_celery_singletons_does(app, shop):
+def test_a_users_aquire_lock_takes_the_arguments_of_celery_singletons(app, shop):
     task = app.task(hold, name="app.two", base=TwoArguments, shared=False)
 
     task.lock_and_run("a lock", args=[1], countdown=5)
@@ -725,7 +725,7 @@ def test_an_eager_call_may_ask_to_run_beside_its_equal(server, redis):
     assert len(seen) == 3
 
 
-def test_a_lock_of_the_callers_choice_is_free_after_an_eager_run_and_leaves_nothing_in_redis(server, redis):
+def test_an_eager_run_frees_the_callers_lock_and_leaves_redis_empty(server, redis):
     with make_app(server.celery_url, {"task_always_eager": True}) as app:
 
         def body(value: int, again: bool = False) -> list[Any]:

@@ -79,7 +79,7 @@ def answer(result: Result):
     return json.loads(result.stdout)
 
 
-def test_every_command_is_listed_and_says_what_it_does(cli):
+def test_every_command_is_listed_and_has_help(cli):
     text = cli("--help").output
 
     assert all(name in text for name in COMMANDS)
@@ -87,7 +87,7 @@ def test_every_command_is_listed_and_says_what_it_does(cli):
         assert "--json" in cli(name, "--help").output
 
 
-def test_status_shows_the_leader_and_what_is_set_aside(cli, put, lead, redis):
+def test_status_shows_the_leader_and_quarantined_entries(cli, put, lead, redis):
     put("good")
     redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
     redis.zadd("redbeat::schedule", {"redbeat:late": datetime.now(UTC).timestamp() - 100})
@@ -143,7 +143,7 @@ def test_entries_are_added_shown_changed_and_deleted(cli, app):
     assert "no entry 'e'" in cli("delete", "e", code=1).output
 
 
-def test_a_list_fits_80_columns_and_names_what_is_set_aside(cli, put, redis, monkeypatch):
+def test_a_list_fits_80_columns_and_names_quarantined_entries(cli, put, redis, monkeypatch):
     monkeypatch.setattr("singlebeat.cli.output.is_terminal", lambda: True)
     put("a name that is longer than any name should ever be on a terminal of eighty columns")
     put("paused", paused=True)
@@ -238,7 +238,7 @@ def test_an_entry_that_was_added_meanwhile_is_not_replaced(cli, app, monkeypatch
     assert Schedule(app).get("e").task == theirs
 
 
-def test_an_entry_cannot_be_added_over_one_that_cannot_be_read(cli, redis):
+def test_an_entry_cannot_be_added_over_an_unreadable_entry(cli, redis):
     redis.hset("redbeat:e", "definition", "{")
 
     assert "there is an entry 'e': use edit" in cli("add", "e", TASK, "--every", "60", code=1).output
@@ -327,7 +327,7 @@ def set_back(redis, lock: str, seconds: int) -> None:
     redis.pexpire(lock, redis.pttl(lock) + seconds * 1000)
 
 
-def test_a_lock_from_before_the_clock_was_set_back_is_shown_and_not_taken_for_alive(cli, app, redis):
+def test_a_lock_from_before_a_clock_set_back_is_not_shown_as_alive(cli, app, redis):
     backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "old-one", 0, "n")
     backend.begin(run, lease=30, remember_for=60, task="t", arguments="")
     set_back(redis, run.key, 18_000)
@@ -391,7 +391,7 @@ def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, 
     assert backend.get(lock) == "next-one"
 
 
-def test_the_message_of_a_dead_run_runs_when_it_is_delivered_again_after_unlock(cli, app, redis):
+def test_the_message_of_a_dead_run_runs_when_redelivered_after_unlock(cli, app, redis):
     backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "dead-one", 0, "n")
     again = {"lease": 5, "remember_for": 60, "task": "t", "arguments": ""}
     backend.begin(Ref(run.key, "ended-one", 0, "n"), **again)
@@ -521,7 +521,7 @@ def test_a_users_error_is_one_line_and_no_traceback(cli, put, args, code, messag
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_server_that_is_away_is_one_line_and_exit_code_2(cli, name):
+def test_an_unreachable_server_is_one_line_and_exit_code_2(cli, name):
     away = f"redis://127.0.0.1:{free_port()}/0"
     with make_app(away, {"singlebeat_socket_timeout": 0.2}) as app:
         stdin = json.dumps([{"name": "e", "definition": {"task": "t", "schedule": 5}}])
@@ -612,7 +612,7 @@ def test_doctor_names_ten_entries_without_a_place(cli, put, redis):
     assert "warning  entries: more than these 10 have no place in redbeat::schedule" in text
 
 
-def test_an_unknown_field_of_a_definition_is_told_everywhere(app, cli, redis, caplog):
+def test_an_unknown_field_of_a_definition_is_reported_everywhere(app, cli, redis, caplog):
     definition = {"task": TASK, "schedule": 60, "arg": ["you"]}
     redis.hset("redbeat:e", "definition", json.dumps(definition))
     redis.zadd("redbeat::schedule", {"redbeat:e": 0})
@@ -656,7 +656,7 @@ def test_an_entry_that_was_edited_before_it_ever_ran_has_no_last_run(app, cli):
     assert "runs                0" in cli("show", "e").output
 
 
-def test_a_cron_with_another_sunday_is_told_which_is_ours(app, cli):
+def test_a_cron_with_another_sunday_is_refused_with_ours(app, cli):
     assert "Sunday is 0, not 7." in cli("add", "e", TASK, "--cron", "0 9 * * 7", code=2).output
 
 
@@ -771,7 +771,7 @@ def test_a_server_that_evicts_or_forgets_is_named(cli):
     args=st.lists(st.text(max_size=20) | st.sampled_from(["e", "--json", "--every", "5", "--at"]), max_size=4),
     name=st.sampled_from([name for name in COMMANDS if name not in {"import", "doctor", "unlock", "resign"}]),
 )
-def test_whatever_is_typed_no_command_dies(cli, args, name):
+def test_no_command_line_ends_a_command_with_a_traceback(cli, args, name):
     """300 command lines; SystemExit is all that may come out."""
     cli(name, *args, *(["--timeout", "0"] if name == "trigger" else []), code=None)
 
@@ -861,7 +861,7 @@ UNUSABLE = [
 @pytest.mark.parametrize(
     ("given", "why"), UNUSABLE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
-def test_what_beat_could_not_use_is_not_stored(cli, put, redis, given, why):
+def test_an_entry_that_beat_cannot_use_is_not_stored(cli, put, redis, given, why):
     put()
     before = redis.hgetall("redbeat:e")
 
@@ -881,7 +881,7 @@ def test_what_beat_could_not_use_is_not_stored(cli, put, redis, given, why):
     ],
     ids=["start and end", "expires in the policy", "expires in the options"],
 )
-def test_an_edit_that_contradicts_what_is_there_is_not_stored(cli, put, redis, first, then, why):
+def test_an_edit_that_contradicts_the_stored_entry_is_not_stored(cli, put, redis, first, then, why):
     put()
     cli("edit", "e", *first)
     before = redis.hgetall("redbeat:e")
@@ -890,7 +890,7 @@ def test_an_edit_that_contradicts_what_is_there_is_not_stored(cli, put, redis, f
     assert redis.hgetall("redbeat:e") == before
 
 
-#: What is broken in an entry, what mends it, and what is shown of it as it is.
+#: A broken part of an entry, its fix, and the part that is shown unchanged.
 BROKEN = {
     "a schedule": ({"schedule": {"__type__": "crontab", "minute": "99"}}, None, ["--every", "60"], "99"),
     "options": ({"options": {"countdown": "x"}}, None, ["--options", "{}"], "countdown"),
@@ -910,7 +910,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("definition", "policy", "mending", "shown"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_entry_is_shown_and_mended(cli, put, app, redis, definition, policy, mending, shown):
+def test_a_broken_entry_is_shown_and_fixed(cli, put, app, redis, definition, policy, mending, shown):
     put(options={"queue": "q"}, policy=None, note="n", total_run_count=7)
     whole = json.loads(redis.hget("redbeat:e", "definition"))
     redis.hset("redbeat:e", "definition", json.dumps({**whole, **definition}))

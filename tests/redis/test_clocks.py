@@ -50,7 +50,7 @@ class Clocks:
 
 
 @pytest.mark.parametrize("ahead", [7200, -600, 0])
-def test_the_time_is_the_servers_whatever_the_host_shows(ahead):
+def test_the_time_is_the_servers_under_any_clock_of_the_host(ahead):
     clocks = Clocks(ahead)
     time = clocks.server_time()
     assert time.timestamp() == clocks.host()
@@ -152,7 +152,7 @@ def near(moment: datetime | float, now: float) -> bool:
 
 
 @pytest.mark.parametrize("ahead", [7200, -7200])
-def test_a_beat_with_a_wrong_clock_sends_what_is_due_by_the_server(beat_on, app, redis, ahead):
+def test_a_beat_with_a_wrong_clock_sends_entries_due_by_the_server(beat_on, app, redis, ahead):
     for name, ago in (("due", 90), ("not yet", 0)):
         last = datetime.now(UTC) - timedelta(minutes=ago)
         Entry(name, f"{APP}.plain", schedule(3600), args=[name], last_run_at=last, app=app).save()
@@ -210,7 +210,7 @@ def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, app, redi
     assert (code, "web1" in body.decode()) == (503, True)
 
 
-def test_the_renewal_of_a_term_keeps_what_is_known_of_the_clock(beat_on, redis):
+def test_the_renewal_of_a_term_keeps_the_offset_of_the_clock(beat_on, redis):
     beat = beat_on(7200)
     beat.tick()
     redis.hdel("redbeat::leader", "ahead")
@@ -244,7 +244,7 @@ def test_this_host_is_named_and_is_not_healthy_from_a_minute_on(
     assert float(line.split()[-1]) == pytest.approx(off, abs=0.5)
 
 
-def test_what_another_program_writes_about_a_clock_ends_no_tool(beat_on, redis, app, cli):
+def test_a_foreign_value_of_a_clock_ends_no_tool(beat_on, redis, app, cli):
     beat_on().tick()
     for text in ("soon", "nan", ""):
         redis.hset("redbeat::leader", "ahead", text)

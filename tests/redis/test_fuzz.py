@@ -1,4 +1,4 @@
-"""Whatever somebody writes into Redis: no tick dies, no key is written outside of the prefix, memory is bounded."""
+"""Any bytes in Redis: no tick dies, no key is written outside of the prefix, memory is bounded."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ definitions = (
     | values.map(json.dumps)
     | st.text(max_size=30)
 )
-#: Their keys are the schedule's own. A tick writes the first ones, and may find whatever it likes in the others.
+#: Their keys are the schedule's own. A tick writes the first ones, and may find any value in the others.
 WRITTEN = [":schedule", ":pending", ":quarantine", ":history"]
 OWN = [*WRITTEN, ":statics", ":owners", ":runs", ":leader", ":term", ":standbys", ":resigned", ":lock"]
 names = (
@@ -124,9 +124,7 @@ def test_a_definition_is_read_or_refused(app, definition):
     ),
     definition=st.sampled_from(['{"task": "t", "schedule": 5}', None]),
 )
-def test_whatever_an_entry_holds_a_tick_goes_on_and_writes_below_the_prefix_only(
-    server, app, redis, name, fields, definition
-):
+def test_a_tick_survives_any_entry_and_writes_below_the_prefix_only(server, app, redis, name, fields, definition):
     """200 of them, from reading to the history."""
     redis.flushall()
     raw = server.client(decode_responses=False)

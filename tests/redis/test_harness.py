@@ -68,7 +68,7 @@ def test_a_server_can_ask_for_a_password_and_listen_on_a_port():
             stranger.ping()
 
 
-def test_a_server_keeps_its_data_if_it_is_told_to():
+def test_a_server_with_persistence_keeps_its_data():
     with RedisServer("--appendonly", "yes", "--appendfsync", "always") as server:
         server.client().set("key", "value")
         server.restart()
@@ -95,12 +95,12 @@ def test_no_server_survives_a_killed_test_run():
     shutil.rmtree(directory)
 
 
-def test_a_wait_in_vain_says_for_what():
+def test_a_wait_in_vain_names_the_awaited_event():
     with pytest.raises(AssertionError, match=r"waited 0.02 s for the moon; the last value was 0"):
         wait_until(lambda: 0, timeout=0.02, what="the moon")
 
 
-def test_the_oracle_sees_what_a_worker_runs(celery, oracle, app):
+def test_the_oracle_sees_the_runs_of_a_worker(celery, oracle, app):
     worker = celery("worker", "-c", "2").ready()
     plain = app.tasks["tests.system.apps.plain"]
     for _ in range(2):

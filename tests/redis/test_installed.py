@@ -24,7 +24,7 @@ class Worker:
     pool: Any = None
 
 
-def test_of_workers_one_after_another_in_one_process_only_the_last_tells_of_a_message_without_a_task(app: Celery):
+def test_only_the_last_worker_of_a_process_reports_an_unknown_task(app: Celery):
     told: list[str] = []
 
     def tell(sender: Any, outcome: str, **_: Any) -> None:

@@ -95,7 +95,7 @@ def test_one_leads_and_the_other_does_not(make, redis):
     assert (first.owned(), second.owned()) == (True, False)
 
 
-def test_who_leads_goes_on_with_the_same_term(make, redis):
+def test_a_leader_continues_its_term(make, redis):
     lease = make()
     term = lease.acquire()
 
@@ -103,7 +103,7 @@ def test_who_leads_goes_on_with_the_same_term(make, redis):
     assert redis.get(KEYS.term) == "1"
 
 
-def test_before_the_first_campaign_nobody_leads_and_nothing_is_written(make, redis):
+def test_before_the_first_campaign_no_beat_leads_and_nothing_is_written(make, redis):
     lease = make()
 
     assert lease.term() is None
@@ -156,7 +156,7 @@ def standbys(redis: Redis) -> list[dict[str, str]]:
     return [json.loads(text) for text in redis.zrange(KEYS.standbys, 0, -1)]
 
 
-def test_who_stands_by_is_known_by_name_and_since_when(make, redis):
+def test_a_standby_is_listed_by_name_and_start(make, redis):
     leader, standby = make(), make()
     leader.acquire()
     assert standbys(redis) == []
@@ -172,7 +172,7 @@ def test_who_stands_by_is_known_by_name_and_since_when(make, redis):
     assert standbys(redis) == [{**first, "since": "long ago"}], "each campaign says the same"
 
 
-def test_who_leads_stands_by_no_more(make, redis):
+def test_a_leader_is_no_longer_a_standby(make, redis):
     leader, standby = make(), make()
     leader.acquire()
     standby.acquire()
@@ -184,7 +184,7 @@ def test_who_leads_stands_by_no_more(make, redis):
     assert standbys(redis) == []
 
 
-def test_who_closes_stands_by_no_more(make, redis):
+def test_a_closed_beat_is_no_longer_a_standby(make, redis):
     leader, standby = make(), make()
     leader.acquire()
     standby.acquire()
@@ -211,7 +211,7 @@ def test_a_place_among_the_standbys_ends_by_itself(make, redis, monkeypatch):
     assert [standby["host"] for standby in standbys(redis)] == ["elsewhere"]
 
 
-def test_who_was_made_to_resign_lets_a_standby_go_first(make, app, redis):
+def test_a_resigned_leader_lets_a_standby_lead_first(make, app, redis):
     leader, standby = make(), make()
     leader.acquire()
     standby.acquire()
@@ -226,7 +226,7 @@ def test_who_was_made_to_resign_lets_a_standby_go_first(make, app, redis):
     assert not redis.exists(KEYS.resigned)
 
 
-def test_who_was_made_to_resign_does_not_lead_before_its_wait_ends(make, app, redis):
+def test_a_resigned_leader_does_not_lead_before_its_wait_ends(make, app, redis):
     leader, standby = make(), make()
     leader.acquire()
     standby.acquire()
@@ -235,11 +235,11 @@ def test_who_was_made_to_resign_does_not_lead_before_its_wait_ends(make, app, re
     leader.renew()
 
     assert leader.acquire() is None
-    redis.delete(KEYS.resigned)  # as its time to live does, if nobody has come
+    redis.delete(KEYS.resigned)  # as its time to live does, if no standby has come
     assert leader.acquire().number == 2
 
 
-def test_who_was_made_to_resign_leads_again_at_once_where_nobody_stands_by(make, app, redis):
+def test_a_resigned_leader_without_a_standby_leads_again_at_once(make, app, redis):
     leader = make()
     leader.acquire()
 
@@ -309,7 +309,7 @@ def test_a_slow_renewal_does_not_stretch_trust(make, server, clock):
     assert lease.term() is None
 
 
-def test_what_is_left_of_our_own_last_term_does_not_keep_us_out(make, clock, redis):
+def test_a_leftover_lock_of_the_own_last_term_does_not_block_a_beat(make, clock, redis):
     lease = make(clock=clock)
     old = lease.acquire()
     clock.advance(LONG * 0.95)
@@ -409,7 +409,7 @@ def test_a_lock_outlives_no_lease_when_the_clock_is_set_back(make, redis):
     assert dead.renew(), "if it lives after all"
 
 
-def test_a_lock_of_redbeat_keeps_its_end_whatever_was_left(make, redis):
+def test_a_lock_of_redbeat_keeps_its_end_beside_leftover_records(make, redis):
     make(ttl=60).acquire()
     redis.set(KEYS.lock, "of RedBeat", px=HOUR)  # the record of ours is still there
 
@@ -418,7 +418,7 @@ def test_a_lock_of_redbeat_keeps_its_end_whatever_was_left(make, redis):
     assert redis.pttl(KEYS.lock) > 60_000
 
 
-def test_who_was_made_to_resign_waits_no_longer_when_the_clock_is_set_back(make, app, redis):
+def test_a_resigned_leader_waits_no_longer_after_the_clock_is_set_back(make, app, redis):
     leader, standby = make(), make()
     leader.acquire()
     standby.acquire()

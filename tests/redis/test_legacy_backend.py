@@ -31,7 +31,7 @@ OTHER = Ref(LOCK, "b", nonce="n3")
 
 
 class FileBackend:
-    """A custom backend without Redis: a table in a file. Of no class of anybody's."""
+    """A custom backend without Redis: a table in a file. It has no base class."""
 
     def __init__(self, url: str, *, patience: float = 10.0) -> None:
         self.url, self.patience = url, patience
@@ -98,7 +98,7 @@ def finish(backend: BaseBackend, ref: Ref = RUN) -> None:
     backend.finish_many([ref], remember_for=MEMORY, ran=True)
 
 
-def test_a_call_takes_a_free_lock_and_its_equal_learns_who_has_it(backend):
+def test_a_call_acquires_a_free_lock_and_its_equal_learns_the_holder(backend):
     assert acquire(backend).verdict is Verdict.ACQUIRED
     assert acquire(backend).verdict is Verdict.ACQUIRED, "a repeated publish must go on"
 
@@ -155,7 +155,7 @@ def test_a_run_leaves_its_lock_to_its_retry(backend):
     assert backend.get(LOCK) is None
 
 
-def test_the_workers_main_process_does_not_free_what_a_run_has_left_to_its_retry(backend):
+def test_the_main_process_leaves_the_lock_of_a_run_to_its_retry(backend):
     main = LegacyBackend(backend.custom)  # it knows nothing of the promise
     begin(backend)
     backend.promise(RUN, to=RETRY, ttl=QUEUED_TTL)
@@ -262,12 +262,12 @@ class Forgetful(Broken):
         lambda b: b.clear("S"),
     ],
 )
-def test_whatever_a_custom_backend_raises_is_an_error_of_the_locks_that_names_it(verb):
+def test_any_error_of_a_custom_backend_is_a_lock_error_that_names_it(verb):
     with pytest.raises(LockBackendError, match=r"^the lock backend Broken failed: "):
         verb(LegacyBackend(Broken(None)))
 
 
-def test_a_custom_backend_that_refuses_a_lock_and_names_no_holder_is_an_error():
+def test_a_custom_backend_that_refuses_without_a_holder_is_an_error():
     with pytest.raises(LockBackendError, match=r"^Forgetful.lock\('SINGLETONLOCK_digest'\) refuses a lock, but get"):
         acquire(LegacyBackend(Forgetful(None)))
 
@@ -333,7 +333,7 @@ def test_a_backend_of_ours_is_taken_as_it_is_and_needs_no_url():
         ),
     ],
 )
-def test_a_backend_class_that_cannot_be_used_is_an_error_that_names_the_setting(conf, message):
+def test_an_unusable_backend_class_is_an_error_that_names_the_setting(conf, message):
     with pytest.raises(ConfigError, match=f"^singleton_backend_class: {message}"):
         backend_of(app_with(**conf))
 

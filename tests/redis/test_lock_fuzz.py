@@ -1,4 +1,4 @@
-"""Whatever a call is given: it has a key under the prefix or a TypeError says why not, and nothing is left of it."""
+"""Calls with any arguments: each has a key under the prefix, or a TypeError says why not and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _checked(reason: str) -> None:
 
 @EXAMPLES
 @given(value=values)
-def test_a_call_has_a_key_under_the_prefix_or_is_refused_with_the_argument_named(task, value):
+def test_a_call_has_a_key_or_is_refused_with_the_argument_named(task, value):
     """100 of them; and each way to write a call has the same key."""
     key = key_of(task, value)
 

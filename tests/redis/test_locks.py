@@ -96,7 +96,7 @@ def just_now(moment: datetime | None) -> bool:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["the lock's", "the memory's"])
 @pytest.mark.parametrize("may_be_resent", [False, True])
-def test_a_key_that_holds_no_lock_spoils_nobody_elses(backend, redis, may_be_resent, beside):
+def test_a_key_that_holds_no_lock_spoils_no_other_lock(backend, redis, may_be_resent, beside):
     foreign = Ref(lock_key(PREFIX, "d2"), "b", nonce="n1")
     key = done_key(foreign.key) if beside else foreign.key
     redis.set(key, "somebody else's")
@@ -186,7 +186,7 @@ def test_a_free_lock_is_acquired_and_queued_under_the_task_id(backend, redis, li
     assert int(since) / 1000 == holder.since.timestamp()
 
 
-def test_another_call_learns_who_holds_the_lock_and_changes_nothing(backend, redis, lives):
+def test_another_call_learns_the_holder_and_changes_nothing(backend, redis, lives):
     acquire(backend, payload="[1]")
     before = redis.hgetall(LOCK)
 
@@ -373,7 +373,7 @@ def test_the_latest_arguments_outlive_the_expiry_of_the_first_call(backend, redi
 
 
 @pytest.mark.parametrize("if_held", IfHeld)
-def test_no_newer_call_overtakes_the_one_that_waits(backend, redis, if_held):
+def test_no_newer_call_overtakes_the_waiting_call(backend, redis, if_held):
     acquire(backend)
     begin(backend)
     acquire(backend, B, if_held=IfHeld.JOIN)
@@ -447,7 +447,7 @@ def test_no_message_starts_before_the_call_that_took_the_place_behind(backend, r
 
 
 @pytest.mark.parametrize("state", ["queued", "running"])
-def test_a_message_that_is_quicker_than_its_sender_gets_the_places_all_the_same(backend, redis, state):
+def test_a_message_that_is_quicker_than_its_sender_gets_its_places(backend, redis, state):
     """A call that replaces others is sent first, and takes their places then."""
     acquire(backend)
     if state == "running":
@@ -482,7 +482,7 @@ def test_a_call_that_runs_by_itself_never_gets_the_arguments_of_another(backend,
     assert "[3]" not in (redis.hget(LOCK, "payload"), redis.hget(BEHIND, "payload"))
 
 
-def test_calls_that_replace_one_another_keep_their_place_before_later_turns(backend, redis):
+def test_calls_that_replace_each_other_stay_ahead_of_later_turns(backend, redis):
     acquire(backend)
     begin(backend)
     acquire(backend, B, if_held=IfHeld.REPLACE)
@@ -495,7 +495,7 @@ def test_calls_that_replace_one_another_keep_their_place_before_later_turns(back
     assert begin(backend, Ref(LOCK, "d", nonce="n4"), queued=BEHIND).verdict is Verdict.STARTED
 
 
-def test_a_message_that_is_not_to_wait_is_skipped_while_another_has_its_turn(backend, redis):
+def test_a_message_that_must_not_wait_is_skipped_in_the_turn_of_another(backend, redis):
     acquire(backend)
     begin(backend)
     waiter = replace(B, nonce="n2")
@@ -531,7 +531,7 @@ def test_a_call_that_is_over_leaves_its_turn(backend, redis):
     assert not redis.exists(TURN)
 
 
-def test_behind_a_run_the_one_that_came_first_goes_first(backend, redis):
+def test_behind_a_run_the_first_waiting_call_goes_first(backend, redis):
     """One that runs by itself, and one that others join: neither keeps the other waiting for ever."""
     acquire(backend)
     begin(backend)
@@ -559,7 +559,7 @@ def test_behind_a_run_the_one_that_came_first_goes_first(backend, redis):
     assert begin(backend, another, queued=BEHIND, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
 
 
-def test_a_call_that_replaces_takes_the_places_of_all_that_have_not_started(backend, redis):
+def test_a_replacing_call_evicts_all_calls_that_have_not_started(backend, redis):
     acquire(backend)
     begin(backend)
     acquire(backend, B, if_held=IfHeld.JOIN)
@@ -628,7 +628,7 @@ def test_a_holder_that_waits_may_be_replaced(backend, redis, lives):
     assert finish(redis) == finish(redis, A) == "kept"
 
 
-def test_a_holder_that_was_replaced_is_remembered_for_as_long_as_it_may_wait(backend, redis):
+def test_a_replaced_holder_is_remembered_as_long_as_it_may_wait(backend, redis):
     acquire(backend, ttl=2 * MEMORY)
     acquire(backend, B, ttl=1.0, if_held=IfHeld.REPLACE)
     run = replace(B, nonce="n2")
@@ -670,7 +670,7 @@ def test_a_call_that_was_replaced_may_be_made_again(backend, redis):
 
 
 @pytest.mark.parametrize("if_held", IfHeld)
-def test_a_run_keeps_its_lock_whatever_a_call_wants(backend, redis, lives, if_held):
+def test_a_run_keeps_its_lock_against_any_call(backend, redis, lives, if_held):
     acquire(backend)
     begin(backend)
     before = redis.hgetall(LOCK)
@@ -699,7 +699,7 @@ def test_a_repeated_call_changes_nothing(backend, redis, if_held, runs):
 # ---------------------------------------------------------------- a server that is late
 
 
-def test_a_server_that_was_stopped_takes_no_lock_for_a_caller_that_has_gone(own_server):
+def test_a_resumed_server_acquires_no_lock_for_a_caller_that_gave_up(own_server):
     backend = RedisBackend(own_server.url, timeout=0.3)
     backend.get(LOCK)
     own_server.pause()
@@ -994,7 +994,7 @@ def test_a_queued_lock_lasts_as_it_was_asked_after_the_clock_was_set_back(backen
 
 
 @pytest.mark.parametrize("place_of", [behind_key, turn_key])
-def test_a_call_that_waits_lasts_as_it_was_asked_after_the_clock_was_set_back(backend, redis, lives, place_of):
+def test_a_waiting_call_lasts_as_asked_after_the_clock_was_set_back(backend, redis, lives, place_of):
     begin(backend)
     if place_of is behind_key:
         acquire(backend, B, if_held=IfHeld.JOIN)
@@ -1311,7 +1311,7 @@ def test_get_names_the_holder_of_a_lock(backend):
     assert backend.get(LOCK) == "a"
 
 
-def test_unlock_frees_a_lock_whoever_holds_it(backend, redis):
+def test_unlock_frees_a_lock_of_any_holder(backend, redis):
     begin(backend)
 
     backend.unlock(LOCK)
@@ -1321,7 +1321,7 @@ def test_unlock_frees_a_lock_whoever_holds_it(backend, redis):
 
 
 @pytest.mark.parametrize("spoiled", [LOCK, DONE])
-def test_a_lock_whose_keys_hold_something_else_is_handed_over_without_an_error(backend, redis, spoiled):
+def test_a_lock_with_a_foreign_key_is_handed_over_without_an_error(backend, redis, spoiled):
     begin(backend)
     redis.set(spoiled, "neither hash nor zset")
 
@@ -1502,7 +1502,7 @@ def test_a_call_whose_key_holds_no_lock_says_which_key_to_delete(server, redis):
     assert redis.get(key) == "somebody else's"
 
 
-def test_releasing_the_lock_of_a_call_lets_the_next_one_be_sent_and_touches_no_other(app, redis):
+def test_release_lock_lets_the_next_call_be_sent_and_frees_no_other(app, redis):
     task = app.tasks["tests.system.apps.single"]
     first, other = task.delay("a", seconds=1), task.delay("b", seconds=1)
 
@@ -1514,7 +1514,7 @@ def test_releasing_the_lock_of_a_call_lets_the_next_one_be_sent_and_touches_no_o
     assert task.delay("b", seconds=1).id == other.id
 
 
-def test_own_connections_are_shared_with_nobody(server):
+def test_own_connections_are_not_shared(server):
     one, other = RedisBackend(server.url, own_connections=True), RedisBackend(server.url, own_connections=True)
 
     assert one.redis is one.redis
@@ -1522,7 +1522,7 @@ def test_own_connections_are_shared_with_nobody(server):
     assert RedisBackend(server.url).redis is RedisBackend(server.url).redis
 
 
-def test_people_read_who_holds_a_lock(backend):
+def test_the_holder_of_a_lock_is_readable(backend):
     acquire(backend)
     holder = begin(backend)
 

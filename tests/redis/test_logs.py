@@ -143,7 +143,7 @@ def test_a_missed_run_is_a_warning_that_says_by_how_much(desk):
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("overlap", ["buffer_one", "buffer_all"])
-def test_a_run_that_waits_for_another_says_so_in_log_history_and_explanation(desk, task, overlap):
+def test_a_waiting_run_is_named_in_log_history_and_explanation(desk, task, overlap):
     backend_of(desk.app).announce("w@h", ttl=60)
     desk.put(task=task, overlap=overlap)
     beat = desk.beat()
@@ -177,7 +177,7 @@ def _start(desk: Desk, task_id: str) -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["skip", "raise"])
-def test_a_skip_says_since_when_also_where_the_task_takes_its_lock_by_itself(desk, raises):
+def test_a_skip_by_the_tasks_own_lock_says_since_when_too(desk, raises):
     options = {"lock": "until_executing", "raise_on_duplicate": raises}
     desk.app.task(plain, name="own", base=Singleton, shared=False, **options)
     holder = desk.app.tasks["own"].delay("e")
@@ -191,7 +191,7 @@ def test_a_skip_says_since_when_also_where_the_task_takes_its_lock_by_itself(des
     assert desk.told("dispatched") == []
 
 
-def test_an_entry_that_is_set_aside_is_recorded_once_for_each_reason(desk):
+def test_a_quarantined_entry_is_recorded_once_for_each_reason(desk):
     desk.put()
     desk.redis.hset("redbeat:e", "policy", '{"jiter": 5}')
     desk.beat().tick()
@@ -222,7 +222,7 @@ def test_an_entry_that_is_set_aside_is_recorded_once_for_each_reason(desk):
     assert len(desk.told("entry_recovered")) == 1
 
 
-def test_what_was_set_aside_and_mended_is_explained(desk):
+def test_a_recovered_entry_is_explained(desk):
     desk.put(last_run_at=datetime.now(UTC))
     desk.redis.hset("redbeat:e", "policy", '{"jiter": 5}')
     desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})

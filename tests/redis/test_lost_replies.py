@@ -280,7 +280,7 @@ def test_a_beat_leads_from_its_next_tick_on_though_the_reply_is_lost(app, beat, 
     assert redis.llen("celery") == 1
 
 
-def test_an_occurrence_is_taken_up_though_the_reply_is_lost(app, beat, redis, proxy):
+def test_an_occurrence_is_retaken_though_the_reply_is_lost(app, beat, redis, proxy):
     put(app)
     beat.tick()
     occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))

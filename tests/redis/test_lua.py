@@ -110,5 +110,5 @@ def test_a_server_that_is_gone_is_an_error(script, own_server):
         free(script, client, 1)
 
 
-def test_a_script_says_what_is_in_its_file(script):
+def test_a_script_holds_the_text_of_its_file(script):
     assert script.text.startswith("--- finish: ")

@@ -209,7 +209,7 @@ def test_decisions_are_counted(app, redis, metrics):
     assert value(text, "singlebeat_lateness_seconds_count") == 1
 
 
-def test_a_receiver_that_raises_harms_nobody(app, redis, metrics):
+def test_a_receiver_that_raises_harms_no_decision(app, redis, metrics):
     def bad(**_: object) -> None:
         raise RuntimeError("hands off")
 
@@ -225,7 +225,7 @@ def test_a_receiver_that_raises_harms_nobody(app, redis, metrics):
     assert redis.xlen("redbeat::history") == 1
 
 
-def test_a_server_that_is_away_is_a_metric_and_not_ready():
+def test_an_unreachable_server_is_a_metric_and_not_ready():
     with make_app(f"redis://127.0.0.1:{free_port()}/0", {"singlebeat_socket_timeout": 0.2}) as app:
         metrics = BeatMetrics(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
 

@@ -119,7 +119,7 @@ def test_another_language_inserts_pauses_resumes_and_deletes_an_entry(
     assert_it_is_over(redis)
 
 
-def test_the_commands_of_the_readme_do_what_it_says(
+def test_the_commands_of_the_readme_work(
     beat: None, server: RedisServer, redis: Redis, oracle: Oracle, app: Celery
 ) -> None:
     commands = readme_commands()

@@ -129,7 +129,7 @@ def test_end_time_ends_the_entry_which_is_kept(desk):
     assert desk.redis.exists("redbeat:e")
 
 
-def test_what_is_later_than_its_end_time_does_not_run(desk):
+def test_a_run_after_the_end_time_is_not_sent(desk):
     desk.put(end_time=datetime.now(UTC) - HOUR)
     desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
     desk.tick()
@@ -172,7 +172,7 @@ def test_a_retry_after_the_end_time_is_missed_and_a_trigger_runs(desk):
     assert desk.decisions == ["missed", "dispatched"]
 
 
-def test_max_runs_counts_what_was_sent(desk):
+def test_max_runs_counts_sent_runs(desk):
     desk.put(max_runs=8, task=SINGLE)
     backend = backend_of(desk.app)
     desk.schedule.trigger("e")
@@ -251,7 +251,7 @@ def test_jitter_puts_the_run_off_and_leaves_its_nominal_time(desk):
     assert desk.score == pytest.approx(entry.timetable.due(entry.last_run_at + 2 * HOUR).timestamp())
 
 
-def test_what_its_jitter_has_put_off_is_not_sent_before(desk):
+def test_a_run_delayed_by_jitter_is_not_sent_before(desk):
     # Times that do not change: what is put off, and by how much, is a hash of them.
     entry = desk.put(jitter=3599, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
     desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
@@ -265,7 +265,7 @@ def test_what_its_jitter_has_put_off_is_not_sent_before(desk):
 
 
 @pytest.mark.parametrize(("grace", "decision"), [(1790, "missed"), (1900, "dispatched")])
-def test_misfire_grace_time_decides_what_is_too_late(desk, grace, decision):
+def test_misfire_grace_time_bounds_the_lateness_of_a_run(desk, grace, decision):
     desk.put(misfire_grace_time=grace)
     desk.tick(2)
 
@@ -274,7 +274,7 @@ def test_misfire_grace_time_decides_what_is_too_late(desk, grace, decision):
 
 
 @pytest.mark.parametrize(("grace", "decision"), [(-1, "missed"), (1, "dispatched")])
-def test_what_jitter_has_put_off_is_late_from_when_it_was_due(desk, grace, decision):
+def test_a_run_delayed_by_jitter_is_late_from_its_due_time(desk, grace, decision):
     # Times that do not change: what is put off, and by how much, is a hash of them.
     entry = desk.put(jitter=1800, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
     due = entry.timetable.due(entry.last_run_at + HOUR)
@@ -349,7 +349,7 @@ def test_previous_is_the_last_run_that_was_sent(desk, sent):
     assert [abs(each - expected) < SECOND / 100 for each in (previous, last, listed["e"])] == [True] * 3
 
 
-def test_what_is_on_time_is_scheduled(desk):
+def test_a_run_on_time_is_scheduled(desk):
     desk.put(ago=HOUR + SECOND)
     desk.tick()
 
@@ -415,7 +415,7 @@ def once(kind: str) -> Any:
         ("allow_all", {}, "dispatched"),
     ],
 )
-def test_what_comes_once_waits_for_its_turn_unless_it_says_otherwise(desk, kind, wish, options, decision):
+def test_a_one_off_waits_for_its_turn_unless_its_policy_says_otherwise(desk, kind, wish, options, decision):
     @desk.app.task(name="own", base=Singleton, shared=False, **options)
     def own(name: str) -> None:
         pass
@@ -442,7 +442,7 @@ def test_a_plain_task_that_comes_once_waits_for_the_run_that_was_triggered(desk)
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("overlap", ["buffer_one", "terminate_other"])
-def test_what_has_run_is_dispatched_even_if_an_equal_call_runs_before_beat_knows(desk, task, overlap):
+def test_a_finished_run_is_dispatched_even_if_an_equal_call_runs_now(desk, task, overlap):
     backend = backend_of(desk.app)
     backend.announce("w@h", ttl=60)
     desk.put(task=task, overlap=overlap)
@@ -465,7 +465,7 @@ def test_what_has_run_is_dispatched_even_if_an_equal_call_runs_before_beat_knows
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("overlap", ["skip", "buffer_all"])
-def test_a_lock_shows_of_the_arguments_of_an_entry_what_its_options_show(desk, task, overlap):
+def test_a_lock_shows_the_arguments_of_an_entry_as_its_options_do(desk, task, overlap):
     backend_of(desk.app).announce("w@h", ttl=60)
     hidden = {"argsrepr": "('a name',)", "kwargsrepr": "{'seconds': '**'}"}
     desk.put(task=task, overlap=overlap, args=["e"], kwargs={"seconds": 4929}, options=hidden)
@@ -508,7 +508,7 @@ def test_every_message_says_of_which_run_it_is(desk, task):
 
 
 @pytest.mark.parametrize(("lock", "overlap"), [("while_executing", "cancel_other"), ("until_executing", "buffer_all")])
-def test_an_overlap_that_contradicts_the_lock_of_its_task_is_recorded_and_sends_nothing(desk, lock, overlap):
+def test_an_overlap_that_contradicts_its_tasks_lock_is_recorded(desk, lock, overlap):
     @desk.app.task(name="own", base=Singleton, lock=lock, shared=False)
     def own(name: str) -> None: ...
 
@@ -535,7 +535,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("policy", "reason"), REFUSED, ids=[policy for policy, _ in REFUSED])
-def test_a_wrong_policy_sets_the_entry_aside_with_the_reason_until_it_is_mended(desk, policy, reason):
+def test_an_invalid_policy_quarantines_its_entry_until_it_is_fixed(desk, policy, reason):
     entry = desk.put(options={"expires": 60} if "expires" in policy else {})
     desk.redis.hset("redbeat:e", "policy", policy)
     desk.tick(2)

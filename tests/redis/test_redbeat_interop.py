@@ -89,7 +89,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_we_load_and_send_what_redbeat_has_saved(theirs, ours, redis, scheduler_of, kind):
+def test_an_entry_saved_by_redbeat_is_loaded_and_sent(theirs, ours, redis, scheduler_of, kind):
     last = datetime.now(UTC) - 2 * HOUR
     RedBeatSchedulerEntry(
         "e",
@@ -164,7 +164,7 @@ def test_static_entries_of_redbeat_become_ours(server, redis, scheduler_of):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_redbeat_uses_what_we_have_saved_and_sent(theirs, ours, redis, scheduler_of, kind):
+def test_redbeat_uses_an_entry_that_we_have_saved_and_sent(theirs, ours, redis, scheduler_of, kind):
     last = datetime.now(UTC) - 2 * HOUR
     Entry("e", TASK, SCHEDULES[kind], args=["e"], kwargs={"seconds": 0}, app=ours, last_run_at=last).save()
     redis.hset("redbeat:e", "policy", '{"misfire_grace_time": 86400}')
@@ -189,7 +189,7 @@ def test_redbeat_uses_what_we_have_saved_and_sent(theirs, ours, redis, scheduler
     assert redis.exists("redbeat:e", SCHEDULE) == 0
 
 
-def test_redbeat_is_not_due_for_what_we_have_sent(theirs, ours, scheduler_of):
+def test_redbeat_is_not_due_for_an_entry_that_we_have_sent(theirs, ours, scheduler_of):
     Entry("e", TASK, schedule(7200), args=["e"], app=ours, last_run_at=datetime.now(UTC) - timedelta(hours=3)).save()
     scheduler_of(ours).tick()
 
@@ -210,7 +210,7 @@ def test_redbeat_reads_an_entry_whose_times_were_changed(theirs, ours, redis, ch
     assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).last_run_at == last
 
 
-def test_redbeat_reads_an_entry_that_we_count_anew_because_the_clock_was_wrong(theirs, ours, redis, scheduler_of):
+def test_redbeat_reads_an_entry_that_counts_anew_after_a_wrong_clock(theirs, ours, redis, scheduler_of):
     ahead = datetime.now(UTC) + timedelta(days=2)
     Entry("e", TASK, schedule(3600), app=ours, last_run_at=ahead).save()
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
@@ -220,7 +220,7 @@ def test_redbeat_reads_an_entry_that_we_count_anew_because_the_clock_was_wrong(t
     assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).last_run_at == ahead
 
 
-def test_what_redbeat_has_sent_after_a_change_is_not_sent_again(theirs, ours):
+def test_a_run_that_redbeat_sent_after_a_change_is_not_sent_again(theirs, ours):
     Entry("e", TASK, schedule(3600), args=["e"], app=ours, last_run_at=datetime.now(UTC) - 2 * HOUR).save()
     Schedule(ours).upsert("e", TASK, 7200, args=["e"])
     assert Entry.from_key("redbeat:e", app=ours).meta.since
@@ -385,7 +385,7 @@ def test_redbeat_waits_until_we_leave(theirs, ours, redis, scheduler_of):
     assert theirs_held[0] not in (None, token)
 
 
-def test_redbeat_can_not_prolong_what_it_has_lost_to_us(theirs, ours, redis, scheduler_of):
+def test_redbeat_cannot_prolong_a_lock_that_it_has_lost_to_us(theirs, ours, redis, scheduler_of):
     redbeat, mine = scheduler_of(theirs, RedBeatScheduler), scheduler_of(ours)
     redbeat_leads(redbeat)
     redis.delete(LOCK)

@@ -51,7 +51,7 @@ def redbeat(celery, app, redis) -> CeleryProcess:
     return process
 
 
-def test_every_tool_says_what_it_means_that_redbeat_leads(redbeat, app, redis, cli):
+def test_every_tool_explains_that_redbeat_leads(redbeat, app, redis, cli):
     meaning = "a beat of RedBeat leads. It knows no policy: it sends paused entries"
 
     assert ScheduleStatus.of(app).redbeat_leads

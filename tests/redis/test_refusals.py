@@ -96,7 +96,7 @@ def test_the_doctor_tries_every_command_that_the_readme_asks_rights_for():
     assert needed(LOCKS) <= needed(SCHEDULE)
 
 
-def test_the_doctor_finds_nothing_refused_on_a_server_that_is_well_and_leaves_nothing(cli, app, redis):
+def test_doctor_finds_no_refusal_on_a_healthy_server_and_leaves_nothing(cli, app, redis):
     before = keys(redis)
 
     (schedules,) = findings(cli, app, "schedule's server")[:1]
@@ -193,9 +193,7 @@ def replica(server):
 
 
 @pytest.mark.parametrize(("refusing", "says"), [(full, "Its memory is full"), (replica, "It is a replica")])
-def test_tools_say_that_the_server_refuses_and_not_that_a_beat_is_to_be_started(
-    cli, own_server, beat_of, refusing, says
-):
+def test_tools_report_a_refusing_server_and_ask_for_no_new_beat(cli, own_server, beat_of, refusing, says):
     with RedisServer() as broker, make_app(own_server.celery_url, {"broker_url": broker.celery_url}) as app:
         put(app)
         with refusing(own_server):
@@ -265,7 +263,7 @@ def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, server, red
     assert "broker" not in str(found)
 
 
-def test_a_wrong_password_is_logged_with_its_server_and_what_to_do(server, redis, beat_of, caplog):
+def test_a_wrong_password_is_logged_with_its_server_and_a_remedy(server, redis, beat_of, caplog):
     with without(server, "flushall") as url, make_app(server.celery_url, {"redbeat_redis_url": url}) as app:
         app.conf.redbeat_lock_timeout = 3
         beat = beat_of(app)
@@ -292,7 +290,7 @@ def test_a_wrong_password_is_logged_with_its_server_and_what_to_do(server, redis
         (replica, "It is a replica: name the primary, or the Sentinels that know it"),
     ],
 )
-def test_the_doctor_says_that_the_broker_refuses_and_who_leads(cli, app, own_server, beat_of, refusing, advice):
+def test_doctor_names_a_refusing_broker_and_the_leader(cli, app, own_server, beat_of, refusing, advice):
     """The broker and the schedule are on one server, as most users have it."""
     with make_app(own_server.celery_url, {"singleton_backend_url": app.conf.broker_url}) as app:
         put(app, overlap="allow_all")
@@ -309,7 +307,7 @@ def test_the_doctor_says_that_the_broker_refuses_and_who_leads(cli, app, own_ser
     assert "no beat" not in "".join(beats)
 
 
-def test_a_broker_that_refuses_is_not_said_to_be_away(cli, server, redis, own_server, beat_of, caplog):
+def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own_server, beat_of, caplog):
     conf = {"broker_url": own_server.celery_url, "task_publish_retry": False}
     with make_app(server.celery_url, {"redbeat_redis_url": server.url, **conf}) as app, full(own_server):
         put(app, overlap="allow_all")
@@ -384,10 +382,10 @@ def test_explain_names_the_right_that_the_locks_server_lacks(cli, server, redis,
     assert f"{locks}: {grant(command)}" in explained
 
 
-# ---------------------------------------------------------------- servers that are away
+# ---------------------------------------------------------------- unreachable servers
 
 
-def test_explain_and_status_say_that_a_run_is_claimed_and_waits_for_the_broker(cli, server, redis, own_server, beat_of):
+def test_explain_and_status_name_a_claimed_run_that_waits_for_the_broker(cli, server, redis, own_server, beat_of):
     with make_app(server.celery_url, {"broker_url": own_server.celery_url, "task_publish_retry": False}) as app:
         put(app)
         own_server.kill()
@@ -424,7 +422,7 @@ def test_the_doctor_names_a_broker_that_does_not_answer(cli, server, redis, own_
     assert text.startswith("it does not answer: ")
 
 
-def test_explain_tells_what_is_known_while_the_locks_server_is_away(cli, server, redis, own_server, beat_of):
+def test_explain_works_while_the_locks_server_is_unreachable(cli, server, redis, own_server, beat_of):
     with make_app(server.celery_url, {"singleton_backend_url": own_server.url}) as app:
         put(app, overlap="allow_all")
         Entry("waits", f"{APP}.single", schedule(3600), args=["e"], run_on_start=True, app=app).save()

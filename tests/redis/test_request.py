@@ -138,7 +138,7 @@ def deaths(*entries: tuple[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("retries", [0, 3])
-def test_each_rejection_of_a_message_makes_a_generation_below_its_next_retry(app, deliver, retries):
+def test_each_rejection_makes_a_generation_below_the_next_retry(app, deliver, retries):
     task, task_id = task_of(app), uuid()
     header = {"id": task_id, "key": "SINGLETONLOCK_a"}
     said = [[], deaths(("expired", 7)), *(deaths(("expired", n), ("rejected", n)) for n in (1, 2, 998, 5000))]
@@ -157,14 +157,14 @@ def test_each_rejection_of_a_message_makes_a_generation_below_its_next_retry(app
 
 
 @pytest.mark.parametrize("nonsense", ["x", 7, [7], [{"reason": "rejected", "count": "x"}], [{"reason": "rejected"}]])
-def test_nonsense_about_deaths_stops_nobody(app, deliver, nonsense):
+def test_an_invalid_x_death_header_stops_no_message(app, deliver, nonsense):
     task, task_id = task_of(app), uuid()
     header = {"id": task_id, "key": "SINGLETONLOCK_a", "rejections": "x"}
 
     assert deliver(task, ["a"], id=task_id, **{HEADER: header, "x-death": nonsense}).ticket.generation == 0
 
 
-def test_a_rejected_message_neither_starts_beside_its_run_nor_as_its_own_copy(app):
+def test_a_rejected_message_starts_neither_beside_its_run_nor_as_a_copy(app):
     backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
     lived = {"lease": 60.0, "remember_for": 60.0, "task": "t", "arguments": ""}
     first, back = Ref(lock, "a", 0, "n1"), Ref(lock, "a", 0.001, "n2")
@@ -180,7 +180,7 @@ def test_a_rejected_message_neither_starts_beside_its_run_nor_as_its_own_copy(ap
     assert [backend.begin(copy, **lived).verdict for copy in copies] == [Verdict.DONE, Verdict.DONE]
 
 
-def test_a_rejected_message_that_waits_for_its_turn_stays_what_it_is(app, deliver):
+def test_a_rejected_message_that_waits_keeps_its_generation(app, deliver):
     task, task_id = task_of(app), uuid()
     header = {"id": task_id, "key": "SINGLETONLOCK_a"}
     died = deaths(("rejected", 2))
@@ -195,7 +195,7 @@ def test_a_rejected_message_that_waits_for_its_turn_stays_what_it_is(app, delive
     assert not [name for name in again.request_dict if "death" in name]
 
 
-# ---------------------------------------------------------------- messages that nobody of ours has written
+# ---------------------------------------------------------------- messages of other programs
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_call_whose_key_cannot_be_made_is_received_and_has_no_lock(app, delive
     assert not redis.keys("SINGLETONLOCK_*")
 
 
-def test_a_call_for_which_the_users_own_generate_lock_fails_is_received_and_has_no_lock(app, deliver, caplog):
+def test_a_call_whose_generate_lock_fails_is_received_without_a_lock(app, deliver, caplog):
     task = app.task(same, name="app.task", base=OwnKey, shared=False)
 
     assert deliver(task, [{"id": 7}]).ticket.key == "SINGLETONLOCK_7"
@@ -228,7 +228,7 @@ def test_a_call_for_which_the_users_own_generate_lock_fails_is_received_and_has_
 
 @pytest.mark.parametrize("waited", ["x", [1], {}, float("inf"), 10**30, -(10**30)], ids=str)
 @pytest.mark.parametrize("retries", [0, "x"])
-def test_a_header_that_says_nonsense_stops_nobody(app, deliver, waited, retries):
+def test_an_invalid_header_stops_no_message(app, deliver, waited, retries):
     task, task_id = task_of(app), uuid()
     header = {"id": task_id, "key": "SINGLETONLOCK_a", "waited": waited}
 
@@ -257,7 +257,9 @@ LONE = "\ud800"  #: JSON can say it, UTF-8 cannot
 )
 @pytest.mark.parametrize("task_id", ["a", LONE])
 @pytest.mark.parametrize("key", [7, ["x"], LONE])
-def test_what_no_server_takes_spoils_no_lock_of_its_worker(app, deliver, redis, caplog, header, task_id, key):
+def test_a_key_that_no_server_takes_spoils_no_other_lock_of_its_worker(
+    app, deliver, redis, caplog, header, task_id, key
+):
     good, bad = task_of(app), app.task(same, name="app.bad", base=Numbered, shared=False)
     renewer, backend = renewer_of(app), backend_of(app)
     run = deliver(good, ["a"])
@@ -275,7 +277,7 @@ def test_what_no_server_takes_spoils_no_lock_of_its_worker(app, deliver, redis, 
     assert "failed" not in caplog.text
 
 
-def test_the_arguments_of_a_message_are_shown_whatever_they_are(app, deliver):
+def test_any_arguments_of_a_message_can_be_shown(app, deliver):
     request = deliver(app.task(same, name="app.plain", shared=False), ["a"], argsrepr=f"({LONE})" * 100)
 
     assert request.shown.startswith(r"(\ud800)(")
@@ -387,7 +389,7 @@ def test_the_gate_opens_as_soon_as_the_locks_server_answers_again(app, deliver, 
     assert time.monotonic() < failed_at + GATE_PAUSE, "it did not wait for the end of the pause"
 
 
-def test_the_others_are_looked_after_though_the_lock_of_one_run_cannot_be_read(app, deliver, redis):
+def test_an_unreadable_lock_does_not_stop_the_renewal_of_others(app, deliver, redis):
     task, backend, renewer = task_of(app), backend_of(app), renewer_of(app)
     spoiled, other = deliver(task, ["a"]), deliver(task, ["b"])
     for request in (spoiled, other):
@@ -445,9 +447,7 @@ def messages(redis: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
-def test_a_call_that_cannot_be_sent_again_goes_back_to_the_broker_and_not_at_once(
-    app, deliver, redis, mute, other, base
-):
+def test_an_unsendable_call_goes_back_to_the_broker_after_a_delay(app, deliver, redis, mute, other, base):
     task = app.task(same, name="app.task", shared=False, **({"base": base, "acks_late": True} if base else {}))
     timer = renewer_of(app).timer = Timer()
     task_id = uuid()
@@ -471,7 +471,7 @@ class Broken(MemoryBackend):
         raise RuntimeError("a bug")
 
 
-def test_a_plain_task_whose_start_fails_in_any_other_way_goes_back_to_the_broker_too(app, deliver, redis, caplog):
+def test_a_plain_task_whose_start_fails_goes_back_to_the_broker_too(app, deliver, redis, caplog):
     app.conf.singleton_backend_class = f"{__name__}.Broken"
     task = app.task(same, name="app.task", shared=False)
     timer = renewer_of(app).timer = Timer()
@@ -487,7 +487,7 @@ def test_a_plain_task_whose_start_fails_in_any_other_way_goes_back_to_the_broker
     assert messages(redis) == (1, 0)
 
 
-def test_a_singleton_that_is_acknowledged_and_cannot_be_sent_again_fails_and_says_why(app, deliver, redis, mute, other):
+def test_an_acknowledged_singleton_that_cannot_be_resent_fails_with_why(app, deliver, redis, mute, other):
     task_id = uuid()
 
     started(deliver(task_of(app), ["a"], id=task_id, **{HEADER: waiting(task_id)}))
@@ -498,9 +498,7 @@ def test_a_singleton_that_is_acknowledged_and_cannot_be_sent_again_fails_and_say
     assert "lpush" in str(result.result)
 
 
-def test_an_acknowledged_message_that_waits_outlives_a_restart_of_its_broker(
-    app, deliver, own_server, other, monkeypatch
-):
+def test_an_acknowledged_waiting_message_outlives_a_broker_restart(app, deliver, own_server, other, monkeypatch):
     task, task_id = task_of(app), uuid()
     request = deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)})
     app.conf.broker_write_url = own_server.url
@@ -515,7 +513,7 @@ def test_an_acknowledged_message_that_waits_outlives_a_restart_of_its_broker(
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_a_copy_that_cannot_be_sent_again_says_nothing_about_the_run_that_lives(app, deliver, redis, mute, late):
+def test_an_unsendable_copy_does_not_change_the_result_of_the_live_run(app, deliver, redis, mute, late):
     run = Ref("SINGLETONLOCK_a", uuid(), nonce="n")
     backend_of(app).begin(run, lease=60, remember_for=60, task="app.task", arguments="")
     renewer_of(app).timer = Timer()
@@ -789,7 +787,7 @@ def test_a_call_that_is_sent_by_name_meets_its_equal_as_its_task_says(app, deliv
 
 
 @pytest.mark.parametrize("how", ["redelivered", "dead-lettered", "neither"])
-def test_a_message_that_comes_back_waits_for_an_equal_call_that_was_quicker(app, deliver, redis, how):
+def test_a_returning_message_waits_for_a_quicker_equal_call(app, deliver, redis, how):
     task = task_of(app)
     lock = task.generate_lock(task.name, ["a"])
     first = task.delay("a")
@@ -834,12 +832,12 @@ def test_the_turn_of_a_waiting_message_lasts_as_long_as_the_message(app, deliver
 
 
 def call_itself(self: Any, user: Any) -> bool:
-    """Tell whether an equal call, made during this run, is a duplicate."""
+    """Return whether an equal call, made during this run, is a duplicate."""
     return self.delay(user).is_duplicate
 
 
 @pytest.mark.parametrize("lock", ["until_executing", "until_executed"])
-def test_a_run_that_was_sent_by_name_excludes_calls_only_if_its_lock_outlives_the_start(app, deliver, lock):
+def test_a_run_sent_by_name_excludes_calls_if_its_lock_outlives_the_start(app, deliver, lock):
     task = app.task(call_itself, name="app.task", bind=True, base=Singleton, shared=False, lock=lock)
     result = app.send_task(task.name, ["a"])
 
@@ -860,7 +858,7 @@ def past_its_limit() -> ExceptionInfo:
 
 
 @pytest.mark.parametrize("first", ["the end", "the limit"])
-def test_a_run_past_its_time_limit_keeps_message_and_lock_until_its_process_is_surely_dead(app, deliver, redis, first):
+def test_a_timed_out_run_keeps_message_and_lock_until_its_process_is_dead(app, deliver, redis, first):
     task = task_of(app, acks_late=True, acks_on_failure_or_timeout=False)
     timer = renewer_of(app).timer = Timer()
     request = deliver(task, ["a"])

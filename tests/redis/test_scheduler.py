@@ -465,7 +465,7 @@ def test_a_last_run_in_the_future_is_waited_for(bench):
     assert bench.redis.zscore(SCHEDULE, entry.key) == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
 
 
-def test_a_last_run_far_in_the_future_is_wrong_and_the_entry_counts_from_now(bench):
+def test_an_entry_whose_last_run_is_far_in_the_future_counts_from_now(bench):
     entry = bench.put(every=HOUR, ago=-100 * HOUR)
     bench.redis.zadd(SCHEDULE, {entry.key: 0})
     scheduler = bench.scheduler()
@@ -479,7 +479,7 @@ def test_a_last_run_far_in_the_future_is_wrong_and_the_entry_counts_from_now(ben
     assert bench.meta().last_run_at < datetime.now(UTC) + 2 * HOUR
 
 
-def test_a_clock_that_was_days_ahead_and_is_corrected_silences_nobody(bench, caplog):
+def test_a_corrected_clock_that_was_days_ahead_silences_no_entry(bench, caplog):
     bench.put("hourly")
     bench.put("never ran", every=10 * HOUR)
     bench.redis.hset("redbeat:never ran", "meta", "")
@@ -492,12 +492,12 @@ def test_a_clock_that_was_days_ahead_and_is_corrected_silences_nobody(bench, cap
     scheduler.tick()
 
     assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:hourly") - datetime.now(UTC).timestamp() <= 3600
-    assert bench.redis.zscore(SCHEDULE, "redbeat:never ran") == waits  # as somebody wanted it
+    assert bench.redis.zscore(SCHEDULE, "redbeat:never ran") == waits  # as an operator wanted it
     assert bench.names == ["hourly"]
     assert "The clock was set back" in caplog.text
 
 
-def test_a_clock_that_was_ahead_when_another_beat_led_silences_nobody(bench, caplog):
+def test_a_clock_that_was_ahead_under_another_leader_silences_no_entry(bench, caplog):
     bench.put("hourly")
     bench.put("yearly", every=365 * 24 * HOUR, ago=HOUR)
     bench.put("never ran", every=10 * HOUR)
@@ -522,7 +522,7 @@ def test_a_clock_that_was_ahead_when_another_beat_led_silences_nobody(bench, cap
     assert "The clock was set back" not in caplog.text
 
 
-def test_what_is_parked_stays_parked_when_a_clock_is_set_back(bench):
+def test_a_parked_entry_stays_parked_when_a_clock_is_set_back(bench):
     bench.put("once", every=clocked(datetime.now(UTC) + 24 * HOUR))
     scheduler = bench.scheduler()
     scheduler._tick(datetime.now(UTC) + 30 * 24 * HOUR, scheduler.lease.acquire())
@@ -571,7 +571,7 @@ def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
 
 
 @pytest.mark.parametrize("resumed", ["before", "after"])
-def test_a_clock_that_was_ahead_silences_no_paused_entry_that_has_never_run(bench, resumed):
+def test_a_clock_that_was_ahead_silences_no_paused_new_entry(bench, resumed):
     api = Schedule(bench.app)
     api.upsert("e", PLAIN, HOUR, args=["e"], paused=True, run_on_start=True)
     scheduler = bench.scheduler()
@@ -586,7 +586,7 @@ def test_a_clock_that_was_ahead_silences_no_paused_entry_that_has_never_run(benc
     assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
 
 
-def test_what_is_to_be_tried_again_does_not_wait_for_the_time_that_a_wrong_clock_has_shown(bench):
+def test_a_retry_does_not_wait_for_the_time_of_a_wrong_clock(bench):
     entry = bench.put(every=365 * 24 * HOUR)
     scheduler = bench.scheduler()
     ahead = datetime.now(UTC) + 30 * 24 * HOUR
@@ -623,7 +623,7 @@ def test_options_travel_with_the_message_and_are_not_changed(bench, task):
 
     (message,) = (json.loads(text) for text in bench.redis.lrange("other", 0, -1))
     assert message["headers"]["mine"] == "1"
-    assert message["headers"].get("celery_beat_task", True) is True  # Celery 5.5 and 5.6 do not tell
+    assert message["headers"].get("celery_beat_task", True) is True  # Celery 5.5 and 5.6 do not report it
     assert ("singlebeat_lock" in message["headers"]) is (task == SINGLE)
     assert bench.redis.hget("redbeat:e", "definition") == definition
     assert [entry.options for entry in scheduler.store._decoded.values()] == [options]
@@ -648,7 +648,7 @@ def test_more_than_one_batch_is_due(bench):
     assert len(set(bench.names)) == len(bench.names) == 501
 
 
-def test_every_decision_is_told(bench):
+def test_every_decision_is_signalled(bench):
     bench.put()
     told = []
     with connected(events.occurrence_decided, lambda entry, decision, **_: told.append((entry, decision.outcome))):
@@ -860,7 +860,7 @@ def test_a_claimed_time_that_is_none_does_not_hinder_the_others(bench, caplog, f
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_what_is_no_lock_at_a_key_of_one_does_not_hinder_the_others(bench, caplog, beside):
+def test_a_foreign_value_at_a_lock_key_does_not_hinder_other_entries(bench, caplog, beside):
     bench.put("a", task=SINGLE)
     bench.put("b", task=SINGLE)
     task = bench.app.tasks[SINGLE]
@@ -877,7 +877,7 @@ def test_what_is_no_lock_at_a_key_of_one_does_not_hinder_the_others(bench, caplo
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_what_wants_to_wait_for_a_lock_that_cannot_be_read_is_given_up_and_says_why(bench, task, caplog):
+def test_a_run_that_would_wait_for_an_unreadable_lock_is_given_up(bench, task, caplog):
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put("a", task=task, overlap="buffer_one")
     bench.put("b")
@@ -895,7 +895,7 @@ def test_what_wants_to_wait_for_a_lock_that_cannot_be_read_is_given_up_and_says_
     assert "until the broker answers" not in caplog.text
 
 
-def test_without_such_a_worker_plain_tasks_are_sent_unlocked_and_it_is_said_once(bench, caplog):
+def test_without_such_a_worker_plain_tasks_are_sent_without_a_lock(bench, caplog):
     for name in ("a", "b"):
         bench.put(name, args=["same"])
     scheduler = bench.scheduler()
@@ -918,7 +918,7 @@ def test_without_such_a_worker_plain_tasks_are_sent_unlocked_and_it_is_said_once
     ]
 
 
-# ---------------------------------------------------------------- the broker is away
+# ---------------------------------------------------------------- the broker is unreachable
 
 
 def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(server, redis, own_server, bench_on, caplog):
@@ -953,7 +953,7 @@ def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(server, red
     assert (told.levelname, told.singlebeat["server"]) == ("WARNING", "the broker")
 
 
-def test_a_broker_that_is_away_is_asked_once_in_a_tick(server, redis, own_server, bench_on, caplog, monkeypatch):
+def test_an_unreachable_broker_is_asked_once_in_a_tick(server, redis, own_server, bench_on, caplog, monkeypatch):
     caplog.set_level("INFO")
     bench = bench_on(server, broker_url=own_server.celery_url, task_publish_retry=False)
     for at in range(5):
@@ -1005,7 +1005,7 @@ def put_never_sent(bench: Bench, options: dict[str, Any], name: str = "bad") -> 
 
 
 @pytest.mark.parametrize("what", NEVER_SENT)
-def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench, caplog, what):
+def test_an_unsendable_run_is_given_up_and_does_not_hinder_others(bench, caplog, what):
     put_never_sent(bench, NEVER_SENT[what])
     bench.put("good", task=SINGLE)
     before = bench.meta("bad").total_run_count
@@ -1025,9 +1025,7 @@ def test_what_can_never_be_sent_is_given_up_and_does_not_hinder_the_others(bench
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
-def test_a_plain_task_that_cancels_another_waits_for_the_broker_like_any_other(
-    server, redis, own_server, bench_on, overlap
-):
+def test_a_plain_task_that_cancels_another_waits_for_the_broker(server, redis, own_server, bench_on, overlap):
     once = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
     bench = bench_on(server, broker_url=own_server.celery_url, broker_transport_options=once)
     backend = backend_of(bench.app)
@@ -1067,7 +1065,7 @@ def put_refused(bench: Bench, *names: str) -> Celery:
     return app
 
 
-def test_those_that_are_never_taken_keep_nobody_else_waiting(bench, caplog):
+def test_runs_that_the_broker_never_takes_delay_no_other_entry(bench, caplog):
     """They are many, and come first."""
     bad = [f"a{at:02}" for at in range(40)]
     scheduler = bench.scheduler(app=put_refused(bench, *bad))
@@ -1135,7 +1133,7 @@ def test_an_error_that_was_raised_from_itself_is_given_up(bench, monkeypatch):
     assert [record["decision"] for record in bench.history] == ["publish_failed"]
 
 
-def test_one_that_was_not_taken_waits_longer_each_time_and_others_do_not(bench):
+def test_a_refused_run_waits_longer_each_time_and_others_do_not(bench):
     scheduler, waits = bench.scheduler(app=put_refused(bench, "a")), []
     for name in ("b", "c", "d", "e"):
         now = datetime.now(UTC)
@@ -1148,9 +1146,7 @@ def test_one_that_was_not_taken_waits_longer_each_time_and_others_do_not(bench):
     assert bench.names == ["b", "c", "d"]
 
 
-def test_one_that_is_never_taken_keeps_nobody_waiting_who_has_failed_before_while_the_broker_was_away(
-    server, redis, own_server, bench_on
-):
+def test_a_poison_entry_does_not_delay_entries_retried_after_an_outage(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     scheduler = bench.scheduler(app=put_refused(bench, "a"))
     bench.put("b")
@@ -1168,7 +1164,7 @@ def test_one_that_is_never_taken_keeps_nobody_waiting_who_has_failed_before_whil
     assert redis.zrange(PENDING, 0, -1) == ["redbeat:a"]
 
 
-def test_a_claimed_time_that_another_program_has_written_is_confirmed_once_it_was_sent(bench):
+def test_a_claim_written_by_another_program_is_confirmed_once_sent(bench):
     entry = bench.put(ago=timedelta())
     bench.redis.hset(entry.key, "pending", '{"nominal":1795302798,"id":"another"}')
     bench.redis.zadd(PENDING, {entry.key: 0})
@@ -1183,7 +1179,7 @@ def test_a_claimed_time_that_another_program_has_written_is_confirmed_once_it_wa
     assert [record["id"] for record in bench.history] == ["another"]
 
 
-def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
+def test_any_error_of_a_task_when_it_is_sent_harms_no_other_entry(bench):
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -1205,7 +1201,7 @@ def test_whatever_a_task_raises_when_it_is_sent_harms_nobody_else(bench):
     assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "publish_failed", "b": "dispatched"}
 
 
-def test_a_key_of_a_users_own_that_no_server_takes_harms_nobody_else(bench):
+def test_a_users_key_that_no_server_takes_harms_no_other_entry(bench):
     class Own(Singleton):
         abstract = True
 
@@ -1223,9 +1219,7 @@ def test_a_key_of_a_users_own_that_no_server_takes_harms_nobody_else(bench):
     assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "publish_failed", "b": "dispatched"}
 
 
-def test_an_occurrence_that_waits_for_the_broker_longer_than_its_grace_is_missed_and_not_counted(
-    server, redis, own_server, bench_on
-):
+def test_a_pending_occurrence_past_its_grace_is_missed_and_not_counted(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     entry = bench.put(ago=HOUR + timedelta(seconds=1))
     before = bench.meta().total_run_count
@@ -1263,7 +1257,7 @@ def test_a_lock_lasts_a_minute_until_its_message_is_sent(bench, redis, task, ove
 @pytest.mark.parametrize("overlap", [None, "buffer_one", "cancel_other"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
 def test_an_occurrence_that_waits_for_the_broker_holds_no_lock(server, redis, own_server, bench_on, task, overlap):
-    """So its entry may be edited or deleted, by whatever program, and no lock is left of an id that was never sent."""
+    """So its entry may be edited or deleted, by any program, and no lock is left of an id that was never sent."""
     bench = bench_on(server, broker_url=own_server.celery_url)
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put("first", task=task, args=["a"], overlap=overlap)
@@ -1292,9 +1286,7 @@ GOES = {
 
 
 @pytest.mark.parametrize("how", GOES)
-def test_an_entry_that_goes_while_it_waits_for_the_broker_keeps_no_call_waiting(
-    server, redis, own_server, bench_on, how
-):
+def test_an_entry_removed_while_it_is_pending_keeps_no_call_waiting(server, redis, own_server, bench_on, how):
     static = {"e": {"task": SINGLE, "schedule": 3600, "args": ["e"]}} if "beat_schedule" in how else {}
     bench = bench_on(server, broker_url=own_server.celery_url, beat_schedule=static)
     scheduler = bench.scheduler()
@@ -1381,7 +1373,7 @@ def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_ser
     assert own_server.client().hget(key, "id") == bench.sent[0][0]
 
 
-def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(server, redis, own_server, bench_on):
+def test_the_next_occurrence_runs_in_the_tick_that_misses_the_last_one(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
     scheduler = bench.scheduler()
@@ -1399,9 +1391,7 @@ def test_the_next_occurrence_runs_in_the_tick_in_which_the_one_before_is_missed(
 
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_what_is_not_sent_after_all_leaves_no_lock_behind_that_it_took_when_its_server_did_not_answer(
-    bench, task, behind
-):
+def test_a_missed_run_leaves_no_lock_acquired_without_a_reply(bench, task, behind):
     backend = backend_of(bench.app)
     backend.announce("w@h", ttl=60)
     entry = bench.put(task=task, ago=timedelta(), overlap="buffer_one", misfire_grace_time=1)
@@ -1420,7 +1410,7 @@ def test_what_is_not_sent_after_all_leaves_no_lock_behind_that_it_took_when_its_
     assert bench.redis.keys("SINGLETONLOCK_*") == []
 
 
-def test_what_is_given_up_leaves_no_lock_behind_that_it_took_when_its_server_did_not_answer(bench):
+def test_a_run_given_up_leaves_no_lock_acquired_without_a_reply(bench):
     app = bench.new_app()
     task = app.task(die_in_publish, name="own", base=Singleton, lock="until_executing", shared=False)
     entry = bench.put(task="own", ago=timedelta(), overlap="buffer_all")  # which contradicts the lock of its task
@@ -1436,9 +1426,7 @@ def test_what_is_given_up_leaves_no_lock_behind_that_it_took_when_its_server_did
     assert bench.redis.keys("SINGLETONLOCK_*") == []
 
 
-def test_a_run_that_is_missed_when_the_next_one_is_due_is_not_counted_and_uses_up_none(
-    server, redis, own_server, bench_on
-):
+def test_a_run_missed_when_the_next_is_due_is_not_counted(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     entry = bench.put(ago=HOUR + timedelta(seconds=1), max_runs=8)
     scheduler = bench.scheduler()
@@ -1512,7 +1500,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     own_server.kill()
     scheduler.tick()
     lock = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
-    if state == "running":  # its message was sent, and nobody knows
+    if state == "running":  # its message was sent, and no beat knows it
         run = Ref(lock, bench.pending().id, nonce="n")
         backend_of(bench.app).begin(run, lease=60, remember_for=60, task=SINGLE, arguments="")
     else:
@@ -1530,9 +1518,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
 
 
 @pytest.mark.parametrize("how", ["paused", "disabled"])
-def test_an_occurrence_that_waits_for_the_broker_is_not_sent_once_its_entry_is_paused(
-    server, redis, own_server, bench_on, how
-):
+def test_a_pending_occurrence_is_not_sent_once_its_entry_is_paused(server, redis, own_server, bench_on, how):
     bench = bench_on(server, broker_url=own_server.celery_url)
     entry = bench.put(task=SINGLE, max_runs=9)
     scheduler = bench.scheduler()
@@ -1557,7 +1543,7 @@ def test_an_occurrence_that_waits_for_the_broker_is_not_sent_once_its_entry_is_p
     assert redis.keys("SINGLETONLOCK_*") == []
 
 
-def test_a_triggered_run_of_a_paused_entry_waits_for_the_broker_and_is_sent(server, redis, own_server, bench_on):
+def test_a_triggered_run_of_a_paused_entry_is_sent_after_an_outage(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     bench.put(ago=timedelta(), paused=True)
     task_id = Schedule(bench.app).trigger("e")
@@ -1634,7 +1620,7 @@ def test_an_entry_that_has_never_run_and_goes_on_waits_for_its_next_time(bench):
 
 
 @pytest.mark.parametrize("broken", [{"definition": "{"}, {"definition": "{", "meta": "{"}], ids=["definition", "both"])
-def test_a_broken_entry_can_be_resumed_and_makes_up_for_nothing_once_it_is_fixed(bench, broken):
+def test_a_broken_entry_resumed_while_broken_catches_nothing_up(bench, broken):
     entry = bench.put(paused=True)
     good = bench.redis.hgetall(entry.key)
     bench.redis.hset(entry.key, mapping=broken)
@@ -1674,7 +1660,7 @@ def test_an_entry_that_is_not_paused_loses_no_time_by_resume(bench):
 @pytest.mark.parametrize("again", [False, True], ids=["first", "set back"])
 @pytest.mark.parametrize("overlap", [None, "buffer_one"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_what_was_not_sent_is_not_recorded_as_dispatched(bench, task, overlap, again):
+def test_a_run_that_was_not_sent_is_not_recorded_as_dispatched(bench, task, overlap, again):
     """An entry whose past is set back, by a restored backup or by hand, comes to the ids of runs that have ended."""
     backend = backend_of(bench.app)
     backend.announce("w@h", ttl=60)
@@ -1696,7 +1682,7 @@ def test_what_was_not_sent_is_not_recorded_as_dispatched(bench, task, overlap, a
     assert bench.meta().total_run_count == 7 + (not again)
 
 
-def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, own_server, bench_on, caplog):
+def test_a_run_missed_while_the_locks_are_unreachable_hinders_no_tick(server, redis, own_server, bench_on, caplog):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
     scheduler = bench.scheduler()
@@ -1712,7 +1698,7 @@ def test_what_is_missed_while_the_locks_are_away_hinders_nobody(server, redis, o
     assert "Trouble with Redis" not in caplog.text  # the tick went on
 
 
-def test_what_is_missed_where_no_locks_can_be_hinders_nobody(server, redis, bench_on):
+def test_a_run_missed_without_a_lock_backend_hinders_no_other_entry(server, redis, bench_on):
     bench = bench_on(server, singleton_backend_class="no.such:Backend")
     entry = bench.put("missed", ago=timedelta(), misfire_grace_time=1)
     bench.put("due")
@@ -1725,7 +1711,7 @@ def test_what_is_missed_where_no_locks_can_be_hinders_nobody(server, redis, benc
     assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
 
 
-def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis, own_server, bench_on):
+def test_a_pending_run_sent_without_a_lock_leaves_no_lock_behind(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     entry = bench.put()
     scheduler = bench.scheduler()
@@ -1742,9 +1728,7 @@ def test_what_is_sent_without_a_lock_after_all_leaves_none_behind(server, redis,
     assert redis.keys("SINGLETONLOCK_*") == []
 
 
-def test_entries_that_wait_for_the_broker_neither_hide_the_others_nor_keep_beat_from_its_sleep(
-    server, redis, own_server, bench_on, monkeypatch
-):
+def test_pending_entries_neither_hide_others_nor_keep_beat_awake(server, redis, own_server, bench_on, monkeypatch):
     monkeypatch.setattr("singlebeat.beat.store.claims.BATCH", 2)
     bench = bench_on(server, broker_url=own_server.celery_url)
     for at in range(4):
@@ -1785,7 +1769,7 @@ def die_in_publish(scheduler: Scheduler) -> None:
         scheduler.tick()
 
 
-def test_what_a_dead_leader_left_is_sent_by_the_next_one_at_once(bench):
+def test_a_claim_of_a_dead_leader_is_sent_by_the_next_one_at_once(bench):
     entry = bench.put(task=SINGLE)
     occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
     dead, heir = bench.scheduler(), bench.scheduler()
@@ -1804,7 +1788,7 @@ def test_what_a_dead_leader_left_is_sent_by_the_next_one_at_once(bench):
 
 
 @pytest.mark.parametrize("state", ["running", "done"])
-def test_what_a_dead_leader_has_sent_is_not_sent_again(bench, state):
+def test_a_run_that_a_dead_leader_has_sent_is_not_sent_again(bench, state):
     entry = bench.put(task=SINGLE)
     occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
     die_in_publish(bench.scheduler())
@@ -1824,7 +1808,7 @@ def test_what_a_dead_leader_has_sent_is_not_sent_again(bench, state):
     assert bench.pending() is None
 
 
-def test_what_a_dead_leader_left_is_skipped_if_another_call_holds_the_lock_by_now(bench):
+def test_a_claim_of_a_dead_leader_is_skipped_if_its_lock_is_held(bench):
     entry = bench.put(task=SINGLE)
     die_in_publish(bench.scheduler())
     bench.redis.delete(LOCK)
@@ -1846,7 +1830,7 @@ def lock_ttls(bench: Bench, *names: str) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["closed", "deposed"])
-def test_the_lock_of_what_a_beat_may_not_send_any_more_ends_soon(bench, how):
+def test_the_lock_of_a_run_that_a_beat_may_no_longer_send_ends_soon(bench, how):
     """For its entry may be gone before the next beat retakes it, and then nothing else frees that lock."""
     for name in ("a", "b", "c"):
         bench.put(name, task=SINGLE)
@@ -1907,9 +1891,7 @@ def test_a_lock_is_not_touched_that_a_worker_has_taken_amid_the_tick(bench, stat
     assert 0 < ttl <= 20 if state == "running" else ttl < 0
 
 
-def test_what_was_sent_is_confirmed_though_the_locks_server_dies_amid_the_tick(
-    server, redis, own_server, bench_on, caplog
-):
+def test_a_sent_run_is_confirmed_though_the_locks_server_dies_mid_tick(server, redis, own_server, bench_on, caplog):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     bench.put(task=SINGLE)
 
@@ -2005,7 +1987,7 @@ def test_losing_the_lease_between_read_and_claim_changes_nothing(bench):
     scheduler.tick()
     entry = bench.put("late")
     before = bench.meta("late")
-    bench.redis.set(LOCK, "thief", px=60_000)  # and no renewal has told us
+    bench.redis.set(LOCK, "thief", px=60_000)  # and no renewal has reported it
 
     scheduler.tick()
 
@@ -2014,7 +1996,7 @@ def test_losing_the_lease_between_read_and_claim_changes_nothing(bench):
     assert bench.redis.zscore(SCHEDULE, entry.key) < datetime.now(UTC).timestamp()
 
 
-def test_a_lost_lease_is_said_once_and_told(bench, caplog):
+def test_a_lost_lease_is_logged_once_and_signalled(bench, caplog):
     scheduler, told = bench.scheduler(), []
     with (
         connected(events.leadership_gained, lambda term, **_: told.append(("gained", term.number))),
@@ -2032,7 +2014,7 @@ def test_a_lost_lease_is_said_once_and_told(bench, caplog):
     assert caplog.text.count("Lost the lock") == 1
 
 
-def test_a_lost_lease_is_told_when_the_same_beat_leads_next(bench, caplog):
+def test_a_lost_lease_is_signalled_when_the_same_beat_leads_next(bench, caplog):
     scheduler, told = bench.scheduler(), []
     with (
         connected(events.leadership_gained, lambda term, **_: told.append(("gained", term.number))),
@@ -2141,7 +2123,7 @@ def test_a_changed_timezone_moves_more_entries_than_one_batch_holds(server, redi
     assert len(steps) > 1200
 
 
-def test_an_unchanged_timezone_costs_no_look_at_the_entries(bench, monkeypatch):
+def test_an_unchanged_timezone_costs_no_scan_of_the_entries(bench, monkeypatch):
     bench.scheduler().tick()
     bench.schedulers[0].close()
     monkeypatch.setattr(Places, "renew", lambda *_: pytest.fail("it looked"))
@@ -2309,7 +2291,7 @@ def test_storing_entries_outside_of_a_tick_starts_no_watchdog(server, redis, ben
     assert scheduler._watchdog._thread is None
 
 
-def test_one_wrong_entry_of_beat_schedule_harms_nobody_else(server, redis, bench_on, caplog):
+def test_an_invalid_entry_of_beat_schedule_harms_no_other_entry(server, redis, bench_on, caplog):
     wrong = {"no schedule": {"task": PLAIN}, "unknown": {"task": PLAIN, "schedule": 60, "typo": 1}}
     wrong["unstorable"] = {"task": PLAIN, "schedule": 60, "args": [object()]}
     wrong["nothing"] = None
@@ -2322,7 +2304,7 @@ def test_one_wrong_entry_of_beat_schedule_harms_nobody_else(server, redis, bench
 
 
 class Unwell(BaseSchedule):
-    """Fails whenever it is asked, as one that asks a server which is away."""
+    """A schedule that fails at each call, like one that asks an unreachable server."""
 
     def is_due(self, last_run_at: datetime) -> Any:
         raise OSError("no answer")
@@ -2331,7 +2313,7 @@ class Unwell(BaseSchedule):
 @pytest.mark.parametrize(
     "wrong", [{"jitter": -1}, {"args": [object()]}, {"schedule": Unwell()}], ids=["a typo", "an argument", "a schedule"]
 )
-def test_a_static_entry_that_cannot_be_stored_for_once_keeps_all_that_is_stored_of_it(server, redis, bench_on, wrong):
+def test_a_static_entry_that_cannot_be_stored_keeps_its_stored_data(server, redis, bench_on, wrong):
     mine, gone = {"task": PLAIN, "schedule": 3600}, {"task": PLAIN, "schedule": 60}
     bench = bench_on(server, beat_schedule={"mine": mine, "gone": gone})
     first = bench.scheduler()
@@ -2360,7 +2342,7 @@ def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on
     assert "vanished" in caplog.text
 
 
-def test_a_name_in_beat_schedule_that_is_no_text_becomes_one_as_with_redbeat(server, redis, bench_on):
+def test_a_name_in_beat_schedule_becomes_a_string_as_with_redbeat(server, redis, bench_on):
     entry = {"task": PLAIN, "schedule": 60}
     bench = bench_on(server, result_expires=None, beat_schedule={5: entry, "a": entry})
 
@@ -2384,7 +2366,7 @@ def test_a_schedule_of_which_nothing_can_be_stored_has_not_vanished(server, redi
     assert caplog.text.count("entry 'bad' cannot be stored") == 1
 
 
-def test_a_schedule_that_vanishes_is_installed_again_as_far_as_it_can_be_stored(server, redis, bench_on, caplog):
+def test_a_vanished_schedule_is_installed_again_where_it_can_be_stored(server, redis, bench_on, caplog):
     bad, good = {"task": PLAIN, "schedule": Unwell()}, {"task": PLAIN, "schedule": 3600}
     bench = bench_on(server, result_expires=None, beat_schedule={"bad": bad, "good": good})
     scheduler = bench.scheduler()
@@ -2584,7 +2566,7 @@ def put_poison(bench: Bench, what: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("what", POISON)
-def test_a_bad_entry_harms_nobody_else(bench, what):
+def test_a_bad_entry_harms_no_other_entry(bench, what):
     put_poison(bench, POISON[what])
     bench.put("good", task=SINGLE)
     scheduler = bench.scheduler()
@@ -2613,7 +2595,7 @@ def test_a_bad_entry_is_not_sent_over_and_over(bench, what):
     assert len(bench.sent) <= 1
 
 
-def test_an_entry_whose_next_time_cannot_be_known_is_not_complained_about_in_every_tick(bench, caplog):
+def test_an_unknown_next_time_is_not_logged_in_every_tick(bench, caplog):
     put_poison(bench, POISON["a rule that never advances"])
     scheduler = bench.scheduler()
 
@@ -2643,7 +2625,7 @@ def put_many(bench: Bench, task: str, number: int) -> None:
         pipe.execute()
 
 
-#: Round trips of a tick, however many entries it sets aside: due, their fields, their records and the records' change,
+#: Round trips of a tick, however many entries it quarantines: due, their fields, their records and the records' change,
 #: claim, confirm twice, and what a client asks when it connects.
 IN_A_TICK = 12
 
@@ -2678,7 +2660,7 @@ def test_entries_without_known_times_are_quarantined_in_few_round_trips(far_benc
     assert proxy.round_trips - before <= IN_A_TICK
 
 
-def test_mended_and_deleted_entries_cost_few_round_trips(far_bench):
+def test_recovered_and_deleted_entries_cost_few_round_trips(far_bench):
     bench, proxy = far_bench
     put_many(bench, PLAIN, 50)
     (scheduler,) = bench.schedulers
@@ -2721,7 +2703,7 @@ def test_a_tick_reads_a_part_of_a_large_quarantine(bench, redis):
     assert redis.hlen(QUARANTINE) == 0
 
 
-# ---------------------------------------------------------------- Redis is away
+# ---------------------------------------------------------------- Redis is unreachable
 
 
 def test_an_outage_is_survived_and_said_once(own_server, bench_on, caplog):
@@ -2875,7 +2857,7 @@ def test_locks_that_can_only_be_read_have_not_recovered(refusing, caplog):
     assert told(caplog) == ["unreachable", "recovered"]
 
 
-def test_an_outage_is_told_once_however_often_others_are_sent(server, redis, own_server, bench_on, caplog):
+def test_an_outage_is_logged_once_however_often_others_are_sent(server, redis, own_server, bench_on, caplog):
     """Entries without a lock go on, which says nothing about the locks' server."""
     bench = bench_on(server, singleton_backend_url=own_server.url)
     bench.put("waits", task=SINGLE)
@@ -2896,7 +2878,7 @@ def test_an_outage_is_told_once_however_often_others_are_sent(server, redis, own
     assert [event for event in told if event in {"unreachable", "recovered", "trouble"}] == ["unreachable", "recovered"]
 
 
-def test_a_wrong_password_of_the_locks_server_is_told_once(server, redis, bench_on, caplog):
+def test_a_wrong_password_of_the_locks_server_is_logged_once(server, redis, bench_on, caplog):
     with RedisServer(password="right") as locks:
         bench = bench_on(server, singleton_backend_url=locks.url.replace("right", "wrong"))
         bench.put(task=SINGLE)
@@ -2911,7 +2893,7 @@ def test_a_wrong_password_of_the_locks_server_is_told_once(server, redis, bench_
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
-def test_an_entry_that_takes_no_lock_runs_while_the_locks_server_is_away(server, redis, own_server, bench_on, task):
+def test_an_entry_without_a_lock_runs_while_the_locks_are_unreachable(server, redis, own_server, bench_on, task):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put("locked")

@@ -51,7 +51,7 @@ def store(app: Celery, redis: Redis) -> Store:
 
 @pytest.fixture
 def put(app: Celery, redis: Redis) -> Callable[..., str]:
-    """Writes an entry as anybody might; returns its key."""
+    """Write an entry as another program might; return its key."""
 
     def put(name: str = "e", *, score: float = NOW.timestamp(), definition: str | None = None, **fields: str) -> str:
         key = f"redbeat:{name}"
@@ -148,7 +148,7 @@ def round_trips(server) -> Iterator[Callable[[Callable[[Redis], object]], int]]:
 
 
 @pytest.mark.parametrize("number", [1, 40, 500])
-def test_what_is_due_takes_two_round_trips_however_much_it_is(app, redis, put, round_trips, number):
+def test_due_entries_take_two_round_trips_however_many_they_are(app, redis, put, round_trips, number):
     for at in range(number):
         put(f"e{at}", meta=Meta(NOW).encode())
     due(Store(app, redis))  # else the server does not know the script yet
@@ -162,7 +162,7 @@ def test_nothing_due_takes_one_round_trip(app, put, round_trips):
     assert round_trips(lambda client: due(Store(app, client))) == 1
 
 
-def test_the_clock_is_checked_without_a_look_at_entries_that_are_far_ahead(app, put, round_trips):
+def test_the_clock_is_checked_without_a_scan_of_entries_far_ahead(app, put, round_trips):
     for at in range(40):
         put(f"e{at}", score=LATER.timestamp() + at * 10**6, meta=Meta(LATER + timedelta(days=at), 1).encode())
     assert round_trips(lambda client: clock_of(app, client).check(NOW, TERM)) == 2
@@ -215,7 +215,7 @@ def test_changes_that_the_server_has_forgotten_are_noticed_once(app, redis, term
     assert clock.check(NOW + 3 * minute, term) is None
 
 
-def test_a_look_at_all_entries_tells_of_its_progress(app, put, redis):
+def test_a_scan_of_all_entries_reports_its_progress(app, put, redis):
     for at in range(1001):
         put(f"e{at}", definition="{}", score=NOW.timestamp() + 10**6)
     steps: list[None] = []
@@ -272,7 +272,7 @@ def test_a_bare_name_in_the_schedule_means_the_entry_of_that_name(store, put, re
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 1)
 
 
-def test_what_is_pending_under_both_forms_of_a_member_is_recovered_once(store, put, redis):
+def test_an_occurrence_pending_under_both_members_is_recovered_once(store, put, redis):
     put("e", pending=Occurrence.of("redbeat:", "e", NOW).encode())
     redis.zadd(PENDING, {"redbeat:e": 1, "e": 2})
 
@@ -417,7 +417,7 @@ def test_a_refused_claim_writes_nothing(store, put, app, redis, meanwhile):
     assert contents(redis) == before
 
 
-def test_a_claim_is_refused_if_what_was_pending_is_confirmed_by_now(store, put, redis):
+def test_a_claim_is_refused_if_the_pending_run_is_confirmed_by_now(store, put, redis):
     """Whether that run counts was not known when the next one was decided on."""
     key = put(pending=Occurrence.of("redbeat:", "e", NOW - timedelta(minutes=1)).encode())
     claims = [claim_of(stored) for stored in due(store).entries]
@@ -428,7 +428,7 @@ def test_a_claim_is_refused_if_what_was_pending_is_confirmed_by_now(store, put, 
     assert contents(redis) == before
 
 
-def test_an_occurrence_that_is_lost_from_those_that_wait_is_found_again_when_the_next_is_refused(store, put, redis):
+def test_a_refused_claim_recovers_an_occurrence_lost_from_the_pending_set(store, put, redis):
     key = put(pending=Occurrence.of("redbeat:", "e", NOW - timedelta(minutes=1)).encode())
     claims = [claim_of(stored) for stored in due(store).entries]
 
@@ -449,7 +449,7 @@ TEXTS = [b"\xc3\xa9 \xe2\x88\x91 \xf0\x9f\x98\x80", b'\\" \\\\ / \\/', b"\x7f", 
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=repr)
-def test_an_entry_is_claimed_whatever_bytes_other_programs_have_written(store, put, redis, app, text):
+def test_an_entry_with_any_bytes_of_other_programs_is_claimed(store, put, redis, app, text):
     key = put(policy='{"note": "?"}', meta='{"last_run_at": null, "any": "?"}')
     definition = Entry("e", TASK, schedule(60), ["?"], app=app).encode()
     for field, value in {**redis.hgetall(key), "definition": definition}.items():
@@ -561,7 +561,7 @@ def test_a_confirmation_may_change_the_past(store, claimed, redis):
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 0)
 
 
-def test_a_confirmation_leaves_it_to_an_edit_meanwhile_from_when_on_the_next_run_counts(store, claimed, redis, app):
+def test_a_confirmation_keeps_the_since_of_an_edit_meanwhile(store, claimed, redis, app):
     claim = claimed(store)
     Schedule(app).upsert("e", TASK, 7200)
     since = Entry.from_key("redbeat:e", app=app).meta.since
@@ -572,7 +572,7 @@ def test_a_confirmation_leaves_it_to_an_edit_meanwhile_from_when_on_the_next_run
     assert Entry.from_key("redbeat:e", app=app).meta == Meta(NOW, 0, since)
 
 
-def test_a_claim_ends_what_was_counted_from_an_edit(store, put, redis):
+def test_a_claim_removes_the_since_of_an_edit(store, put, redis):
     past = Meta(NOW - timedelta(hours=2), 4, NOW - timedelta(hours=1))
     put(meta=past.encode(), since=past.encode_since())
     (stored,) = due(store).entries
@@ -616,7 +616,7 @@ def told(app):
     signals.occurrence_decided.disconnect(tell, sender=app)
 
 
-def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told):
+def test_a_run_that_another_beat_has_confirmed_is_signalled_once(store, claimed, app, told):
     claim = claimed(store)
     store.confirm([Confirmation(claim.stored, dispatched(claim))], OFF)
     another = replace(OFF, leader="another:1")
@@ -625,7 +625,7 @@ def test_what_somebody_else_has_confirmed_is_told_once(store, claimed, app, told
     assert told == ["e"]
 
 
-def test_what_was_sent_of_a_deleted_entry_is_told(store, claimed, redis, told):
+def test_a_sent_run_of_a_deleted_entry_is_signalled(store, claimed, redis, told):
     claim = claimed(store)
     redis.delete("redbeat:e")
 
@@ -678,7 +678,7 @@ def test_a_history_of_nothing_is_not_written(server, redis, claimed):
     assert redis.exists(HISTORY, PENDING) == 0
 
 
-def test_an_unconfirmed_occurrence_is_taken_up_when_its_time_has_come(store, claimed):
+def test_an_unconfirmed_occurrence_is_retaken_when_its_time_has_come(store, claimed):
     claim = claimed(store)
 
     assert due(store).recovered == []
@@ -687,13 +687,13 @@ def test_an_unconfirmed_occurrence_is_taken_up_when_its_time_has_come(store, cla
     assert due(store, now=RETRY_AT).entries == []
 
 
-def test_a_new_leader_takes_up_all_that_is_unconfirmed(store, claimed):
+def test_a_new_leader_retakes_all_unconfirmed_occurrences(store, claimed):
     claimed(store)
 
     assert [stored.entry.name for stored in due(store, all_pending=True).recovered] == ["e"]
 
 
-def test_of_two_who_take_up_an_occurrence_one_gets_it(store, claimed, app):
+def test_of_two_beats_that_retake_an_occurrence_one_gets_it(store, claimed, app):
     claimed(store)
     (seen,) = due(store, now=RETRY_AT).recovered
     (also_seen,) = due(Store(app, store.client), now=RETRY_AT).recovered
@@ -704,7 +704,7 @@ def test_of_two_who_take_up_an_occurrence_one_gets_it(store, claimed, app):
     assert due(store, now=LATER).recovered != []
 
 
-def test_only_the_leader_takes_up_an_occurrence(store, claimed, redis):
+def test_only_the_leader_retakes_an_occurrence(store, claimed, redis):
     claimed(store)
     seen = due(store, all_pending=True).recovered
     redis.set(LOCK, "another's")
@@ -716,7 +716,7 @@ def test_only_the_leader_takes_up_an_occurrence(store, claimed, redis):
     assert store.retake(seen, TERM, retry_at=LATER) == seen
 
 
-def test_a_confirmed_occurrence_is_not_taken_up(store, claimed, redis):
+def test_a_confirmed_occurrence_is_not_retaken(store, claimed, redis):
     claim = claimed(store)
     seen = due(store, all_pending=True).recovered
     store.confirm([Confirmation(claim.stored, dispatched(claim))], OFF)
@@ -725,7 +725,7 @@ def test_a_confirmed_occurrence_is_not_taken_up(store, claimed, redis):
     assert redis.exists(PENDING) == 0
 
 
-def test_a_decision_about_an_occurrence_that_nobody_claimed_is_recorded(store, put, redis):
+def test_a_decision_about_an_unclaimed_occurrence_is_recorded(store, put, redis):
     put()
     claim = claim_of(due(store).entries[0])
 
@@ -803,7 +803,7 @@ def test_a_key_of_another_type_is_kept_and_explained(store, put, redis):
     assert "something else than a hash" in redis.hget(QUARANTINE, "redbeat:bad")
 
 
-def test_bytes_that_are_no_text_harm_nobody_else(store, put, server):
+def test_bytes_that_are_no_string_harm_no_other_entry(store, put, server):
     put("good")
     put("bad")
     with server.client(decode_responses=False) as raw:
@@ -812,7 +812,7 @@ def test_bytes_that_are_no_text_harm_nobody_else(store, put, server):
     assert [stored.entry.name for stored in due(store).entries] == ["good"]
 
 
-def test_a_member_that_is_no_text_harms_nobody_else(store, put, server):
+def test_a_member_that_is_no_string_harms_no_other_entry(store, put, server):
     put("good")
     with server.client(decode_responses=False) as raw:
         raw.zadd(SCHEDULE, {b"redbeat:\xff": 0})
@@ -860,7 +860,7 @@ def test_another_reason_is_said_again(store, put, redis, caplog):
     assert "not a JSON object" in redis.hget(QUARANTINE, "redbeat:bad")
 
 
-def test_an_entry_that_somebody_schedules_again_unmended_is_parked_again(store, put, redis):
+def test_a_broken_entry_that_is_scheduled_again_is_parked_again(store, put, redis):
     put("bad", definition="{")
     due(store)
 
@@ -870,7 +870,7 @@ def test_an_entry_that_somebody_schedules_again_unmended_is_parked_again(store, 
     assert redis.zscore(SCHEDULE, "redbeat:bad") == PARKED
 
 
-def test_a_mended_entry_is_due_again_without_being_scheduled(store, put, app, redis, caplog):
+def test_a_recovered_entry_is_due_again_without_being_scheduled(store, put, app, redis, caplog):
     caplog.set_level("INFO")
     key = put("bad", definition="{")
     due(store)
@@ -883,7 +883,7 @@ def test_a_mended_entry_is_due_again_without_being_scheduled(store, put, app, re
     assert [stored.entry.name for stored in due(store).entries] == ["bad"]
 
 
-def test_every_mended_entry_is_found_however_many_are_broken(store, put, app, redis):
+def test_every_recovered_entry_is_found_however_many_are_broken(store, put, app, redis):
     keys = [put(f"bad{at}", definition="{") for at in range(250)]
     due(store)
     assert redis.hlen(QUARANTINE) == 250
@@ -921,7 +921,7 @@ def test_an_entry_deleted_with_an_unconfirmed_occurrence_is_no_trouble(store, cl
     assert caplog.records == []
 
 
-def test_a_broken_entry_with_an_unconfirmed_occurrence_is_not_taken_up(store, claimed, redis):
+def test_an_unconfirmed_occurrence_of_a_broken_entry_is_not_retaken(store, claimed, redis):
     claimed(store)
     redis.hset("redbeat:e", "definition", "{")
 
@@ -959,7 +959,7 @@ def test_a_new_static_entry_is_due_after_its_interval(install, redis, app):
     assert redis.hget("redbeat:e", "definition") == Entry("e", TASK, schedule(3600), app=app).encode()
 
 
-def test_a_static_entry_keeps_its_past_and_a_changed_schedule_counts_from_now(install, redis):
+def test_a_static_entry_keeps_its_past_and_its_change_counts_from_now(install, redis):
     now = datetime.now(UTC)
     past = Meta(now - timedelta(minutes=30), 12)
     install(e=schedule(3600))

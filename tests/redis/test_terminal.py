@@ -109,7 +109,7 @@ def test_colours_are_on_a_terminal_only(cli, on_terminal, bad, command):
 
 
 @pytest.mark.parametrize("command", ["list", "status"])
-def test_whoever_wants_no_colours_gets_none(on_terminal, bad, command, monkeypatch):
+def test_a_user_who_wants_no_colours_gets_none(on_terminal, bad, command, monkeypatch):
     assert ANY_COLOUR not in on_terminal(command, no_color=True)[0], "celery --no-color"
     monkeypatch.setenv("NO_COLOR", "1")
     assert ANY_COLOUR not in on_terminal(command)[0]
@@ -269,7 +269,7 @@ def test_no_table_is_wider_than_80_columns(capsys, rows, wide):
 
 
 @pytest.mark.usefixtures("taken_for_terminal")
-def test_a_table_gives_room_to_those_who_need_it(capsys):
+def test_a_table_gives_room_to_the_widest_columns(capsys):
     now = datetime(2030, 1, 1, tzinfo=UTC)
     table(("A", "B", "C"), [("x" * 60, now, "y" * 9), ("short", now + timedelta(days=1), "y")], wide=(0,))
 

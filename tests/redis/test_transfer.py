@@ -99,7 +99,7 @@ entries = st.fixed_dictionaries(
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(wanted=st.lists(entries, max_size=4, unique_by=lambda entry: entry["name"]))
-def test_what_is_exported_can_be_imported_elsewhere_and_is_the_same(cli, app, redis, wanted):
+def test_an_export_can_be_imported_elsewhere_unchanged(cli, app, redis, wanted):
     """20 schedules of up to four entries of every kind, with their policies and pasts."""
     redis.flushall()
     for fields in wanted:
@@ -118,7 +118,7 @@ def test_what_is_exported_can_be_imported_elsewhere_and_is_the_same(cli, app, re
     assert sorted(redis.zrange("redbeat::schedule", 0, -1)) == sorted(members)
 
 
-def test_what_redbeat_has_stored_is_exported_and_imported_elsewhere(cli, app, server, redis):
+def test_entries_of_redbeat_are_exported_and_imported_elsewhere(cli, app, server, redis):
     with make_app(server.celery_url) as other:
         for name, when in {
             "i": schedule(5),
@@ -163,7 +163,7 @@ def test_an_import_replaces_entries_and_keeps_their_past(cli, app):
     assert (entry.policy.paused, entry.policy.note) == (True, "why")
 
 
-def test_an_entry_that_ran_once_at_the_start_does_not_so_again_where_it_is_imported(cli, app, redis):
+def test_an_imported_entry_does_not_run_on_start_again(cli, app, redis):
     entry = Entry("e", TASK, schedule(3600), app=app, run_on_start=True)
     entry.with_past(Meta(datetime.now(UTC), 1)).save()
     dump = cli("export").stdout
@@ -174,7 +174,7 @@ def test_an_entry_that_ran_once_at_the_start_does_not_so_again_where_it_is_impor
     assert redis.zscore("redbeat::schedule", "redbeat:e") > datetime.now(UTC).timestamp() + 3000
 
 
-def test_every_row_that_cannot_be_stored_is_named_and_the_others_are_stored(cli, app, redis):
+def test_every_unstorable_row_is_named_and_the_others_are_stored(cli, app, redis):
     good = {"definition": {"task": TASK, "schedule": 60}}
     redis.set("redbeat:a string", "x")
     rows = [
@@ -229,7 +229,7 @@ def test_a_file_may_be_written_by_any_redirection(cli, app, tmp_path, encoding):
     assert Schedule(app).get("é").task == TASK
 
 
-def test_what_beat_could_not_use_is_not_imported(cli, app, redis):
+def test_an_entry_that_beat_cannot_use_is_not_imported(cli, app, redis):
     """Nor said to be, in a dry run; a name that no client can send does not stop the rest."""
     good = {"task": TASK, "schedule": 60}
     definitions = {"bad\ud800": good, "inf": {**good, "args": [float("inf")]}, ":parked:x": good, "good": good}
@@ -241,7 +241,7 @@ def test_what_beat_could_not_use_is_not_imported(cli, app, redis):
         assert redis.exists("redbeat:good") == (not options)
 
 
-def test_an_export_names_what_it_has_to_leave_out(cli, app, redis):
+def test_an_export_names_the_entries_that_it_leaves_out(cli, app, redis):
     Entry("good", TASK, schedule(60), app=app).save()
     redis.hset("redbeat:bad", "definition", "{")
     redis.zadd("redbeat::schedule", {"redbeat:bad": 0})
@@ -297,7 +297,7 @@ def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
     assert "emoji \U0001f389 and 東京" in found
 
 
-def test_what_was_imported_runs_as_it_did_in_django(cli, app, redis):
+def test_an_imported_entry_runs_as_it_did_in_django(cli, app, redis):
     dump = json.loads(DUMP.read_text("utf-8"))
     ago = (datetime.now(UTC) - timedelta(hours=3)).isoformat()
     for row in dump:

@@ -134,7 +134,7 @@ def test_a_timedelta_in_options_is_sent_as_seconds(app, redis, started, option):
     assert Schedule(app).get("e").options == {option: 300.0, "queue": "celery"}
 
 
-def test_what_comes_once_runs_once_and_stays(app, redis, started):
+def test_a_one_off_runs_once_and_stays(app, redis, started):
     instant = datetime.now(UTC).replace(microsecond=0) - HOUR
     Entry("e", PLAIN, clocked(instant), args=["e"], last_run_at=instant - DAY, app=app).save()
     beat = started()
@@ -148,7 +148,7 @@ def test_what_comes_once_runs_once_and_stays(app, redis, started):
 
 
 @pytest.mark.parametrize("score", [0, 1])
-def test_what_comes_once_and_is_written_by_hand_waits_for_its_instant(app, redis, started, score):
+def test_a_one_off_written_by_hand_waits_for_its_instant(app, redis, started, score):
     instant = datetime.now(UTC).replace(microsecond=0) + HOUR
     raw = {"__type__": "clocked", "instant": instant.isoformat()}
     redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "args": ["e"], "schedule": raw}))
@@ -205,7 +205,7 @@ def test_a_schedule_that_is_asked_for_its_times_needs_no_interval(redis, started
     assert not redis.exists(QUARANTINE)
 
 
-def test_a_schedule_that_raises_when_its_entry_is_read_harms_nobody_else(redis, started):
+def test_a_schedule_that_raises_when_read_harms_no_other_entry(redis, started):
     when = Asked(60)
     beat = started(
         e={"task": PLAIN, "args": ["e"], "schedule": when}, f={"task": PLAIN, "args": ["f"], "schedule": 3600}
@@ -246,7 +246,7 @@ def test_a_schedule_of_ones_own_can_only_come_from_beat_schedule(app, redis):
     assert not redis.exists("redbeat:e")
 
 
-def test_a_beat_without_the_schedule_sets_its_entry_aside_and_one_with_it_takes_it_up(redis, started):
+def test_a_beat_with_the_schedule_recovers_an_entry_quarantined_without(redis, started):
     first = started(e={"task": PLAIN, "args": ["e"], "schedule": OnceAnHour()}, f={"task": PLAIN, "schedule": 60})
     first.tick()
     overdue(redis, "e")
@@ -266,7 +266,7 @@ def test_a_beat_without_the_schedule_sets_its_entry_aside_and_one_with_it_takes_
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_what_is_computed_for_each_run_is_computed_by_beat(redis, started, task):
+def test_a_lazy_argument_is_computed_by_beat_for_each_run(redis, started, task):
     numbers = count()
     lazy = BeatLazyFunc(lambda: next(numbers))
     beat = started(e={"task": task, "args": ["e"], "kwargs": {"seconds": lazy}, "schedule": 3600})
@@ -282,7 +282,7 @@ def test_what_is_computed_for_each_run_is_computed_by_beat(redis, started, task)
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_the_lock_of_a_run_is_that_of_what_was_computed_for_it(redis, started, task):
+def test_the_lock_of_a_run_is_that_of_its_computed_arguments(redis, started, task):
     beat = started(e={"task": task, "args": ["e", BeatLazyFunc(abs, -3)], "schedule": 3600})
     backend_of(beat.app).announce("w@h", ttl=60)
     beat.tick()
@@ -294,7 +294,7 @@ def test_the_lock_of_a_run_is_that_of_what_was_computed_for_it(redis, started, t
     assert decisions == ["dispatched", "skipped_overlap"]
 
 
-def test_what_is_computed_may_stand_among_positional_arguments(redis, started):
+def test_a_lazy_argument_may_be_positional(redis, started):
     beat = started(e={"task": PLAIN, "args": ("e", BeatLazyFunc(abs, -3)), "schedule": 3600})
     beat.tick()
     overdue(redis, "e")
@@ -303,7 +303,7 @@ def test_what_is_computed_may_stand_among_positional_arguments(redis, started):
     assert [message["args"] for message in messages(redis)] == [["e", 3]]
 
 
-def test_what_cannot_be_computed_harms_nobody_else(redis, started):
+def test_a_lazy_argument_that_fails_harms_no_other_entry(redis, started):
     wrong = BeatLazyFunc(lambda: 1 // 0)
     beat = started(
         e={"task": PLAIN, "args": [wrong], "schedule": 3600}, f={"task": PLAIN, "args": ["f"], "schedule": 3600}
@@ -319,7 +319,7 @@ def test_what_cannot_be_computed_harms_nobody_else(redis, started):
 
 
 @pytest.mark.parametrize("halt", ["paused", "disabled"])
-def test_what_is_no_longer_computed_leaves_an_entry_its_past_and_halted(redis, started, app, halt):
+def test_a_removed_lazy_argument_leaves_an_entry_its_past_and_halted(redis, started, app, halt):
     first = started(e={"task": PLAIN, "args": (BeatLazyFunc(abs, -3),), "schedule": 3600})
     first.tick()
     overdue(redis, "e")
@@ -346,7 +346,7 @@ def test_what_is_no_longer_computed_leaves_an_entry_its_past_and_halted(redis, s
 
 @pytest.mark.parametrize("overlap", ["skip", "buffer_one", "buffer_all", "allow_all"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_what_was_computed_and_cannot_be_sent_harms_nobody_else(redis, started, task, overlap):
+def test_an_unsendable_computed_argument_harms_no_other_entry(redis, started, task, overlap):
     beat = started(
         e={"task": task, "args": [BeatLazyFunc(object)], "schedule": 3600},
         f={"task": PLAIN, "args": ["f"], "schedule": 3600},
@@ -364,7 +364,7 @@ def test_what_was_computed_and_cannot_be_sent_harms_nobody_else(redis, started, 
     assert decided == {"e": "publish_failed", "f": "dispatched"}
 
 
-def test_what_is_computed_can_only_come_from_beat_schedule(app):
+def test_a_lazy_argument_can_only_come_from_beat_schedule(app):
     with pytest.raises(EntryError, match=r"only beat_schedule can give <.*BeatLazyFunc"):
         Schedule(app).upsert("e", PLAIN, 60, args=[BeatLazyFunc(dict)])
 
@@ -381,7 +381,7 @@ def test_a_rule_keeps_the_zone_of_its_start(app, redis):
     assert json.loads(redis.hget("redbeat:e", "policy")) == {"timezone": "America/New_York"}
 
 
-def test_a_rule_in_utc_stays_there_whatever_the_zone_of_the_app(server, redis):
+def test_a_rule_in_utc_stays_in_utc_under_any_zone_of_the_app(server, redis):
     with make_app(server.celery_url, {"timezone": "Europe/London"}) as app:
         Schedule(app).upsert("e", PLAIN, rrule("DAILY", dtstart=datetime(2026, 1, 1, 9, tzinfo=UTC)))
 
@@ -413,7 +413,7 @@ def test_a_zone_that_another_language_gave_a_rule_survives_a_save(app, redis):
     assert {run.astimezone(BERLIN).hour for run in runs} == {9}
 
 
-def test_a_changed_rule_counts_from_now_although_all_rules_of_redbeat_are_equal(app, redis):
+def test_a_changed_rule_counts_from_now_though_rules_compare_equal(app, redis):
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     Schedule(app).upsert("e", PLAIN, rrule("YEARLY", dtstart=noon))
     before = redis.zscore(SCHEDULE, "redbeat:e")
@@ -430,7 +430,7 @@ def test_a_changed_rule_counts_from_now_although_all_rules_of_redbeat_are_equal(
 
 @pytest.mark.parametrize("save", [lambda api, entry: entry.save(), lambda api, entry: api.save(entry)])
 @pytest.mark.parametrize("unchanged", [False, True])
-def test_a_second_save_meets_what_somebody_else_has_changed(app, save, unchanged):
+def test_a_second_save_conflicts_with_a_change_by_another_caller(app, save, unchanged):
     api = Schedule(app)
     mine = save(api, Entry("e", PLAIN, schedule(60), app=app))
     mine.args = ["mine"]
@@ -457,7 +457,7 @@ def test_an_entry_that_was_deleted_can_be_saved_again(app):
 
 
 @pytest.mark.parametrize("enabled", ["yes", "false", "", 2, [], {}])
-def test_an_entry_that_is_neither_enabled_nor_not_is_set_aside_with_the_reason(redis, started, enabled):
+def test_an_entry_with_an_invalid_enabled_is_quarantined(redis, started, enabled):
     redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": 60, "enabled": enabled}))
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
 
@@ -484,7 +484,7 @@ NEVER = {
 
 
 @pytest.mark.parametrize("what", NEVER)
-def test_what_can_have_no_next_time_harms_nobody_else_in_beat_schedule(redis, started, caplog, what):
+def test_a_schedule_without_a_next_time_harms_no_other_static_entry(redis, started, caplog, what):
     beat = started(e={"task": PLAIN, "schedule": NEVER[what]}, f={"task": PLAIN, "schedule": 60})
 
     beat.tick()
@@ -493,7 +493,7 @@ def test_what_can_have_no_next_time_harms_nobody_else_in_beat_schedule(redis, st
     assert "entry 'e' cannot be stored: its next run cannot be calculated" in caplog.text
 
 
-def test_what_can_have_no_next_time_is_refused_when_it_is_saved(app, redis):
+def test_a_schedule_without_a_next_time_is_refused_when_it_is_saved(app, redis):
     with pytest.raises(EntryError, match="entry 'e' cannot be stored: its next run cannot be calculated"):
         Schedule(app).upsert("e", PLAIN, NEVER["an interval that does not move"])
 
@@ -509,7 +509,7 @@ class Forgetful(BaseSchedule):  # type: ignore[misc]
         return schedstate(is_due=False, next=3600)
 
 
-def test_600_entries_whose_schedules_fail_when_they_are_due_starve_nobody(redis, started, caplog):
+def test_600_entries_whose_schedules_fail_starve_no_other_entry(redis, started, caplog):
     given = {f"bad {n}": {"task": PLAIN, "schedule": Forgetful()} for n in range(600)}
     beat = started(good={"task": PLAIN, "schedule": schedule(HOUR), "args": ["good"]}, **given)
     beat.tick()
@@ -539,7 +539,7 @@ def test_600_entries_whose_schedules_fail_when_they_are_due_starve_nobody(redis,
         ("meta", json.dumps({"last_run_at": None, "total_run_count": 0})),
     ],
 )
-def test_an_entry_whose_schedule_failed_is_taken_up_again_when_it_has_changed(redis, started, field, text):
+def test_an_entry_whose_schedule_failed_recovers_when_it_has_changed(redis, started, field, text):
     beat = started(e={"task": PLAIN, "schedule": Forgetful(), "args": ["mended"]})
     beat.tick()
     overdue(redis, "e")
@@ -555,7 +555,7 @@ def test_an_entry_whose_schedule_failed_is_taken_up_again_when_it_has_changed(re
     assert [message["args"] for message in messages(redis)] == [["mended"]]
 
 
-def test_a_schedule_that_failed_for_a_moment_is_taken_up_again(redis, started, monkeypatch):
+def test_a_schedule_that_failed_for_a_moment_recovers(redis, started, monkeypatch):
     failing = True
 
     class AsksSomebody(Forgetful):
@@ -578,7 +578,7 @@ def test_a_schedule_that_failed_for_a_moment_is_taken_up_again(redis, started, m
     assert [message["args"] for message in messages(redis)] == [["mended"]]
 
 
-def test_an_entry_whose_schedule_failed_is_tried_again_by_a_beat_with_other_code(redis, started, monkeypatch):
+def test_an_entry_whose_schedule_failed_is_retried_by_a_beat_of_new_code(redis, started, monkeypatch):
     conf = {"task": PLAIN, "schedule": Forgetful(), "args": ["mended"]}
     beat = started(e=conf)
     beat.tick()

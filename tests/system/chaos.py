@@ -201,7 +201,7 @@ class Chaos:
 
     @contextmanager
     def takeover(self, how: str, *beats: CeleryProcess) -> Iterator[Sequence[CeleryProcess]]:
-        """Note how long nobody decides anything when the leader ends in this way; needs a steady flow.
+        """Note how long no beat decides anything when the leader ends in this way; needs a steady flow.
 
         Yields the beats, the one that leads first: on a slow machine another may lead than a moment ago.
         """
@@ -270,7 +270,7 @@ class Chaos:
         return set(self.expected) - (set(self.started()) & set(self.decided()))
 
     def is_quiet(self) -> bool:
-        """Tell whether nothing is on its way any more."""
+        """Return whether no message and no run is under way any more."""
         try:
             waiting = self.broker.llen("celery") + self.broker.hlen("unacked") + self.redis.zcard(self.keys.pending)
         except RedisError:

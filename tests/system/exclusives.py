@@ -20,7 +20,7 @@ def guarded(name: str) -> str:
 
 
 def block(path: str) -> bool:
-    """Hold a lock and stand still until somebody opens the pipe, as a call into C does; tell whether it was lost."""
+    """Hold a lock and stand still until the test opens the pipe, as a call into C does; return whether it was lost."""
     with singlebeat.exclusive("block") as lock:
         os.close(os.open(path, os.O_RDONLY))
         return lock.is_lost()

@@ -1,4 +1,4 @@
-"""The app of the policies of entries: tasks that tell what they know about their run, and an interrupted backfill."""
+"""The app of the policies of entries: tasks that return what they know about their run, and an interrupted backfill."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Scene:
     worker: CeleryProcess | None = None
     ids: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    #: Ids of messages that nobody will ever acknowledge.
+    #: Ids of messages that no worker will ever acknowledge.
     kept: list[str] = field(default_factory=list)
     expected_runs: int | None = None
     #: Of the cell: how long the lock outlived the task.
@@ -230,7 +230,7 @@ class Scene:
         return (app or self.stage.app).tasks[ends.task_name(short)]
 
     def send(self, short: str, *args: Any, app: Any = None, **options: Any) -> AsyncResult:
-        """Send a task; from now on its lock is looked at."""
+        """Send a task; from now on its lock is watched."""
         task = self.task(short, app)
         result = task.apply_async((self.name, *args), **options)
         self.note(result, task.generate_lock(task.name, (self.name, *args)))

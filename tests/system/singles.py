@@ -204,7 +204,7 @@ class Served:
 
 @contextmanager
 def served(directory: Path, *args: str, app: str = __name__, **options: Any) -> Iterator[Served]:
-    """Serve many cases with one worker: what is dear to start is started once; options as for ``CeleryLauncher``."""
+    """Serve many cases with one worker: an expensive start happens once; options as for ``CeleryLauncher``."""
     with RedisServer() as server, ExitStack() as stack:
         start = CeleryLauncher(server, f"{server.url}?db={ORACLE_DB}", directory)
         stack.callback(start.stop)

@@ -1,7 +1,7 @@
 """Processes that kill themselves between two steps of a call, and producers that race; the app is that of ``singles``.
 
 A call that is to end so has the place as its task id. ``SB_TEST_VICTIM`` says who dies there: the ``sender``, a
-worker's ``child``, or with that its whole ``group``; without that variable nobody dies.
+worker's ``child``, or with that its whole ``group``; without that variable no process dies.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ CRONTAB = {
 }
 
 
-def test_an_entry_that_is_written_with_redis_commands_runs_within_two_seconds(celery, oracle, redis):
+def test_an_entry_written_by_redis_commands_runs_within_two_seconds(celery, oracle, redis):
     celery("worker", "-c", "1").ready()
     beat = celery("beat")
     beat.wait_for(LEADS)
@@ -192,7 +192,7 @@ def test_one_beat_leads_one_stands_by_and_both_answer_a_ping(two_beats, celery):
     assert not standby.matches("Sending due task")
 
 
-def test_the_other_beat_takes_over_from_one_that_is_terminated(two_beats, redis):
+def test_a_standby_takes_over_from_a_terminated_leader(two_beats, redis):
     """Within 1 s; the bound is for slow machines. A killed leader is B1 of ``test_incidents.py``."""
     often = {**EVERY_SECOND, "schedule": schedule(0.25)}
     leader, standby = two_beats(redbeat_lock_timeout=10, beat_schedule={"a": often})
@@ -227,7 +227,7 @@ def test_a_hangup_or_a_quit_releases_leadership(name, celery, redis):
     assert redis.exists("redbeat::lock") == 0
 
 
-def test_a_beat_that_is_stopped_amid_a_message_ends_and_loses_no_occurrence(celery, redis, own_server):
+def test_a_beat_stopped_amid_a_message_ends_and_loses_no_occurrence(celery, redis, own_server):
     conf = {"broker_url": own_server.celery_url, "beat_schedule": {"a": EVERY_SECOND}}
     beat = celery("beat", conf=conf)
     wait_until(lambda: redis.xlen("redbeat::history") >= 1, timeout=30, what="a message that was sent")
@@ -290,7 +290,7 @@ def test_a_wrong_url_of_the_schedule_ends_the_start_with_one_line(url, celery):
     assert "hush-hush" not in process.text
 
 
-def test_what_only_beat_schedule_can_give_is_computed_by_whoever_leads(celery, oracle, redis):
+def test_a_lazy_argument_is_computed_by_the_current_leader(celery, oracle, redis):
     app, conf = "tests.system.given", {"redbeat_lock_timeout": 2}
     celery("worker", "-c", "1", "-P", "threads", app=app).ready()
 

@@ -43,7 +43,7 @@ def broker() -> Iterator[RedisServer]:
 # ---------------------------------------------------------------- beats die
 
 
-def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed_one_after_the_other(chaos):
+def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed(chaos):
     kills, total = (20, 3000) if FULL else (4, 300)
     rng = random.Random(kills)
     chaos.worker()
@@ -62,7 +62,7 @@ def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed_one_after_the_
             standby.wait_for("Standing by")
 
 
-def test_no_occurrence_is_lost_or_doubled_at_whichever_step_a_leader_is_killed(chaos):
+def test_no_occurrence_is_lost_or_doubled_by_a_kill_at_any_step(chaos):
     points = [f"{when} {step}" for step in ("read", "claim", "lock", "confirm") for when in ("before", "after")]
     points = [f"{point} 1" for point in points] + ["before publish 1", "before publish 10", "after publish 10"]
     # The messages wait in the broker until all is over: nothing but the worker's gate tells a copy from its original.
@@ -89,7 +89,7 @@ def test_no_occurrence_is_lost_or_doubled_at_whichever_step_a_leader_is_killed(c
         chaos.worker()
 
 
-def test_a_leader_that_wakes_up_after_its_term_sends_nothing_that_the_next_one_has_sent(chaos):
+def test_a_leader_that_wakes_up_after_its_term_sends_no_duplicate(chaos):
     total = 1000 if FULL else 300
     chaos.worker()
     paused = chaos.beat("slow publish 0.01")
@@ -239,7 +239,7 @@ def test_a_redis_that_is_restarted_under_beats_brings_everything_back(chaos_on, 
     assert [beat.returncode for beat in beats] == [None, None]
 
 
-def test_a_redis_that_is_restarted_under_beats_and_workers_brings_everything_back(chaos_on, durable, broker):
+def test_a_restarted_redis_brings_everything_back(chaos_on, durable, broker):
     chaos = chaos_on(durable, broker=broker)
     chaos.worker()
     beats = chaos.pair()
@@ -287,7 +287,7 @@ def test_a_redis_that_is_read_only_for_a_while_costs_nothing(chaos_on, own_serve
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "single"])
-def test_a_copy_is_refused_although_its_original_ran_while_the_locks_were_away(chaos_on, own_server, broker, task):
+def test_a_copy_is_refused_though_its_original_ran_in_a_lock_outage(chaos_on, own_server, broker, task):
     chaos = chaos_on(own_server, broker=broker)
     chaos.announce_worker()
     doomed = chaos.beat("kill before confirm 1")
@@ -326,7 +326,7 @@ def test_the_entries_of_beat_schedule_come_back_after_flushall(chaos_on, own_ser
     assert later == set(steady(10))
 
 
-def test_what_falls_due_while_the_broker_is_down_is_sent_once_when_it_is_back(chaos_on, server, redis, broker):
+def test_runs_due_in_a_broker_outage_are_sent_once_after_it(chaos_on, server, redis, broker):
     chaos = chaos_on(server, broker=broker)
     chaos.announce_worker()
     leader, standby = chaos.pair()

@@ -98,7 +98,7 @@ def clocked_server(libfaketime, tmp_path, monkeypatch):
     server.stop()
 
 
-def test_entries_that_wait_for_the_servers_clock_are_told_of_until_they_run(celery, clocked_server):
+def test_entries_that_wait_for_the_servers_clock_are_named_until_they_run(celery, clocked_server):
     server, ahead = clocked_server
     with make_app(server.celery_url) as app:
         Entry("e", f"{APP}.plain", schedule(1), args=["e"], overlap="allow_all", run_on_start=True, app=app).save()

@@ -1,4 +1,4 @@
-"""A call that somebody waits for is never swallowed by its equal; and what comes back from a worker."""
+"""A call that a caller waits for is never swallowed by its equal; and the results that come back from a worker."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_call_that_a_task_becomes_waits_for_its_turn(at, held, name):
 
 
 def _let_go_when_waiting(at, held, name, task_id):
-    """Let the equal call end when the other has been taken up or swallowed: before, it would meet nobody."""
+    """Let the equal call end when the other has been taken up or swallowed: before, it would meet no call."""
     if held:
         wait_until(
             lambda: at.worker.matches(rf"{task_id}\] waits for its turn|is a duplicate of task {held[0]}"),
@@ -153,7 +153,7 @@ def test_the_error_links_of_equal_calls_fire(at, name):
     assert at.oracle.max_concurrent(name) == 1
 
 
-def test_a_duplicate_yields_what_the_other_yields(at, name):
+def test_a_duplicate_yields_the_result_of_the_other_call(at, name):
     first = at.task("single").delay(name, {"of": "the first"})
     second = at.task("single").delay(name, {"of": "the second"})
 

@@ -68,7 +68,7 @@ print(json.dumps(seen))
 """
 
 
-def test_a_call_on_commit_takes_its_lock_at_commit_and_none_after_a_rollback(run):
+def test_a_call_on_commit_takes_its_lock_at_commit_only(run):
     assert run(ON_COMMIT) == [
         ["rolled back", 0, 0],
         ["before commit", 0, 0],
@@ -99,7 +99,7 @@ except ConfigError as exc:
 """
 
 
-def test_settings_of_django_are_read_and_a_misspelt_one_is_an_error_that_knows_the_right_name(run):
+def test_a_misspelt_django_setting_is_an_error_with_the_right_name(run):
     assert run(MISSPELT) == [7.0, "unknown setting singlebeat_lock_leese; did you mean singlebeat_lock_lease?"]
 
 

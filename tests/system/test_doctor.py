@@ -1,4 +1,4 @@
-"""``doctor`` tells which workers have singlebeat, and which version of it."""
+"""``doctor`` reports which workers have singlebeat, and which version of it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_workers_without_singlebeat_and_with_another_version_are_named(celery, a
     assert text.startswith(differ)
 
 
-def test_where_no_worker_has_singlebeat_nobody_speaks_of_locks_that_stay(celery, doctor, installed):
+def test_without_singlebeat_on_workers_doctor_names_no_lasting_locks(celery, doctor, installed):
     celery("worker", "-c", "1", app="bare", env=installed()).ready()
 
     said = doctor(one_answers)

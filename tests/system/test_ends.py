@@ -286,7 +286,7 @@ def _(s: Scene) -> None:
 
 
 def _leaves_late_in_thread(column: Config) -> bool:
-    """Tell whether nobody acknowledges the message of a body that left: it comes again after the timeout."""
+    """Return whether no process acknowledges the message of a body that left; it comes again after the timeout."""
     return column.pool == "solo" or (column.late and column.pool in {"threads", "gevent"})
 
 
@@ -465,7 +465,7 @@ def _(s: Scene) -> None:
 
 
 def _cold(s: Scene, *, stops: bool) -> None:
-    """Shut down with force, which a body that nobody can stop outlives."""
+    """Shut down with force; a body that cannot be stopped outlives that."""
     worker = s.stage.worker()
     s.send("succeed", 30)
     s.wait_started()
@@ -862,9 +862,7 @@ def test_the_lock_is_free_when_and_only_when_the_task_is_over(column, title, sho
 
 
 @pytest.mark.parametrize(("column", "title"), _cells(alone=True))
-def test_the_lock_is_free_when_and_only_when_the_task_is_over_though_its_worker_suffers(
-    column, title, request, tmp_path
-):
+def test_the_lock_is_free_exactly_when_the_task_of_a_hurt_worker_is_over(column, title, request, tmp_path):
     with Stage(column, tmp_path, SCENARIOS[title].conf) as stage:
         scene = Scene(stage, f"{title}, {column}")
 
@@ -878,7 +876,7 @@ def test_the_lock_is_free_when_and_only_when_the_task_is_over_though_its_worker_
 @pytest.mark.parametrize(
     "title", [pytest.param(title, id=title.replace(": ", ", ")) for title, row in SCENARIOS.items() if row.caller]
 )
-def test_what_happens_at_the_caller_leaves_no_lock_behind(title, request, tmp_path):
+def test_a_call_leaves_no_lock_behind_at_its_caller(title, request, tmp_path):
     with Stage(CALLER, tmp_path) as stage:
         scene = Scene(stage, title)
         _played(request, scene, lambda: SCENARIOS[title].caller(scene))

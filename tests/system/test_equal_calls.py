@@ -48,7 +48,7 @@ def test_plain_entries_of_one_call_run_and_singletons_name_the_other(celery, app
     assert f", of entry {sent})." in explained.text
 
 
-def test_what_comes_once_runs_after_the_equal_run_that_it_meets(celery, app, oracle):
+def test_a_one_off_runs_after_the_equal_run_that_it_meets(celery, app, oracle):
     celery("worker", "-c", "2").ready()
     first = app.tasks[f"{APP}.single"].delay("one", 60)
     oracle.wait_started(1, "one")

@@ -40,7 +40,7 @@ def answers(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("where", ["a server of the user's", "the embedded server"])
-def test_beat_and_worker_in_one_run_a_task_within_ten_seconds_and_name_what_is_skipped(where, celery, server):
+def test_beat_and_worker_in_one_run_a_task_soon_and_log_skipped_runs(where, celery, server):
     private = {"TMPDIR": celery.temporary, "XDG_RUNTIME_DIR": celery.temporary, "SINGLEBEAT_REDIS_URL": ""}
     env = private if where == "the embedded server" else {"SINGLEBEAT_REDIS_URL": server.url}
 
@@ -60,7 +60,7 @@ def test_beat_and_worker_in_one_run_a_task_within_ten_seconds_and_name_what_is_s
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["beat -A exampleconf", "--config exampleconf beat"])
-def test_beat_beside_a_worker_dispatches_also_what_it_knows_by_name_only(by_name, celery, server):
+def test_beat_dispatches_also_tasks_that_it_knows_by_name_only(by_name, celery, server):
     env = {"SINGLEBEAT_REDIS_URL": server.url}
     worker = celery("worker", app="exampleconf", env=env).ready()
 

@@ -122,7 +122,7 @@ with make_app(sys.argv[2]) as app:
 
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_a_lock_outlives_a_blocked_loop_even_if_patches_come_after_the_import(server, redis, library):
+def test_a_lock_outlives_a_blocked_loop_of_a_late_patch(server, redis, library):
     command = [sys.executable, "-c", PATCHED_LATE, library, server.celery_url]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)

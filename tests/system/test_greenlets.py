@@ -148,14 +148,14 @@ await_native(heard, timeout=30)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_loop_writes_what_a_native_thread_logs(library: str) -> None:
+def test_the_loop_writes_the_log_lines_of_a_native_thread(library: str) -> None:
     """Loggers and handlers have locks, and receivers of signals are code of users."""
     said = run_patched(library, VOICES)
     assert said == "said event=said of=true False\nsignal False\n"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_workers_of_greenlets_start_while_their_locks_are_looked_after(library, celery):
+def test_workers_of_greenlets_start_while_their_locks_are_renewed(library, celery):
     """Several, because the renewer and the consumer connect and import at the same time."""
     pytest.importorskip(library)
     workers = [celery("worker", "-P", library, "-c", "2") for _ in range(4)]

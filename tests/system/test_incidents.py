@@ -167,7 +167,7 @@ def test_b1_a_leader_that_is_stopped_or_killed_is_replaced(beat, app, redis):
 VANISHED = "WARNING.*event=schedule_vanished"
 
 
-def test_b2_a_restarted_redis_has_kept_what_it_was_told_to_keep(beat, server, own_server, redis):
+def test_b2_a_restarted_redis_has_kept_the_data_that_it_persists(beat, server, own_server, redis):
     """Nothing, all (AOF), or what was there at the last snapshot (RDB); doctor says so before and after."""
     places = {"redbeat_redis_url": own_server.url, "singleton_backend_url": own_server.url}
     conf = {**places, "beat_schedule": {"steady": STEADY}}
@@ -596,7 +596,7 @@ def test_b10_a_bad_cron_is_named_everywhere_until_it_is_corrected(shop):
     )
 
 
-def test_b11_a_task_that_raises_is_told_with_its_exception(shop):
+def test_b11_a_task_that_raises_is_reported_with_its_exception(shop):
     tools, error = shop.tools, r"failure: .*RuntimeError\(.raises.\)"
     incident = Incident("B11 raising task")
     shop.put("raises", task=f"{APP}.fail", every=2)
@@ -611,7 +611,7 @@ def test_b11_a_task_that_raises_is_told_with_its_exception(shop):
     shop.oracle.wait_ended(2, "raises", timeout=PATIENCE)  # the failed one does not keep the next from running
 
 
-def test_b12_a_run_whose_process_is_killed_is_told_and_its_lock_freed(shop):
+def test_b12_a_run_whose_process_is_killed_is_reported_and_unlocked(shop):
     tools = shop.tools
     shop.put("crashes", args=["crashes", 60])
     (run,) = shop.oracle.wait_started(1, "crashes", timeout=PATIENCE)
@@ -795,7 +795,7 @@ def test_b14_two_apps_of_one_name_are_seen_by_their_different_entries(beat_of, t
     assert differ.startswith("warning beats of app shop differ in their beat_schedule (1 and 1 entries)")
 
 
-def test_b14_a_beat_that_must_not_lead_over_another_app_gives_the_lead_back(beat_of, redis):
+def test_b14_a_beat_that_must_not_lead_over_another_app_resigns(beat_of, redis):
     ops = beat_of("ops", "nightly")
     wait_until(lambda: redis.hexists("redbeat::owners", "nightly"), timeout=30)
     ops.terminate()

@@ -76,7 +76,7 @@ def test_of_equal_calls_that_start_at_once_on_two_workers_one_runs(celery, sende
     assert not redis.keys("singlebeat:*")
 
 
-def test_a_call_that_waits_its_turn_and_a_retry_run_when_the_one_before_has_ended(celery, sender, oracle):
+def test_a_waiting_call_and_a_retry_run_after_the_run_before_them(celery, sender, oracle):
     celery("worker", "-c", "3", "-P", "threads", conf=INSPECT).ready()
     retrying = sender.tasks[f"{APP}.single_retrying"]
 
@@ -216,7 +216,7 @@ COPY, EQUAL = run("b", LONG_AGO + 2, pid=1, node="w2"), run("c", LONG_AGO + 3, n
         pytest.param([[OWN, run("b", LATER, pid=1)]], (Verdict.STARTED, "b", 1), id="a copy came elsewhere later"),
     ],
 )
-def test_of_equal_runs_the_one_that_started_first_goes_on(answers, expected):
+def test_the_equal_run_that_started_first_goes_on(answers, expected):
     assert begin(*answers) == expected
 
 
@@ -228,7 +228,7 @@ def test_a_retry_waits_its_turn_behind_the_end_of_the_run_that_has_sent_it():
 
 @settings(max_examples=40, deadline=None)
 @given(starts=st.lists(st.sampled_from([LONG_AGO, LONG_AGO + 1]), min_size=1, max_size=6), same=st.integers(0, 6))
-def test_of_all_that_see_one_another_exactly_one_goes_on_whatever_their_clocks_say(starts, same):
+def test_exactly_one_of_equal_runs_goes_on_under_any_clocks(starts, same):
     # Those up to ``same`` are deliveries of one message.
     rows = [run("b" if i < same else f"id {i}", start, node=f"w{i}", pid=i) for i, start in enumerate(starts)]
 
@@ -242,7 +242,7 @@ def test_of_all_that_see_one_another_exactly_one_goes_on_whatever_their_clocks_s
     assert verdicts.count(Verdict.STARTED) == 1
 
 
-def test_a_copy_of_our_message_is_found_under_whatever_key_it_runs():
+def test_a_copy_of_our_message_is_found_under_any_key():
     own_key = Ref(f"{KEY}:b", "b", nonce="n1")
 
     assert begin([OWN, EQUAL], ref=own_key) == (Verdict.STARTED, "b", 1)
@@ -268,7 +268,7 @@ def test_it_keeps_nothing_and_frees_nothing():
     assert [(key, record["id"]) for key, record in backend.locks("the")] == [(KEY, "c")]
 
 
-def test_a_broker_that_is_away_is_an_error_and_not_a_hang():
+def test_an_unreachable_broker_is_an_error_and_not_a_hang():
     app = make_app(f"redis://127.0.0.1:{free_port()}", {**INSPECT, "singleton_backend_kwargs": {"timeout": 0.5}})
 
     with pytest.raises(LockBackendError, match=r"^the workers cannot be asked what they run: "):

@@ -66,7 +66,7 @@ def test_until_executing_excludes_from_the_call_to_the_start_of_the_run(at, name
     at.free(at.lock("until_executing", name))
 
 
-def test_until_expired_excludes_until_its_expiry_although_its_run_has_ended(at, name):
+def test_until_expired_excludes_until_its_expiry_after_its_run(at, name):
     task, lock = at.task("until_expired"), at.lock("until_expired", name)
     first = task.apply_async((name,), queue=name)
     assert task.delay(name) == first, "while it waits"
@@ -235,7 +235,7 @@ def test_the_last_run_is_never_that_of_an_older_call(at, name, overlap):
     at.free(lock, behind_key(lock))
 
 
-def test_newer_calls_do_not_starve_one_that_waits_for_its_turn(at, name):
+def test_newer_calls_do_not_starve_a_call_that_waits_for_its_turn(at, name):
     task = at.task("single")
     first = task.apply_async((name, 1))
     at.oracle.wait_started(1, name)
@@ -312,7 +312,7 @@ def test_cancel_other_runs_after_a_run_that_has_begun(at, call, name):
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
-def test_a_call_takes_the_place_of_one_that_has_not_begun(at, call, name, overlap):
+def test_a_call_evicts_a_call_that_has_not_begun(at, call, name, overlap):
     first = call(overlap, name, 1, queue=name)
     second = call(overlap, name, 2, queue=name)
 
@@ -327,7 +327,7 @@ def test_a_call_takes_the_place_of_one_that_has_not_begun(at, call, name, overla
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
-def test_a_call_that_lost_its_place_does_not_run_after_the_one_that_took_it(at, name, overlap):
+def test_an_evicted_call_does_not_run_after_the_call_that_evicted_it(at, name, overlap):
     first = at.task(overlap).apply_async((name, 1), queue=name)
     second = at.task(overlap).apply_async((name, 2, 0))
     assert second.get(timeout=PATIENCE) == 2
@@ -369,7 +369,7 @@ def test_allow_all_runs_beside_the_other(at, call, name):
     at.over(name, [first.id, second.id])
 
 
-def test_the_policy_of_a_call_goes_before_its_tasks_and_that_before_the_apps(at, name):
+def test_a_calls_policy_precedes_its_tasks_and_its_tasks_the_apps(at, name):
     conf = {"singlebeat_overlap": "buffer_all"}
     first = at.task("raise", **conf).delay(name)
 
@@ -381,7 +381,7 @@ def test_the_policy_of_a_call_goes_before_its_tasks_and_that_before_the_apps(at,
     at.over(name, [first.id])
 
 
-def test_a_policy_of_the_app_that_contradicts_a_lock_leaves_its_tasks_alone(at, name):
+def test_an_app_policy_that_contradicts_a_lock_leaves_its_tasks_alone(at, name):
     first = at.task("until_executing", singlebeat_overlap="terminate_other").apply_async((name,), queue=name)
 
     again = at.task("until_executing", singlebeat_overlap="terminate_other").delay(name)
@@ -399,7 +399,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("lock", "overlap"), [(str(lock), str(overlap)) for lock in LockMode for overlap in Overlap])
-def test_a_task_whose_words_contradict_each_other_is_refused_when_it_is_defined(lock, overlap):
+def test_a_task_with_contradicting_options_is_refused_at_definition(lock, overlap):
     options = {"lock": lock, "overlap": overlap, "lock_expiry": 60}
 
     if (lock, overlap) not in CONTRADICTIONS:
@@ -479,7 +479,7 @@ def test_a_call_whose_policy_contradicts_the_lock_of_its_task_is_not_sent(at, na
         ("on_a_function", "apple", "avocado", "banana"),
     ],
 )
-def test_unique_on_tells_which_calls_are_equal(at, name, task, value, equal, other):
+def test_unique_on_decides_which_calls_are_equal(at, name, task, value, equal, other):
     task = at.task(task)
     first = task.delay(name, value)
 
@@ -564,7 +564,7 @@ def test_the_fence_rises_from_run_to_run(at, name):
     assert fences == sorted(set(fences))
 
 
-def test_a_run_whose_lock_is_taken_away_knows_it_and_its_worker_says_so(at, name):
+def test_a_run_that_loses_its_lock_knows_it_and_its_worker_logs_it(at, name):
     task, lock = at.task("report"), at.lock("report", name)
     first = task.delay(name)
     at.oracle.wait_started(1, name)

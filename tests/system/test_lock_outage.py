@@ -1,4 +1,4 @@
-"""While the locks' server is away, or does not answer, calls and starts do what ``singleton_on_backend_error`` says."""
+"""While the locks' server is unreachable or hangs, calls and starts do what ``singleton_on_backend_error`` says."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_task_whose_lock_cannot_be_asked_for_runs_once_without_it(policy, at, 
 
 
 @pytest.mark.parametrize("policy", ["raise"])
-def test_a_task_whose_lock_cannot_be_asked_for_waits_until_it_can_if_so_asked(policy, at, outage, locks, name):
+def test_a_task_may_wait_until_its_lock_server_answers_again(policy, at, outage, locks, name):
     task = at.task("until_executed", **at.conf)
     lock = task.generate_lock(task.name, (name,))
     first = task.apply_async((name,), queue=name)

@@ -1,4 +1,4 @@
-"""The logs of real processes: an id leads from beat to the end of a run, idleness is silent, no password is told."""
+"""The logs of real processes: an id leads from beat to the end of a run, idleness is silent, no password is logged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_beat_and_a_worker_with_nothing_to_do_say_nothing(celery, app, redis):
     assert worker.lines[before[1] :] == []
 
 
-def test_no_level_tells_a_password(celery, oracle):
+def test_no_level_logs_a_password(celery, oracle):
     everything = ("-l", "DEBUG")
     conf = {"singlebeat_lock_lease": 1, "redbeat_lock_timeout": 2, "singlebeat_socket_timeout": 1}
     with RedisServer(password=SECRET) as own:

@@ -19,7 +19,7 @@ from tests.system.apps import make_app
 
 BEAT = ("beat", "-S", "singlebeat.Scheduler")
 
-#: Seconds instead of 30 after which a queued lock is looked at.
+#: Seconds instead of 30 after which a queued lock is checked.
 SOON = {"singlebeat_lost_after": 1.5}
 
 #: Seconds for which no entry may be silent.
@@ -212,7 +212,7 @@ def test_a_call_goes_on_after_its_message_was_lost(celery, server, oracle, redis
         assert again.get(timeout=60) == "one"
 
 
-def test_what_is_known_of_a_purged_message_is_said_and_its_lock_freed(celery, app, ask, redis):
+def test_a_purged_message_is_explained_and_its_lock_freed(celery, app, ask, redis):
     celery("worker", "-c", "1").ready()
     seen(app)
     entry(app, "purged", options={"queue": "later"})

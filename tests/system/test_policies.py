@@ -133,7 +133,7 @@ def put(scene: Scene, name: str) -> Callable[..., None]:
 
 
 @BOTH
-def test_skip_does_not_send_what_meets_its_equal(scene, name, put, trigger, task):
+def test_skip_does_not_send_a_run_that_meets_its_equal(scene, name, put, trigger, task):
     put(task, "skip")
     (first,) = trigger(1)
     scene.oracle.wait_started(1, name)
@@ -232,7 +232,7 @@ def test_a_run_knows_its_entry_its_times_and_why_it_runs(scene, name, task):
 
 
 @BOTH
-def test_of_what_was_missed_while_beat_was_down_the_latest_runs_as_a_catch_up(scene, name, task):
+def test_the_latest_run_missed_while_beat_was_down_is_a_catch_up(scene, name, task):
     entry = scene.write(name, schedule(HOUR), task=task, ago=5.5 * HOUR)
     (decision,) = scene.decided(name, "dispatched")
     told = scene.told(decision["id"])
@@ -253,7 +253,7 @@ def test_timezone_is_the_clock_on_which_a_crontab_is_read(scene, name):
     assert instants([decision["nominal"]]) == [tokyo]
 
 
-def test_between_start_and_end_an_entry_runs_on_its_grid_and_is_finished_then(scene, name):
+def test_an_entry_runs_on_its_grid_from_start_to_end_and_is_finished(scene, name):
     every = timedelta(seconds=0.2)
     start = datetime.now(UTC).replace(microsecond=0) + 5 * SECOND
     scene.schedule.upsert(
@@ -295,7 +295,7 @@ def test_jitter_puts_runs_off(scene, name):
     assert any(due > datetime.fromisoformat(record["nominal"]) for record, due in zip(decisions, dues, strict=True))
 
 
-def test_what_is_later_than_its_misfire_grace_time_is_missed(scene, name):
+def test_a_run_later_than_its_misfire_grace_time_is_missed(scene, name):
     scene.write(name, schedule(HOUR), ago=1.5 * HOUR, misfire_grace_time=60)
     scene.decided(name, "missed")
 
@@ -304,7 +304,7 @@ def test_what_is_later_than_its_misfire_grace_time_is_missed(scene, name):
     assert scene.oracle.started(name) == 1
 
 
-def test_a_message_that_nobody_starts_in_time_expires(scene, name):
+def test_a_message_that_no_worker_starts_in_time_expires(scene, name):
     scene.schedule.upsert(name, PLAIN, 3600, args=[name], options={"queue": name}, expires=0.1)
     task_id = scene.schedule.trigger(name)
     scene.decided(name, "dispatched")
@@ -373,7 +373,7 @@ def test_a_new_entry_an_edit_and_its_end_are_noticed_at_once(scene, name, by):
     scene.schedule.delete(f"{name}, other")
 
 
-def test_run_on_start_runs_a_new_entry_once_and_not_at_the_next_start_of_beat(celery, oracle, redis, app):
+def test_run_on_start_runs_a_new_entry_once_and_not_at_the_next_start(celery, oracle, redis, app):
     entry = {"task": PLAIN, "schedule": schedule(3600), "args": ["once"], "run_on_start": True}
     celery("worker", "-P", "solo", app=APP)
     for number in range(2):
@@ -394,7 +394,7 @@ def test_run_on_start_runs_a_new_entry_once_and_not_at_the_next_start_of_beat(ce
 # ---------------------------------------------------------------- backfill
 
 
-def test_a_backfill_that_is_killed_goes_on_where_it_was_and_runs_each_time_once_in_order(scene, name):
+def test_a_killed_backfill_goes_on_and_runs_each_time_once_in_order(scene, name):
     start = datetime(2026, 3, 1, tzinfo=UTC)
     end = start + 12 * HOUR
     scene.schedule.upsert(name, PLAIN, crontab(minute=0), args=[name])

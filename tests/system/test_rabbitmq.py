@@ -225,7 +225,7 @@ def test_beat_outlives_an_alarm_of_rabbitmq(
     assert len(set(ids)) == len(ids)
 
 
-def test_b6_rabbitmq_and_redis_that_are_away_are_named(
+def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(
     rabbit: RabbitMQ, celery: CeleryLauncher, oracle: Oracle, server: RedisServer
 ) -> None:
     """One of the sixteen incidents of ``test_incidents.py``: RabbitMQ, then the Redis of schedule and locks as well."""

@@ -43,7 +43,7 @@ def test_status_names_the_beats_that_stand_by(two, celery, app):
     assert ScheduleStatus.of(app).leader["pid"] == str(leader.pid)
 
 
-def test_a_beat_that_closes_stands_by_no_more_at_once_and_one_that_dies_soon(two, celery, app, redis):
+def test_a_closed_standby_leaves_the_list_at_once_and_a_dead_one_soon(two, celery, app, redis):
     closing = two[1]
     dying = celery(*BEAT)
     wait_until(lambda: set(standbys(app)) == {closing.pid, dying.pid}, timeout=30)

@@ -1,4 +1,4 @@
-"""Whoever dies between two steps of a call leaves no lock for long, and nothing runs beside its equal."""
+"""A process that dies between two steps of a call leaves no lock for long, and no run starts beside its equal."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_two_producers_that_race_send_one_message_for_each_key(at, name, sender)
 
 
 @pytest.mark.parametrize("place", OF_A_SENDER)
-def test_a_sender_that_dies_leaves_no_lock_for_longer_than_its_message_may_wait(at, name, sender, place):
+def test_a_dead_senders_lock_lasts_no_longer_than_its_message_may_wait(at, name, sender, place):
     conf = json.dumps({"singlebeat_queued_ttl": QUEUED})
     dying = sender("send", name, place, **{VICTIM: "sender", "SB_TEST_CONF": conf})
     assert dying.wait(PATIENCE) == -9
@@ -169,7 +169,7 @@ def _kill_at(stage, name, place):
 
 @pytest.mark.parametrize("place", OF_A_RUN)
 @pytest.mark.parametrize("stage", ["group"], indirect=True)
-def test_a_worker_that_dies_has_its_message_run_by_another_unless_it_had_come_to_its_end(stage, name, place):
+def test_a_dead_workers_unfinished_message_is_run_by_another(stage, name, place):
     first, heir = _kill_at(stage, name, place)
     if place == "between release and result":
         heir.wait_for(rf"{first.id}\] has run already: this copy is dropped")

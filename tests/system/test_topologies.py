@@ -128,7 +128,7 @@ def test_a_retry_period_carries_every_call_over_a_failover(servers):
         assert several.replica.client().exists("{redbeat}:n")
 
 
-def test_in_a_cluster_a_prefix_without_a_hash_tag_ends_the_start_with_one_line(celery):
+def test_a_prefix_without_a_hash_tag_is_one_error_line_in_a_cluster(celery):
     conf = {**COMMON, "redbeat_redis_url": "redis-cluster://127.0.0.1:1", "redbeat_key_prefix": "beat:"}
     beat = celery("beat", conf=conf)
 
@@ -214,7 +214,7 @@ def named(server: RedisServer) -> int:
     return sum(client["name"] == "ours" for client in server.client().client_list())
 
 
-def test_the_number_of_connections_stays_the_same_over_1000_ticks_and_a_failover():
+def test_the_connections_stay_as_many_over_1000_ticks_and_a_failover():
     with Sentinels() as sentinels:
         entry = {"task": f"{APP}.single", "schedule": schedule(0.02), "args": ["tick"]}
         options = {**sentinels.options, "client_name": "ours"}
@@ -255,5 +255,5 @@ def test_the_number_of_connections_stays_the_same_over_1000_ticks_and_a_failover
 
 
 def led(scheduler: Scheduler) -> bool:
-    """Tell whether its last tick reached the server."""
+    """Return whether the last tick of the beat reached the server."""
     return not scheduler._in_trouble

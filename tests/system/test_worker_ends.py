@@ -45,9 +45,7 @@ def free(redis, *, timeout=20.0):
     return time.monotonic() - began
 
 
-def test_the_lock_of_a_killed_worker_ends_with_its_lease_and_the_call_can_be_made_again(
-    celery, oracle, redis, single, lock_of
-):
+def test_the_lock_of_a_killed_worker_ends_with_its_lease(celery, oracle, redis, single, lock_of):
     worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": LEASE}).ready()
     first = single.delay("a", seconds=60)
     oracle.wait_started(1)
@@ -64,7 +62,7 @@ def test_the_lock_of_a_killed_worker_ends_with_its_lease_and_the_call_can_be_mad
     assert [run.id for run in oracle.wait_started(2)] == [first.id, again.id]
 
 
-def test_a_run_that_is_terminated_while_it_waits_for_a_thread_frees_its_lock(celery, app, oracle, redis):
+def test_a_run_terminated_while_it_waits_for_a_thread_frees_its_lock(celery, app, oracle, redis):
     """As ``terminate_other`` does with the run of a plain task, which holds its lock while it waits there."""
     celery("worker", "--pool", "threads", "-c", "1").ready()
     plain, lock = app.tasks[f"{APP}.plain"], "SINGLETONLOCK_{a}"
@@ -119,9 +117,7 @@ def test_a_lock_is_kept_far_beyond_its_lease_while_the_body_runs(celery, oracle,
     assert single.delay("a", seconds=60) != first
 
 
-def test_what_is_left_of_a_run_that_died_runs_even_if_an_equal_call_takes_the_lock_before_it(
-    celery, oracle, redis, single, lock_of
-):
+def test_the_message_of_a_dead_run_runs_after_a_quicker_equal_call(celery, oracle, redis, single, lock_of):
     worker = celery("worker", "-c", "2").ready()
     backend, lock = single.singleton_backend, lock_of(single, "a")
     lived = {"remember_for": 60.0, "task": single.name, "arguments": "'a'"}
@@ -198,7 +194,7 @@ def test_a_call_whose_time_expires_in_the_hands_of_a_worker_leaves_no_lock(celer
     assert oracle.started("a") == 1
 
 
-def test_a_call_whose_time_has_expired_excludes_nothing_while_its_worker_is_busy(celery, oracle, redis, app, single):
+def test_an_expired_call_at_a_busy_worker_excludes_no_call(celery, oracle, redis, app, single):
     worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": LEASE}).ready()
     app.tasks[f"{APP}.plain"].delay("busy", seconds=60)
     (busy,) = oracle.wait_started(1)
@@ -335,7 +331,7 @@ def idle(app):
     return bool(replies) and not any(replies.values())
 
 
-def test_a_requeued_message_starts_soon_after_an_outage_of_the_locks_server(celery, oracle, app):
+def test_a_requeued_message_starts_soon_after_a_lock_outage(celery, oracle, app):
     with RedisServer("--appendonly", "yes", "--appendfsync", "always") as locks:
         conf = {"singleton_backend_url": locks.url, "singlebeat_lock_lease": 300, "singlebeat_socket_timeout": 0.5}
         worker = celery("worker", "-c", "1", conf={**conf, "singleton_on_backend_error": "raise"}).ready()
@@ -370,9 +366,7 @@ def test_a_call_that_waits_keeps_its_serializer_and_compression(task, celery, or
     oracle.wait_ended(1)
 
 
-def test_a_broker_that_takes_no_messages_costs_no_call_that_waits_for_its_turn(
-    celery, oracle, redis, server, app, single, lock_of
-):
+def test_a_broker_that_takes_no_messages_loses_no_waiting_call(celery, oracle, redis, server, app, single, lock_of):
     backend, other = single.singleton_backend, Ref(lock_of(single, "a"), "other", nonce="of an equal call")
     backend.begin(other, lease=60, remember_for=60, task=single.name, arguments="")
     with without(server, "lpush") as url:

@@ -1,4 +1,4 @@
-"""What a worker tells about its runs and locks, whichever of its processes has seen it."""
+"""The metrics of a worker about its runs and locks, in any of its processes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_copy_that_waits_for_the_end_of_its_run_is_postponed_and_no_end(worker
     assert outcomes == ["duplicate_refused", "success"]
 
 
-def test_a_lock_server_that_is_away_is_a_metric(worker, own_server):
+def test_an_unreachable_lock_server_is_a_metric(worker, own_server):
     _, sample = worker("-P", "threads", "-c", "1", singleton_backend_url=own_server.url, singlebeat_lock_lease=LEASE)
     assert sample("locks_up") == 1
 

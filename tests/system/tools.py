@@ -41,7 +41,7 @@ class Said:
 
     @property
     def is_slow(self) -> bool:
-        """Whether an answer takes a second: workers are asked."""
+        """Return whether an answer takes a second because workers are asked."""
         return self.tool.startswith(("doctor", "explain"))
 
     def found(self) -> str:

@@ -186,7 +186,7 @@ class Cluster:
 
 @contextmanager
 def tls_port(server: RedisServer, ca: trustme.CA) -> Iterator[int]:
-    """Open a port of 127.0.0.1 in front of a server that speaks TLS with whoever has a certificate of the CA."""
+    """Open a port of 127.0.0.1 in front of a server that speaks TLS with any client with a certificate of the CA."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     ca.configure_trust(context)

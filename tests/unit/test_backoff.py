@@ -1,11 +1,11 @@
-"""When what the broker did not take is tried again."""
+"""When messages that the broker did not take are retried."""
 
 from __future__ import annotations
 
 from singlebeat.beat.backoff import Backoff
 
 
-def test_a_broker_that_is_away_is_asked_less_and_less_often():
+def test_an_unreachable_broker_is_asked_less_and_less_often():
     backoff, waits = Backoff(), []
     for at in range(5):
         backoff.failed(f"e{at}")
@@ -22,7 +22,7 @@ def test_a_failure_is_news_once_until_something_succeeds():
     assert [backoff.failed("a"), backoff.failed("b")] == [False, True]
 
 
-def test_one_that_fails_by_itself_does_not_slow_down_the_others():
+def test_an_entry_that_fails_by_itself_does_not_slow_down_others():
     backoff = Backoff()
     for _ in range(5):
         backoff.failed("a")
@@ -33,7 +33,7 @@ def test_one_that_fails_by_itself_does_not_slow_down_the_others():
     assert (backoff.failures_of("a"), backoff.failures_of("b")) == (6, 0)
 
 
-def test_a_server_of_locks_that_is_away_is_news_once_and_asked_less_and_less_often():
+def test_an_unreachable_lock_server_is_news_once_and_asked_less_often():
     backoff = Backoff()
 
     assert [backoff.failed(), backoff.failed()] == [True, False]
@@ -50,7 +50,7 @@ def test_many_failures_are_no_number_too_large():
     assert backoff.seconds("a") == 4
 
 
-def test_what_is_forgotten_has_not_failed_and_tells_nothing_about_the_server():
+def test_a_forgotten_entry_has_no_failures_and_says_nothing_of_servers():
     backoff = Backoff()
     backoff.failed("a")
     backoff.forget("a")

@@ -145,7 +145,7 @@ def test_at_the_pole_there_is_an_answer_for_every_event() -> None:
 
 @pytest.mark.parametrize("event", sorted(solar._all_events))
 @pytest.mark.parametrize("place", [(51.48, 0.0), (-33.9, 151.2), (66.5, 25.7), (0.0, -179.9)])
-def test_an_event_of_the_sun_is_the_same_whoever_asks(event: str, place: tuple[float, float]) -> None:
+def test_an_event_of_the_sun_is_the_same_at_any_time_of_asking(event: str, place: tuple[float, float]) -> None:
     plan = solar(event, *place)
     found = list(islice(occurrences(plan, datetime(2026, 5, 1, tzinfo=UTC)), 4))
 
@@ -170,7 +170,7 @@ def test_a_solar_schedule_that_cannot_be_is_refused(fields: dict[str, object], w
         read({"__type__": "solar", "event": "sunrise", **fields})
 
 
-def test_without_ephem_a_solar_entry_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ephem_a_solar_entry_names_the_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without_ephem(name: str, *args: object) -> object:
@@ -251,7 +251,7 @@ def test_a_rule_with_a_time_that_no_day_has_is_refused(part: str, value: object)
         read({"__type__": "rrule", "freq": "SECONDLY", "dtstart": 0, part: value})
 
 
-def test_a_rule_without_a_start_is_refused_because_each_beat_would_have_its_own() -> None:
+def test_a_rule_without_a_start_is_refused() -> None:
     with pytest.raises(EntryError, match="an rrule needs freq and dtstart"):
         read({"__type__": "rrule", "freq": "DAILY"})
 
@@ -293,7 +293,7 @@ def test_a_schedule_survives_being_stored(plan: BaseSchedule) -> None:
 
 
 class Office(schedule):  # type: ignore[misc]
-    """Only when somebody is there: in Celery the usual way to make a schedule of one's own."""
+    """Due only in office hours: in Celery the usual way to make a custom schedule."""
 
     def is_due(self, last_run_at: datetime) -> schedstate:
         if not 9 <= self.now().hour < 17:
@@ -340,7 +340,7 @@ def test_a_crontab_that_is_asked_reads_the_zone_of_the_entry() -> None:
 
 
 @pytest.mark.parametrize("plan", [Office(60), Local()])
-def test_a_schedule_of_ones_own_is_not_stored_as_what_it_is_derived_from(plan: BaseSchedule) -> None:
+def test_a_custom_schedule_is_not_stored_as_its_base_class(plan: BaseSchedule) -> None:
     with pytest.raises(TypeError, match="only beat_schedule can give"):
         stored(plan)
 

@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "singlebeat_metrics_host": (None, *TEXT),
     "singlebeat_worker_metrics_port": (0, -1, 65_536, "9110", 1.5, True, []),
 }
-#: Settings that take whatever the user may have a use for.
+#: Settings that take any value that the user may need.
 UNCHECKED = {"singleton_backend_class"}
 
 
@@ -285,7 +285,7 @@ def test_the_key_of_the_leaders_lock_follows_redbeats_rule(conf, key):
     assert read(conf).lock_key == key
 
 
-def test_the_key_of_the_leaders_lock_is_the_one_that_redbeat_uses():
+def test_the_key_of_the_leaders_lock_is_that_of_redbeat():
     from redbeat.schedulers import RedBeatConfig
 
     for conf in ({}, {"redbeat_lock_key": None}, {"redbeat_lock_key": ""}, {"redbeat_lock_key": "leader"}):

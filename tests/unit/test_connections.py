@@ -33,7 +33,7 @@ from singlebeat.locks import backend_of, new_backend
 from singlebeat.locks.redis import RedisBackend
 from tests.support import ROOT, RedisServer, wait_until
 
-URL = "redis://127.0.0.1:1/0"  # nobody is there, and nobody is asked
+URL = "redis://127.0.0.1:1/0"  # no server is there, and none is asked
 OTHER = "redis://127.0.0.1:1/1"
 
 
@@ -71,7 +71,7 @@ def kind_of(client: Redis) -> type:
         ("rediss://h:1/2", "rediss://h:1/2"),
     ],
 )
-def test_celerys_name_for_a_socket_is_translated_and_everything_else_is_left(url, expected):
+def test_celerys_name_for_a_socket_is_translated_and_no_other_is(url, expected):
     assert native(url) == expected
 
 
@@ -174,7 +174,7 @@ def test_the_locks_are_where_the_user_says():
         ),
     ],
 )
-def test_without_a_word_from_the_user_the_locks_are_in_the_first_redis_that_is_known(conf, expected):
+def test_by_default_the_locks_are_in_the_first_redis_that_is_known(conf, expected):
     assert lock_server(app_with(**conf)).url == expected
 
 
@@ -364,7 +364,7 @@ def test_the_schedule_is_found_through_the_sentinels_of_the_broker():
         assert sentinels_of(client)[0] == ("a", 1)
 
 
-def test_without_its_name_no_master_is_looked_for():
+def test_without_its_name_no_master_is_asked_for():
     with pytest.raises(ConfigError, match=r"^broker_url: cannot use sentinel://me:.*master_name") as caught:
         schedule_client(app_with(broker_url=CELERYS_SENTINELS))
 
@@ -408,7 +408,7 @@ def test_celerys_words_for_checking_a_certificate_are_known(required):
         ("redbeat_redis_url", "redbeat_redis_use_ssl"),
     ],
 )
-def test_a_setting_that_asks_for_tls_gets_it_whatever_its_url_says(url, switch, tls):
+def test_a_setting_that_asks_for_tls_gets_it_under_any_url(url, switch, tls):
     app = app_with(**{url: "redis://h:1/2", switch: tls})
 
     clients = [backend_of(app).redis] + ([schedule_client(app)] if url != "result_backend" else [])
@@ -445,7 +445,7 @@ def test_a_provider_of_credentials_is_asked_wherever_celery_asks_one():
         ({"cluster": True, "db": 3}, "database 0 only"),
     ],
 )
-def test_options_that_contradict_each_other_are_an_error_that_names_the_setting(options, reason):
+def test_contradicting_options_are_an_error_that_names_the_setting(options, reason):
     with pytest.raises(
         ConfigError, match=f"^redbeat_redis_url: cannot use {URL} as a Redis server: .*{reason}"
     ) as caught:
@@ -463,7 +463,7 @@ def test_options_that_contradict_each_other_are_an_error_that_names_the_setting(
         ({"redbeat_redis_url": "redis://:geheim@h:port"}, "redbeat_redis_url"),
     ],
 )
-def test_a_url_of_the_locks_that_cannot_be_used_is_an_error_that_names_the_setting(conf, setting):
+def test_an_unusable_url_of_the_locks_is_an_error_that_names_the_setting(conf, setting):
     with pytest.raises(ConfigError, match=f"^{setting}: cannot use redis://") as caught:
         backend_of(app_with(**conf)).redis.ping()
     assert "geheim" not in str(caught.value)
@@ -475,7 +475,7 @@ def test_a_url_of_the_locks_that_cannot_be_used_is_an_error_that_names_the_setti
 
 
 @pytest.mark.parametrize("several", ["redis://h:1/5;redis://h:2/6", ["redis://h:1/5", "redis://h:2/6"]])
-def test_of_several_brokers_the_first_keeps_what_has_one_home(several):
+def test_the_first_of_several_brokers_keeps_schedule_and_locks(several):
     app = app_with(broker_url=several)
 
     for client in (schedule_client(app), backend_of(app).redis):
@@ -483,7 +483,7 @@ def test_of_several_brokers_the_first_keeps_what_has_one_home(several):
 
 
 @pytest.mark.parametrize("setting", ["redbeat_redis_url", "singleton_backend_url"])
-def test_several_homes_for_what_has_one_are_an_error(setting):
+def test_several_servers_for_schedule_or_locks_are_an_error(setting):
     app = app_with(**{"redbeat_redis_url": URL, setting: "redis://:geheim@h:1;redis://:geheim@h:2"})
 
     with pytest.raises(ConfigError, match=f"^{setting}: .*several URLs given: name one server, or sentinels") as caught:
@@ -509,7 +509,7 @@ def test_a_cluster_wants_the_schedule_on_one_node(conf):
     assert schedule_url(app_with(**conf, redbeat_key_prefix="{redbeat}:"))
 
 
-def test_a_cluster_that_is_away_is_an_error_of_redis_and_no_error_of_the_settings():
+def test_an_unreachable_cluster_is_an_error_of_redis_and_not_of_settings():
     with pytest.raises(RedisError):
         private("redis-cluster://127.0.0.1:1", timeout=1)
     with pytest.raises(LockBackendError):
@@ -522,7 +522,7 @@ def test_a_cluster_that_is_away_is_an_error_of_redis_and_no_error_of_the_setting
 
 
 @pytest.mark.parametrize("url", [URL, "unix:///s", "redis+socket:///s", "rediss://h:1/0"])
-def test_every_client_gives_up_in_a_finite_time_and_speaks_text(url):
+def test_every_client_gives_up_in_a_finite_time_and_returns_strings(url):
     for client in (private(url, timeout=2), shared(url, timeout=2)):
         options = options_of(client)
         assert options["socket_timeout"] == options["socket_connect_timeout"] == 2
@@ -532,7 +532,7 @@ def test_every_client_gives_up_in_a_finite_time_and_speaks_text(url):
         assert options["decode_responses"] is True
 
 
-def test_no_option_takes_the_text_away_that_we_read():
+def test_no_option_disables_the_decoding_of_replies():
     assert options_of(private(URL, timeout=1, options={"decode_responses": False}))["decode_responses"] is True
 
 
@@ -554,7 +554,7 @@ def test_a_url_that_cannot_be_used_is_an_error_without_its_password(url):
     assert caught.value.__suppress_context__
 
 
-def test_an_option_that_the_client_does_not_know_is_an_error_of_the_settings():
+def test_an_option_unknown_to_the_client_is_an_error_of_the_settings():
     with pytest.raises(ConfigError, match="no_such_option"):
         private(URL, timeout=1, options={"no_such_option": 1})
 
@@ -627,7 +627,7 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(server, redis):
 
 @contextmanager
 def demoted(server: RedisServer) -> Iterator[None]:
-    """Make the server a read-only replica of nobody."""
+    """Make the server a read-only replica of a server that does not exist."""
     client = server.client()
     client.replicaof("127.0.0.1", 1)
     try:
@@ -664,7 +664,7 @@ def test_no_call_is_repeated_for_ever(own_server, options):
     assert tries >= 3
 
 
-def test_what_asks_for_no_repetition_gets_none_whatever_the_options_say(own_server):
+def test_a_client_without_retries_gets_none_under_any_options(own_server):
     with (
         private(own_server.url, timeout=5, retries=0, options={"retry_period": 60}) as client,
         demoted(own_server),

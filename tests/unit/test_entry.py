@@ -24,7 +24,7 @@ BERLIN = ZoneInfo("Europe/Berlin")
 @pytest.fixture(scope="module")
 def app() -> Celery:
     app = Celery(set_as_current=False)
-    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # nobody is there: nothing here connects
+    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # no server is there: nothing here connects
     return app
 
 
@@ -57,7 +57,7 @@ def test_null_means_the_default(app, name):
     assert (entry.name, entry.args, entry.kwargs, entry.options, entry.enabled) == ("e", [], {}, {}, True)
 
 
-def test_what_is_given_is_kept(app):
+def test_given_fields_are_kept(app):
     entry = decode(app, args=[1, "a"], kwargs={"x": None}, options={"queue": "q"}, enabled=False)
 
     assert (entry.args, entry.kwargs, entry.options) == ([1, "a"], {"x": None}, {"queue": "q"})
@@ -69,7 +69,7 @@ def test_enabled_may_be_a_number(app, written, enabled):
     assert decode(app, enabled=written).enabled is enabled
 
 
-def test_fields_that_nobody_knows_are_left_alone_and_named(app):
+def test_unknown_fields_are_left_alone_and_named(app):
     entry = decode(app, description="of mine", arg=["you"])
 
     assert entry.task == "t"
@@ -80,7 +80,7 @@ def test_fields_that_nobody_knows_are_left_alone_and_named(app):
     assert decode(app, name="e", relative=False, last_run_at=None, total_run_count=3).ignored == ""
 
 
-def test_the_key_is_the_identity_whatever_the_name_says(app):
+def test_the_key_is_the_identity_beside_any_name(app):
     entry = decode(app, key="redbeat:real", name="other")
 
     assert (entry.name, entry.key) == ("real", "redbeat:real")
@@ -110,7 +110,7 @@ def test_a_schedule_may_be_a_bare_number_of_seconds(app):
     assert decode(app, schedule=0.5).schedule == schedule(0.5)
 
 
-def test_crontab_fields_may_be_texts_numbers_lists_or_missing(app):
+def test_crontab_fields_may_be_strings_numbers_lists_or_missing(app):
     found = schedule_of(app, __type__="crontab", minute=5, hour="*/6", day_of_month=[1, 15], day_of_week=None)
 
     assert found == crontab(minute=5, hour="*/6", day_of_month=[1, 15])
@@ -274,7 +274,7 @@ def test_meta_is_written_with_redbeats_fields_only():
         ('{"a":' * 200_000, "definition is nested too deeply"),
     ],
 )
-def test_a_text_that_is_no_definition_is_refused(app, text, why):
+def test_a_string_that_is_no_definition_is_refused(app, text, why):
     with pytest.raises(EntryError, match=why):
         decode(app, text)
 

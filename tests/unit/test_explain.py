@@ -88,7 +88,7 @@ def test_a_run_of_which_no_end_is_known():
     assert "It runs now, on w1." in said(record(NOON), running={"id": "w1"})
 
 
-def test_a_run_that_waits_for_its_turn_is_explained_with_the_others_that_wait():
+def test_a_waiting_run_is_explained_with_the_other_waiting_runs():
     waits = [record(NOON - at * HOUR, "buffered", reason="waits for task x", task_id=f"id{at}") for at in range(4)]
     ended = record(NOON - 4 * HOUR, end=End("success", "", "", 1.0, "w1", NOON))
     text = said(*waits, ended, running={"id3": "w1"})
@@ -114,7 +114,7 @@ def test_a_time_before_the_history_begins():
     assert "it is empty" in said(at=NOON)
 
 
-def test_what_a_decision_means():
+def test_a_decision_is_explained():
     assert "left out: the entry is paused (audit)" in said(record(NOON, "paused", reason="audit"))
     assert "never can be: TypeError()" in said(record(NOON, "publish_failed", reason="TypeError()"))
     assert "does not hold the lock any more" in said(record(NOON, "skipped_overlap", holder="x", reason="held by x"))
@@ -150,7 +150,7 @@ def test_an_unknown_task_is_explained_with_the_nearest_name():
     assert "Did you mean" not in said(record(NOON), entry=entry, known_tasks=frozenset({"other"}))
 
 
-def test_while_redbeat_leads_no_policy_holds_and_pending_runs_wait_for_singlebeat():
+def test_under_redbeat_no_policy_holds_and_pending_runs_wait():
     entry = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, paused=True, max_runs=1).with_past(Meta(NOON, 1))
     state = ScheduleStatus({}, [], True, 900.0, 1, 0, 0, 0.0, 1, {})
     about = {"state": state, "pending": Occurrence("id", NOON.timestamp(), None), "running": None}
@@ -166,7 +166,7 @@ def test_while_redbeat_leads_no_policy_holds_and_pending_runs_wait_for_singlebea
     assert "It is finished" in said(entry=entry)
 
 
-def test_a_redbeat_that_was_killed_is_told_with_what_to_do():
+def test_a_killed_redbeat_is_explained_with_a_remedy():
     text = said(state=ScheduleStatus({}, [], True, 900.0, 3, 2, 2, 42.0, 0, {}))
 
     assert "A beat of RedBeat holds the lock, which has no name, and 2 entries are overdue, the first by 42 s" in text

@@ -390,7 +390,7 @@ def test_not_a_number_is_a_call_like_any_other():
 @pytest.mark.parametrize(
     "lock", ["P_{abc}", "{locks}:{abc}", "a lock of the user's own", "half{open", "{{twice}}", "ü{ü}"]
 )
-def test_a_lock_and_what_belongs_to_it_share_a_slot(lock):
+def test_a_lock_and_its_other_keys_share_a_slot(lock):
     assert key_slot(lock.encode()) == key_slot(done_key(lock).encode())
 
 

@@ -1,4 +1,4 @@
-"""Log lines: one event, one line, pairs that parse back, and no password whatever is logged."""
+"""Log lines: one event, one line, pairs that parse back, and no password in any line."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_any_pairs_parse_back_from_one_line(log, name, about):
 
 
 @given(texts)
-def test_what_follows_a_line_cannot_pass_for_a_line(log, detail):
+def test_a_detail_of_many_lines_cannot_pass_for_a_log_line(log, detail):
     lines = captured()
 
     log.critical("beat: stuck", event="stuck", detail=detail)
@@ -114,7 +114,7 @@ def test_values_that_are_known_to_be_empty_are_left_out_and_zero_is_not(log, lin
     assert lines.text == '[INFO] it is event=x c=0 d=false e=0.123 f="2026-01-02 00:00:00+00:00"'
 
 
-def test_a_line_that_nobody_wants_is_not_made(log, lines):
+def test_a_line_below_the_level_is_not_rendered(log, lines):
     class Dear:
         def __str__(self) -> str:
             raise AssertionError("it was made a text")
@@ -130,7 +130,7 @@ def test_a_line_that_nobody_wants_is_not_made(log, lines):
     assert lines.records == []
 
 
-def test_a_formatter_finds_the_pairs_at_the_record_and_the_line_of_the_caller(log, lines):
+def test_a_formatter_finds_pairs_and_callers_line_at_the_record(log, lines):
     for write in (log.debug, log.info, log.warning, log.error, log.critical):
         write("sent %(id)s in %(seconds).1f s", event="dispatched", id="a b", seconds=0.25, url="redis://:pw@h/1")
 
@@ -141,7 +141,7 @@ def test_a_formatter_finds_the_pairs_at_the_record_and_the_line_of_the_caller(lo
     assert [record.levelname for record in lines.records] == ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
-def test_an_error_that_nobody_has_foreseen_has_its_traceback(log, lines):
+def test_an_unforeseen_error_has_its_traceback(log, lines):
     try:
         json.loads("{")
     except ValueError:
@@ -153,7 +153,7 @@ def test_an_error_that_nobody_has_foreseen_has_its_traceback(log, lines):
 # ---------------------------------------------------------------- secrets
 
 
-def test_a_password_is_masked_in_the_traceback_of_an_error_and_of_its_cause(log, lines):
+def test_a_password_is_masked_in_tracebacks_of_an_error_and_its_cause(log, lines):
     def fail() -> None:
         try:
             os.stat("redis://:geheim@host")
@@ -228,7 +228,7 @@ def test_every_decision_has_a_line_that_names_it(outcome, caplog):
     }
 
 
-def test_what_is_escaped_can_be_read():
+def test_an_escaped_string_is_readable():
     assert printable("Rechnung täglich 日") == "Rechnung täglich 日"
     assert printable("a\nb\x1b\udcff\U000e0001") == r"a\nb\u001b\udcff\udb40\udc01"
 

@@ -103,7 +103,7 @@ def test_a_note_that_cannot_be_read_says_nothing(sent):
     assert not waiting(sent=sent).is_noted
 
 
-def test_only_a_lock_that_waits_is_looked_at():
+def test_only_a_waiting_lock_is_checked():
     assert waiting(state="running") is None
     assert waiting("SINGLETONLOCK_{a}:turn") is None
     assert waiting("SINGLETONLOCK_{a}:next") is not None
@@ -117,7 +117,7 @@ def test_only_a_lock_that_waits_is_looked_at():
         (RAN_ELSEWHERE, "task a has run, and its lock was not freed: REASON"),
     ],
 )
-def test_what_was_found_out_is_a_sentence_of_its_own(outcome, expected):
+def test_each_finding_is_a_sentence_of_its_own(outcome, expected):
     assert str(Found(waiting(), outcome, "REASON")) == expected
 
 

@@ -64,7 +64,7 @@ POLICY, DEFINITION = schema("policy"), schema("definition")
 @pytest.fixture(scope="module")
 def app() -> Celery:
     app = Celery(set_as_current=False)
-    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # nobody is there: nothing here connects
+    app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # no server is there: nothing here connects
     return app
 
 
@@ -140,7 +140,7 @@ def test_there_are_wrong_values_of_every_wish():
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_PAIRS)
-def test_a_wrong_value_is_refused_by_name_with_what_would_be_right(name, value):
+def test_a_wrong_value_is_refused_by_name_with_the_right_form(name, value):
     with pytest.raises(EntryError, match=rf"^policy: {name} must be .+, not {re.escape(repr(value))}$"):
         EntryPolicy.of({name: value})
     with pytest.raises(EntryError, match=rf"^policy: {name} must be"):
@@ -164,7 +164,7 @@ def test_a_wrong_value_is_refused_by_name_with_what_would_be_right(name, value):
     ],
     ids=lambda value: value[:30],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(written, message):
+def test_an_invalid_policy_is_refused_with_the_reason(written, message):
     with pytest.raises(EntryError) as caught:
         EntryPolicy.decode(written)
 
@@ -200,7 +200,7 @@ policies = st.builds(
 
 @given(policies)
 @settings(deadline=None)
-def test_what_is_written_is_read_as_it_was_and_agrees_with_the_schema(policy):
+def test_a_written_policy_is_read_unchanged_and_agrees_with_the_schema(policy):
     text = policy.encode()
 
     assert EntryPolicy.decode(text) == policy
@@ -225,7 +225,7 @@ def test_the_schema_takes_each_wish_and_null(name):
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_PAIRS)
-def test_what_the_schema_of_policies_refuses_is_refused(name, value):
+def test_a_policy_that_its_schema_refuses_is_refused(name, value):
     """It cannot know every zone, and JSON has neither infinity nor NaN: those it may take."""
     known = name != "timezone" or not isinstance(value, str) or not value
     if known and value == value and value != float("inf"):
@@ -283,7 +283,7 @@ RULE = {"__type__": "rrule", "freq": "MONTHLY", "dtstart": 1767225600}
     ],
     ids=str,
 )
-def test_what_the_schema_takes_is_understood(definition):
+def test_a_definition_that_its_schema_takes_is_understood(definition):
     DEFINITION.validate(definition)
 
     assert decode_definition(json.dumps(definition), {})["task"] == "t"
@@ -327,7 +327,7 @@ def test_what_the_schema_takes_is_understood(definition):
     ],
     ids=str,
 )
-def test_what_the_schema_of_definitions_refuses_is_refused(definition):
+def test_a_definition_that_its_schema_refuses_is_refused(definition):
     assert not DEFINITION.is_valid(definition)
     with pytest.raises(EntryError):
         decode_definition(json.dumps(definition), {})
@@ -363,7 +363,7 @@ def test_the_readme_has_examples():
 
 
 @pytest.mark.parametrize(("field", "raw"), EXAMPLES, ids=[json.dumps(raw)[:60] for _, raw in EXAMPLES])
-def test_every_example_of_the_readme_agrees_with_its_schema_and_is_understood(field, raw):
+def test_every_readme_example_agrees_with_its_schema_and_is_read(field, raw):
     {"definition": DEFINITION, "policy": POLICY}[field].validate(raw)
 
     assert decode_definition(json.dumps(raw), {}) if field == "definition" else EntryPolicy.decode(json.dumps(raw))

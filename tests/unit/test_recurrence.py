@@ -215,7 +215,7 @@ def test_day_of_month_and_day_of_week_must_both_match() -> None:
         ({"day_of_month": {31}, "month_of_year": "*/2"}, "31 31 31 31"),
     ],
 )
-def test_the_fields_mean_what_they_mean_to_celery(fields: dict[str, object], expected: str) -> None:
+def test_the_fields_mean_the_same_as_to_celery(fields: dict[str, object], expected: str) -> None:
     daily = crontab(0, 9, **fields)
 
     found = islice(occurrences(daily, utc("2023-12-31T12:00"), UTC), 4)  # 1 January is a Monday
@@ -505,7 +505,7 @@ def test_a_rule_that_is_not_walked_equals_the_long_walk(
     offset=st.integers(0, 1440),
 )
 @settings(deadline=None)
-def test_clocks_do_to_a_rule_what_they_do_to_a_crontab(
+def test_clocks_shift_a_rule_as_they_shift_a_crontab(
     plan: tuple[Sequence[int] | None, Sequence[int]], edge: tuple[ZoneInfo, datetime], offset: int
 ) -> None:
     (hours, minutes), (zone, day) = plan, edge
@@ -528,7 +528,7 @@ def test_a_rule_of_minutes_alone_counts_elapsed_time_through_both_shifts(minutes
         assert (found[0] - start.astimezone(UTC)) % (minutes * MINUTE) == timedelta()
 
 
-def test_a_rule_of_seconds_that_began_decades_ago_is_answered_without_walking() -> None:
+def test_a_rule_of_seconds_from_decades_ago_is_answered_at_once() -> None:
     steps = 0
 
     class Counted(tzinfo):
@@ -571,7 +571,7 @@ def test_a_rule_is_read_on_the_wall_clock_of_its_start() -> None:
     assert walls(daily, "2024-10-25T12:00", BERLIN, 3) == ["26 09:00 +0200", "27 09:00 +0100", "28 09:00 +0100"]
 
 
-def test_a_rule_that_is_stored_keeps_its_zone_where_only_its_offset_is_known() -> None:
+def test_a_stored_rule_keeps_its_zone_where_only_its_offset_is_known() -> None:
     stored = rrule("DAILY", dtstart=datetime(2020, 1, 1, 9, tzinfo=timezone(HOUR)))
 
     assert walls(stored, "2024-10-25T12:00", BERLIN, 3) == ["26 09:00 +0200", "27 09:00 +0100", "28 09:00 +0100"]
@@ -592,7 +592,7 @@ def test_the_first_monday_is_not_every_monday() -> None:
 
 
 @pytest.mark.parametrize("freq", PERIODS)
-def test_a_rule_for_a_date_that_never_comes_ends_without_a_walk_to_the_end_of_time(freq: str) -> None:
+def test_a_rule_for_a_date_that_never_comes_ends_soon(freq: str) -> None:
     rule = rrule(freq, dtstart=utc("2020-01-01"), bymonth=2, bymonthday=30)
     counted = rrule(freq, dtstart=utc("2020-01-01"), bymonth=2, bymonthday=30, count=5)
 

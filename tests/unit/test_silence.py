@@ -98,13 +98,13 @@ def test_a_schedule_that_raises_hides_no_failures():
     assert said(end("failure"), end("failure"), decisions=(skipped(NOON + MINUTE),), schedule=broken)
 
 
-def test_an_entry_that_redbeat_has_run_since_its_last_skip_is_not_spoken_of():
+def test_an_entry_that_redbeat_ran_after_its_last_skip_is_not_silent():
     text = said(decisions=(skipped(NOON),), last_run_at=NOON + timedelta(hours=1), total_run_count=0)
 
     assert text == ""
 
 
-def test_an_occurrence_that_is_claimed_and_not_yet_recorded_was_not_run_by_redbeat():
+def test_a_claimed_unrecorded_occurrence_was_not_run_by_redbeat():
     claimed = NOON + timedelta(minutes=2)
 
     text = said(decisions=(skipped(NOON + MINUTE),), is_pending=True, last_run_at=claimed, total_run_count=0)

@@ -89,7 +89,7 @@ def test_the_latest_time_before_the_start_is_none():
         ({"end_time": NOW - TICK}, None),
     ],
 )
-def test_a_time_that_was_not_asked_from_the_schedule_is_brought_into_bounds(wishes, bounded):
+def test_a_time_from_elsewhere_than_the_schedule_is_bounded(wishes, bounded):
     assert table(60, **wishes).bounded(NOW) == bounded
 
 
@@ -127,7 +127,7 @@ zones = st.sampled_from(["UTC", "Europe/Berlin", "Australia/Lord_Howe", "America
 
 @given(schedules, moments, zones, st.floats(0.001, 1e6), st.text(max_size=5))
 @settings(deadline=None)
-def test_jitter_is_at_most_what_was_wished_and_ends_before_the_next_time(when, after, zone, jitter, name):
+def test_jitter_is_at_most_its_setting_and_ends_before_the_next_time(when, after, zone, jitter, name):
     entry = Timetable(name, when, EntryPolicy(jitter=jitter), ZoneInfo(zone))
     nominal = entry.next(after)
     due, following = entry.due(nominal), entry.next(nominal)
@@ -140,7 +140,7 @@ def test_jitter_is_at_most_what_was_wished_and_ends_before_the_next_time(when, a
 
 @given(schedules, moments, zones, st.floats(0.001, 1e6))
 @settings(deadline=None)
-def test_jitter_is_the_same_whoever_asks_and_whenever(when, after, zone, jitter):
+def test_jitter_is_the_same_for_every_process_at_any_time(when, after, zone, jitter):
     one, other = (Timetable("e", when, EntryPolicy(jitter=jitter), ZoneInfo(zone)) for _ in range(2))
     nominal = one.next(after)
 
@@ -176,7 +176,7 @@ def test_without_jitter_an_entry_is_due_at_its_time():
 
 @given(schedules, moments, st.floats(0, 1e7), st.none() | st.floats(0.001, 1e6))
 @settings(deadline=None)
-def test_what_is_overdue_is_due_by_now_and_nothing_later_is(when, after, ahead, jitter):
+def test_an_overdue_time_is_due_by_now_and_no_later_time_is(when, after, ahead, jitter):
     entry = Timetable("e", when, EntryPolicy(jitter=jitter), UTC)
     now = after + timedelta(seconds=ahead)
     overdue = entry.overdue(after, now)

@@ -1,4 +1,4 @@
-"""What the answers of workers tell about their clocks."""
+"""The clocks of workers, judged by their answers."""
 
 from __future__ import annotations
 

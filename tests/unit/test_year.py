@@ -181,7 +181,7 @@ class World:
         self.zone, self.now = ZoneInfo(plan.zone), START
         self.app = Celery(set_as_current=False)
         self.app.conf.timezone = plan.zone
-        self.app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # nobody is there: nothing here connects
+        self.app.conf.redbeat_redis_url = "redis://127.0.0.1:1"  # no server is there: nothing here connects
         walls = [moment.astimezone(self.zone).utcoffset() for moment in self._days()]
         shifts = [day for day, before, after in zip(self._days(), walls, walls[1:], strict=False) if before != after]
         self.critical = {(day + n * DAY).date() for day in shifts for n in (-1, 0, 1, 2)}
@@ -322,7 +322,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", PLANS)
-def test_celery_and_redbeat_do_what_the_table_in_the_readme_says(what: str) -> None:
+def test_celery_and_redbeat_behave_as_in_the_table_of_the_readme(what: str) -> None:
     found = others(PLANS[what])
 
     assert row(PLANS[what], OTHERS[what]) in README

@@ -58,7 +58,7 @@ ZONES = {
 
 @pytest.mark.parametrize("zone", ZONES.values(), ids=ZONES)
 @pytest.mark.parametrize("month", [1, 7])
-def test_a_crontab_is_read_on_the_apps_zone_of_whatever_library(zone, month):
+def test_a_crontab_is_read_on_the_apps_zone_of_any_library(zone, month):
     app, midnight = app_in(zone), datetime(2026, month, 1, tzinfo=UTC)
 
     found = Entry("e", "t", crontab(hour=9, minute=0), app=app).timetable.next(midnight)
@@ -67,13 +67,13 @@ def test_a_crontab_is_read_on_the_apps_zone_of_whatever_library(zone, month):
 
 
 @pytest.mark.parametrize("zone", ZONES.values(), ids=ZONES)
-def test_a_zone_of_whatever_library_is_taken_by_its_name(zone):
+def test_a_zone_of_any_library_is_taken_by_its_name(zone):
     assert app_zone(app_in(zone)) == BERLIN
     assert EntryPolicy.of({"timezone": zone}).timezone == BERLIN
 
 
 @pytest.mark.parametrize("zone", list(ZONES.values())[1:], ids=list(ZONES)[1:])
-def test_the_zone_of_a_rule_of_whatever_library_is_kept(zone):
+def test_the_zone_of_a_rule_of_any_library_is_kept(zone):
     start = datetime(2026, 1, 1, 9, tzinfo=UTC).astimezone(zone)
 
     assert zone_of(rrule("DAILY", dtstart=start)) == BERLIN
