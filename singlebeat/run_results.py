@@ -1,4 +1,4 @@
-"""Tells how runs ended: the schedule of those that beat has sent, in a thread of its own, and whoever listens."""
+"""Reports the ends of runs: to receivers of a signal, and from a separate thread to the schedule if beat sent them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ __all__ = (
 
 log = Log(__name__)
 
-#: Ends that are written in one step; what comes faster is dropped.
+#: Most ends that one step writes, and that wait to be written; further ends are dropped.
 BATCH, MOST = 500, 10_000
 
-#: Seconds that the schedule's server may take, and that it is left alone after it did not answer.
+#: Seconds that the schedule's server may take, and for which it is not asked again after a failure.
 TIMEOUT, PAUSE = 2.0, 10.0
 
-#: Ends of its last runs that an entry keeps: enough to see that they fail one after the other.
+#: Number of ends of last runs that an entry keeps: enough to show that the runs keep failing.
 KEPT_ENDS = 4
 
-#: The end of a message that was not to run.
+#: The end of a message that must not run.
 DUPLICATE_REFUSED = "duplicate_refused"
 
 _OUTCOMES = {
@@ -61,11 +61,11 @@ _OUTCOMES = {
     Terminated: "terminated",
 }
 
-#: Ends that no worker with singlebeat has seen: a message that is gone, and one that another worker has run.
+#: Ends that no worker with singlebeat has seen: the message was lost, or a worker without singlebeat has run it.
 MESSAGE_LOST, RAN_ELSEWHERE = "message_lost", "ran_elsewhere"
 
-#: Every word for an end that a worker sees; ``duplicate_refused``: an equal call runs, or this one has run;
-#: ``postponed``: its message was sent again to wait for its turn, and ends another time.
+#: Every word for an end that a worker sees; ``duplicate_refused``: an equal call runs, or this call has run before;
+#: ``postponed``: the message was sent again to wait for its turn, and a later end is recorded.
 OUTCOMES = (
     *("success", "failure", *_OUTCOMES.values(), DUPLICATE_REFUSED, "postponed"),
     *("revoked", "expired", "unknown_task"),
@@ -78,7 +78,7 @@ def outcome_of(exc: BaseException) -> str:
 
 
 def record_end(request: Request, outcome: str, reason: str | BaseException = "") -> None:
-    """Tell how a run ended, once, and record it if beat has sent it: soon, and without waiting."""
+    """Send the signal about the end of a run, once, and record the end if beat sent the run; does not wait."""
     if request.end_told:
         return
     request.end_told = True
@@ -96,16 +96,16 @@ def record_end_of_message(
     worker: str | None = None,
     began: float | None = None,
 ) -> None:
-    """Do the same for a message by its headers."""
+    """Send the signal about the end of a message, known by its headers, and record the end if beat sent it."""
     header = headers.get(RUN_HEADER)
     if header or HEADER in headers:
         signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
     if outcome == DUPLICATE_REFUSED:
         close_check_in(headers)
-    if outcome == "postponed":  # a message like it will tell the schedule
+    if outcome == "postponed":  # the end of the message that was sent again is recorded
         return
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
-        # Here only: most runs are none of beat's, and an exception of a user's may have no repr.
+        # Only here: beat has not sent most runs, and the repr of a user's exception may fail.
         reason = reason if isinstance(reason, str) else safe_repr(reason)
         row = (
             str(header["entry"]),
@@ -128,11 +128,11 @@ def flush_ends(app: Celery) -> None:
 
 
 class _Writer:
-    """Writes ends in batches; one that cannot be written is lost, and no task waits for it."""
+    """A thread that writes ends in batches; an end that cannot be written is lost, and no task waits for it."""
 
     def __init__(self, app: Celery) -> None:
-        # A worker that runs nothing of beat's may have no Redis. Not in the thread: a child that is forked while it
-        # imports would never get the import system's locks.
+        # Imported only now, because a worker that runs nothing of beat's may have no Redis. Not in the thread: a child
+        # that is forked during the import would never get the import system's locks.
         from .connections import schedule_client  # noqa: PLC0415
         from .lua import Script, packed  # noqa: PLC0415
 
@@ -186,7 +186,7 @@ _writers: dict[tuple[Celery, int], _Writer] = {}
 
 
 def _writer(app: Celery) -> _Writer:
-    key = app, os.getpid()  # a forked child gets one of its own
+    key = app, os.getpid()  # a forked child gets its own writer
     if key not in _writers:
         _writers[key] = _Writer(app)
     return _writers[key]

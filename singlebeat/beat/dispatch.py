@@ -45,34 +45,34 @@ __all__ = ("RETRY_AFTER", "Dispatcher")
 
 log = Log("celery.beat")
 
-#: Seconds after which an occurrence that was claimed and not confirmed is taken up by whoever sees it.
+#: Seconds after which another beat may retake an occurrence that was claimed and not confirmed.
 RETRY_AFTER = 30.0
 
-#: Part of that time in which its first taker may still send it: after it, it belongs to the next one.
-TAKERS_SHARE = 0.8
+#: Fraction of ``RETRY_AFTER`` in which the beat that claimed an occurrence may still send it.
+PUBLISH_SHARE = 0.8
 
-#: What keeps messages from being sent, for people.
+#: The servers without which messages are not sent, as the log names them.
 BROKER, LOCKS = "the broker", "the locks' server"
 
 #: Seconds of a renewal that prolongs no lock.
 NO_LONGER = 0.001
 
-#: What a broker that is away looks like.
+#: Errors of an unreachable broker or locks' server.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 
-#: What a message looks like that cannot be made, as with an option of the wrong type or an unknown compression.
+#: Errors of a message that cannot be made, as with an option of the wrong type or an unknown compression.
 UNUSABLE = (LookupError, TypeError, ValueError, DataError)
 
 
-def _is_passing(exc: Exception) -> bool:
-    """Return whether an attempt failed because a server is unreachable: then the same may work later."""
+def _is_transient(exc: Exception) -> bool:
+    """Return whether an attempt failed because a server is unreachable, so that a retry may succeed."""
     return any(isinstance(cause, UNREACHABLE) and not _is_of_message(cause) for cause in _causes(exc))
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it came from, at any depth: Celery and kombu wrap the real one, some of them twice.
+    """Yield an error and its causes at any depth: Celery and kombu wrap the real error, sometimes twice.
 
-    What lies behind an error of one message says nothing about a server.
+    The causes of an error of one message say nothing about a server.
     """
     met = set[int]()  # a task's own code may raise an error from itself
     while exc is not None and id(exc) not in met:
@@ -84,11 +84,11 @@ def _causes(exc: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_of_message(exc: BaseException) -> bool:
-    """Return whether an error is of one message or its lock: kombu takes some of these for errors of the broker."""
+    """Return whether an error concerns one message or its lock: kombu takes some of these for errors of the broker."""
     if isinstance(exc, UnusableLockError):
         return True
     cause = exc.__cause__ if isinstance(exc, OperationalError) else None
-    if isinstance(cause, OSError):  # a wrong certificate is a ValueError, too
+    if isinstance(cause, OSError):  # the error of a wrong certificate is also a ValueError
         return False
     return isinstance(cause, UNUSABLE) or (isinstance(cause, ResponseError) and "WRONGTYPE" in str(cause))
 
@@ -110,10 +110,10 @@ class Publisher(Protocol):
 
 
 class Published(NamedTuple):
-    """What came of an attempt to send an occurrence."""
+    """The outcome of an attempt to send an occurrence."""
 
     type: DecisionType
-    holder: Holder | None = None  #: of its lock, if another run has it
+    holder: Holder | None = None  #: the other run that holds its lock; None if there is none
 
 
 class Dispatcher:
@@ -121,9 +121,9 @@ class Dispatcher:
 
     Args:
         publisher: sends messages while this beat leads.
-        progress: hears of each step, before each call to a server: one may be repeated for long.
+        progress: called at each step and before each call to a server, because a call may be repeated for long.
         timestamp: returns the server's time in seconds since 1970.
-        suspect: hears of the keys of locks that keep a run waiting, though their messages may be gone.
+        suspect: called with the keys of locks that keep a run waiting, because their messages may be lost.
     """
 
     def __init__(
@@ -139,59 +139,59 @@ class Dispatcher:
         self.app, self.store, self._timestamp, self._suspect = app, store, timestamp, suspect
         self._publisher, self._progress = publisher, progress
         self._said_unlocked = False
-        self._unreachable = set[str]()  #: of the servers, those that were logged so
+        self._unreachable = set[str]()  #: the servers that were logged as unreachable
         self._backoff = Backoff()
-        self._queues: dict[str, str] = {}  #: to which messages of this dispatch are sent, by task id
+        self._queues: dict[str, str] = {}  #: the queues of the messages of this dispatch, by task id
         before_task_publish.connect(self._note_queue)
 
     def dispatch(self, claimed: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
 
-        Each comes with its entry and the past of that, in which it is counted.
+        Each occurrence comes with its entry and with the entry's past, in which the occurrence is counted.
 
-        What is not confirmed, for whatever reason, stays pending: it is tried again under the same task id, by us or
-        by the next leader. Meanwhile it holds no lock: its entry may be edited, paused or deleted before it is sent.
+        An unconfirmed occurrence stays pending: this beat or the next leader retries it under the same task id.
+        Meanwhile it holds no lock, because its entry may be edited, paused or deleted before it is sent.
         """
         if not claimed:
             return
         taken_until = time.monotonic() + RETRY_AFTER
-        deadline = taken_until - RETRY_AFTER * (1 - TAKERS_SHARE)
-        away: LockBackendError | None = None
+        deadline = taken_until - RETRY_AFTER * (1 - PUBLISH_SHARE)
+        outage: LockBackendError | None = None
         try:
-            looked_after = self._looks_after(claimed)
+            looked_after = self._check_workers(claimed)
         except LockBackendError as exc:
-            away, looked_after = exc, True  # what may need a lock waits
-        messages, wrong = prepare(self.app, self._step_by_step(claimed), looked_after=looked_after)
+            outage, looked_after = exc, True  # messages that may need a lock wait
+        messages, wrong = prepare(self.app, self._report_each(claimed), looked_after=looked_after)
         self._release(*(lock for message, _ in wrong for lock in message.locks(self.app)))
         decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
-        unsent, asked = list[str](), away is None
+        unsent, asked = list[str](), outage is None
         messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
         try:
             holders: Mapping[str, Holder] = {}
             try:
                 holders = self._acquire(messages, now) if asked else {}
                 if any(holder.verdict is Verdict.ACQUIRED for holder in holders.values()):
-                    self._reached(LOCKS)  # that a lock is held is only read, which a server does that refuses to write
+                    self._note_answer(LOCKS)  # HELD proves nothing: a server that refuses writes still reads a holder
             except LockBackendError as exc:
-                away = exc
+                outage = exc
             ready = messages
-            if away is not None:
+            if outage is not None:
                 unsent.extend(message.stored.member for message in messages if message.needs_lock(self.app))
                 ready = [message for message in messages if not message.needs_lock(self.app)]
-            if away is not None and unsent:
-                self._failed(away)
+            if outage is not None and unsent:
+                self._note_failure(outage)
             for settled in self._send_each(ready, holders, term, deadline, unsent):
                 decided.append(settled)
         finally:
             self._keep_locks({each.decision.occurrence.id for each in decided if each.decision.is_sent}, messages, now)
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
-            # Else another beat may hold the same locks for the same ids.
+            # After that another beat may hold the same locks for the same task ids.
             if asked and self._publisher.may_publish(term) and time.monotonic() < taken_until:
                 over = {each.decision.occurrence.id for each in decided}
                 left = [message for message in messages if message.occurrence.id not in over]
                 locks = [lock for message in left for lock in message.locks(self.app)]
-                self._release(*locks) if away is None else self._release_later(locks)
+                self._release(*locks) if outage is None else self._release_later(locks)
 
     def _send_each(
         self,
@@ -201,18 +201,18 @@ class Dispatcher:
         deadline: float,
         unsent: list[str],
     ) -> Iterator[Confirmation]:
-        """Send messages one after the other, for as long as we may; yield what was decided about each.
+        """Send messages one after the other, for as long as this beat may; yield the confirmation of each.
 
         Args:
-            unsent: gets the members of those that the broker does not take now.
+            unsent: receives the members of the entries whose messages a server does not take now.
         """
-        broker_is_away, patience = False, Config.of(self.app).singlebeat_socket_timeout
+        broker_is_down, patience = False, Config.of(self.app).singlebeat_socket_timeout
         for message in messages:
             member = message.stored.member
             self._progress()
             if not self._publisher.may_publish(term) or time.monotonic() > deadline:
                 return
-            if broker_is_away:  # it would keep us waiting for each of the others again
+            if broker_is_down:  # each further message would wait for the broker again
                 unsent.append(member)
                 continue
             began = time.monotonic()
@@ -220,23 +220,23 @@ class Dispatcher:
                 settled = self._settle(message, holders.get(message.occurrence.id))
                 self._backoff.succeeded(member)
                 if settled.decision.is_sent:
-                    self._reached(BROKER)
-            except Exception as exc:  # of claiming and sending, which ask a task's own code and the broker
+                    self._note_answer(BROKER)
+            except Exception as exc:  # claiming and sending run a task's own code and the broker's driver
                 if not self._publisher.may_publish(term):
                     return
-                if _is_passing(exc):
+                if _is_transient(exc):
                     unsent.append(member)
-                    self._failed(exc, member)
+                    self._note_failure(exc, member)
                     patience -= time.monotonic() - began
-                    # It may be the fault of this message alone. A broker that hangs may take connections.
-                    broker_is_away = patience <= 0 or not self._publisher.reaches_broker()
+                    # The cause may be this message alone. A broker that hangs may still accept connections.
+                    broker_is_down = patience <= 0 or not self._publisher.reaches_broker()
                     continue
                 self._release(*message.locks(self.app))
                 settled = self._give_up(message, exc)
             yield settled
 
-    def _looks_after(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
-        """Return whether workers free the locks of the plain tasks among these occurrences.
+    def _check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
+        """Return whether workers free the locks of the plain tasks here; if not, free the locks of pending ones.
 
         Raises:
             LockBackendError: the locks' server does not answer.
@@ -247,18 +247,18 @@ class Dispatcher:
             if not hasattr(type(self.app.tasks.get(each.stored.entry.task)), "generate_lock")
             and (each.occurrence.overlap or each.stored.policy.overlap) is not Overlap.ALLOW_ALL
         ]
-        looked_after = bool(plain) and self._workers_look_after_locks()
-        if not looked_after:  # what was taken while a worker was seen
+        looked_after = bool(plain) and self._ask_for_workers()
+        if not looked_after:  # a lock may have been acquired while a worker was seen
             self._free_locks([each for each in plain if each.stored.pending is not None])
         return looked_after
 
-    def _step_by_step(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
-        for each in claimed:  # whose task may have a key function of its own, of any length
+    def _report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
+        for each in claimed:  # a task's own key function may take long
             self._progress()
             yield each
 
     def _publish(self, message: Message) -> Published:
-        """Send the task of an entry; return what came of it, and the holder of its lock if it takes one only now."""
+        """Send the task of an entry; return the outcome, with the holder of a lock that is acquired only now."""
         entry, occurrence = message.entry, message.occurrence
         task, granted = None, None
         if message.claims is not None:
@@ -268,10 +268,10 @@ class Dispatcher:
             )
             if isinstance(acquired, Refused):
                 is_own = acquired.holder.task_id == occurrence.id
-                return _sent_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, acquired.holder)
+                return _published_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, acquired.holder)
             granted = acquired
             if granted.lock is not None:
-                self._reached(LOCKS)
+                self._note_answer(LOCKS)
             entry.options["headers"][HEADER] = granted.ticket.header()
         try:
             result = self._publisher.publish(entry)
@@ -283,7 +283,7 @@ class Dispatcher:
             raise
         if getattr(result, "is_duplicate", False):
             if result.id == entry.options["task_id"]:
-                return _sent_before(message)
+                return _published_before(message)
             return Published(DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id))
         log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
         waits_for = (
@@ -291,7 +291,7 @@ class Dispatcher:
         )
         return Published(DecisionType.BUFFERED, waits_for) if waits_for else Published(DecisionType.DISPATCHED)
 
-    def _failed(self, exc: Exception, member: str = "") -> None:
+    def _note_failure(self, exc: Exception, member: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
         server = LOCKS if is_of_locks else BROKER
         self._publisher.forget_broker()
@@ -299,17 +299,17 @@ class Dispatcher:
             self._unreachable.add(server)
             refuses = any(what_it_does(cause) == "refuses" for cause in _causes(exc))
             until = "takes it" if refuses else "answers"
-            text = f"Scheduler: Message Error: what is due stays pending until %(server)s {until}"
+            text = f"Scheduler: Message Error: due occurrences stay pending until %(server)s {until}"
             where = "" if is_of_locks else f"{BROKER} {broker_place(self.app)}: "  # the locks' server is in the error
             log.error(text, event="unreachable", server=server, reason=f"{where}{exc}{advice(exc)}")
 
-    def _reached(self, server: str) -> None:
+    def _note_answer(self, server: str) -> None:
         if server in self._unreachable:
             self._unreachable.remove(server)
             log.warning("Scheduler: %(server)s works again", event="recovered", server=server)
 
     def _give_up(self, message: Message, exc: Exception) -> Confirmation:
-        """Decide about a message that can never be sent, whatever the broker does."""
+        """Log that a message can never be sent, and return its confirmation as ``publish_failed``."""
         self._backoff.forget(message.stored.member)
         entry, why = message.entry, safe_repr(exc.__context__ or exc)
         decision = Decision(entry.name, entry.task, message.occurrence, DecisionType.PUBLISH_FAILED, why)
@@ -332,16 +332,16 @@ class Dispatcher:
             release_later(self.app, lock)
 
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
-        """Free the locks that occurrences may hold which are not to be sent after all."""
+        """Free the locks of occurrences that are not to be sent after all."""
         self._backoff.forget(*(each.stored.member for each in claimed))
         self._free_locks(claimed)
 
     def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:
-        messages, _ = prepare(self.app, self._step_by_step(claimed), looked_after=True)
+        messages, _ = prepare(self.app, self._report_each(claimed), looked_after=True)
         self._release(*(lock for message in messages for lock in message.locks(self.app)))
 
-    def _workers_look_after_locks(self) -> bool:
-        """Tell whether a worker was seen that frees the locks of plain tasks: else they would stay for an hour."""
+    def _ask_for_workers(self) -> bool:
+        """Return whether a worker was seen that frees the locks of plain tasks, which else would stay for an hour."""
         self._progress()
         try:
             seen, why = backend_of(self.app).workers_seen(), "no worker with singlebeat installed was seen"
@@ -366,21 +366,21 @@ class Dispatcher:
         routing_key: str = "",
         **_: object,
     ) -> None:
-        """Note to which queue a message is sent, as Celery says before it publishes one; an exchange may have many."""
+        """Note the queue of a message that Celery is about to publish; an exchange may have many queues."""
         if headers and RUN_HEADER in headers and (declare or not exchange):
             queue = declare[0] if declare else routing_key
             self._queues[str(headers.get("id"))] = str(getattr(queue, "name", queue))
 
     def _keep_locks(self, sent: Collection[str], messages: Sequence[Message], now: datetime) -> None:
-        """Let the locks of sent messages last for as long as the messages may wait for their start, and say where.
+        """Prolong the locks of sent messages for the time that the messages may wait, and store the queue in each.
 
-        A lock that a worker has taken or freed meanwhile stays as it is.
+        A lock that a worker has begun or freed meanwhile stays as it is.
         """
         refs, ttl = defaultdict[float, dict[Ref, str]](dict), Config.of(self.app).singlebeat_queued_ttl
         for message in messages:
             if message.occurrence.id not in sent:
                 continue
-            # A lock that was taken when its message was sent lasts for as long as its task says.
+            # A lock that was acquired when its message was sent lasts for as long as its task says.
             seconds = self._time_to_start(message, now) if message.ticket is not None else NO_LONGER
             delay = time_to_start({**message.entry.options, "expires": None}, queued_ttl=ttl, now=now) - ttl
             queue = self._queues.get(message.occurrence.id, "")
@@ -412,10 +412,11 @@ class Dispatcher:
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
     def _settle(self, message: Message, holder: Holder | None) -> Confirmation:
-        """Send one occurrence, or skip it, and return the decision and what it changes in the entry's past.
+        """Send or skip one occurrence, and return the decision and its change of the entry's past.
 
         Raises:
-            Exception: it could not be sent, or its lock not be claimed: whatever the broker or a task's code raises.
+            Exception: the occurrence could not be sent, or its lock could not be acquired: any error of the broker or
+                of a task's code.
         """
         entry, occurrence = message.entry, message.occurrence
         if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:
@@ -427,7 +428,7 @@ class Dispatcher:
         elif holder.verdict is Verdict.HELD:
             published = Published(DecisionType.SKIPPED_OVERLAP, holder)
         else:
-            published = _sent_before(message)
+            published = _published_before(message)
         outcome, other = published
         met = outcome in {DecisionType.BUFFERED, DecisionType.SKIPPED_OVERLAP}
         if met and (holder is None or holder.state == "queued"):
@@ -435,7 +436,7 @@ class Dispatcher:
             self._suspect(*keys, *map(behind_key, keys))
         reason = f"task {occurrence.id} has begun or ended before" if outcome is DecisionType.RUN_BEFORE else ""
         if other is not None:
-            # Of a run of its own it goes without saying.
+            # The name of the entry itself is not repeated in its own history.
             shown = replace(other, entry="") if other.entry == entry.name else other
             reason = f"{'waits for' if outcome is DecisionType.BUFFERED else 'held by'} {shown}"
         about = (other.task_id, other.entry) if other is not None else ("", "")
@@ -445,10 +446,10 @@ class Dispatcher:
 
 
 def _holder(known: object, task_id: str) -> Holder:
-    """Return what is known of the task that holds a lock: a task that takes its lock itself may tell its id alone."""
+    """Return the holder of a lock; a task that acquires its own lock may report only the holder's id."""
     return known if isinstance(known, Holder) else Holder(Verdict.HELD, task_id, "queued or running", None, 0, 0.0)
 
 
-def _sent_before(message: Message) -> Published:
-    """Return the outcome of an occurrence whose id has run: an earlier try has sent it, or else an earlier claim."""
+def _published_before(message: Message) -> Published:
+    """Return the outcome of an occurrence whose id has run before: an earlier try or an earlier claim has sent it."""
     return Published(DecisionType.DISPATCHED if message.stored.pending is not None else DecisionType.RUN_BEFORE)

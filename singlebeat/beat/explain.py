@@ -1,4 +1,4 @@
-"""Why an entry ran, did not run, or will run: in sentences; pure, whatever is known is an argument."""
+"""Explains in sentences why an entry ran, did not run, or will run; reads no server, all facts are arguments."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ("Facts", "HeldLock", "explain", "record_at")
 
-#: By how much a record may be ahead of the time that a command goes by, which it reads first.
+#: By how much a record may be ahead of a command's time, because the command reads the time before the records.
 RECORDED_AHEAD = timedelta(seconds=10)
 
-#: The part of its lease that a lock has left at least while its worker lives: it renews every third.
+#: The least fraction of its lease that a lock has left while its worker lives, which renews it after each third.
 RENEWED = 0.6
 
 
@@ -40,10 +40,10 @@ class HeldLock:
     key: str
     task_id: str
     state: str  #: queued or running
-    left: float | None  #: seconds until it ends if nobody renews it; None: not known
+    left: float | None  #: seconds until it ends if no worker renews it; None if unknown
     lease: float  #: seconds of a whole lease
-    renewed: float | None = None  #: seconds since its worker has renewed it last, or has started; None: not known
-    worker: str = ""  #: that has renewed it; empty: not known
+    renewed: float | None = None  #: seconds since its worker has renewed it last, or has started; None if unknown
+    worker: str = ""  #: that has renewed it; empty if unknown
     is_ahead: bool = False  #: its last renewal lies in the future: the server's clock was set back since then
 
     @property
@@ -53,12 +53,12 @@ class HeldLock:
 
     @property
     def seems_abandoned_in(self) -> float:
-        """Seconds until that is so if its worker has died; 0 if it is, or if the end of the lock is not known."""
+        """Seconds until it seems abandoned if its worker has died; 0 if it does now, or if its end is unknown."""
         return max(0.0, math.ceil((self.left or 0.0) - self.lease * RENEWED))
 
     @property
     def last_renewed(self) -> str:
-        """When it was renewed last, and by which worker, for people."""
+        """When it was renewed last, and by which worker, in words."""
         by = f" by {self.worker}" if self.worker else ""
         if self.is_ahead:
             return f"{by} {BEFORE_SET_BACK}".strip()
@@ -69,38 +69,38 @@ class HeldLock:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known about one entry."""
+    """The known facts about one entry."""
 
     name: str
-    entry: Entry | None  #: None: it cannot be read
+    entry: Entry | None  #: None if it cannot be read
     state: ScheduleStatus
-    records: Sequence[Record]  #: the last one first
+    records: Sequence[Record]  #: latest first
     locks: Mapping[str, HeldLock]  #: by task id, of the tasks that the record names and no worker runs
-    running: Mapping[str, str] | None  #: task id -> worker, of all that answer; None: none could be asked
-    known_tasks: frozenset[str] | None  #: of all workers that answer
+    running: Mapping[str, str] | None  #: task id -> worker, of all workers that answer; None if none could be asked
+    known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
-    unusable: str = ""  #: why beat cannot use it, whether beat has found that or not; empty: it can
-    delivery: Delivery | None = None  #: of the queue of its task; None: not known
-    late_place: str = ""  #: why it is not looked at in time, and what to do; empty: its place is not late
-    no_place: str = ""  #: why it is never due, and what to do; empty: it has a place in the sorted set
+    unusable: str = ""  #: why beat cannot use it, even before beat has found that; empty if it is usable
+    delivery: Delivery | None = None  #: of the queue of its task; None if unknown
+    late_place: str = ""  #: why beat does not check it in time, and what to do; empty if its place is not late
+    no_place: str = ""  #: why it is never due, and what to do; empty if it has a place in the sorted set
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
     broker_away: str = ""  #: why the workers could not be asked
     locks_away: str = ""  #: why the locks' server could not be asked
-    locks_refused: str = ""  #: what it refuses, though it could be asked
-    found: Found | None = None  #: what is known about the message of the lock, if that is queued
-    silent: str = ""  #: that all its last runs failed, or were skipped; empty: they did not
+    locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
+    found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
+    silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
-    """Yield sentences, the most telling ones first.
+    """Yield sentences, the most important ones first.
 
     Args:
-        at: explain the occurrence at or before this moment; None: the last one.
+        at: explain the occurrence at or before this moment; by default the last one.
     """
-    aside = facts.state.quarantine.get(facts.name)
-    if aside is not None:
-        yield f"It is quarantined and does not run, since {aside['since']}: {aside['reason'].rstrip('.')}."
+    quarantined = facts.state.quarantine.get(facts.name)
+    if quarantined is not None:
+        yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
         yield (
             "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by itself; "
             f"to delete it: celery singlebeat delete {shlex.quote(facts.name)}"
@@ -113,22 +113,22 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     if at is None:
         yield from _pending(facts)
     record = record_at(facts.records, at)
-    if at is not None and facts.entry is not None and aside is None:
-        yield from _unrecorded(facts, record, at)
+    if at is not None and facts.entry is not None and quarantined is None:
+        yield from _missing_record(facts, record, at)
     if record is not None:
         yield from _decision(facts, record)
-    elif at is None and aside is None and not facts.unusable:
-        yield "Nothing was decided about it so far, or the history has lost it (singlebeat_history_limit)."
+    elif at is None and quarantined is None and not facts.unusable:
+        yield "Nothing was decided about it so far, or the history has dropped the record (singlebeat_history_limit)."
     if facts.entry is not None and facts.entry.ignored:
         yield f"A warning: {facts.entry.ignored}"
     if facts.entry is not None:
         yield from _task(facts, facts.entry)
-        if at is None and aside is None and not facts.unusable:
+        if at is None and quarantined is None and not facts.unusable:
             yield from _outlook(facts, facts.entry)
 
 
 def _leadership(facts: Facts) -> Iterator[str]:
-    """Say what keeps beat from sending anything in time, and which beat it is if it is not one of ours."""
+    """Say what keeps beat from sending runs in time, or that a beat of RedBeat leads."""
     if facts.refused:
         what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
         yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}."
@@ -145,7 +145,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
 
 
 def _pending(facts: Facts) -> Iterator[str]:
-    """Say that an occurrence is claimed and waits for a server."""
+    """Say that an occurrence is claimed, and which server it waits for."""
     if facts.pending is None:
         return
     when = _moment(datetime.fromtimestamp(facts.pending.nominal, UTC))
@@ -154,21 +154,21 @@ def _pending(facts: Facts) -> Iterator[str]:
         return
     why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable, or trouble)"
     if facts.running is None:
-        why = f"{facts.broker_away.rstrip('.') or 'the broker does not answer'}. It is sent when that is over"
+        why = f"{facts.broker_away.rstrip('.') or 'the broker does not answer'}. Beat sends it once that is over"
     elif facts.locks_away:
-        why = f"{facts.locks_away.rstrip('.')}. It is sent when that is over"
+        why = f"{facts.locks_away.rstrip('.')}. Beat sends it once that is over"
     yield f"The run for {when} is claimed and waits to be sent, as task {facts.pending.id}: {why}."
 
 
 def record_at(records: Sequence[Record], at: datetime | None) -> Record | None:
-    """Return the record of the occurrence at or before a moment, or None; ``at`` None: the last one."""
+    """Return the record of the occurrence at or before a moment, by default the last record; None if there is none."""
     if at is None:
         return records[0] if records else None
     return max((r for r in records if r.nominal <= at), key=lambda r: r.nominal, default=None)
 
 
-def _unrecorded(facts: Facts, record: Record | None, at: datetime) -> Iterator[str]:
-    """Say so if the entry had a time that no record is about."""
+def _missing_record(facts: Facts, record: Record | None, at: datetime) -> Iterator[str]:
+    """Say if the entry had a time of which there is no record."""
     entry = facts.entry
     assert entry is not None  # noqa: S101 - for the type checker
     if record is None:
@@ -192,14 +192,14 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
     when = _moment(record.nominal)
     match record.decision:
         case "dispatched" | "buffered":
-            yield f"The run for {when} was sent{_recorded(facts, record, record.at)} as task {record.task_id}."
+            yield f"The run for {when} was sent{_recorded_at(facts, record, record.at)} as task {record.task_id}."
             if record.decision == "buffered":
                 yield f"It met an equal call and had to wait for its turn: it {record.reason}."
             if record.kind == "catch_up":
                 yield "It was sent late, and stands for all times that passed before it."
             yield from _end(facts, record)
         case "skipped_overlap":
-            yield f"The run for {when} was skipped: {_in_its_way(record)} was not over ({record.reason})."
+            yield f"The run for {when} was skipped: {_blocking_call(record)} was not over ({record.reason})."
             yield from _holder(facts, record.holder)
         case "run_before":
             yield f"The run for {when} was not sent once more: {record.reason}."
@@ -207,7 +207,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             yield f"The run for {when} was missed: {record.reason}."
             yield (
                 "It was not sent in time: no beat led then, or the broker or the locks' server was unreachable. The "
-                "entry does not want to run later than that."
+                "entry's policy allows no later run."
             ) + (
                 " Without misfire_grace_time, one run would have made up for all that were missed."
                 if "misfire_grace_time" in record.reason
@@ -218,27 +218,27 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
                 f" ({record.reason})." if record.reason else "."
             )
         case "publish_failed":
-            yield f"The run for {when} could not be sent, and never can: {record.reason}."
+            yield f"The run for {when} was not sent, and never can be: {record.reason}."
         case "quarantined" if facts.name not in facts.state.quarantine:
-            yield f"It was quarantined{_recorded(facts, record, record.at)}, and has recovered since: {record.reason}."
+            yield f"It was quarantined{_recorded_at(facts, record, record.at)}, and is usable again: {record.reason}."
         case "quarantined":
-            pass  # said first
+            pass  # the first sentence says it
         case other:
             yield f"The run for {when}: {other} ({record.reason})."
 
 
-def _recorded(facts: Facts, record: Record, at: datetime) -> str:
-    """Return when something was recorded; nothing if the clock of the schedule's server cannot have shown that then.
+def _recorded_at(facts: Facts, record: Record, at: datetime) -> str:
+    """Return when something was recorded; empty if the schedule's server cannot have shown that time then.
 
-    The ids of records never go back, so those of the time after that clock was set back are too late.
+    The ids of records never go back. After that server's clock is set back, ids of new records are too late.
     """
     is_ahead = at > facts.now + RECORDED_AHEAD
     is_before = record.end is not None and record.end.at < record.at - RECORDED_AHEAD
     return "" if is_ahead or is_before else f" at {_moment(at)}"
 
 
-def _in_its_way(record: Record) -> str:
-    """Return what kept a run from being sent: for a Singleton it may come from elsewhere than its own entry."""
+def _blocking_call(record: Record) -> str:
+    """Return which call kept a run from being sent: with a Singleton, it may not come from the entry itself."""
     if record.holder_entry == record.entry:
         return "the one before it"
     if record.holder_entry:
@@ -253,9 +253,9 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         why = f": {end.reason}" if end.reason else ""
         if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
             what = "Its message was lost" if end.outcome == MESSAGE_LOST else "A worker without singlebeat has run it"
-            yield f"{what}, and beat freed its lock{_recorded(facts, record, end.at)}{why}."
+            yield f"{what}, and beat freed its lock{_recorded_at(facts, record, end.at)}{why}."
             return
-        yield f"It ended{_recorded(facts, record, end.at)}{took} on {end.worker}, {end.outcome}{why}."
+        yield f"It ended{_recorded_at(facts, record, end.at)}{took} on {end.worker}, {end.outcome}{why}."
         if end.outcome == "unknown_task":
             yield "That worker does not know the task and has dropped the message."
         return
@@ -272,7 +272,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
 
 
 def _waits(facts: Facts, record: Record) -> Iterator[str]:
-    """Say that a run waits for its turn, and how many others of its entry do."""
+    """Say that a run waits for its turn, and how many other runs of its entry wait, too."""
     open_ = [r for r in facts.records if r.decision in {"dispatched", "buffered"} and r.end is None]
     others = sum(r.task_id not in {record.task_id, *(facts.running or ())} for r in open_)
     beside = f", as do {others} other runs of this entry" if others > 1 else ", as does 1 other run of this entry"
@@ -283,14 +283,14 @@ def _waits(facts: Facts, record: Record) -> Iterator[str]:
 
 
 def _holder(facts: Facts, task_id: str) -> Iterator[str]:
-    """Say what is known about the task that holds the entry's lock."""
+    """Describe the task that holds the entry's lock."""
     lock = facts.locks.get(task_id)
     if facts.running is not None and task_id in facts.running:
         yield f"Task {task_id} runs now, on {facts.running[task_id]}."
     elif facts.locks_away:
         yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:
-        yield f"Task {task_id} does not hold the lock any more: the next run is free to go."
+        yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it."
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
     elif lock.seems_abandoned and facts.running is not None:
@@ -321,7 +321,7 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
 
 
 def _queued(facts: Facts, task_id: str) -> Iterator[str]:
-    """Say what is known about the message of a lock that has not started."""
+    """Describe the message of a lock that has not started."""
     found = facts.found
     if found is None:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
@@ -350,7 +350,7 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
 
 
 def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
-    """Say what keeps a message in the queue of the entry's task, or from being run there."""
+    """Say why a message stays in the queue of the entry's task, or is not run there."""
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
         yield f"{_sentence(delivery.unread)}: messages wait there. To correct it: {hint}."
@@ -361,7 +361,7 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
 
 
 def _may_wait(facts: Facts) -> bool:
-    """Return whether the last run, or the one that it met, may wait in its queue."""
+    """Return whether the last run, or the run that kept it from being sent, may wait in its queue."""
     record = facts.records[0] if facts.records else None
     if record is None or record.end is not None:
         return False

@@ -1,4 +1,4 @@
-"""Entries whose places in the schedule are later than their times, or mean never: beat does not check them before."""
+"""Entries whose places in the schedule are later than their times, or mean never: beat does not check them in time."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 __all__ = ("LatePlace", "late_places")
 
-#: How instants are written for people.
+#: Format of instants for operators.
 MOMENT = "%Y-%m-%d %H:%M:%SZ"
 
 
 @dataclass(frozen=True, slots=True)
 class LatePlace:
-    """The place of an entry that means never, is later than its time, or than it would be by a clock that is right."""
+    """The place of an entry that means never, is later than the entry's time, or comes from a clock that was ahead."""
 
     schedule: str  #: key of the sorted set
     key: str  #: of the entry
     score: float
     due_at: datetime  #: when the entry is due by its timetable
-    counts_from: datetime | None  #: None: it has never run, so that its place says when it does first
+    counts_from: datetime | None  #: None if the entry has never run: then its place may be its first time on purpose
     now: datetime
 
     @property
     def at(self) -> datetime | None:
-        """The instant of the place; None if it means never, or is no instant before the year 10000, as milliseconds."""
+        """The instant of the place; None if it means never, or lies after the year 9999, like one in milliseconds."""
         return datetime.fromtimestamp(self.score, UTC) if 0 <= self.score <= LAST_INSTANT else None
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the place is a mistake for certain."""
+        """Whether the place is certainly a mistake."""
         return self.counts_from is not None or self.at is None
 
     def __str__(self) -> str:
@@ -61,8 +61,8 @@ class LatePlace:
         if self.score < 0:
             return (
                 f"its place in {self.schedule} is {self.score:g}, which means never, although its next time is "
-                f"{self.due_at:{MOMENT}}: it never runs. Another program has written that place, or changed the entry "
-                f"alone; {advice}"
+                f"{self.due_at:{MOMENT}}: it never runs. Another program has written that place, or has changed the "
+                f"entry without its place; {advice}"
             )
         if self.at is None:
             return (
@@ -70,10 +70,10 @@ class LatePlace:
                 f"milliseconds?): it never runs; {advice}"
             )
         if self.counts_from is not None and self.counts_from > self.now:
-            ahead = f"it counts from {self.counts_from:{MOMENT}}, which is yet to come: a beat has written that whose "
+            ahead = f"it counts from {self.counts_from:{MOMENT}}, which is yet to come: the clock of a beat was ahead"
             if self.counts_from > self.now + LONGEST_STEP_BACK:
-                return f"{ahead}clock was ahead; {advice}"
-            return f"{ahead}clock was ahead, and it waits until then; celery singlebeat trigger runs it before"
+                return f"{ahead}; {advice}"
+            return f"{ahead}, and the entry waits until then; to run it now: celery singlebeat trigger"
         if self.counts_from is None:
             return (
                 f"it has never run, and by its place in {self.schedule} it does not run before {self.at:{MOMENT}}; to "
@@ -81,15 +81,16 @@ class LatePlace:
             )
         return (
             f"its place in {self.schedule} is {self.at:{MOMENT}}, later than its time, {self.due_at:{MOMENT}}: it does "
-            f"not run before its place. Another program has written that place, or changed the entry alone; {advice}"
+            "not run before its place. Another program has written that place, or has changed the entry without its "
+            f"place; {advice}"
         )
 
 
 def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, LatePlace]]:
-    """Yield names and places of those entries whose places are later than their times by ``OVERDUE_AFTER`` and more.
+    """Yield names and places of the entries whose places are later than their times by more than ``OVERDUE_AFTER``.
 
     Entries that are disabled, paused, quarantined or never due are left out. One round trip for each batch, and four
-    more where one seems to be late: beat may have moved it on since it was read.
+    more if an entry of the batch seems to be late, because beat may have moved it on since it was read.
 
     Args:
         entries: as they were read before.
@@ -99,18 +100,18 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
     """
     client, keys, left = schedule_client(app), Keys.of(app), iter(entries)
     now, zone = server_now(client, keys.schedule), _zone(client.get(keys.zone)) or app_zone(app)
-    shown = latest_shown(client, keys)  # entries that wait for it to come again are another matter
+    shown = latest_shown(client, keys)  # until the clock shows it again, entries wait on purpose
     while batch := [*islice(left, BATCH)]:
         found = _compare(keys, batch, _scores(client, keys, [entry.name for entry in batch]), now, zone, shown)
         names = [name for name, _ in found]
         if not names:
             continue
-        # A place that is the same before and after the entry was read belongs to what was read.
+        # A place that is the same before and after the entry was read belongs to the entry as it was read.
         before = _scores(client, keys, names)
-        aside = _quarantined(client, keys, names)
+        quarantined = _quarantined_names(client, keys, names)
         again = [*_read(app, client, keys, names)]
         after = _scores(client, keys, names)
-        same = {name: score for name, score in before.items() if score == after.get(name) and name not in aside}
+        same = {n: score for n, score in before.items() if score == after.get(n) and n not in quarantined}
         yield from _compare(keys, again, same, server_now(client, keys.schedule), zone, shown)
 
 
@@ -123,7 +124,7 @@ def _zone(name: str | None) -> tzinfo | None:
 
 
 def _scores(client: RedisClient, keys: Keys, names: Sequence[str]) -> Mapping[str, float]:
-    """Return the place of each entry that has one: under its key, its bare name, or the first of both."""
+    """Return the places of the entries: each under its key or its bare name, or the earlier of both."""
     if not names:
         return {}
     scores = client.zmscore(keys.schedule, [*(keys.prefix + name for name in names), *names])
@@ -133,11 +134,11 @@ def _scores(client: RedisClient, keys: Keys, names: Sequence[str]) -> Mapping[st
 
 
 def _first(scores: Sequence[float]) -> float:
-    return min((score for score in scores if score >= 0), default=max(scores))  # a negative one means never
+    return min((score for score in scores if score >= 0), default=max(scores))  # a negative score means never
 
 
-def _quarantined(client: RedisClient, keys: Keys, names: Sequence[str]) -> Collection[str]:
-    """Return the names of those entries whose places beat has taken away, because they cannot be used."""
+def _quarantined_names(client: RedisClient, keys: Keys, names: Sequence[str]) -> Collection[str]:
+    """Return the names of the quarantined entries, which beat has parked."""
     records = client.hmget(keys.quarantine, [*(keys.prefix + name for name in names), *names])
     pairs = zip(names, records[: len(names)], records[len(names) :], strict=True)
     return {name for name, *found in pairs if any(found)}
@@ -146,7 +147,7 @@ def _quarantined(client: RedisClient, keys: Keys, names: Sequence[str]) -> Colle
 def _read(app: Celery, client: RedisClient, keys: Keys, names: Sequence[str]) -> Iterator[Entry]:
     members = [keys.prefix + name for name in names]
     for key, fields in zip(members, read_fields(client, members), strict=True):
-        with suppress(EntryError):  # it was deleted, or broken
+        with suppress(EntryError):  # the entry was deleted or broken since
             if not isinstance(fields, str):
                 definition, meta, policy, since, _, sent = fields
                 yield Entry.from_fields(key, definition, meta, policy, since, sent, app=app)
@@ -160,7 +161,7 @@ def _compare(
         score = scores.get(entry.name)
         if score is None or not entry.enabled or entry.policy.paused or 0 <= score <= now.timestamp() + OVERDUE_AFTER:
             continue
-        with suppress(Exception):  # a user's own schedule may do anything, and a tick finds out
+        with suppress(Exception):  # a user's own schedule may raise anything, which a tick logs
             due_at = _due_at(entry, now, zone)
             since = entry.meta.counts_from
             is_ahead = since is not None and since - max(now, shown) > timedelta(seconds=OVERDUE_AFTER)
@@ -171,7 +172,7 @@ def _compare(
 
 
 def _due_at(entry: Entry, now: datetime, zone: tzinfo) -> float | None:
-    """Return when a beat that looked at an entry now would run it next, in seconds since 1970; None: never."""
+    """Return when a beat that checked an entry now would run it next, in seconds since 1970; None if never."""
     claim = claim_for(Stored(entry.key, 0, (), entry, entry.meta, entry.policy, None), now, zone=zone, prefix="")
     if claim.occurrence is not None or claim.decision is not None:
         return now.timestamp()

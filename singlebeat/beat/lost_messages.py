@@ -1,8 +1,8 @@
-"""Locks that wait for a message which is gone: what Celery can say about them on any broker, and what frees them.
+"""The search for lost messages, on any broker: it finds and frees locks whose messages will never start.
 
-A queue that was purged or deleted, a broker that has lost its data and a worker without singlebeat leave the lock of a
-message that never starts here. Whether the message is gone is asked of the lock's own record, of the result backend, of
-the queue and of all workers, twice with a pause between: a message may be on its way. In doubt a lock stays.
+A queue that was purged or deleted, a broker that has lost its data and a worker without singlebeat leave such locks
+behind. The search reads the lock's own record, and asks the result backend, the queue and all workers. It asks twice
+with a pause between, because a message may be on its way. In doubt a lock stays.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ PAUSE, EVERY = 5.0, 10.0
 #: Seconds to wait for the next answer of a worker.
 TIMEOUT = 2.0
 
-#: Seconds to wait for what the result backend knows of all locks.
+#: Seconds to wait for the answers of the result backend about all locks.
 RESULTS_TIMEOUT = 10.0
 
-#: Seconds for which a worker that has answered, and announces nothing, must answer again; less if
-#: ``singlebeat_lost_after`` is.
+#: Seconds after its last answer in which a worker that does not announce itself must answer again; less if
+#: ``singlebeat_lost_after`` is less.
 SEEN_FOR = 20.0
 
-#: Seconds from which a time in the future is no inaccuracy: the server's clock was set back.
+#: Seconds from which a time in the future means that the server's clock was set back; less is an inaccuracy.
 AHEAD_FROM = 1.0
 
-#: When a lock was queued or renewed whose time lies in the future.
+#: The words for the time of a lock that was queued or renewed in the future.
 BEFORE_SET_BACK = "before the clock of the locks' server was set back"
 
-#: What is added to the reason of a lost message whose lock has the arguments of other calls.
+#: Added to the reason if the lock of a lost message has the arguments of other calls.
 JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
 
-#: Locks that one search asks about; the others wait for the next one.
+#: Most locks that one search asks about; the others wait for the next search.
 MOST = 500
 
 
-#: What is logged when a lock is freed.
+#: The log message about a freed lock, by outcome.
 _FREED = {
     MESSAGE_LOST: "beat: The message of a task is lost: its lock is free",
     RAN_ELSEWHERE: "beat: A worker without singlebeat has run a task: its lock is free",
@@ -85,52 +85,52 @@ _FREED = {
 
 
 def note(ref: Ref, *, queue: str, delay: float) -> str:
-    """Return what the lock of a message says once beat has sent it.
+    """Return the note, in JSON, that beat stores in the lock of a message once the message is sent.
 
     Args:
-        queue: to which it was sent; empty: not known.
-        delay: seconds from its sending until it may start.
+        queue: of the message; empty if unknown.
+        delay: seconds from the sending of the message until it may start.
     """
     return json.dumps({"gen": str(ref.generation), "queue": queue, "delay": delay})
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A lock whose message has not started, by its record."""
+    """A lock whose message has not started, as its record describes it."""
 
     ref: Ref
     task: str
     since: float  #: when it was queued, in seconds since 1970
-    age: float  #: seconds since then; 0 if it is ahead
-    left: float  #: seconds until it ends by itself; if it is ahead, of those that it was given
-    is_noted: bool  #: beat has noted where it has sent this message
-    queue: str  #: to which the message was sent; empty: not known
-    entry: str  #: whose run it is; empty: not known
-    delay: float  #: seconds that it had to wait before it could start, if that is known
-    worker: str  #: that has renewed it last
-    renewed: float | None  #: seconds since then
+    age: float  #: seconds since it was queued; 0 if it is ahead
+    left: float  #: seconds until it ends by itself; if it is ahead, without the seconds by which it is ahead
+    is_noted: bool  #: beat has stored the note of this message
+    queue: str  #: of the message; empty if unknown
+    entry: str  #: that has sent the run; empty if unknown
+    delay: float  #: seconds that the message had to wait before it could start; 0 if unknown
+    worker: str  #: that has renewed the lock last
+    renewed: float | None  #: seconds since the last renewal; None if that says nothing about this message
     is_joined: bool = False  #: it has the arguments of calls that have joined it
-    is_ahead: bool = False  #: it was queued before the clock of the locks' server was set back: at a time in the future
+    is_ahead: bool = False  #: its queued time lies in the future: the clock of the locks' server was set back since
 
     @classmethod
     def of(cls, key: str, record: Mapping[str, str]) -> Waiting | None:
-        """Return what a lock's record says, or None if its message is not known to wait."""
+        """Return the lock that a record describes, or None if the record shows no waiting message."""
         if record.get("state") != "queued" or is_turn_key(key) or not {"now", "since", "ttl"} <= record.keys():
             return None
         now, since = float(record["now"]) / 1000, float(record["since"]) / 1000
-        sent = _sent(record)
+        sent = _read_note(record)
         is_noted = sent.get("gen") == record["gen"]
         renewed = float(record["renewed"]) / 1000 if record.get("renewed") else None
         ahead, left = since - now if since - now > AHEAD_FROM else 0.0, float(record["ttl"])
-        # Before it was queued a worker may have run an earlier delivery of the message. What lies in the future was
-        # renewed before the clock was set back, and says nothing about now.
+        # A renewal before the lock was queued may be of an earlier delivery of the message. A renewal in the future was
+        # made before the clock was set back, and says nothing about now.
         is_renewed = renewed is not None and renewed <= now + AHEAD_FROM and (ahead > 0 or renewed >= since)
         return cls(
             Ref(key, record["id"], read_generation(record["gen"])),
             record.get("task", ""),
             since,
             max(0.0, now - since),
-            left - ahead if left > ahead else left,  # what the next call leaves of it, or has left already
+            left - ahead if left > ahead else left,  # the next call shortens the lock to this
             is_noted,
             str(sent.get("queue") or "") if is_noted else "",
             record.get("entry", ""),
@@ -142,7 +142,7 @@ class Waiting:
         )
 
 
-def _sent(record: Mapping[str, str]) -> Mapping[str, Any]:
+def _read_note(record: Mapping[str, str]) -> Mapping[str, Any]:
     try:
         sent = json.loads(record.get("sent") or "{}")
     except ValueError:  # any program may write there
@@ -151,10 +151,10 @@ def _sent(record: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 class Found(NamedTuple):
-    """What was found out about the message of a lock."""
+    """The finding about the message of a lock."""
 
     lock: Waiting
-    outcome: str  #: MESSAGE_LOST or RAN_ELSEWHERE; empty: it may yet start, so its lock stays
+    outcome: str  #: MESSAGE_LOST or RAN_ELSEWHERE; empty if the message may yet start, so that its lock stays
     reason: str
 
     def __str__(self) -> str:
@@ -177,11 +177,11 @@ class Answers:
     last: dict[str, float] = field(default_factory=dict)
 
     def note(self, workers: Iterable[str]) -> None:
-        """Note who has answered now."""
+        """Note the workers that have answered now."""
         self.last |= dict.fromkeys(workers, time.monotonic())
 
     def lately(self, seconds: float) -> set[str]:
-        """Return who has answered within so many seconds."""
+        """Return the workers that have answered within the last ``seconds``."""
         since = time.monotonic() - seconds
         self.last = {worker: moment for worker, moment in self.last.items() if moment >= since}
         return set(self.last)
@@ -193,36 +193,36 @@ def examine(
     """Find out whether the messages of locks are gone; takes some seconds.
 
     Args:
-        answers: of earlier times; default: none.
+        answers: earlier answers of workers; by default none.
 
     Raises:
         LockBackendError: the locks' server does not answer.
     """
     backend, answers = backend or backend_of(app), answers or Answers()
-    found = {each.lock.ref: each for each in _look(app, locks, backend, answers)}
+    found = {each.lock.ref: each for each in _examine_once(app, locks, backend, answers)}
     lost = [each.lock for each in found.values() if each.outcome == MESSAGE_LOST]
     if lost:
         time.sleep(min(PAUSE, (Config.of(app).singlebeat_lost_after or PAUSE) / 6))
-        again = [each for lock in lost if (each := _again(lock, backend)) is not None]
+        again = [each for lock in lost if (each := _reread(lock, backend)) is not None]
         gone = {lock.ref for lock in lost} - {lock.ref for lock in again}
         found |= {
             ref: Found(found[ref].lock, "", "it has started meanwhile, or its lock is free already") for ref in gone
         }
-        found |= {each.lock.ref: each for each in _look(app, again, backend, answers)}
+        found |= {each.lock.ref: each for each in _examine_once(app, again, backend, answers)}
     return [found[lock.ref] for lock in locks]
 
 
 def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = None) -> list[Found]:
-    """Free the locks whose messages are gone, record that, and return them.
+    """Free the locks whose messages are lost, record their ends, and return the findings about the freed locks.
 
-    A message that comes to a worker after all runs, unless an equal call holds the lock by then.
+    If such a message still reaches a worker, it runs, unless an equal call holds the lock by then.
 
     Raises:
         LockBackendError: the locks' server does not answer.
     """
     backend = backend or backend_of(app)
     over = [each for each in found if each.outcome]
-    backend.finish_many([each.lock.ref for each in over], remember_for=0)  # of each the lock of this very message alone
+    backend.finish_many([each.lock.ref for each in over], remember_for=0)  # a later holder of a lock keeps it
     held = {(key, record.get("id"), record.get("gen")) for key, record in backend.read([f.lock.ref.key for f in over])}
     freed = [f for f in over if (f.lock.ref.key, f.lock.ref.task_id, str(f.lock.ref.generation)) not in held]
     for lock, outcome, why in freed:
@@ -234,7 +234,7 @@ def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = N
     return freed
 
 
-def _again(lock: Waiting, backend: BaseBackend) -> Waiting | None:
+def _reread(lock: Waiting, backend: BaseBackend) -> Waiting | None:
     for key, record in backend.read([lock.ref.key]):
         now = Waiting.of(key, record)
         if now is not None and (now.ref, now.since) == (lock.ref, lock.since):
@@ -242,8 +242,8 @@ def _again(lock: Waiting, backend: BaseBackend) -> Waiting | None:
     return None
 
 
-def _look(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, answers: Answers) -> Iterator[Found]:
-    """Ask once for all; yield what is known of each lock."""
+def _examine_once(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, answers: Answers) -> Iterator[Found]:
+    """Examine all locks once; yield the finding about each."""
     config = Config.of(app)
     ripe = list[Waiting]()
     for lock in locks:
@@ -251,23 +251,23 @@ def _look(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, answers: 
             yield Found(lock, "", reason)
         else:
             ripe.append(lock)
-    ended = _ended(app, ripe)
+    ended = _read_ends(app, ripe)
     yield from (Found(lock, RAN_ELSEWHERE, ended[lock.ref]) for lock in ripe if lock.ref in ended)
     if rest := [lock for lock in ripe if lock.ref not in ended]:
-        announced = {name: age for each, age in backend.workers().items() if (name := _ours(app, each))}
+        announced = {name: age for each, age in backend.workers().items() if (name := _our_hostname(app, each))}
         living = {worker for worker, age in announced.items() if age < config.singlebeat_lock_lease}
         lately = answers.lately(min(SEEN_FOR, config.singlebeat_lost_after or SEEN_FOR))
         expected = living | (lately - announced.keys())
         try:
             with _Broker.reached(app) as broker:
                 yield from list(_ask(app, rest, broker, expected, answers))
-        except Exception as exc:  # transports raise what they like
+        except Exception as exc:  # a transport may raise anything
             log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
             yield from (Found(lock, "", "the broker cannot be asked for its message") for lock in rest)
 
 
 def may_yet_start(lock: Waiting, config: Config) -> str:
-    """Return why the message of a lock is not missed yet, by the lock's record; empty: it is."""
+    """Return why the message of a lock may yet start, by the lock's record; empty if the message is overdue."""
     patience = config.singlebeat_lost_after or PAUSE
     if lock.renewed is not None and lock.renewed < config.singlebeat_lock_lease:
         return f"worker {lock.worker} has its message, and renewed the lock {lock.renewed:.0f} s ago"
@@ -276,28 +276,28 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
             return "its countdown or eta may not be over"
     elif lock.age < lock.delay + patience:
         return f"its message counts as late only after {lock.delay + patience:g} s"
-    elif lock.left > config.singlebeat_queued_ttl - patience:  # of a countdown or an eta, which last longer
+    elif lock.left > config.singlebeat_queued_ttl - patience:  # only a lock with a countdown or an eta lasts longer
         return "its countdown or eta is not over, or ended just now"
     if not lock.is_noted and lock.age + lock.left <= UNSENT_TTL + 1:
         return f"it is not known whether its message was sent; if not, the lock ends by itself in {lock.left:.0f} s"
     return ""
 
 
-def _ended(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
-    """Return of whose messages the result backend knows the end, and which."""
+def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
+    """Return the ends that the result backend knows, by the locks of their messages."""
     ended: dict[Ref, str] = {}
 
     def ask(backend: Backend) -> None:
         for lock in locks:
             meta = backend.get_task_meta(lock.ref.task_id, cache=False)
-            # An id may have run before, with another message.
+            # Another message with this task id may have run before.
             if meta.get("status") in READY_STATES and (_instant(meta.get("date_done")) or 0) >= lock.since:
                 ended[lock.ref] = f"it ended with {meta['status']} on a worker without singlebeat, which frees no lock"
 
     try:
         if locks:
             ask_results(app, ask, timeout=RESULTS_TIMEOUT)
-    except ResultBackendError as exc:  # then it knows nothing of the others, either
+    except ResultBackendError as exc:  # then the ends of the other messages stay unknown
         log.debug("the result backend cannot be asked for lost messages", event="not_asked", reason=exc)
     return dict(ended)
 
@@ -313,10 +313,10 @@ def _instant(date_done: Any) -> float | None:
 def _ask(
     app: Celery, locks: Sequence[Waiting], broker: _Broker, expected: Set[str], answers: Answers
 ) -> Iterator[Found]:
-    """Ask queues first and workers then: a message that has left the one has come to the other.
+    """Ask the queues, and then the workers: a message that leaves its queue in between reaches a worker.
 
     Args:
-        expected: workers that live, as far as that is known: all of them must answer.
+        expected: the workers that seem to live; all of them must answer.
     """
     reasons: dict[Ref, str] = {}
     for lock in locks:
@@ -328,7 +328,7 @@ def _ask(
         queues |= {str(name) for name in app.amqp.queues}
         for lock in open_:
             if not lock.queue:
-                reasons[lock.ref] = broker.waits_in(sorted(queues | _routed(app, lock.task)))
+                reasons[lock.ref] = broker.waits_in(sorted(queues | _queues_of(app, lock.task)))
         open_ = [lock for lock in open_ if not reasons.get(lock.ref)]
     if open_:
         known = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
@@ -343,44 +343,44 @@ def _ask(
             elif silent:
                 reasons[lock.ref] = f"worker {silent[0]}, which may have its message, does not answer"
     for lock in locks:
-        where = f"its queue {lock.queue}" if lock.queue else "the queues that are known"
+        where = f"its queue {lock.queue}" if lock.queue else "any known queue"
         gone = f"no worker has its message, and nothing waits in {where}"
         reason = reasons.get(lock.ref)
         yield Found(lock, "", reason) if reason else Found(lock, MESSAGE_LOST, gone)
 
 
-def _routed(app: Celery, task: str) -> set[str]:
+def _queues_of(app: Celery, task: str) -> set[str]:
     """Return the queue of a task for a call that names none."""
     known = app.tasks.get(task)
     options = {name: value for name in ("queue", "routing_key", "exchange") if (value := getattr(known, name, None))}
     try:
         queue = app.amqp.router.route(options, task).get("queue")
-    except Exception:  # a router of a user's
+    except Exception:  # a user's own router may raise anything
         return set()
     return {str(getattr(queue, "name", queue))} if queue else set()
 
 
-def _ours(app: Celery, announced: str) -> str:
-    """Return the name of a worker that has announced itself if it has our broker, else nothing."""
+def _our_hostname(app: Celery, announced: str) -> str:
+    """Return the hostname of a worker that has announced itself; empty if its broker is not ours."""
     hostname, _, _ = announced.partition(" ")
     return hostname if announced == worker_name(app, hostname) else ""
 
 
 class _Broker:
-    """A connection for questions; each wait for the broker has an end."""
+    """A connection to the broker for questions, whose waits are bounded."""
 
     def __init__(self, app: Celery, connection: Connection) -> None:
         self._connection, self._counts = connection, dict[str, int]()
-        # Its own pool of producers has connections whose waits have none.
+        # The mailbox's own pool of producers has connections whose waits are not bounded.
         self._mailbox = copy.copy(app.control.mailbox)(connection)
         self._mailbox.producer_pool = None
 
     @classmethod
     @contextmanager
     def reached(cls, app: Celery) -> Iterator[_Broker]:
-        """Yield one that answers."""
+        """Yield a broker that answers."""
         with bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as connection:
-            # First, because Celery would try for ever to send the question.
+            # Connect first, because Celery would try for ever to send the question.
             connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT)
             yield cls(app, connection)
 
@@ -390,7 +390,7 @@ class _Broker:
         return {worker: reply for each in replies for worker, reply in each.items()}
 
     def waits_in(self, queues: Iterable[str]) -> str:
-        """Return how many messages wait in the first of some queues that is not empty; empty: all are."""
+        """Return how many messages wait in the first queue that is not empty, in words; empty if all are."""
         for queue in queues:
             if count := self._count(queue):
                 many, one = f"{count} messages wait in queue {queue}", f"1 message waits in queue {queue}"
@@ -405,12 +405,12 @@ class _Broker:
                 except (*self._connection.channel_errors, *self._connection.connection_errors) as exc:
                     if str(getattr(exc, "reply_code", "")) != "404":
                         raise
-                    self._counts[queue] = 0  # there is none of this name; with Redis, one that is empty
+                    self._counts[queue] = 0  # there is no such queue; with Redis, it is empty
         return self._counts[queue]
 
 
 class LostMessages:
-    """Searches for the messages of the locks that keep runs waiting, in a thread beside the tick."""
+    """The search for lost messages of locks that keep runs waiting, in a thread beside the tick."""
 
     def __init__(self, app: Celery) -> None:
         self.app, self._patience = app, Config.of(app).singlebeat_lost_after
@@ -421,13 +421,13 @@ class LostMessages:
         self._poll_at = time.monotonic() + EVERY
 
     def poll(self) -> None:
-        """Search now and then for the messages of the locks that have refused calls; costs nothing."""
+        """Start a search for the messages of locks that have refused calls, every few seconds; returns at once."""
         if self._patience is not None and time.monotonic() >= self._poll_at:
             self._poll_at = time.monotonic() + min(EVERY, self._patience / 3)
             self._wake()
 
     def suspect(self, *keys: str) -> None:
-        """Search for the messages of these locks soon, if they are old enough; costs nothing."""
+        """Search for the messages of these locks soon, if the locks are old enough; returns at once."""
         if not keys or self._patience is None or len(self._suspects) >= MOST:
             return
         self._suspects |= dict.fromkeys(keys)
@@ -455,15 +455,15 @@ class LostMessages:
                 self.search(backend, [*keys, *refused, *map(behind_key, refused)])
             except (LockBackendError, ConfigError) as exc:
                 log.debug("lost messages cannot be searched for", event="not_asked", reason=exc)
-            except Exception:  # the outer edge of the thread: it must live as long as its beat
+            except Exception:  # the outer edge of the thread, which must live as long as its beat
                 log.exception("beat: The search for lost messages failed and goes on", event="search_failed")
             time.sleep(min(EVERY, (self._patience or EVERY) / 3))
 
     def search(self, backend: BaseBackend, keys: Sequence[str]) -> list[Found]:
-        """Free those of some locks whose messages are gone.
+        """Free the locks whose messages are lost, and return the findings about these.
 
         Args:
-            keys: of the locks; beat and the caller of a task may both have named the same one.
+            keys: of the locks; beat and the caller of a task may both have named the same lock.
 
         Raises:
             LockBackendError: the locks' server does not answer.

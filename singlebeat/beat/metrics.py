@@ -1,4 +1,4 @@
-"""Prometheus metrics of one beat, and its health, over HTTP: what signals tell, and what Redis holds when asked."""
+"""Prometheus metrics and health of one beat over HTTP, from the beat's signals and from the state in Redis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = Log("celery.beat")
 #: Seconds without a tick after which a beat is not healthy.
 HEALTHY_FOR = 30.0
 
-#: Seconds that Redis may take for an answer of ours, for which a probe waits few seconds, and Prometheus 10.
+#: Seconds that Redis may take to answer: a health probe waits for a few seconds, and Prometheus for 10.
 PROBE_TIMEOUT = 2.0
 
 #: Upper bounds of the buckets for ticks, in seconds.
@@ -66,24 +66,24 @@ class BeatMetrics:
         self._quarantines = Counter(
             "singlebeat_quarantines_total", "Unusable entries that were found.", registry=registry
         )
-        # Each series begins at 0: an increase() does not see a counter that is born with its first event.
+        # Each series begins at 0: increase() misses the first event of a counter that appears with this event.
         for outcome in DecisionType:
             for kind in Kind:
                 self._decisions.labels(outcome.value, kind.value)
         for event in ("gained", "lost"):
             self._terms.labels(event)
         registry.register(self)
-        # Signals keep weak references to methods: this object must live as long as its beat. Celery before 5.7 takes
-        # the methods of two objects for one, without an id that tells them apart.
-        signals.occurrence_decided.connect(self._decided, sender=app, dispatch_uid=id(self))
-        signals.tick_ended.connect(self._ticked, sender=app, dispatch_uid=id(self))
-        signals.leadership_gained.connect(self._gained, sender=app, dispatch_uid=id(self))
-        signals.leadership_lost.connect(self._lost, sender=app, dispatch_uid=id(self))
-        signals.entry_quarantined.connect(self._quarantined, sender=app, dispatch_uid=id(self))
+        # Signals keep weak references to methods: this object must live as long as its beat. Without a dispatch_uid,
+        # Celery before 5.7 confuses the methods of two objects.
+        signals.occurrence_decided.connect(self._count_decision, sender=app, dispatch_uid=id(self))
+        signals.tick_ended.connect(self._observe_tick, sender=app, dispatch_uid=id(self))
+        signals.leadership_gained.connect(self._count_gained, sender=app, dispatch_uid=id(self))
+        signals.leadership_lost.connect(self._count_lost, sender=app, dispatch_uid=id(self))
+        signals.entry_quarantined.connect(self._count_quarantined, sender=app, dispatch_uid=id(self))
 
     @classmethod
     def served(cls, app: Celery, lease: Lease) -> BeatMetrics | None:
-        """Serve the metrics of a beat where ``singlebeat_metrics_port`` asks for it; None: nobody wants them."""
+        """Serve and return the metrics of a beat; return None if ``singlebeat_metrics_port`` is None."""
         config = Config.of(app)
         if config.singlebeat_metrics_port is None:
             return None
@@ -98,12 +98,12 @@ class BeatMetrics:
         """Answer ``/metrics``, ``/healthz`` and ``/readyz`` in a thread.
 
         Raises:
-            OSError: the port is in use, or the address is not of this host.
+            OSError: the port is in use, or the address does not belong to this host.
         """
         self.server = serve(host, port, self.answer)
 
     def answer(self, path: str) -> Answer:
-        """Return status, type and body of what is asked for."""
+        """Return status, type and body of the answer to a path."""
         if path == "/metrics":
             return metrics_of(self.registry)
         if path == "/healthz":
@@ -114,7 +114,7 @@ class BeatMetrics:
                 state = self._state()
             except RedisError as exc:
                 return self._verdict(schedule_error(self.app, exc))
-            # It refuses to write, but lets the leader renew its lease, and each tool read who leads.
+            # A server that refuses writes may still let the leader renew its lease, and lets tools read the leader.
             return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem())
         return Answer.of("/metrics, /healthz or /readyz", 404)
 
@@ -129,7 +129,7 @@ class BeatMetrics:
         return Answer.of(problem or "ok", 503 if problem else 200)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what Redis holds at this moment."""
+        """Yield gauges of the present state in Redis."""
         from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
 
         leads = self.lease.term() is not None
@@ -143,35 +143,35 @@ class BeatMetrics:
         for name, text, value in (
             ("term", "Number of the present term.", float(state.leader.get("term") or 0)),
             ("standbys", "Beats that stand by.", len(state.standbys)),
-            ("lease_left_seconds", "Time until leadership ends if nobody renews it.", state.lease_left),
+            ("lease_left_seconds", "Time until leadership ends unless it is renewed.", state.lease_left),
             ("clock_ahead_seconds", "How far the clock of this host is ahead of the server's.", state.host_ahead),
             ("clock_set_back_seconds", "For how long entries wait: the server's clock was set back.", state.set_back),
             ("entries", "Entries of the schedule.", state.entries),
             ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
             ("lag_seconds", "How late the most overdue entry is.", state.lag),
             ("pending_occurrences", "Occurrences that are claimed and not confirmed.", state.pending),
-            ("quarantined_entries", "Entries that cannot be used and wait to be mended.", state.quarantined),
+            ("quarantined_entries", "Entries that cannot be used until they are fixed.", state.quarantined),
         ):
             yield GaugeMetricFamily(f"singlebeat_{name}", text, value=value)
 
     def describe(self) -> Iterator[Metric]:
-        """Name nothing: the registry would ask Redis when it is made."""
+        """Return no names: otherwise the registry would ask Redis when this object is registered."""
         return iter(())
 
-    def _decided(self, decision: Any = None, **_: object) -> None:
+    def _count_decision(self, decision: Any = None, **_: object) -> None:
         self._decisions.labels(decision.outcome.value, decision.occurrence.kind.value).inc()
         if decision.occurrence.is_scheduled and decision.outcome.value in {"dispatched", "buffered"}:
             self._lateness.observe(max(0.0, self.lease.server_time.timestamp() - decision.occurrence.nominal))
 
-    def _ticked(self, seconds: float = 0.0, **_: object) -> None:
+    def _observe_tick(self, seconds: float = 0.0, **_: object) -> None:
         self.last_tick = time.monotonic()
         self._ticks.observe(seconds)
 
-    def _gained(self, **_: object) -> None:
+    def _count_gained(self, **_: object) -> None:
         self._terms.labels("gained").inc()
 
-    def _lost(self, **_: object) -> None:
+    def _count_lost(self, **_: object) -> None:
         self._terms.labels("lost").inc()
 
-    def _quarantined(self, **_: object) -> None:
+    def _count_quarantined(self, **_: object) -> None:
         self._quarantines.inc()

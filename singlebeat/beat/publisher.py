@@ -1,4 +1,4 @@
-"""How a scheduler reaches the broker: an attempt at a time, none of which may hold up a tick for long."""
+"""A scheduler's access to the broker: single attempts, none of which may hold up a tick for long."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ("BrokerAccess", "bounded")
 
 
-#: What bounds every wait for the broker, by driver. py-amqp has no such bound for TLS: there only the wait for the
-#: confirmation of a message is bounded, which does not come while RabbitMQ is short of memory or disk.
+#: The options that bound every wait for the broker, by driver. With TLS, py-amqp bounds only the wait for the
+#: confirmation of a message, which does not come while RabbitMQ is short of memory or disk.
 LIMITS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
     "py-amqp": ("read_timeout", "write_timeout"),
@@ -36,7 +36,7 @@ def bounded(connection: Connection, timeout: float) -> Connection:
 
 
 class BrokerAccess(Scheduler):  # type: ignore[misc]
-    """Celery's scheduler with a broker that may be away."""
+    """Celery's scheduler with a broker that may be unreachable."""
 
     def apply_async(
         self, entry: Entry, producer: Producer | None = None, advance: bool = True, **kwargs: object
@@ -51,17 +51,17 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         except Exception as exc:
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
         try:
-            # Beat awaits no result. Else Celery subscribes to each one, for 19 s where the result backend is down.
+            # Beat awaits no result. Else Celery subscribes to each result, for 19 s if the result backend is down.
             with denied_join_result():
                 return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
         except SchedulingError as exc:
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
-            if isinstance(exc.__context__, errors):  # RabbitMQ has closed it: the next message would fail, too
+            if isinstance(exc.__context__, errors):  # RabbitMQ has closed the channel: the next message would fail, too
                 self.forget_broker()
             raise
 
     def publish(self, entry: Entry) -> AsyncResult:
-        """Send the task of an entry, whose past Redis keeps.
+        """Send the task of an entry, and leave the entry's past to Redis.
 
         Raises:
             SchedulingError: it could not be sent.
@@ -70,22 +70,22 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
 
     @cached_property
     def connection(self) -> Connection:
-        """The broker connection; one that hangs must not hold up a tick for long."""
+        """The broker connection; if the broker hangs, it must not hold up a tick for long."""
         connection = bounded(self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout)
         if connection.transport.driver_name == "py-amqp":
-            # Unconfirmed messages behind one that RabbitMQ refuses are lost, and seem to be sent.
+            # Without confirmation, messages after a message that RabbitMQ refuses are lost, and seem to be sent.
             connection.transport_options.setdefault("confirm_publish", True)
         return connection
 
     def _ensure_connected(self) -> Connection:
-        # One attempt: a tick must not wait for the broker, the next one tries again.
+        # One attempt: a tick must not wait for the broker, and the next tick retries.
         return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
 
     def reaches_broker(self) -> bool:
         """Return whether there is a connection to the broker, or can be one."""
         try:
             _ = self.producer
-        except Exception:  # whatever the transport's driver raises
+        except Exception:  # a transport's driver may raise anything
             self.forget_broker()
             return False
         return True
@@ -95,7 +95,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         self.__dict__.pop("producer", None)
         connection = self.__dict__.pop("connection", None)
         if connection is not None:
-            # py-amqp would wait for the broker's goodbye, which does not come from one that is away.
+            # py-amqp would wait for the broker's goodbye, which never comes from an unreachable broker.
             with suppress(AttributeError):
                 connection._connection.collect()
             connection.release()

@@ -1,4 +1,4 @@
-"""Questions to the result backend, each of which has an end: Celery's own clients may wait for minutes."""
+"""Questions to the result backend with a timeout: Celery's own clients may wait for minutes."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ NO_TASK = "singlebeat-doctor"
 
 
 class ResultBackendError(Exception):
-    """The result backend cannot be asked; says in words that follow its name what it does, and why."""
+    """An error of the result backend; its text follows the name of the backend in a sentence."""
 
 
 def ask_results(app: Celery, ask: Callable[[Backend], object], *, timeout: float) -> None:
-    """Ask the result backend in a thread of its own; do nothing where the app keeps no results.
+    """Ask the result backend in a thread of its own; do nothing if the app keeps no results.
 
     Args:
-        ask: gets the backend, and may go on after the timeout.
+        ask: called with the backend; may go on after the timeout.
         timeout: seconds.
 
     Raises:
-        ResultBackendError: it does not answer in time, or refuses, or its driver is missing.
+        ResultBackendError: the backend does not answer in time, or refuses, or its driver is missing.
     """
     answers: SimpleQueue[Exception | None] = SimpleQueue()
 
     def answer() -> None:
         try:
             ask(backend)
-        except Exception as exc:  # backends raise what they like
+        except Exception as exc:  # a backend may raise anything
             answers.put(exc)
         else:
             answers.put(None)
 
     try:
         backend = app.backend
-    except Exception as exc:  # its module imports a driver, and reads its URL
+    except Exception as exc:  # the backend's module imports a driver, and reads its URL
         raise ResultBackendError(f"cannot be used: {_line(exc)}") from exc
     if isinstance(backend, DisabledBackend | RPCBackend):  # the broker sends results to the process that awaits them
         return

@@ -1,4 +1,4 @@
-"""The schedule of an app, for its programs: read, change and trigger entries; needs Redis, and no beat."""
+"""The schedule of an app, for its programs: they read, change and trigger entries; needs Redis, and no beat."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ __all__ = ("Schedule",)
 
 log = Log(__name__)
 
-#: Seconds between two looks whether an entry's last occurrence is confirmed.
+#: Seconds between two checks whether an entry's last occurrence is confirmed.
 POLL_INTERVAL = 0.05
 
-#: How far the occurrences of a backfill that is too long are counted.
+#: Up to how many occurrences of a backfill that is too long are counted.
 COUNTED = 10_000
 
 
 @contextmanager
-def _asking(name: str) -> Iterator[None]:
+def _calculating(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as exc:  # a user's own schedule may do anything
+    except Exception as exc:  # a user's own schedule may raise anything
         why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
         raise EntryError(f"entry {name!r}: {why}") from exc
 
@@ -63,7 +63,7 @@ def _asking(name: str) -> Iterator[None]:
 def _has_place(client: RedisClient, schedule: str, key: str, prefix: str) -> bool:
     try:
         return any(score is not None for score in client.zmscore(schedule, [key, key.removeprefix(prefix)]))
-    except ResponseError:  # that key is no sorted set
+    except ResponseError:  # the key is not a sorted set
         return False
 
 
@@ -103,17 +103,17 @@ class Schedule:
         """Return an entry.
 
         Raises:
-            UnknownEntryError: there is none; it is a KeyError, too.
-            EntryError: it cannot be understood.
+            UnknownEntryError: there is no such entry; also a KeyError.
+            EntryError: the entry cannot be decoded.
         """
         return self._entry(name, read_fields(self._client, [self.keys.named(name)])[0])
 
     def salvage(self, name: str) -> Salvage:
-        """Return what can be read of an entry, however broken it is.
+        """Return the readable parts of an entry that may be broken.
 
         Raises:
-            UnknownEntryError: there is none; it is a KeyError, too.
-            EntryError: its key holds something else.
+            UnknownEntryError: there is no such entry; also a KeyError.
+            EntryError: the entry's key is not a hash.
         """
         return Salvage.of(name, self._found(name, read_fields(self._client, [self.keys.named(name)])[0]), self.app)
 
@@ -121,7 +121,7 @@ class Schedule:
         """Store an entry, new or read; it keeps its past, and if its times are unchanged its next time.
 
         Raises:
-            ConflictError: somebody else has changed the entry since it was read.
+            ConflictError: another process has changed the entry since it was read.
             EntryError: a value cannot be stored.
         """
         problem = save_entries(self._client, self.keys, {entry.name: entry}, self._now())[entry.name]
@@ -141,15 +141,15 @@ class Schedule:
         enabled: bool = True,
         **policy: Unpack[PolicyOptions],
     ) -> Entry:
-        """Store an entry under a name, whatever is there; it keeps its past, and stays paused if it is.
+        """Store an entry under a name, new or in place of an old one, which keeps its past and its pause.
 
         Args:
             schedule: of Celery or RedBeat, or a number of seconds.
             options: for ``apply_async``.
-            policy: wishes by the names of ``EntryPolicy``.
+            policy: options by the names of ``EntryPolicy``.
 
         Raises:
-            EntryError: a value cannot be stored, or a wish is unknown or wrong.
+            EntryError: a value cannot be stored, or an option of the policy is unknown or wrong.
         """
         if not isinstance(args, Sequence) or isinstance(args, str | bytes | bytearray):
             raise EntryError(f"entry {name!r} cannot be stored: args is not a list or tuple: {args!r}")
@@ -167,12 +167,12 @@ class Schedule:
         return self.save(entry)
 
     def delete(self, name: str) -> bool:
-        """Remove an entry, whatever is in it; return whether it was there. One of ``beat_schedule`` comes back.
+        """Remove an entry, even a broken one; return whether it existed. An entry of ``beat_schedule`` comes back.
 
-        A key that holds something else than an entry stays, and loses its place in the schedule.
+        A key that is not an entry stays, and only loses its place in the schedule.
 
         Raises:
-            EntryError: its key is one of the schedule itself, or of another app's.
+            EntryError: the key belongs to the schedule itself, or to the schedule of another app.
         """
         return Entry(name, app=self.app).delete()
 
@@ -180,54 +180,54 @@ class Schedule:
         """Let an entry's times pass without a run.
 
         Args:
-            note: for people: why; empty: what it says is left.
+            note: the reason, for operators; if empty, the entry keeps its present note.
 
         Raises:
-            UnknownEntryError: there is none; it is a KeyError, too.
-            ConflictError: somebody else keeps changing it.
-            EntryError: its policy cannot be understood.
+            UnknownEntryError: there is no such entry; also a KeyError.
+            ConflictError: another process keeps changing the entry.
+            EntryError: the entry's policy cannot be decoded.
         """
-        self._wish(name, {"paused": True, **({"note": note} if note else {})})
+        self._change_policy(name, {"paused": True, **({"note": note} if note else {})})
 
     def resume(self, name: str) -> None:
-        """End a pause and remove its note; the times that have passed are not made up for.
+        """End a pause and remove its note; times that have passed are not caught up.
 
         Raises:
             UnknownEntryError, ConflictError, EntryError: as ``pause``.
         """
-        self._wish(name, {"paused": False, "note": ""}, goes_on=True)
+        self._change_policy(name, {"paused": False, "note": ""}, goes_on=True)
 
     def next_runs(self, name: str, count: int, *, after: datetime | None = None) -> Sequence[datetime]:
         """Return the next nominal times of an entry, in UTC, whether it is paused or not.
 
         Args:
-            count: how many at most; there are fewer if the entry ends.
-            after: only what is later; by default all, of which the first is past if it is overdue.
+            count: most times to return; there are fewer if the entry ends.
+            after: return only later times; by default all, of which the first has passed if the entry is overdue.
 
         Raises:
             UnknownEntryError, EntryError: as ``get``; or ``after`` has no time zone, or lies outside of the calendar.
         """
         after = None if after is None else given_instant("after", after)
         entry, now = self.get(name), self._now()
-        # Without a number of runs to count, all that lies before it can be left out at once.
+        # Without max_runs no run must be counted, so the times before ``after`` need not be computed.
         from_when = now if after is None or entry.policy.max_runs is not None else max(now, after)
         runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
         if after is not None:
             runs = dropwhile(lambda nominal: nominal <= after, runs)
-        with _asking(name):
+        with _calculating(name):
             return [*islice(runs, count)]
 
     def trigger(self, name: str, *, timeout: float = 10.0) -> str:
-        """Let an entry run as soon as a beat leads, also if it is paused, disabled or finished; return the task id.
+        """Let an entry run as soon as a beat leads, even if it is paused, disabled or finished; return the task id.
 
-        The run takes the entry's lock and is recorded as ``manual``; it is not counted, and next times stay.
+        The run acquires the entry's lock and is recorded as ``manual``. It is not counted, and next times stay.
 
         Args:
-            timeout: seconds to wait while another occurrence of the entry is on its way.
+            timeout: seconds to wait while another occurrence of the entry is pending.
 
         Raises:
             UnknownEntryError, EntryError: as ``get``.
-            ConflictError: another occurrence of the entry was on its way for all that time.
+            ConflictError: another occurrence of the entry was still pending after the timeout.
         """
         entry, now = self.get(name), self._now()
         last = entry.meta.last_run
@@ -267,18 +267,18 @@ class Schedule:
         timeout: float = 10.0,
         progress: Callable[[], object] = lambda: None,
     ) -> Sequence[Occurrence] | Sequence[datetime]:
-        """Let an entry run once for each of its nominal times in ``(start, end]``, in their order; return these.
+        """Let an entry run once for each of its nominal times in ``(start, end]``, in order; return the occurrences.
 
-        An interval counts from ``start``. Each run is handed to beat when that has sent the one before. A call that was
-        interrupted goes on when it is repeated with the same start and end; after one that was not, all run once more.
-        Runs are not counted, next times stay.
+        An interval counts from ``start``. Beat receives each run after it has sent the run before. If a call was
+        interrupted, a repetition with the same start and end continues it. After a complete call, a repetition lets all
+        times run again. Runs are not counted, and next times stay.
 
         Args:
-            overlap: what becomes of one that meets an equal call, a word of ``Overlap``.
-            limit: more runs than that are refused before the first is sent.
+            overlap: the policy for runs that meet an equal call, a word of ``Overlap``.
+            limit: most runs; if there are more, none is sent.
             dry_run: only return the nominal times, in UTC, as ``next_runs`` does.
-            timeout: seconds to wait for each one to be sent.
-            progress: hears of each run that was handed over.
+            timeout: seconds to wait for each run to be sent.
+            progress: called after each run that beat has received.
 
         Raises:
             UnknownEntryError, EntryError: as ``get``; there are too many runs, or ``start`` and ``end`` are wrong.
@@ -289,7 +289,7 @@ class Schedule:
         found: str = self._client.hget(key, "backfill") or ""
         span = Span.of(start, end, run=uuid4().hex).resumed(found, name, key)
         counted = max(COUNTED, limit)
-        with _asking(name):
+        with _calculating(name):
             left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
         if len(left) > limit:
             number = f"more than {counted}" if len(left) > counted else len(left)
@@ -303,15 +303,15 @@ class Schedule:
             self._propose(name, occurrence, timeout, found=found, at=at)
             found = at
             progress()
-        if found:  # a step of its own: a call that is interrupted before it is no new backfill when it is repeated
+        if found:  # a separate step: after an interruption before it, a repetition is no new backfill
             self._propose(name, None, timeout, found=found)
         return left
 
     def list(self, *, left_out: Callable[[str, EntryError], object] = _log_left_out) -> Iterator[Entry]:
-        """Yield all entries, by the time of their next run, without those that cannot be used.
+        """Yield all usable entries, by the time of their next run.
 
         Args:
-            left_out: hears the name of each of these, and why; by default it is logged.
+            left_out: called with the name of each unusable entry and the reason; by default it logs them.
         """
         members = self._client.zrange(self.keys.schedule, 0, -1)
         for at in range(0, len(members), BATCH):
@@ -324,9 +324,9 @@ class Schedule:
                     left_out(name, exc)
 
     def examine(self, now: datetime) -> tuple[Sequence[Entry], Mapping[str, str]]:
-        """Return all entries that can be read, and why beat cannot use some, by name.
+        """Return all readable entries, and the reasons why beat cannot use some entries, by name.
 
-        Beat quarantines an unusable entry when its time comes, and not before.
+        Beat quarantines an unusable entry only when its time comes.
         """
         unusable = dict[str, str]()
         entries = [*self.list(left_out=lambda name, why: unusable.update({name: str(why)}))]
@@ -334,7 +334,7 @@ class Schedule:
         return entries, unusable
 
     def no_place(self, name: str) -> str:
-        """Return why an entry is never due, and what to do: it has no place in the sorted set. Empty: it has one."""
+        """Return that an entry has no place in the sorted set, and what to do; empty if it has a place."""
         key = self.keys.named(name)
         if any(score is not None for score in self._client.zmscore(self.keys.schedule, [key, name])):
             return ""
@@ -344,7 +344,7 @@ class Schedule:
         )
 
     def without_place(self) -> Iterator[str]:
-        """Yield the names of entries that are stored, and never due, because they have no place in the sorted set.
+        """Yield the names of stored entries that are never due, because they have no place in the sorted set.
 
         Entries of another app whose prefix begins with this one's, like ``redbeat:a:``, are left out.
         """
@@ -372,7 +372,7 @@ class Schedule:
         return any(_has_place(self._client, f"{prefix}:schedule", key, prefix) for prefix in prefixes)
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
-        """Return the last decisions about an entry, or about all, with the ends of their runs; the last one first."""
+        """Return the last decisions about an entry, or about all entries, with the ends of their runs; latest first."""
         history = History(self.app)
         return history.latest(count) if name is None else history.of(name, count)
 
@@ -390,21 +390,21 @@ class Schedule:
         return found
 
     def _unknown(self, name: str) -> UnknownEntryError:
-        """Return the error about an entry that is not there, which says whether it is parked."""
+        """Return the error about an entry that does not exist, which says whether the entry is parked."""
         text, left = f"there is no entry {name!r} under {self.keys.prefix}", self._client.pttl(self.keys.parked(name))
         if left > 0:
             until = self._now() + timedelta(milliseconds=left)
             text += (
-                f": beat_schedule has dropped it: it is parked until {until:%Y-%m-%d %H:%M:%SZ}, and comes back with "
-                "its past when beat_schedule has it again before"
+                f": beat_schedule has dropped it: it is parked until {until:%Y-%m-%d %H:%M:%SZ}. If beat_schedule has "
+                "it again by then, it comes back with its past"
             )
         return UnknownEntryError(text)
 
-    def _wish(self, name: str, wishes: Mapping[str, Any], *, goes_on: bool = False) -> None:
-        """Change some wishes of an entry, and nothing else in it.
+    def _change_policy(self, name: str, wishes: Mapping[str, Any], *, goes_on: bool = False) -> None:
+        """Change some options of an entry's policy, and nothing else in the entry.
 
         Args:
-            goes_on: if it is paused, its next run counts from now.
+            goes_on: if the entry is paused, its next run counts from now.
         """
         key = self.keys.named(name)
         for _ in range(ATTEMPTS):
@@ -413,23 +413,23 @@ class Schedule:
                 raise self._unknown(name)
             definition, _, policy, _ = found = fields[:4]
             stored = EntryPolicy.decode(policy or "")
-            meta, since, score = self._going_on(name, found) if goes_on and stored.paused else _UNCHANGED
+            meta, since, score = self._pass_times(name, found) if goes_on and stored.paused else _UNCHANGED
             wanted = (definition, meta, replace(stored, **wishes).encode(), since)
             if write_fields(self._client, self.keys.schedule, [(key, found, wanted, score)])[0]:
                 return
-        raise ConflictError(f"entry {name!r} cannot be stored: somebody else keeps changing it")
+        raise ConflictError(f"entry {name!r} cannot be stored: another process keeps changing it; try again")
 
-    def _going_on(self, name: str, fields: StoredFields) -> _Past:
-        """Return ``meta``, ``since`` and the score of an entry that goes on now, as ``save.lua`` takes them.
+    def _pass_times(self, name: str, fields: StoredFields) -> _Past:
+        """Return ``meta``, ``since`` and the score of an entry that is resumed now, as ``save.lua`` takes them.
 
-        Its times pass while a beat leads; here those pass that came while none did.
+        The leader lets the times of a paused entry pass. Times that came while no beat led pass here.
         """
         now, score = self._now(), self._client.zscore(self.keys.schedule, self.keys.named(name))
         try:
             entry = self._entry(name, fields)
             before, past = entry.meta, entry.timetable.passed(entry.meta, now)
             due_at = entry.timetable.due_at(past.counts_from, now)
-        except Exception:  # it cannot be used; a user's own schedule may do anything
+        except Exception:  # the entry is unusable; a user's own schedule may raise anything
             try:
                 before, due_at = Meta.decode(fields[1] or None, fields[3] or None), None
             except EntryError:

@@ -1,4 +1,4 @@
-"""The scheduler: in each tick read what is due, claim it, lock it, publish it, confirm it."""
+"""The scheduler: each tick of the leader reads due entries, and claims, locks, sends and confirms their occurrences."""
 
 from __future__ import annotations
 
@@ -50,34 +50,34 @@ __all__ = ("Scheduler",)
 
 log = Log("celery.beat")
 
-#: Longest sleep of the leader in seconds: how late a change that somebody writes into Redis may be noticed.
+#: Longest sleep of the leader in seconds: within it, the leader notices a change that another program makes in Redis.
 POLL_INTERVAL = 1.0
 
-#: Seconds between two looks of a beat that stands by; how soon it follows a leader that has left.
+#: Seconds between two campaigns of a standby: how soon it takes over after a clean shutdown of the leader.
 STANDBY_INTERVAL = 0.3
 
-#: Seconds between two looks of a beat that stands by at who leads: it may be another app's by now.
-LOOK_INTERVAL = 5.0
+#: Seconds between two checks of a standby which beat leads: the leader may be a beat of another app by now.
+LEADER_CHECK_INTERVAL = 5.0
 
-#: Seconds after which a tick that met trouble is tried again.
+#: Seconds after which a tick that failed is retried.
 TROUBLE_INTERVAL = 1.0
 
-#: Seconds after trouble until what is claimed and not confirmed is taken up.
+#: Seconds after trouble until all pending occurrences are retaken.
 RECHECK_AFTER = 2.0
 
-#: Seconds for which a beat without leadership lets another zone than its own stand: beats of that zone do the work,
-#: or have died.
+#: Where leadership is switched off: seconds for which a beat keeps places that were computed in another zone. The beats
+#: of that zone do the work, or have died.
 ZONE_TURN = 60.0
 
-#: Seconds from which a tick is slow: it keeps what is due after it waiting.
+#: Seconds from which a tick is slow: it delays the entries that come due meanwhile.
 SLOW_TICK = 10.0
 
-#: Signals that end a process at once where nothing handles them: leadership would last until its lease ends.
+#: Signals that end a process at once if they have no handler: leadership would last until its lease ends.
 ENDING = ("SIGHUP", "SIGQUIT")
 
 
-def _end_as_with_term() -> None:
-    """Let other signals end this beat as SIGTERM does, where their handlers are the system's."""
+def _handle_ending_signals() -> None:
+    """Let the other signals end this beat as SIGTERM does, unless they have handlers of their own."""
     handler = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         return
@@ -88,7 +88,7 @@ def _end_as_with_term() -> None:
 
 
 class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
-    """Celery beat's scheduler on RedBeat's data: one leads, others stand by, no occurrence is sent twice.
+    """Celery beat's scheduler on RedBeat's data: one beat leads, the others stand by, no occurrence is sent twice.
 
     Raises:
         ConfigError: a setting is wrong; the message names it.
@@ -96,31 +96,31 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     Entry = BeatEntry
     max_interval = POLL_INTERVAL
-    #: Leadership is taken in ``tick``: RedBeat's receiver of ``beat_init`` leaves a scheduler without a key alone.
+    #: ``tick`` acquires leadership. Without a key, RedBeat's receiver of ``beat_init`` ignores this scheduler.
     lock_key = None
 
     def __init__(self, app: Celery, lock_timeout: float | None = None, lazy: bool = False, **kwargs: object) -> None:
         config = Config.of(app)
         prepare(app)
-        app_zone(app)  # a wrong one shows at the start
+        app_zone(app)  # a wrong zone is an error at the start
         check_schedule_server(app)
-        # Celery makes one instance just for the banner, and a beat may stand by for ever: entries are installed by
-        # whoever leads, and nothing is connected here.
+        # Celery makes one instance just for the banner, and a beat may stand by for ever. So nothing is connected here,
+        # and the entries are installed once this beat leads.
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
         self.lock_key = None
-        self._gained: Term | None = None  #: the term that we have, once that is logged
-        self._checked: Term | None = None  #: the same, once it is known whose entries there are
-        self._term: Term | None = None  #: the same, once ``beat_schedule`` is installed
-        self._stands_by_for, self._look_at = "", 0.0  #: which beat led when we looked last, and when to look again
+        self._gained: Term | None = None  #: our term, once it is logged
+        self._checked: Term | None = None  #: our term, once the entries of other apps are counted
+        self._term: Term | None = None  #: our term, once ``beat_schedule`` is installed
+        self._stands_by_for, self._check_leader_at = "", 0.0  #: the leader at the last check, and when to check again
         self._has_role = False
-        self._in_trouble = set[str]()  #: kinds of errors that were logged since ticks succeed no more
-        self._is_refused = False  #: the schedule's server has answered the last tick that failed with an error
+        self._in_trouble = set[str]()  #: kinds of errors that were logged since the trouble began
+        self._is_refused = False  #: in the last tick that failed, the schedule's server replied with an error
         self._closed = self._ticking = self._ticked = False
-        self._vanished_in = 0  #: number of the present term, if we have told in it that the schedule has vanished
-        self._has_statics = False  #: of ``beat_schedule``, something was stored
+        self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
+        self._has_statics = False  #: at least one entry of ``beat_schedule`` was stored
         self._metrics: BeatMetrics | None = None
         self._recheck_at: float | None = None  #: when all pending occurrences are retaken, after trouble
-        self._zone_turn_at = 0.0  #: when we may compute the places in our zone; at our start at once
+        self._zone_turn_at = 0.0  #: from when on we may compute the places in our zone; 0: at once
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout + _longest_call(config)) if timeout else None
         self._lost_messages = LostMessages(app)
@@ -142,17 +142,17 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     @cached_property
     def store(self) -> Store:
         """The entries in Redis."""
-        return Store(self.app, schedule_client(self.app), progress=self._watched, server_time=self.server_time)
+        return Store(self.app, schedule_client(self.app), progress=self._report_progress, server_time=self.server_time)
 
     @cached_property
     def clock(self) -> Clock:
-        """What the clocks of the beats that lead have shown."""
-        return Clock(schedule_client(self.app), Keys.of(self.app), progress=self._watched)
+        """The guard against clocks of leaders that were wrong."""
+        return Clock(schedule_client(self.app), Keys.of(self.app), progress=self._report_progress)
 
     @cached_property
     def places(self) -> Places:
         """The places of the entries."""
-        return Places(self.app, schedule_client(self.app), progress=self._watched)
+        return Places(self.app, schedule_client(self.app), progress=self._report_progress)
 
     @cached_property
     def statics(self) -> Statics:
@@ -161,12 +161,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     @cached_property
     def dispatcher(self) -> Dispatcher:
-        """What sends claimed occurrences."""
+        """The sender of claimed occurrences."""
         return Dispatcher(
             self.app,
             self.store,
             publisher=self,
-            progress=self._watched,
+            progress=self._report_progress,
             timestamp=self.server_time.timestamp,
             suspect=self._lost_messages.suspect,
         )
@@ -175,7 +175,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def work(self) -> Tick:
         """The work of each tick while this beat leads."""
         timestamp = self.server_time.timestamp
-        return Tick(self.app, self.store, self.dispatcher, progress=self._watched, timestamp=timestamp)
+        return Tick(self.app, self.store, self.dispatcher, progress=self._report_progress, timestamp=timestamp)
 
     def may_publish(self, term: Term) -> bool:
         """Return whether this beat still leads in a term; another beat may have the next one."""
@@ -188,13 +188,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     @property
     def info(self) -> str:
-        """What the banner shows."""
+        """The lines of Celery's banner about this scheduler."""
         key = Keys.of(self.app).lock
         lock = f"`{key}`, lease {self.lock_timeout:g} s" if key else "none: beats share the work"
         return f"       . redis -> {schedule_place(self.app)}\n       . lock -> {lock}"
 
     def tick(self, *args: object, **kwargs: object) -> float:
-        """Do what is due, if we lead; never raises for what happens outside of this process.
+        """Send due occurrences if this beat leads; an error of a server is logged, and not raised.
 
         Returns:
             Seconds to sleep until the next tick.
@@ -204,11 +204,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self.close()
             raise SystemExit(1)
         if self._closed:
-            raise SystemExit  # of the signal's handler, which some library has swallowed
+            raise SystemExit  # again: a library has swallowed the SystemExit of the signal's handler
         if self._watchdog is not None:
             self._watchdog.progress()
         if not self._ticked:
-            _end_as_with_term()
+            _handle_ending_signals()
         if self._metrics is None and not self._ticked:
             self._metrics = BeatMetrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
@@ -220,7 +220,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         except (RedisError, LockBackendError) as exc:
             self._is_refused = isinstance(exc, ResponseError)
             text = f"{exc}{advice(exc)}" if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
-            self._trouble(type(exc).__name__, text)
+            self._note_trouble(type(exc).__name__, text)
             return TROUBLE_INTERVAL
         finally:
             self._ticking = False
@@ -234,13 +234,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return delay
 
     def _is_recovered(self, term: Term | None) -> bool:
-        """Return whether a tick that succeeds ends the trouble: a server that refuses to write lets it read."""
+        """Return whether a successful tick ends the trouble: a server that refuses writes still allows reads."""
         if not self._is_refused:
             return True
         is_retried = term is None or self._recheck_at is None
         return is_retried and not schedule_refusal(self.app, needs=TICKS)
 
-    def _watched(self) -> None:
+    def _report_progress(self) -> None:
         # Only in a tick: a program that stores entries through a scheduler is no beat, and nothing would end its watch.
         if self._watchdog is not None and self._ticking:
             self._watchdog.progress()
@@ -257,7 +257,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         due = self._read_due(now, term, is_new=is_new)
         scores = self.work.work_off(due, term, now)
         if due.statics_gone and self._has_statics:
-            self._tell_vanished("beat_schedule was installed, and is gone")
+            self._log_vanished("beat_schedule was installed, and is gone")
             self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
@@ -267,15 +267,15 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Install ``beat_schedule`` again if the server has forgotten what this leader wrote."""
         lost_since = self.clock.check(now, term)
         if lost_since is not None:
-            why = f"what was written since {lost_since.isoformat(timespec='seconds')}, or shortly before, is lost"
-            self._tell_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
+            why = f"the changes since {lost_since.isoformat(timespec='seconds')}, or shortly before, are lost"
+            self._log_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
             self.setup_schedule()
 
     def _read_due(self, now: datetime, term: Term, *, is_new: bool) -> Due:
         """Read due entries and pending occurrences, in places that were computed in this app's zone.
 
         Args:
-            is_new: the term begins: all that the leader before has left pending is retaken.
+            is_new: the term begins, so all pending occurrences that the earlier leader has left are retaken.
         """
         wants_all = is_new
         if self._recheck_at is not None:
@@ -290,36 +290,37 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         return due
 
     def _lead(self, term: Term) -> None:
-        """Do what a term begins with; after an error it is called again, and what was logged is not logged again."""
+        """Begin a term; after an error it is called again, and repeats no log line."""
         if term != self._gained:
-            self._end_term()  # nobody may have led in between
+            self._end_term()  # the earlier term is over, even if no other beat has led since
             if term.token:
                 facts = {"term": term.number, "leader": term.leader}
                 self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
             if term.lost and term.lost != self._vanished_in:
-                why = f"term {term.lost} has begun before, and the server does not know it any more: it has lost all "
-                why += "that it held, or its last changes, as one that starts from an old snapshot does"
-                self._tell_vanished(why)
+                why = f"the server has forgotten term {term.lost}: it has lost all its data, or its last changes, as a "
+                why += "server does that starts from an old snapshot"
+                self._log_vanished(why)
             self._vanished_in = 0  # the numbers begin anew
             self._gained = term
-        self._watched()
+        self._report_progress()
         if term != self._checked:
             self._check_others()
             self.store.check_eviction()
             self._checked = term
         self.setup_schedule()
-        self._term, self._stands_by_for, self._look_at = term, "", 0.0
+        self._term, self._stands_by_for, self._check_leader_at = term, "", 0.0
         signals.leadership_gained.send(sender=self.app, term=term)
 
     def _check_others(self) -> None:
         for other, count in self.statics.of_others().items():
             text = (
-                "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s: they go to its queues"
+                "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s, and sends them to its "
+                "own queues"
             )
-            self._met_other_app(text, other, entries=count)
-        self._watched()
+            self._report_other_app(text, other, entries=count)
+        self._report_progress()
 
-    def _tell_vanished(self, why: str) -> None:
+    def _log_vanished(self, why: str) -> None:
         sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
 
@@ -332,10 +333,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             signals.leadership_lost.send(sender=self.app, term=began, reason="lost")
 
     def _stand_by(self) -> float:
-        """Note that another beat leads; return when to look again."""
+        """Note that another beat leads; return the seconds until the next campaign."""
         self._end_term()
-        if time.monotonic() >= self._look_at and not self._closed:
-            self._look_at = time.monotonic() + LOOK_INTERVAL
+        if time.monotonic() >= self._check_leader_at and not self._closed:
+            self._check_leader_at = time.monotonic() + LEADER_CHECK_INTERVAL
             leader = self.lease.leader()
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
             if name != self._stands_by_for:
@@ -344,19 +345,19 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                 self._log_change("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
                 if (other := leader.get("app")) and other != self.statics.owner:
                     text = "beat: This beat of app %(app)s stands by for a beat of app %(other)s"
-                    self._met_other_app(text, other)
-        return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not march in step
+                    self._report_other_app(text, other)
+        return STANDBY_INTERVAL * random.uniform(0.8, 1.2)  # noqa: S311 - so that standbys do not campaign in step
 
-    def _met_other_app(self, text: str, other: str, **pairs: object) -> None:
-        """Say that this beat shares its schedule with another app.
+    def _report_other_app(self, text: str, other: str, **pairs: object) -> None:
+        """Log that this beat shares its schedule with another app.
 
         Raises:
-            ConfigError: it must not, by ``singlebeat_other_app_check``.
+            ConfigError: ``singlebeat_other_app_check`` forbids it.
         """
         config, facts = Config.of(self.app), {"app": self.statics.owner, "other": other, **pairs}
         why = (
             f"both have redbeat_key_prefix {config.redbeat_key_prefix!r} in one database: give each app a prefix of "
-            "its own, or, if that is what you want, set singlebeat_other_app_check to ignore"
+            "its own, or set singlebeat_other_app_check to ignore if they share the schedule on purpose"
         )
         if config.singlebeat_other_app_check == "raise":
             self.close()
@@ -365,14 +366,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             log.warning(text, event="other_app", **facts, reason=why)
 
     def _log_change(self, text: str, *, event: str, **pairs: object) -> None:
-        """Log who leads: at its start INFO, afterwards as loudly as what has changed it."""
+        """Log which beat leads: at level INFO the first time, at WARNING for each later change."""
         log.write(logging.WARNING if self._has_role else logging.INFO, text, event=event, **pairs)
         self._has_role = True
 
-    def _trouble(self, kind: str, text: str) -> None:
-        # What was claimed before it may not have been sent; but let the workers tell first what they ran meanwhile.
+    def _note_trouble(self, kind: str, text: str) -> None:
+        # Claimed occurrences may be unsent. They are retaken later, so that workers first record the runs of meanwhile.
         self._recheck_at = time.monotonic() + RECHECK_AFTER
-        if kind not in self._in_trouble:  # its words change from try to try
+        if kind not in self._in_trouble:  # the words of an error change from try to try
             log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
             self._in_trouble.add(kind)
 
@@ -389,24 +390,24 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if not is_listed_from_redis(when):
             return True
         why = "a tool that lists entries has added it to beat_schedule: it stays as it is stored"
-        log.warning("beat: '%(entry)s' is no part of the code", event="not_added", entry=name, reason=why)
+        log.warning("beat: '%(entry)s' does not come from the code", event="not_added", entry=name, reason=why)
         return False
 
     def update_from_dict(self, dict_: Mapping[str, object]) -> list[str]:
-        """Store entries that are given like those of ``beat_schedule``; return the names of those that could be."""
+        """Store entries that are given like those of ``beat_schedule``; return the names of the stored ones."""
         entries, now = dict[str, BeatEntry](), self.server_time.now()
         for name, given in dict_.items():
-            self._watched()
+            self._report_progress()
             try:
                 entries[str(name)] = copy.copy(self._maybe_entry(name, given))
-            except Exception:  # one wrong entry harms nobody else
+            except Exception:  # one wrong entry must not keep the others out
                 about = {"entry": name, "given": given}
                 log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)
         stored, left = list[str](), iter(entries.items())
-        while batch := dict(islice(left, BATCH)):  # there may be 100,000, which takes longer than the watchdog waits
-            self._watched()
+        while batch := dict(islice(left, BATCH)):  # 100,000 entries take longer than the watchdog waits
+            self._report_progress()
             stored += self.statics.install(batch, now)
-        self._watched()
+        self._report_progress()
         return stored
 
     def add(self, **kwargs: Any) -> BeatEntry:
@@ -415,7 +416,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     @property
     def schedule(self) -> Mapping[str, BeatEntry]:
-        """All entries by name, for tools that list them: each use reads them anew. In RedBeat: the due ones."""
+        """All entries by name, for tools that list them; each use reads Redis again. RedBeat's has only due entries."""
         return Listing(self.app, self.store.client, self._configured)
 
     def get_schedule(self) -> Mapping[str, BeatEntry]:
@@ -426,18 +427,18 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         given = self.app.conf.beat_schedule.get(name)
         try:
             return None if given is None else copy.copy(self._maybe_entry(name, given))
-        except Exception:  # a wrong one is logged when it is installed
+        except Exception:  # a wrong entry is logged when it is installed
             return None
 
     def close(self) -> None:
-        """Give up leadership and the broker connection; may run in a signal handler amid a tick, and again."""
+        """Give up leadership and the broker connection; may run in a signal handler during a tick, and repeatedly."""
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.stop()
         self._lost_messages.stop()
         if "lease" in self.__dict__:
             self.lease.release()
-        if not self._ticking:  # else the connection may be in use: we are called again when the tick has ended
+        if not self._ticking:  # else the connection may be in use: close() is called again when the tick has ended
             super(RedBeatScheduler, self).close()
 
 
@@ -446,6 +447,6 @@ def _longest_call(config: Config) -> float:
     periods = [
         options.get("retry_period") for options in (config.redbeat_redis_options, config.singleton_backend_kwargs)
     ]
-    with suppress(TypeError, ValueError):  # told by the client that is made of them
+    with suppress(TypeError, ValueError):  # the client raises for such an option
         return max(0.0, *(float(period or 0) for period in periods))
     return 0.0

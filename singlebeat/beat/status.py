@@ -1,4 +1,4 @@
-"""The state of a schedule as a whole: who leads and stands by, what is overdue, pending and quarantined."""
+"""The state of a schedule as a whole: the leader, the standbys, and overdue, pending and quarantined entries."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 __all__ = ("MAX_LAG", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus")
 
-#: An entry whose time has passed by more than this is overdue: the leader looks every second.
+#: Seconds after its time from which an entry is overdue: the leader polls every second.
 OVERDUE_AFTER = 5.0
 
 #: Seconds by which an entry may be overdue before its schedule is not healthy.
 MAX_LAG = 60.0
 
-#: Entries that are read to leave out those that RedBeat does not send yet, although their places are over.
-LOOKED_AT = 1000
+#: Most entries that are read to leave out those that RedBeat does not send yet, although their places have passed.
+MOST_READ = 1000
 
-#: Seconds without a sign of life after which no beat works, where all share the work: each gives one in every tenth.
+#: Where beats share the work: seconds without a sign of life after which no beat works. Each beat gives one every 10 s.
 SILENT_AFTER = 30.0
 
-#: What becomes of an unusable entry that no beat has checked yet.
+#: The fate of an unusable entry that no beat has checked yet, in words.
 QUARANTINED_LATER = "beat quarantines it when its time comes, unless it is corrected before"
 
-#: What it means that a beat of RedBeat leads.
+#: The effects of a leader that is a beat of RedBeat, in words.
 REDBEAT_LEADS = (
-    "a beat of RedBeat leads. It knows no policy: it sends what is paused, and no overlap, misfire_grace_time, jitter, "
-    "timezone, start_time, end_time or max_runs holds. It takes no locks for plain tasks and records no history. What "
-    "was triggered or backfilled waits until a beat of singlebeat leads"
+    "a beat of RedBeat leads. It knows no policy: it sends paused entries, and ignores overlap, misfire_grace_time, "
+    "jitter, timezone, start_time, end_time and max_runs. It acquires no locks for plain tasks and records no history. "
+    "Triggered and backfilled runs wait until a beat of singlebeat leads"
 )
 
 
@@ -52,24 +52,25 @@ REDBEAT_LEADS = (
 class ScheduleStatus:
     """A schedule at one moment by the server's clock; durations are seconds."""
 
-    #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty: nobody leads
+    #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty if no beat of
+    #: ours leads
     leader: Mapping[str, str]
     #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
     standbys: Sequence[Mapping[str, str]]
-    locked: bool  #: some beat leads, perhaps one of RedBeat, which leaves no name
+    locked: bool  #: a beat leads, perhaps a beat of RedBeat, which leaves no name
     lease_left: float
     entries: int
     due: int  #: entries whose time has come
-    overdue: int  #: of these, those that wait for longer than a beat that works lets them
-    lag: float  #: how late the most overdue one is
+    overdue: int  #: due entries that wait longer than a working beat lets them
+    lag: float  #: how late the most overdue entry is
     pending: int  #: occurrences that are claimed and not confirmed
-    quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since; empty where only their number was wanted
+    quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since; empty if only their number was asked for
     quarantined: int = 0
     is_shared: bool = False  #: leadership is switched off: all beats share the work
-    silent: float | None = None  #: since when no beat has noted the time by which it decides; None: none ever has
+    silent: float | None = None  #: since a beat has last noted the time by which it decides; None if no beat ever has
     now: float = 0.0  #: seconds since 1970
-    host_ahead: float = 0.0  #: by how much the clock of this host is ahead of the server's
-    set_back: float = 0.0  #: by how much the server's clock is behind the latest time by which a beat has decided
+    host_ahead: float = 0.0  #: by which the clock of this host is ahead of the server's
+    set_back: float = 0.0  #: by which the server's clock is behind the latest time by which a beat has decided
 
     @property
     def works(self) -> bool:
@@ -95,18 +96,18 @@ class ScheduleStatus:
 
     @property
     def redbeat_silent(self) -> str:
-        """Why a beat of RedBeat that holds the lock seems to be dead, and what to do; empty: it does not."""
+        """Why a beat of RedBeat that holds the lock seems to be dead, and what to do; empty if it does not."""
         if not (self.redbeat_leads and self.overdue):
             return ""
         return (
             f"a beat of RedBeat holds the lock, which has no name, and {self.overdue} entries are overdue, the first "
             f"by {self.lag:.0f} s: that beat was probably killed, or hangs. (If it lives, it has not noticed a new or "
-            "changed entry yet: it looks every 300 s, or as beat_max_loop_interval says.) Its lock ends by itself in "
+            "changed entry yet: it polls every 300 s, or as beat_max_loop_interval says.) Its lock ends by itself in "
             f"{self.lease_left:.0f} s. If no process of RedBeat runs any more, end it now: celery singlebeat resign"
         )
 
     def is_led_by(self, owner: str) -> bool:
-        """Return whether no beat of another app leads, which sends all entries to the queues of its own.
+        """Return whether no beat of another app leads, which would send all entries to its own queues.
 
         Args:
             owner: the name under which an app owns entries.
@@ -115,7 +116,7 @@ class ScheduleStatus:
 
     @property
     def waits(self) -> str:
-        """Until when entries wait, and why, if the server's clock was set back; empty: none waits for that."""
+        """Until when entries wait because the server's clock was set back, in words; empty if none waits for that."""
         if not self.set_back:
             return ""
         until = datetime.fromtimestamp(self.now + self.set_back, UTC)
@@ -126,7 +127,7 @@ class ScheduleStatus:
         )
 
     def problem(self, max_lag: float = MAX_LAG) -> str:
-        """Return why the schedule is not looked after, or only by a clock that is wrong; empty: it is.
+        """Return why no beat looks after the schedule, or which wrong clock decides about it; empty if all is well.
 
         Args:
             max_lag: seconds by which entries may be overdue while a beat of RedBeat holds the lock.
@@ -142,10 +143,10 @@ class ScheduleStatus:
         return f"no beat works: there was no sign of one {since}, and none leads (redbeat_lock_key is None)"
 
     def wrong_clocks(self, *, standbys: bool = False) -> Iterator[tuple[str, float]]:
-        """Yield whose clock differs from the server's, as a sentence, and by how much it is ahead.
+        """Yield a sentence about each host whose clock differs from the server's, and the seconds that it is ahead.
 
         Args:
-            standbys: also of the beats that stand by.
+            standbys: include the hosts of the standbys.
         """
         here = {"host": socket.gethostname(), "ahead": str(self.host_ahead)}
         beats = [(self.leader, "which leads"), *((beat, f"which {self.role}") for beat in self.standbys if standbys)]
@@ -161,7 +162,7 @@ class ScheduleStatus:
         """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
 
         Args:
-            names: read why each entry is in quarantine, of which there may be thousands.
+            names: read the names and reasons of quarantined entries, of which there may be thousands.
             client: for the schedule's server; by default the app's.
 
         Raises:
@@ -172,18 +173,18 @@ class ScheduleStatus:
         now = server_time.timestamp()
         with client.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.lease.leader)
-            # Without clocks: whoever stands by trims it, and it ends when nobody does.
+            # All members, without a limit by time: standbys trim this set, and without standbys the set expires.
             pipe.zrange(keys.lease.standbys, 0, -1)
             pipe.pttl(keys.lock or keys.lease.leader)
             pipe.zcard(keys.schedule)
             pipe.zcount(keys.schedule, 0, now)
-            # A score of 0 means "now, whenever that is", and says nothing about how late it is.
+            # A score of 0 means "at once", and says nothing about how late the entry is.
             pipe.zcount(keys.schedule, "(0", now - OVERDUE_AFTER)
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
             pipe.hlen(keys.quarantine)
             pipe.get(keys.alive)
-            pipe.get(keys.clock)  # older beats write this one only
+            pipe.get(keys.clock)  # older beats write only this key
             if names:
                 pipe.hgetall(keys.quarantine)
             leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
@@ -191,19 +192,19 @@ class ScheduleStatus:
             )
         set_back = _number(clock) - now
         if not DIFFERS_FROM < set_back <= LONGEST_STEP_BACK.total_seconds():
-            set_back = 0.0  # by more, no entry waits: the beat that leads makes them count from now
+            set_back = 0.0  # by more, no entry waits: the leader lets entries count from now
         records = {
             member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
         }
         noted_at = _number(alive or clock)
-        if noted_at > now + SILENT_AFTER:  # by a clock that was wrong: a beat that works would have written it anew
+        if noted_at > now + SILENT_AFTER:  # of a wrong clock: a working beat would have noted another time since
             noted_at = 0.0
         if overdue and ttl > 0 and not leader:
-            idle, first = _idle(app, client, keys, now)
+            idle, first = _count_idle(app, client, keys, now)
             due, overdue = due - idle, overdue - idle
         return cls(
             leader=leader,
-            standbys=sorted((_named(text) for text in standbys), key=lambda standby: standby["since"]),
+            standbys=sorted((_decode_standby(text) for text in standbys), key=lambda standby: standby["since"]),
             locked=ttl > 0,
             lease_left=max(0, ttl) / 1000,
             entries=entries,
@@ -221,13 +222,13 @@ class ScheduleStatus:
         )
 
 
-def _idle(app: Celery, client: RedisClient, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
-    """Return how many entries RedBeat need not have sent, of those whose places are over, and the first of the others.
+def _count_idle(app: Celery, client: RedisClient, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:
+    """Return how many overdue entries RedBeat need not have sent, and the first entry that it should have sent.
 
-    Where RedBeat leads, the places of disabled entries stay behind. After its start places are too early by the age of
-    the last run (sibson/redbeat#210), so the time itself is computed. ``LOOKED_AT`` entries are read at most.
+    Where RedBeat leads, disabled entries keep places in the past. After a start of RedBeat, places are too early by the
+    age of the last run (sibson/redbeat#210), so the time itself is computed. ``MOST_READ`` entries are read at most.
     """
-    found = client.zrangebyscore(keys.schedule, "(0", now - OVERDUE_AFTER, start=0, num=LOOKED_AT, withscores=True)
+    found = client.zrangebyscore(keys.schedule, "(0", now - OVERDUE_AFTER, start=0, num=MOST_READ, withscores=True)
     rows = read_fields(client, [keys.entry(member) for member, _ in found])
     times = [
         (member, _due_by_redbeat(app, keys.entry(member), place, fields))
@@ -238,9 +239,9 @@ def _idle(app: Celery, client: RedisClient, keys: Keys, now: float) -> tuple[int
 
 
 def _due_by_redbeat(app: Celery, key: str, place: float, fields: StoredFields) -> float | None:
-    """Return since when RedBeat should have sent an entry, in seconds since 1970; None: it never sends it.
+    """Return since when RedBeat should have sent an entry, in seconds since 1970; None if RedBeat never sends it.
 
-    One that cannot be used is due at its place: RedBeat removes it, or ends because of it.
+    An unusable entry is due at its place: RedBeat removes it, or ends because of it.
     """
     try:
         definition, meta, *_ = fields
@@ -254,7 +255,7 @@ def _due_by_redbeat(app: Celery, key: str, place: float, fields: StoredFields) -
     return nominal if nominal is None or isinstance(nominal, float) else max(place, nominal.timestamp())
 
 
-def _named(text: str) -> Mapping[str, str]:
+def _decode_standby(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
         return {name: str(raw[name]) for name in ("host", "pid", "since")} | {

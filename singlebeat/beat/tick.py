@@ -32,7 +32,7 @@ class Tick:
     """Decides about the due entries of an app, and sends their occurrences.
 
     Args:
-        progress: hears of each step; a step may take long.
+        progress: called at each step, because a step may take long.
         timestamp: returns the server's time in seconds since 1970.
     """
 
@@ -48,7 +48,7 @@ class Tick:
         self.app, self.store, self.dispatcher = app, store, dispatcher
         self._progress, self._timestamp = progress, timestamp
         #: Due entries that are blocked by an earlier occurrence which is not sent yet. They keep their places at the
-        #: head of the due entries, so the next tick reads on behind them, until it meets the end.
+        #: head of the due entries, so the next tick reads on behind them, until it reaches the end.
         self._blocked = 0
 
     def read(self, now: datetime, *, all_pending: bool) -> Due:
@@ -76,7 +76,7 @@ class Tick:
         ]
 
     def _drop(self, retaken: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> list[Confirmation]:
-        """Confirm occurrences that may not run any more, and free their locks: too late, paused or disabled."""
+        """Confirm retaken occurrences that are too late, paused or disabled, and free their locks."""
         zone = app_zone(self.app)
         decided = [(claimed, dropped(claimed.stored, claimed.occurrence, now, zone=zone)) for claimed in retaken]
         over = [(claimed, decision) for claimed, decision in decided if decision is not None]

@@ -231,7 +231,7 @@ def test_a_recovered_entry_is_explained(desk):
     desk.beats[-1].tick()
     desk.beats[-1].tick()
 
-    assert "and has recovered since: policy: there is no 'jiter'" in desk.explained()
+    assert "and is usable again: policy: there is no 'jiter'" in desk.explained()
 
 
 def test_a_key_of_another_type_is_recorded_and_hinders_no_other_record(desk):

@@ -52,7 +52,7 @@ def redbeat(celery, app, redis) -> CeleryProcess:
 
 
 def test_every_tool_explains_that_redbeat_leads(redbeat, app, redis, cli):
-    meaning = "a beat of RedBeat leads. It knows no policy: it sends what is paused"
+    meaning = "a beat of RedBeat leads. It knows no policy: it sends paused entries"
 
     assert ScheduleStatus.of(app).redbeat_leads
     assert ready(app, redis) == (200, "ok")

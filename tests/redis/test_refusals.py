@@ -313,11 +313,11 @@ def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own
         explained = cli("explain", "e", app=app).output
 
     (told,) = [record for record in caplog.records if record.singlebeat["event"] == "unreachable"]
-    assert "stays pending until the broker takes it" in told.getMessage()
+    assert "stay pending until the broker takes it" in told.getMessage()
     assert told.singlebeat["reason"].startswith(f"the broker {own_server.url}: ")
     assert "is claimed and waits to be sent" in explained
     assert f"the broker {own_server.url} refuses: " in explained
-    assert "Its memory is full: free some, or raise maxmemory. It is sent when that is over" in explained
+    assert "Its memory is full: free some, or raise maxmemory. Beat sends it once that is over" in explained
     assert "does not answer" not in explained
 
 

@@ -336,7 +336,7 @@ def test_runs_due_in_a_broker_outage_are_sent_once_after_it(chaos_on, server, re
         broker.kill()
         position = leader.position
         chaos.feed(20, over=2)
-        leader.wait_for("stays pending until the broker answers", after=position)
+        leader.wait_for("stay pending until the broker answers", after=position)
         wait_until(lambda: chaos.claimed() == 20, what="the claim of all")
         ticks = leader.position
         assert chaos.redis.zcard(chaos.keys.pending) == 20

@@ -196,7 +196,7 @@ def test_b2_a_restarted_redis_has_kept_the_data_that_it_persists(beat, server, o
         incident = Incident("B2 Redis that kept nothing is back")
         own_server.restart()
         incident.until(
-            second.logs(f'{VANISHED} reason="term 1 has begun before, '),
+            second.logs(f'{VANISHED} reason="the server has forgotten term 1: '),
             second.logs("WARNING.*Redis works again event=recovered"),
             second.ready("^200 ok$"),
             tools.say("health", f"healthy: .*pid {second.pid}, term 1"),
@@ -778,7 +778,8 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
     ops.terminate()
     incident.until(
         blog.logs(
-            "WARNING.*This beat of app blog leads over 1 entries of app ops: they go to its queues event=other_app"
+            "WARNING.*This beat of app blog leads over 1 entries of app ops, and sends them to its own queues "
+            "event=other_app"
         ),
         tools.say("doctor", f"{about}1 entries there are of app ops, not of blog", code=1),
         tools.say("explain publish", "Nothing was decided about it so far", "It runs next for"),
@@ -803,7 +804,8 @@ def test_b14_a_beat_that_must_not_lead_over_another_app_resigns(beat_of, redis):
     refused = beat_of("blog", "publish", singlebeat_other_app_check="raise")
 
     assert refused.wait() != 0
-    assert refused.matches("This beat of app blog leads over 1 entries of app ops: they go to its queues: both have")
+    leads_over = "This beat of app blog leads over 1 entries of app ops, and sends them to its own queues: both have"
+    assert refused.matches(leads_over)
     assert not redis.exists("redbeat::lock")
     assert redis.smembers("redbeat::statics") == {"nightly"}
 

@@ -244,7 +244,7 @@ def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(
         waits = "is claimed and waits to be sent, as task .*: the broker .* does not answer"
         with rabbit.outage():
             Incident("B6 RabbitMQ stopped").until(
-                beat.logs("ERROR.*stays pending until the broker answers event=unreachable server=.?the broker"),
+                beat.logs("ERROR.*stay pending until the broker answers event=unreachable server=.?the broker"),
                 beat.metric("pending_occurrences", "1.0"),
                 tools.say("status", "^pending +1, claimed and not yet sent"),
                 tools.say(

@@ -116,7 +116,7 @@ def test_a_time_before_the_history_begins():
 
 def test_a_decision_is_explained():
     assert "left out: the entry is paused (audit)" in said(record(NOON, "paused", reason="audit"))
-    assert "never can: TypeError()" in said(record(NOON, "publish_failed", reason="TypeError()"))
+    assert "never can be: TypeError()" in said(record(NOON, "publish_failed", reason="TypeError()"))
     assert "does not hold the lock any more" in said(record(NOON, "skipped_overlap", holder="x", reason="held by x"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from singlebeat.beat.lost_messages import Found, Waiting, _ended, may_yet_start, note
+from singlebeat.beat.lost_messages import Found, Waiting, _read_ends, may_yet_start, note
 from singlebeat.config import Config
 from singlebeat.locks.base import Ref
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
@@ -126,4 +126,4 @@ def test_a_result_backend_without_its_driver_knows_of_no_end():
     lock = waiting()
     assert lock is not None
 
-    assert _ended(app, [lock]) == {}
+    assert _read_ends(app, [lock]) == {}

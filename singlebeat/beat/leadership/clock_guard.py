@@ -1,4 +1,4 @@
-"""The time by which the beats that lead have decided, so that a clock which was wrong silences no entry for long."""
+"""The time by which leaders have decided; because of it, a clock that was wrong silences no entry for long."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "Clock", "latest_shown")
 
 log = Log("celery.beat")
 
-#: How far ahead a past may lie: what was done before the clock was set back is not done again. One that lies further
-#: ahead is wrong, as are the clocks that wrote it, and must not silence its entry (cron(8) of Debian draws this line).
+#: How far ahead the past of an entry may lie, so that runs of before the clock was set back are not repeated. A past
+#: that lies further ahead comes from a wrong clock, and must not silence its entry (cron(8) of Debian has this limit).
 LONGEST_STEP_BACK = timedelta(hours=3)
 
-#: The last second before the year 10000: a place that is later is no time in seconds since 1970.
+#: The last second before the year 10000: a later place is no time in seconds since 1970.
 LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 
-#: How old the stored time may be: the next leader compares it in hours, and where beats share the work it is the sign
-#: of their life.
+#: How old the stored time may be. The next leader compares it in hours, and beats that share the work store a sign of
+#: life with it.
 STORED_EVERY = timedelta(seconds=10)
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -44,25 +44,26 @@ class Clock:
 
     Args:
         client: the client for the schedule.
-        progress: hears of each step.
+        progress: called at each step.
     """
 
     def __init__(self, client: RedisClient, keys: Keys, *, progress: Callable[[], None]) -> None:
         self.client, self.keys, self._progress = client, keys, progress
         self._term: Term | None = None
         self._latest = self._noted = LONG_AGO
-        self._written: datetime | None = None  #: what the server was told last, by the leader that this beat was
+        self._written: datetime | None = None  #: the time that this beat has stored last as the leader
         self._waits = False  #: it was logged that entries wait for the clock to catch up
 
     def check(self, now: datetime, term: Term) -> datetime | None:
-        """Make those entries due that a clock has moved on which was hours ahead: a tick then counts them from now.
+        """Make entries due that a clock running hours ahead has moved on, so that a tick lets them count from now.
+
+        Such a clock is detected by the latest time that this beat or an earlier leader has recorded. A scan of the
+        entries is expensive: a million entries may rightly have times far ahead. Places that are no times are cheap to
+        find.
 
         Returns:
-            From when on the server has lost what was written, None if it has lost nothing as far as is known: a server
-            that starts from a snapshot, or takes over from another one, may have forgotten its last changes.
-
-        Such a clock is known by what it has shown, here or to whoever led before: to look at the entries is dear, as
-        there may be a million whose next time is rightly far ahead. Places that are no times at all are cheap to find.
+            The time since which the server has lost changes; None if no loss is known. A server that starts from a
+            snapshot, or takes over from another one, may have forgotten its last changes.
         """
         lost = None
         if term != self._term:
@@ -73,14 +74,14 @@ class Clock:
                 lost = shown
             self._written = None
         if now + LONGEST_STEP_BACK < self._latest:
-            self._look_again(now)
+            self._reschedule_ahead(now)
             self._latest = now
         elif (self._latest - now).total_seconds() > UNFIT_FROM and not self._waits:
             self._waits = True
             about = {"before": self._latest, "now": now, "reason": "entries that were decided by then wait until then"}
             log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
-            self._try_again(now)
-        # The latest, not the last: many small steps back are a large one.
+            self._retry_pending(now)
+        # The latest time, not the last: many small steps back are a large step.
         self._latest = max(self._latest, now)
         if self._waits and self._latest == now:
             self._waits = False
@@ -94,15 +95,15 @@ class Clock:
         return lost
 
     def _note(self, now: datetime, term: Term) -> datetime:
-        """Tell the server the latest time; return what it has known before, long ago if it knew nothing."""
+        """Store the latest time; return the time that was stored before, long ago if there was none."""
         self._progress()
         keys = self.keys
         with self.client.pipeline(transaction=False) as pipe:
             pipe.zrangebyscore(keys.schedule, f"({LAST_INSTANT!r}", "+inf", start=0, num=BATCH, withscores=True)
-            pipe.get(keys.clock)  # and not by SET, which would leave a key of another type as it is
+            pipe.get(keys.clock)  # not SET with GET, which would leave a key of another type as it is
             pipe.set(keys.clock, repr(self._latest.timestamp()))
             if not term.token:
-                pipe.set(keys.alive, repr(now.timestamp()))  # the latest may lie ahead for hours
+                pipe.set(keys.alive, repr(now.timestamp()))  # the latest time may lie ahead for hours
             places, before, *_ = pipe.execute()
         if places:
             self.client.zadd(keys.schedule, {member: 0 for member, _ in places}, xx=True)
@@ -111,7 +112,7 @@ class Clock:
             log.warning("beat: The place of '%(entry)s' is corrected", event="place_corrected", **about)
         return _moment(before)
 
-    def _look_again(self, now: datetime) -> None:
+    def _reschedule_ahead(self, now: datetime) -> None:
         about = {"before": self._latest, "now": now}
         log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
         limit = now + LONGEST_STEP_BACK
@@ -125,16 +126,16 @@ class Clock:
             found = zip(members, read_fields(self.client, entries), strict=True)
             if ahead := [member for member, fields in found if _counts_from(fields, now) > limit]:
                 self.client.zadd(self.keys.schedule, dict.fromkeys(ahead, 0), xx=True)
-        self._try_again(now)
+        self._retry_pending(now)
 
-    def _try_again(self, now: datetime) -> None:
-        """Let the time come at which pending occurrences are tried again: by a clock that was ahead it is far ahead."""
+    def _retry_pending(self, now: datetime) -> None:
+        """Retry pending occurrences now: a clock that was ahead has put their next try far ahead."""
         if untried := self.client.zrangebyscore(self.keys.pending, f"({now.timestamp()!r}", "+inf"):
             self.client.zadd(self.keys.pending, dict.fromkeys(untried, 0), xx=True)
 
 
 def latest_shown(client: RedisClient, keys: Keys) -> datetime:
-    """Return the latest time by which a leader has decided, as far as it is noted; long ago if none is."""
+    """Return the stored latest time by which a leader has decided; long ago if none is stored."""
     return _moment(client.get(keys.clock))
 
 
@@ -146,7 +147,7 @@ def _moment(text: str | None) -> datetime:
 
 
 def _counts_from(fields: StoredFields, now: datetime) -> datetime:
-    """Return from when on the next time of an entry counts; now if that cannot be told, which a tick finds out."""
+    """Return from when on the next time of an entry counts; now if the entry is unusable, which a tick logs."""
     try:
         if isinstance(fields, str):
             return now

@@ -1,4 +1,4 @@
-"""Leadership: one beat leads for a term, under a lease that a thread of its own renews."""
+"""Leadership: one beat leads for a term, under a lease that a separate thread renews."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ log = Log("celery.beat")
 #: Renewals per lease: two may fail before leadership is in danger.
 RENEWALS_PER_LEASE = 3
 
-#: The part of a lease at its end in which the leader does not trust it any more, for clocks that run unevenly.
+#: The fraction of a lease, at its end, in which the leader trusts it no longer, because clocks run unevenly.
 MARGIN = 0.1
 
-#: Seconds for which a beat that stands by counts as there after its last campaign: it makes several in each second.
+#: Seconds for which a standby counts as alive after its last campaign: it makes several campaigns each second.
 STAY = 5.0
 
-#: Where leadership is switched off: seconds between two signs of life of a beat, and for how long one counts.
+#: Where leadership is switched off: seconds between two signs of life of a beat, and for which each sign counts.
 SHARE_EVERY, SHARE_STAY = 5.0, 15.0
 
 
@@ -53,21 +53,21 @@ class Term:
     """One unbroken period of leadership."""
 
     number: int  #: fencing number: a later term has a higher one; 0 where leadership is switched off
-    token: str  #: what the lock holds during this term; empty where leadership is switched off
-    lost: int = 0  #: number of an earlier term that the server has forgotten, with what it held; 0: of none is known
+    token: str  #: the value of the lock during this term; empty where leadership is switched off
+    lost: int = 0  #: number of an earlier term that the server has forgotten with its other data; 0 if none is known
     leader: str = field(default_factory=identity)  #: host and pid of the beat that leads
 
 
 class Lease:
-    """Takes, renews and gives up leadership; losing it is a state, not an error.
+    """This beat's leadership, which is acquired, renewed and given up; its loss is a state, not an error.
 
     Args:
-        connect: returns a new client with connections of its own and a short timeout, or the one that the user has set.
+        connect: returns a new client with its own connections and a short timeout, or the client that the user has set.
         ttl: seconds that leadership lasts after its last renewal.
         clock: monotonic seconds.
-        about: texts that are stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
+        about: strings stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
         server_time: learns the server's time from each campaign.
-        says: returns an error of the server for the log.
+        says: returns an error of the server in words for the log.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Lease:
         self._term: Term | None = None
         self._token = ""  #: of campaigns that were not answered: the server may yet execute one of them
         self._last_token = ""  #: of the last campaign that was answered
-        self._known = 0  #: number of the last term that we have heard of, ours or another's
+        self._known = 0  #: number of the last known term, of this beat or another
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
-        self._share_at = 0.0  #: when to give the next sign of life; at once
+        self._share_at = 0.0  #: when to give the next sign of life; 0: at once
         self._not_renewed = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -111,20 +111,20 @@ class Lease:
             return term
         if self._client is None:
             self._client = self._connect()
-        # A new one only after an answer: a server that was frozen executes what had reached it, and no process would
-        # know the token that its lock holds then.
+        # A new token only after an answer: a server that was frozen executes the campaigns that had reached it. With
+        # another token, no process would know the token of the lock then.
         token, self._term = self._token or uuid(), None
-        # Trust counts from before the call: a slow reply must not stretch it.
+        # The trusted time counts from before the call: a slow reply must not extend it.
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term, self.keys.standbys, self.keys.resigned)
         host, pid, since = socket.gethostname(), os.getpid(), self._now()
-        # What is stored is the same at each campaign, and is taken back in these words.
+        # The stored string must be the same at each campaign, because it is removed by its value.
         self._since = self._since or since
-        before, self._standby = self._standby, self._named(host, pid)
+        before, self._standby = self._standby, self._encode_standby(host, pid)
         about = (host, pid, since, self._last_token, self._standby)
         off = (f"{self.server_time.host_ahead:.1f}", before if before != self._standby else "")
         args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known, *off)
-        self._token = token  # from now on the lock may hold it, whether we hear of that or not
+        self._token = token  # from now on the lock may hold it, even if no reply arrives
         asked = self.server_time.asked()
         number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
         self._last_token, self._token = token, ""
@@ -144,33 +144,33 @@ class Lease:
         return self.server_time.now().isoformat(timespec="seconds")
 
     def _share(self) -> None:
-        """Let people see that this beat shares the work, where leadership is switched off."""
+        """Give a sign of life for operators, where leadership is switched off and beats share the work."""
         if self._clock() < self._share_at:
             return
         if self._client is None:
             self._client = self._connect()
         self._since = self._since or self._now()
-        before, self._standby = self._standby, self._named(socket.gethostname(), os.getpid())
+        before, self._standby = self._standby, self._encode_standby(socket.gethostname(), os.getpid())
         now, key = self.server_time.timestamp() * 1000, self.keys.standbys
         until = now + SHARE_STAY * 1000
         with self._client.pipeline(transaction=False) as pipe:
             if before != self._standby:
                 pipe.zrem(key, before)
             pipe.zremrangebyscore(key, "-inf", now)
-            pipe.zremrangebyscore(key, f"({until!r}", "+inf")  # of before the server's clock was set back
+            pipe.zremrangebyscore(key, f"({until!r}", "+inf")  # from before the server's clock was set back
             pipe.zadd(key, {self._standby: until})
             pipe.pexpire(key, round(SHARE_STAY * 1000))
             pipe.execute()
         self._share_at = self._clock() + SHARE_EVERY
 
-    def _named(self, host: str, pid: int) -> str:
-        """Return this beat as it stands by, in JSON; how far its clock is off only where that matters."""
+    def _encode_standby(self, host: str, pid: int) -> str:
+        """Return the record of this beat as a standby, in JSON; it says how far the clock is off if that matters."""
         ahead = self.server_time.host_ahead
         off = {"ahead": round(ahead)} if abs(ahead) > DIFFERS_FROM else {}
         return json.dumps({"host": host, "pid": str(pid), "since": self._since, **self._about, **off})
 
     def term(self) -> Term | None:
-        """Return the term that we may act under at this moment, or None."""
+        """Return the term under which this beat may act now, or None."""
         if self._stopped:
             return None
         if self.keys.lock is None:
@@ -179,14 +179,14 @@ class Lease:
         return term if term is not None and self._clock() < self._trusted_until else None
 
     def owned(self) -> bool:
-        """Tell whether we lead at this moment."""
+        """Return whether this beat leads now."""
         return self.term() is not None
 
     def renew(self) -> bool:
-        """Prolong our term; False if it has ended.
+        """Prolong our term; return False if the term has ended.
 
         Raises:
-            RedisError: the server does not answer; the term goes on until its trust ends.
+            RedisError: the server does not answer; the term goes on until this beat trusts its lease no longer.
         """
         term = self._term
         if term is None or self.keys.lock is None:
@@ -207,14 +207,14 @@ class Lease:
         return False
 
     def release(self) -> None:
-        """Lead or stand by no more, for good; may be called in a signal handler, at any moment, and again.
+        """Stop leading or standing by, for good; may be called in a signal handler, at any moment, and repeatedly.
 
-        It takes no lock and shares no connection with the rest of the process, so it cannot wait for either; but where
-        the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and for the server.
+        It acquires no thread lock and shares no connection with the rest of the process, so it waits for neither. But
+        if the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and the server.
         """
         token, self._term, self._stopped = self._token or self._last_token, None, True
         if self.keys.lock is None and self._standby:
-            with suppress(RedisError):  # it ends by itself
+            with suppress(RedisError):  # the sign of life expires by itself
                 self._connect().zrem(self.keys.standbys, self._standby)
                 self._standby = ""
         if not token or self.keys.lock is None:
@@ -236,7 +236,7 @@ class Lease:
         self._token = self._last_token = ""
 
     def leader(self) -> Mapping[str, str]:
-        """Return who leads (host, pid, since, term, perhaps lost), empty if nobody does."""
+        """Return the record of the leader (host, pid, since, term, perhaps lost), empty if no beat leads."""
         client = self._client or self._connect()
         record: Mapping[str, str] = client.hgetall(self.keys.leader)
         number = record.get("term", "")
@@ -260,10 +260,10 @@ class Lease:
 
 
 def resign(app: Celery) -> bool:
-    """End the present term of leadership, so that a beat which stands by leads next; tell whether there was one.
+    """End the present term of leadership, so that a standby leads next; return whether there was a term.
 
-    The beat whose term it was leads again at once where none stands by, and after ``STAY`` seconds if none leads then.
-    What the leader has claimed is fenced by its term: nothing is decided twice.
+    The beat whose term it was leads again at once if there is no standby, and after ``STAY`` seconds if no standby
+    leads by then. The claims of the old leader are fenced by its term, so no occurrence is decided twice.
     """
     keys = Keys.of(app)
     client = schedule_client(app)

@@ -1,1 +1,1 @@
-"""WHERE: the schedule in Redis: due entries, claims, quarantine, history."""
+"""The schedule in Redis: due entries, claims, quarantine and history."""

@@ -1,4 +1,4 @@
-"""The entries in Redis: what is due, claim, confirm and history."""
+"""The entries in Redis: reads due entries, and claims, retakes and confirms their occurrences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ("Claim", "ClaimVerdict", "ClaimedOccurrence", "Confirmation", "Due", 
 
 log = Log("celery.beat")
 
-#: What an entry keeps of its own history: about four records.
+#: Bytes that an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
 
 #: Decoded entries that are kept, by their raw definition.
@@ -56,46 +56,46 @@ class Stored:
     meta: Meta
     policy: EntryPolicy
     pending: Occurrence | None  #: claimed, and not confirmed
-    pending_score: float = 0.0  #: when that is to be tried again
+    pending_score: float = 0.0  #: when the pending occurrence is to be retried
 
     @property
     def found(self) -> Sequence[str]:
-        """Definition, meta, policy and since: what its times depend on."""
+        """Definition, meta, policy and since: the fields that its times depend on."""
         return self.fields[:4]
 
     @property
     def sha(self) -> str:
-        """SHA-1 of all that a decision about it is made from: a claim is refused if any of that has changed."""
+        """SHA-1 of all fields that a decision about it depends on: a claim is refused if any of them has changed."""
         raw = "\0".join(self.fields).encode(errors="surrogateescape")
         return hashlib.sha1(raw, usedforsecurity=False).hexdigest()
 
     def without_pending(self, meta: Meta) -> Stored:
-        """Return it as it is stored once its pending occurrence is confirmed, with another past."""
+        """Return the entry as it is stored once its pending occurrence is confirmed, with another past."""
         definition, _, policy, since, _ = self.fields
         return replace(self, fields=(definition, meta.encode(), policy, since, ""), meta=meta, pending=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What a tick has to look at."""
+    """The entries and occurrences that a tick has to decide about."""
 
     entries: Sequence[Stored]
-    recovered: Sequence[Stored]  #: with an occurrence that was claimed and not confirmed
+    recovered: Sequence[Stored]  #: entries with an occurrence that was claimed and not confirmed
     next_score: float | None  #: when the next entry is due
     more: bool  #: there are more entries due than one batch holds
     statics_gone: bool
-    zone: str | None = None  #: of the app, in which the places of the schedule were computed; None: not known
+    zone: str | None = None  #: of the app, in which the places of the schedule were computed; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A wish to move an entry on, with or without taking its occurrence."""
+    """A request to move an entry on, with or without claiming its occurrence."""
 
     stored: Stored
     next_score: float
     meta: Meta | None = None
     occurrence: Occurrence | None = None
-    decision: Decision | None = None  #: to be recorded at once, where no occurrence is taken
+    decision: Decision | None = None  #: to be recorded at once, if no occurrence is claimed
 
     @property
     def claimed(self) -> ClaimedOccurrence | None:
@@ -107,14 +107,14 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedOccurrence:
-    """An occurrence on its way to the broker: claimed in this tick, or pending and retaken."""
+    """An occurrence that is to be sent: claimed in this tick, or pending and retaken."""
 
     stored: Stored
     occurrence: Occurrence
     past: Meta  #: of its entry, in which it is counted
 
     def confirmation(self, decision: Decision) -> Confirmation:
-        """Return what a decision about it changes: an occurrence that was not sent is not counted any more."""
+        """Return the confirmation of a decision about it; an occurrence that was not sent is counted no longer."""
         return Confirmation(self.stored, decision, None if decision.is_sent else self.past.without(self.occurrence))
 
 
@@ -124,7 +124,7 @@ class Confirmation:
 
     stored: Stored
     decision: Decision
-    past: Meta | None = None  #: of its entry, in which it is not counted; None: its past stays as it is
+    past: Meta | None = None  #: of its entry, in which it is not counted; None if the past stays as it is
 
     @property
     def past_json(self) -> str:
@@ -133,7 +133,7 @@ class Confirmation:
 
 
 class ClaimVerdict(StrEnum):
-    """What came of a claim."""
+    """The outcome of a claim."""
 
     CLAIMED = "claimed"
     FENCED = "fenced"
@@ -147,7 +147,7 @@ class _Row(NamedTuple):
     member: str
     decision: Decision
     occurrence: str = ""  #: that is pending; empty if none was claimed
-    meta: str = ""  #: empty: it stays as it is
+    meta: str = ""  #: empty if it stays as it is
 
 
 class Store:
@@ -155,8 +155,8 @@ class Store:
 
     Args:
         client: the client for the schedule.
-        progress: hears of each step, before each call to the server: one may be repeated for long.
-        server_time: learns the server's time from each look at what is due.
+        progress: called at each step and before each call to the server, because a call may be repeated for long.
+        server_time: learns the server's time from each read of due entries.
     """
 
     def __init__(
@@ -175,10 +175,10 @@ class Store:
         self.quarantine = Quarantine(app, client, self.keys, progress=progress)
 
     def check_eviction(self) -> None:
-        """Say so if the server may throw entries away when its memory is full.
+        """Log it if the server may evict entries when its memory is full.
 
         Raises:
-            ConfigError: it may, and ``redbeat_key_expiry_check`` is ``raise``.
+            ConfigError: the server may evict keys, and ``redbeat_key_expiry_check`` is ``raise``.
         """
         check = Config.of(self.app).redbeat_key_expiry_check
         if check == "ignore":
@@ -195,11 +195,11 @@ class Store:
         log.write(level, "beat: The schedule is not safe", event="may_evict", reason=text)
 
     def due(self, now: datetime, *, all_pending: bool, start: int = 0) -> Due:
-        """Read what is due: two round trips, however many entries there are.
+        """Read due entries and pending occurrences in two round trips, however many entries there are.
 
         Args:
-            start: leave out so many, those that have been due for the longest time.
-            all_pending: return every unconfirmed occurrence, not only those whose time to be tried has come.
+            start: leave out this number of entries, those that have been due for the longest time.
+            all_pending: return every pending occurrence, not only those whose time for a retry has come.
         """
         self._progress()
         keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
@@ -210,7 +210,7 @@ class Store:
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
             bound = "+inf" if all_pending else seconds
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
-            # Not all names: there may be thousands, for ever.
+            # Only some names: thousands of entries may stay in quarantine.
             pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
             pipe.exists(keys.statics)
             pipe.get(keys.zone)
@@ -220,10 +220,10 @@ class Store:
         self.quarantine.cursor, rechecked = quarantined
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
         stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
-        # By entry: a bare name and its key are two members of one.
+        # By entry: a bare name and a key may be two members of the same entry.
         waits = {keys.entry(member): member for member in pending if member in stored and stored[member].pending}
         forgotten = set(pending) - set(waits.values())
-        if forgotten:  # the entry was deleted, or made anew
+        if forgotten:  # their entries were deleted, or created again
             self._progress()
             self.client.zrem(keys.pending, *forgotten)
         return Due(
@@ -281,7 +281,8 @@ class Store:
             key = self.keys.entry(member)
             if key in self.keys.own:
                 raise EntryError(
-                    f"its key is one of the schedule itself: ZREM {shlex.join((self.keys.schedule, member))}"
+                    "its key belongs to the schedule itself: remove its place with ZREM "
+                    f"{shlex.join((self.keys.schedule, member))}"
                 )
             entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
             if entry.ignored:
@@ -290,12 +291,12 @@ class Store:
         return entry
 
     def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[ClaimVerdict]:
-        """Move entries on, each in one step that nobody else can have taken; one round trip."""
+        """Move entries on, each in one step that only one beat can take; one round trip."""
         if not claims:
             return []
         self._progress()
         keys = self.keys
-        # Where leadership is switched off, beats of one zone share the work: what was decided in another is refused.
+        # Where leadership is switched off, beats of one zone share the work. A claim from another zone is refused.
         lock, token = (keys.lock, term.token) if keys.lock else (keys.zone, str(app_zone(self.app)))
         touched = [lock, keys.schedule, keys.pending]
         wishes = []
@@ -311,7 +312,7 @@ class Store:
         ]
 
     def confirm(self, confirmations: Sequence[Confirmation], term: Term) -> None:
-        """Record what became of claimed occurrences; one round trip."""
+        """Record the decisions about claimed occurrences, which are pending no longer; one round trip."""
         rows = [
             _Row(
                 each.stored.member,
@@ -344,7 +345,7 @@ class Store:
             signals.occurrence_decided.send(sender=self.app, entry=row.decision.entry, decision=row.decision)
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
-        """Take up unconfirmed occurrences, and return those that nobody else has taken up; one round trip."""
+        """Retake pending occurrences, and return those that no other beat has retaken before; one round trip."""
         if not recovered:
             return []
         self._progress()
@@ -355,7 +356,7 @@ class Store:
         return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
 
     def postpone(self, retries: Mapping[str, datetime]) -> None:
-        """Try unconfirmed occurrences again at other times."""
+        """Set other times for the retries of pending occurrences, by member."""
         if retries:
             self._progress()
             scores = {member: retry_at.timestamp() for member, retry_at in retries.items()}

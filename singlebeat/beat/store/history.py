@@ -1,4 +1,4 @@
-"""What was decided about occurrences, and how their runs ended: read from the schedule's server."""
+"""The history of decisions about occurrences, and of the ends of their runs, read from the schedule's server."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = ("End", "History", "Own", "Record")
 #: Records of a stream that one round trip reads.
 PAGE = 1000
 
-#: What became of a message that did not run, or not yet.
+#: Outcomes of messages that did not run, or have not run yet.
 NO_END = {"duplicate_refused", "postponed"}
 
-#: What a line in an entry's own history holds after its id, in the order of ``confirm.lua`` and ``ended.lua``.
+#: The values of a line in an entry's own history after its id, in the order of ``confirm.lua`` and ``record_ends.lua``.
 _OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader", "holder_entry")
 _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a run ended."""
+    """The end of a run."""
 
     outcome: str  #: success, failure, retry, time_limit, worker_lost, revoked, expired, duplicate_refused, …
     reason: str
-    started: str  #: ISO 8601; empty: it did not start
+    started: str  #: ISO 8601; empty if the run did not start
     duration: float | None  #: seconds
     worker: str
     at: datetime
@@ -46,7 +46,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A decision about one occurrence, and how its run ended."""
+    """A decision about one occurrence, and the end of its run."""
 
     entry: str
     at: datetime  #: when it was decided
@@ -55,15 +55,15 @@ class Record:
     decision: str  #: a word of ``DecisionType``
     reason: str
     task_id: str
-    holder: str  #: the task that was in its way
-    holder_entry: str  #: the entry that has sent that; empty: a program has, or it is not known
+    holder: str  #: the task that held its lock
+    holder_entry: str  #: the entry that has sent that task; empty if a program has sent it, or if unknown
     leader: str  #: host and pid of the beat that decided
     term: str
     end: End | None
 
 
 class Own(NamedTuple):
-    """What an entry keeps itself, the last one first: its last few decisions, and the last few ends of its runs."""
+    """The history that an entry keeps itself, latest first: its last few decisions, and the last ends of its runs."""
 
     decisions: Sequence[Record]
     ends: Sequence[End]
@@ -71,21 +71,22 @@ class Own(NamedTuple):
 
 
 class History:
-    """The records of an app's schedule, as many as its server still has."""
+    """The records of an app's schedule that its server still has."""
 
     def __init__(self, app: Celery) -> None:
         self.app, self.keys = app, Keys.of(app)
 
     def latest(self, count: int) -> Sequence[Record]:
-        """Return the last decisions about any entry, the last one first."""
+        """Return the last decisions about any entry, latest first."""
         decisions = list(islice(self._stream(self.keys.history), count))
         since = decisions[-1][0] if decisions else "+"
-        return _joined(decisions, _ends(self._stream(self.keys.runs, until=since)))
+        return _join_ends(decisions, _ends(self._stream(self.keys.runs, until=since)))
 
     def of(self, name: str, count: int) -> Sequence[Record]:
-        """Return the last decisions about one entry, the last one first.
+        """Return the last decisions about one entry, latest first.
 
-        Its own few are kept however busy other entries are; older ones are taken from what all entries share.
+        The few that the entry keeps itself survive however busy other entries are. Older ones come from the stream that
+        all entries share.
         """
         own = _hmget(schedule_client(self.app), self.keys.prefix + name, "history", "runs")
         decisions: dict[str, Mapping[str, str]]
@@ -96,10 +97,10 @@ class History:
         rows = sorted(decisions.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
         if any(fields["id"] and fields["id"] not in ends for _, fields in rows):
             ends = _ends(self._stream(self.keys.runs, name)) | ends
-        return _joined(rows, ends)
+        return _join_ends(rows, ends)
 
     def own(self, names: Iterable[str]) -> Iterator[tuple[str, Own]]:
-        """Yield names of entries with what each keeps itself, which is little; one round trip for ``BATCH`` of them."""
+        """Yield names of entries, each with the history that it keeps itself; one round trip per ``BATCH`` entries."""
         left = iter(names)
         while batch := [*islice(left, BATCH)]:
             with schedule_client(self.app).pipeline(transaction=False) as pipe:
@@ -109,7 +110,7 @@ class History:
             for name, (history, runs, pending) in zip(batch, found, strict=True):
                 ends = _ends(_lines(runs, _OF_END))
                 rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
-                yield name, Own(_joined(rows, ends), [_end(*end) for end in ends.values()], bool(pending))
+                yield name, Own(_join_ends(rows, ends), [_end(*end) for end in ends.values()], bool(pending))
 
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"
@@ -121,7 +122,7 @@ class History:
 
 
 def _hmget(client: RedisClient, key: str, *fields: str) -> Sequence[str | None]:
-    """Return fields of a hash, None for each if the key is of another type: another program may write there."""
+    """Return fields of a hash, None for each if another program has given the key another type."""
     try:
         found: Sequence[str | None] = client.hmget(key, *fields)
     except ResponseError as exc:
@@ -132,9 +133,9 @@ def _hmget(client: RedisClient, key: str, *fields: str) -> Sequence[str | None]:
 
 
 def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str, Mapping[str, str]]]:
-    """Return the last end of each task id: a run that was retried has several, and the rows begin with the last.
+    """Return the last end of each task id: a run that was retried has several, and the rows begin with the latest.
 
-    That a copy of its message was refused or put off, before or after it, is no end of a run that took place.
+    If a copy of the message was refused or postponed, before or after the run, this does not replace the run's end.
     """
     ends: dict[str, tuple[str, Mapping[str, str]]] = {}
     for at, fields in rows:
@@ -154,7 +155,7 @@ def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[s
             return
 
 
-def _joined(
+def _join_ends(
     rows: Sequence[tuple[str, Mapping[str, str]]], ends: Mapping[str, tuple[str, Mapping[str, str]]]
 ) -> Sequence[Record]:
     return [
@@ -164,7 +165,7 @@ def _joined(
 
 
 def _is_sent(fields: Mapping[str, str]) -> bool:
-    """Return whether a decision has sent its run: the id of another may have run and ended before."""
+    """Return whether a decision has sent its run; with other decisions, an earlier run may have had the same id."""
     return fields.get("decision") in {DecisionType.DISPATCHED, DecisionType.BUFFERED}
 
 

@@ -1,4 +1,4 @@
-"""Whether a server does what schedule and locks need: asked by trying, on a key of its own."""
+"""Checks whether a server allows the commands that schedule and locks need, by trying them on a separate key."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _EXPIRE = ("PEXPIRE", "60000")
 
 
 def _try_transaction(client: RedisClient, key: str) -> None:
-    with client.pipeline() as pipe:  # in a cluster it is no transaction, and needs no right for one
+    with client.pipeline() as pipe:  # in a cluster a pipeline is no transaction, and needs no right for one
         pipe.exists(key)
         pipe.execute()
 
 
-#: Calls that locks and schedule make besides those on keys, by the commands that they need.
+#: Calls of locks and schedule besides the commands on keys, by the commands that they need.
 _CALLS: Mapping[str, Callable[[RedisClient, str], object]] = {
     "ping": lambda client, _: client.ping(),  # redis-py's, after half a minute without a call
     "time": lambda client, _: client.time(),
@@ -60,14 +60,14 @@ _CALLS: Mapping[str, Callable[[RedisClient, str], object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a server has to do."""
+    """The commands that a server must allow."""
 
-    commands: Sequence[Sequence[str]]  #: of scripts and calls on a key, with their arguments behind it
-    calls: Mapping[str, Callable[[RedisClient, str], object]]  #: the others
-    purpose: str  #: what becomes of it if the server refuses to write
+    commands: Sequence[Sequence[str]]  #: of scripts and calls on a key, with their arguments after the key
+    calls: Mapping[str, Callable[[RedisClient, str], object]]  #: the other ones
+    purpose: str  #: the consequence if the server refuses writes, in words
 
 
-#: What scripts and calls of the schedule run.
+#: The commands that scripts and calls of the schedule run.
 SCHEDULE = Needs(
     (
         ("SET", "1", "PX", "60000"),
@@ -84,10 +84,10 @@ SCHEDULE = Needs(
     "nothing is sent",
 )
 
-#: The same without the calls, most of which only tools make.
+#: The commands of ``SCHEDULE`` without the calls, most of which only tools make.
 TICKS = Needs(SCHEDULE.commands, {}, SCHEDULE.purpose)
 
-#: What scripts and calls of the locks run.
+#: The commands that scripts and calls of the locks run.
 LOCKS = Needs(
     (
         *(("HSET", "a", "1"), _EXPIRE, ("PTTL",), ("HGET", "a"), ("HMGET", "a"), ("HDEL", "a"), ("UNLINK",)),
@@ -102,23 +102,23 @@ LOCKS = Needs(
 def schedule_refusal(
     app: Celery, error: Exception | None = None, *, needs: Needs = SCHEDULE, client: RedisClient = None
 ) -> str:
-    """Return what the schedule's server refuses, and what to do; empty if it does all that is needed.
+    """Return what the schedule's server refuses, and what to do; empty if it refuses nothing that is needed.
 
     Args:
-        error: of a call that it has refused.
-        client: for that server; by default the app's.
+        error: of a call that the server has refused.
+        client: for the schedule's server; by default the app's.
     """
     return _refusal(client or schedule_client(app), Keys.of(app).doctor, needs, error)
 
 
 def ticks_refusal(app: Celery, *, client: RedisClient = None) -> str:
-    """Return what the schedule's server refuses of the ticks' commands, with its name; empty if it refuses none."""
+    """Return which commands of ticks the schedule's server refuses, with its name; empty if it refuses none."""
     refused = schedule_refusal(app, needs=TICKS, client=client)
     return f"the schedule's server {schedule_place(app)}: {refused}" if refused else ""
 
 
 def lock_refusal(app: Celery, error: Exception | None = None) -> str:
-    """Return the same of the locks' server; empty, too, where no setting names one, or locks are not kept in Redis."""
+    """Return what the locks' server refuses, and what to do; empty if nothing, or if the locks are not in Redis."""
     with suppress(SinglebeatError):
         backend = backend_of(app)
         if isinstance(backend, RedisBackend):
@@ -127,45 +127,45 @@ def lock_refusal(app: Celery, error: Exception | None = None) -> str:
 
 
 def lock_place(app: Celery) -> str:
-    """Return where the locks are, for people: a URL without its password, or the class of another backend."""
+    """Return where the locks are, for operators: a URL without its password, or the class of another backend."""
     backend = backend_of(app)
     return masked(backend.url) if isinstance(backend, RedisBackend) else type(backend).__name__
 
 
 def schedule_server_says(app: Celery, exc: RedisError) -> str:
-    """Return an error of the schedule's server and what to do; if it lacks a right, all those that it lacks."""
+    """Return an error of the schedule's server, and what to do; if its user lacks a right, name all missing rights."""
     refused = schedule_refusal(app, exc) if _is_denied(str(exc)) else ""
     return refused or f"{str(exc).rstrip('.')}{advice(exc)}"
 
 
 def schedule_error(app: Celery, exc: RedisError) -> str:
-    """Return the same for a log, with the server's name, and without asking the server anything."""
+    """Return an error of the schedule's server for a log, with the server's name; does not ask the server."""
     return f"the schedule's server {schedule_place(app)} {what_it_does(exc)}: {str(exc).rstrip('.')}{advice(exc)}"
 
 
 def lock_server_says(app: Celery, exc: LockBackendError) -> str:
-    """Return the same of an error of the locks' server, with the server's name."""
+    """Return an error of the locks' server, with its name, and what to do or which rights its user lacks."""
     refused = lock_refusal(app, exc) if _is_denied(str(exc)) else ""
     return f"the locks' server {lock_place(app)}: {refused}" if refused else f"{str(exc).rstrip('.')}{advice(exc)}"
 
 
 def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | None) -> str:
-    """Return what a server refuses, and what to do; empty if it does all that is needed.
+    """Return what a server refuses, and what to do; empty if it refuses nothing that is needed.
 
     Args:
-        key: to try it on; its value is lost.
-        error: of a call that it has refused.
+        key: to try the commands on; its value is lost.
+        error: of a call that the server has refused.
     """
     denied = {command for command in (_command_of(str(error)),) if command}
     try:
         denied |= set(_denied_calls(client, key, needs))
         errors = {} if denied & {"eval", "evalsha"} else _refused_commands(client, key, needs)
-    except ResponseError as exc:  # that it makes of everything: of a connection that may not begin, too
+    except ResponseError as exc:  # the server refuses every command, even the login
         command = _command_of(str(exc))
         if not command:
-            return f"it refuses the script that tries what is needed: {exc}{advice(exc)}"
+            return f"it refuses the script that tries the needed commands: {exc}{advice(exc)}"
         denied, errors = denied | {command}, {}
-    except RedisError:  # it does not answer, which is another finding
+    except RedisError:  # the server does not answer, which is another finding
         return ""
     for text in errors.values():
         if hint := _advice(text):
@@ -189,7 +189,7 @@ def _denied_calls(client: RedisClient, key: str, needs: Needs) -> Iterator[str]:
     for call in dict.fromkeys(needs.calls.values()):
         try:
             call(client, key)
-        except ResponseError as exc:  # of no such script, for example
+        except ResponseError as exc:  # other errors are expected, as of an unknown script
             if command := _command_of(str(exc)):
                 yield command
 
@@ -197,7 +197,7 @@ def _denied_calls(client: RedisClient, key: str, needs: Needs) -> Iterator[str]:
 def _refused_commands(client: RedisClient, key: str, needs: Needs) -> Mapping[str, str]:
     """Return the commands on keys that a server refuses, and its errors."""
     refused = json.loads(script(__package__, "probe")(client, (key,), (json.dumps(needs.commands),)))
-    # What it does not let us delete is of another type for the commands that follow.
+    # If the server refuses to delete the key, the key is of another type for the commands that follow.
     return {command: error for command, error in refused if "WRONGTYPE" not in error}
 
 
@@ -217,11 +217,11 @@ _ADVICE = {
     "NOREPLICAS": "It has too few replicas (min-replicas-to-write)",
 }
 
-#: Errors of a connection that may not begin, and what to do.
+#: Errors of a login that is refused, and what to do.
 _LOGIN = "Correct the user and the password in its URL or its options"
 _NO_LOGIN = ("WRONGPASS", "NOAUTH", "invalid username-password pair", "Authentication required")
 
-#: The same in the words that are left when redis-py has taken the code off.
+#: The codes of the same errors by the words that are left when redis-py has removed the code.
 _WITHOUT_CODE = {
     "read only replica": "READONLY",
     "used memory > 'maxmemory'": "OOM",
@@ -237,14 +237,14 @@ def _advice(error: str) -> str:
 
 
 def advice(exc: Exception) -> str:
-    """Return what to add to an error of a Redis server; empty if it says all that is known."""
+    """Return the advice to add to an error of a Redis server; empty if there is none."""
     if any(text in str(exc) for text in _NO_LOGIN):
         return f". {_LOGIN}"
     return acl_hint(exc) or _advice(str(exc))
 
 
 def acl_hint(exc: Exception) -> str:
-    """Return what to add to an error of a server that does not let its user run a command; empty for any other."""
+    """Return the advice to add to an error of a user who may not run a command; empty for any other error."""
     if command := _command_of(str(exc)):
         return f": grant +{command} (README, Rights)"
     # Redis before 7.2 does not name the command of a script.
@@ -255,8 +255,8 @@ _COMMAND = re.compile(r"no permissions to run the '([^']+)' command")
 
 
 def _command_of(error: str) -> str:
-    """Return the command that an error says its user may not run; empty if it says so of none."""
-    if "EXEC without MULTI" in error:  # all that redis-py tells of a transaction whose MULTI was refused
+    """Return the command that the user may not run according to an error; empty if the error names none."""
+    if "EXEC without MULTI" in error:  # the only trace in redis-py of a transaction whose MULTI was refused
         return "multi"
     found = _COMMAND.search(error)
     return found[1].lower() if found else ""
@@ -265,6 +265,6 @@ def _command_of(error: str) -> str:
 def _is_denied(error: str) -> bool:
     return bool(_command_of(error)) or any(
         text in error.lower()
-        # Of a call and of a command in a script, from Redis 6.2 on.
+        # The errors of calls and of commands in scripts, from Redis 6.2 on.
         for text in ("noperm", "no permissions to", "can't run this command", "can't access at least one of the keys")
     )

@@ -1,4 +1,4 @@
-"""Entries that cannot be used: kept, never due, and looked at again until they are recovered."""
+"""The quarantine of unusable entries: they are kept, are never due, and are checked again until they are usable."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ("RECHECKED_PER_TICK", "Quarantine")
 
 log = Log("celery.beat")
 
-#: Entries that are checked again in one tick, about.
+#: The approximate number of quarantined entries that are checked again in one tick.
 RECHECKED_PER_TICK = 100
 
-#: How long after a failure the times of an entry are calculated again: its schedule may ask somebody else for them.
+#: How long after a failure the times of an entry are calculated again: its schedule may ask another service for them.
 RETRY_AFTER = timedelta(minutes=1)
 
 
 @dataclass(slots=True)
 class _Failing:
-    """An entry that can be read, and whose times cannot be calculated."""
+    """An entry that can be read, but whose times cannot be calculated."""
 
-    found: object  #: what was read of it
+    found: object  #: its fields as they were read
     reason: str
     again: Callable[[datetime], object]
     tried_at: datetime
@@ -43,21 +43,21 @@ class _Failing:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """An entry that cannot be used, as it was found."""
+    """The reason why an entry cannot be used."""
 
     reason: str
-    due: bool  #: it is among those that are due, and so must be parked
-    exc: Exception | None  #: to be shown with its traceback, because its cause is in a user's code
+    due: bool  #: the entry is due, and so must be parked
+    exc: Exception | None  #: to be logged with its traceback, because its cause is in a user's code
 
 
 class Quarantine:
-    """The entries that are quarantined, with the reason and since when.
+    """The quarantined entries, with the reason and the time of each.
 
-    What is found of an entry is noted first, and written for all entries at once by ``settle``.
+    Findings about entries are only noted; ``settle`` writes them for all entries at once.
 
     Args:
         client: the client for the schedule.
-        progress: hears of each step.
+        progress: called at each step.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class Quarantine:
         self._unreadable: list[str] = []
 
     def decided(self) -> Sequence[Decision]:
-        """Return what was quarantined since the last call, once for each reason, for the history."""
+        """Return the decisions about entries that were quarantined since the last call, one for each reason."""
         decided, self._decided = self._decided, []
         return decided
 
     def add_failing(
         self, member: str, found: object, exc: Exception, again: Callable[[datetime], object], now: datetime
     ) -> None:
-        """Note an entry that can be read, and whose times cannot be calculated.
+        """Note an entry that can be read, but whose times cannot be calculated.
 
         Args:
-            found: what was read of it, to be compared.
-            exc: what its schedule has raised.
+            found: its fields as they were read, for later comparison.
+            exc: the exception that its schedule has raised.
             again: calculates its times at a moment.
         """
-        refused = self._failing[member] = _Failing(found, _why(exc), again, now)
+        refused = self._failing[member] = _Failing(found, _reason_of(exc), again, now)
         self.add(member, refused.reason, due=True, exc=exc)
 
     def why_failing(self, member: str, found: object, now: datetime) -> str:
-        """Return the reason why an entry was refused, if that still holds; else an empty text."""
+        """Return the reason why the times of an entry cannot be calculated, if it still holds; else an empty string."""
         refused = self._failing.get(member)
         if refused is None or refused.found != found:
             return ""
@@ -99,8 +99,8 @@ class Quarantine:
             refused.tried_at = now
             try:
                 refused.again(now)
-            except Exception as exc:  # a user's own schedule may do anything
-                refused.reason = _why(exc)
+            except Exception as exc:  # a user's own schedule may raise anything
+                refused.reason = _reason_of(exc)
             else:
                 return ""
         return refused.reason
@@ -109,26 +109,26 @@ class Quarantine:
         """Note an entry to be quarantined.
 
         Args:
-            due: it is among those that are due, and so must be parked.
-            exc: what to show with its traceback, because its cause is in a user's code.
+            due: the entry is due, and so must be parked.
+            exc: the exception to log with its traceback, if its cause is in a user's code.
         """
         self._problems[member] = _Problem(reason, due, exc)
 
     def keep(self, member: str, reason: str) -> None:
-        """Note an entry that is quarantined and still cannot be used: it is forgotten if it was deleted."""
+        """Note a quarantined entry that still cannot be used; ``settle`` forgets the entry if it was deleted."""
         self._unreadable.append(member)
         self.add(member, reason, due=False)
 
     def readmit(self, member: str, *, has_pending: bool) -> None:
-        """Note an entry that is quarantined and can be used again.
+        """Note a quarantined entry that can be used again.
 
         Args:
-            has_pending: it has an occurrence that was not confirmed.
+            has_pending: the entry has a pending occurrence.
         """
         self._recovered[member] = has_pending
 
     def settle(self) -> None:
-        """Write what was noted: two round trips, however much it is; then log it, once for each reason."""
+        """Write all noted findings in two round trips, then log each once for each reason."""
         problems, recovered, unreadable = self._problems, self._recovered, self._unreadable
         self._problems, self._recovered, self._unreadable = {}, {}, []
         known = self._known
@@ -139,7 +139,7 @@ class Quarantine:
         }
         if not problems and not recovered:
             return
-        records, deleted = self._stored(list(problems), unreadable)
+        records, deleted = self._read_records(list(problems), unreadable)
         problems = {
             member: problem
             for member, problem in problems.items()
@@ -151,7 +151,7 @@ class Quarantine:
                 since = now.isoformat(timespec="seconds")
                 texts = {}
                 for member, problem in problems.items():
-                    record = records[member]  # perhaps of the beat before this one
+                    record = records[member]  # perhaps written by an earlier leader
                     if record.get("reason") != problem.reason:
                         record = {"reason": problem.reason, "since": since}
                     texts[member] = json.dumps(record)
@@ -167,15 +167,15 @@ class Quarantine:
             pipe.execute()
         for member, problem in problems.items():
             self._progress()
-            self._tell(member, problem, now, is_recorded=records[member].get("reason") == problem.reason)
+            self._log_quarantined(member, problem, now, is_recorded=records[member].get("reason") == problem.reason)
         for member in gone:
             self._progress()
             self._forget(member, has_recovered=member in recovered)
 
-    def _stored(
+    def _read_records(
         self, members: Sequence[str], unreadable: Sequence[str]
     ) -> tuple[Mapping[str, Mapping[str, str]], Collection[str]]:
-        """Return the records of entries, and which of those that may have been deleted were."""
+        """Return the quarantine records of entries, and which of the unreadable entries were deleted."""
         with self.client.pipeline(transaction=False) as pipe:
             if members:
                 pipe.hmget(self.keys.quarantine, members)
@@ -187,11 +187,11 @@ class Quarantine:
         deleted = {member for member, score in zip(unreadable, scores, strict=True) if score is None}
         return {member: _record(text) for member, text in zip(members, texts, strict=True)}, deleted
 
-    def _tell(self, member: str, problem: _Problem, now: datetime, *, is_recorded: bool) -> None:
+    def _log_quarantined(self, member: str, problem: _Problem, now: datetime, *, is_recorded: bool) -> None:
         """Log that an entry is quarantined, if this beat has not yet done so for that reason."""
         name, reason, exc = self.keys.name(member), problem.reason, problem.exc
         if not is_recorded and self.keys.entry(member) not in self.keys.own:
-            # Without an id: when the entry is recovered, it may still run for its time.
+            # Without an id, because the entry may still run for its time once it is usable again.
             self._decided.append(Decision(name, "", Occurrence("", now.timestamp()), DecisionType.QUARANTINED, reason))
         if self._known.get(member) == reason:
             return
@@ -207,7 +207,7 @@ class Quarantine:
         signals.entry_quarantined.send(sender=self.app, entry=member, reason=reason)
 
     def _forget(self, member: str, *, has_recovered: bool) -> None:
-        """Drop what is known about an entry that was deleted or recovered."""
+        """Drop the findings about an entry that was deleted or is usable again; log and signal a recovery."""
         self._known.pop(member, None)
         self._failing.pop(member, None)
         if has_recovered:
@@ -216,12 +216,12 @@ class Quarantine:
             signals.entry_recovered.send(sender=self.app, entry=member)
 
 
-def _why(exc: Exception) -> str:
+def _reason_of(exc: Exception) -> str:
     return f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
 
 
 def _record(text: str | None) -> dict[str, str]:
     try:
         return dict(json.loads(text or "{}"))
-    except (ValueError, TypeError):  # anybody may write there
+    except (ValueError, TypeError):  # any program may write there
         return {}

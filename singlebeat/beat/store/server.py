@@ -1,4 +1,4 @@
-"""What matters about the server that keeps the schedule."""
+"""The version and the settings of the schedule's server that matter to its safety."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ("Server", "eviction_policy")
 
 
 def eviction_policy(client: RedisClient) -> str | None:
-    """Return a server's ``maxmemory-policy``, None if it does not tell."""
+    """Return a server's ``maxmemory-policy``, None if the server does not return it."""
     try:
         return str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None
-    except RedisError:  # not allowed to ask, or asked a server that does not know
+    except RedisError:  # the user may not ask, or the server has no such setting
         return None
 
 
@@ -27,22 +27,22 @@ def eviction_policy(client: RedisClient) -> str | None:
 class Server:
     """The schedule's server at one moment."""
 
-    version: str  #: of Redis, or the one that Valkey says it is compatible with
-    eviction: str | None  #: ``maxmemory-policy``; None: it does not tell
-    kept: str | None  #: what outlives it: everything, snapshots, nothing; None: it does not tell
+    version: str  #: of Redis, or of the Redis with which Valkey claims to be compatible
+    eviction: str | None  #: ``maxmemory-policy``; None if unknown
+    kept: str | None  #: the data that survive a restart: everything, snapshots, nothing; None if unknown
 
     @classmethod
     def of(cls, app: Celery) -> Server:
         """Ask the server.
 
         Raises:
-            RedisError: it does not answer.
+            RedisError: the server does not answer.
         """
         client = schedule_client(app)
         eviction = eviction_policy(client)
         try:
             appends = client.config_get("appendonly").get("appendonly") == "yes"
             kept = "everything" if appends else "snapshots" if client.config_get("save").get("save") else "nothing"
-        except RedisError:  # not allowed to ask
+        except RedisError:  # the user may not ask
             kept = None
         return cls(str(client.info("server").get("redis_version", "?")), eviction, kept)

@@ -1,4 +1,4 @@
-"""The places of entries in the schedule, computed anew when the zone of the app has changed."""
+"""The places of entries in the schedule, recomputed when the zone of the app has changed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ log = Log("celery.beat")
 
 
 class Places:
-    """Keeps the places of an app's entries those of its zone.
+    """The places of an app's entries, computed in the app's zone.
 
-    Whoever leads with another zone than the leader before it (a deploy has changed ``timezone``, or runs beside the old
-    one) computes all places anew before its first claim. An entry counts on from its last run, so that each handover
-    costs no run and repeats none.
+    A leader whose zone differs from the zone of the leader before (a deploy has changed ``timezone``, or runs beside
+    the old one) recomputes all places before its first claim. An entry counts on from its last run, so that no handover
+    loses or repeats a run.
 
     Args:
         client: the client for the schedule.
-        progress: hears of each step.
+        progress: called at each step.
     """
 
     def __init__(self, app: Celery, client: RedisClient, *, progress: Callable[[], None]) -> None:
@@ -51,9 +51,9 @@ class Places:
         while cursor != 0:
             self._progress()
             cursor, found = self.client.zscan(keys.schedule, cursor or 0, count=BATCH)
-            # Those that are due are looked at in any case.
+            # The tick checks due entries in any case.
             waiting = {member: score for member, score in found if score < 0 or score > now.timestamp()}
-            places = [*self._earlier(waiting, now)] if waiting else []
+            places = [*self._earlier_places(waiting, now)] if waiting else []
             args = [text for member, score in places for text in (repr(score), member)]
             if not script(__package__, "place")(self.client, touched, (term.token, "" if cursor else zone, *args)):
                 return
@@ -64,8 +64,8 @@ class Places:
                 "beat: Wall clocks are read in %(zone)s, no longer in %(before)s", event="zone_changed", **about
             )
 
-    def _earlier(self, waiting: dict[str, float], now: datetime) -> Iterator[tuple[str, float]]:
-        """Yield the entries whose places lie too late, and their new ones."""
+    def _earlier_places(self, waiting: dict[str, float], now: datetime) -> Iterator[tuple[str, float]]:
+        """Yield the entries whose places are too late, and their new places."""
         members: Sequence[str] = list(waiting)
         entries = [self.keys.entry(member) for member in members]
         rows = read_fields(self.client, entries)
@@ -73,7 +73,7 @@ class Places:
             self._progress()
             try:
                 due_at = self._due_at(Entry.from_fields(key, *fields[:4], app=self.app), now)
-            except Exception:  # what is wrong with it, a tick finds out  # noqa: S112
+            except Exception:  # a tick logs what is wrong with the entry  # noqa: S112
                 continue
             if due_at is not None and (waiting[member] < 0 or due_at.timestamp() < waiting[member]):
                 yield member, due_at.timestamp()
