@@ -267,8 +267,9 @@ class Dispatcher:
                 task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options
             )
             if isinstance(acquired, Refused):
-                is_own = acquired.holder.task_id == occurrence.id
-                return _published_before(message) if is_own else Published(DecisionType.SKIPPED_OVERLAP, acquired.holder)
+                if acquired.holder.task_id == occurrence.id:
+                    return _published_before(message)
+                return Published(DecisionType.SKIPPED_OVERLAP, acquired.holder)
             granted = acquired
             if granted.lock is not None:
                 self._note_answer(LOCKS)
