@@ -31,6 +31,12 @@ PUBLIC = {
 }
 TOP_LEVEL = {"singlebeat", "tests", "exampleconf.py", "pyproject.toml", "README.rst", "LICENSE"}
 
+#: Words in the place of an actor.
+VAGUE = re.compile(r"\b(somebody|nobody|whoever|whatever|anybody)\b", re.IGNORECASE)
+
+#: Characters of a test's name.
+LONGEST_NAME = 70
+
 #: An argument of a script: ``KEYS[1]``; ``ARGV[3...]`` names all from the third on.
 ARGUMENT = re.compile(r"\b(KEYS|ARGV)\[\s*(\d+)\s*(\.\.\.?)?\s*\]")
 
@@ -114,6 +120,27 @@ def test_the_top_level_holds_only_files_that_a_reader_needs():
     found = {Path(name).parts[0] for name in listed} or {path.name for path in ROOT.iterdir()} - generated
 
     assert {name for name in found if not name.startswith(".")} == TOP_LEVEL
+
+
+def test_every_sentence_names_its_actor():
+    """A leader, standby, worker, sender, caller, operator or another process: each does other things."""
+    texts = [*PACKAGE.rglob("*.py"), *SCRIPTS, ROOT / "README.rst", *(ROOT / ".github").rglob("*.md")]
+
+    found = [
+        f"{path.name}: {line}" for path in texts for line in path.read_text("utf-8").splitlines() if VAGUE.search(line)
+    ]
+
+    assert found == []
+
+
+def test_names_of_tests_are_short_sentences():
+    tests = [
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.M)
+    ]
+
+    assert [name for name in tests if len(name) > LONGEST_NAME] == []
 
 
 def test_the_public_names_are_documented():

@@ -27,6 +27,7 @@ from ..locks.modes import overlap_for
 from ..log import Log
 from ..run_results import DUPLICATE_REFUSED, outcome_of, record_end
 from .gate import Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
+from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
 
 if TYPE_CHECKING:
@@ -251,17 +252,23 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Free the lock if the message is acknowledged, so that the broker will not deliver it again."""
         if self.ticket is None or self._over:
             return
-        if self._cancelled and self.task.acks_late:  # the broker has the message again in any case
-            if self.acknowledged:
+        action = lock_action(
+            acknowledged=self.acknowledged,
+            acks_late=bool(self.task.acks_late),
+            cancelled=self._cancelled,
+            past_limit=self._past_limit,
+        )
+        match action:
+            case LockAction.WAIT:
+                return
+            case LockAction.HAND_OVER:
+                self._leave_to_next_delivery()
+            case LockAction.FORGET:
                 self._over = True
                 renewer_of(self.app).forget(self)
-            else:
-                self._leave_to_next_delivery()
-            return
-        if not self.acknowledged:
-            return
-        self._over = True
-        renewer_of(self.app).finish(self, after=KILL_TIME if self._past_limit else 0.0)
+            case LockAction.RELEASE | LockAction.RELEASE_LATER:
+                self._over = True
+                renewer_of(self.app).finish(self, after=KILL_TIME if action is LockAction.RELEASE_LATER else 0.0)
 
     def _put_back(self) -> None:
         """Requeue the message after a pause: at once, it would fail again in an endless loop."""
