@@ -39,7 +39,7 @@ from .metrics import BeatMetrics
 from .publisher import BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import TICKS, advice, schedule_error, schedule_refusal
+from .store.probe import CONFIRM, TICKS, advice, schedule_error, schedule_refusal
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
 
@@ -249,6 +249,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self.server_time.ask(schedule_client(self.app), Keys.of(self.app).schedule)
 
     def _tick(self, now: datetime, term: Term) -> float:
+        if self._is_refused and self._in_trouble and (refused := schedule_refusal(self.app, needs=CONFIRM)):
+            raise ResponseError(refused)  # nothing is sent that could not be confirmed
         is_new = term != self._term
         if is_new:
             self._lead(term)

@@ -10,7 +10,7 @@ from ..run_results import MESSAGE_LOST
 
 if TYPE_CHECKING:
     from .entries.entry import Entry
-    from .store.history import End, Own
+    from .store.history import End, Own, Record
 
 __all__ = ("silence",)
 
@@ -45,7 +45,13 @@ def silence(entry: Entry, own: Own) -> str:
     """
     if not entry.enabled or entry.policy.paused:
         return ""
-    return _skipped(entry, own) or _failed(own.ends)
+    return _skipped(entry, own) or _unsent(own.decisions) or _failed(own.ends)
+
+
+def _unsent(decisions: Sequence[Record]) -> str:
+    if len(decisions) < LEAST_FAILED or any(record.decision != "publish_failed" for record in decisions):
+        return ""
+    return f"its last {len(decisions)} runs could not be sent: {decisions[0].reason}"
 
 
 def _failed(ends: Sequence[End]) -> str:

@@ -283,9 +283,16 @@ class Request(celery_request.Request):  # type: ignore[misc]
             renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
 
     def terminate(self, pool: BasePool, signal: str | int | None = None) -> None:
-        """End the run by a signal to its process, and check soon for its death, which Celery may notice 5 s late."""
+        """End the run by a signal to its process, and check soon for its death, which Celery may notice 5 s late.
+
+        In a pool without processes, a run that still waits for a free thread or greenlet never starts: it ends here.
+        """
         super().terminate(pool, signal)
-        if self.ticket is not None and getattr(pool, "uses_semaphore", False):
+        is_unstarted = self._terminate_on_ack is not None and self.time_start is None
+        if is_unstarted and not getattr(pool, "uses_semaphore", True):
+            # A thread that takes the run from now on finds that it was terminated.
+            self._end_unstarted(signal)
+        elif self.ticket is not None and getattr(pool, "uses_semaphore", False):
             # The process closes its files before it can be reaped. The pool finds it alive then, and checks by a timer.
             renewer_of(self.app).call_later(REAPED_AFTER, pool.maintain_pool)
 
@@ -333,6 +340,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
             raise
 
     def _end_unstarted(self, signum: str | int | None) -> None:
+        if self.end_told:  # when it was terminated; Celery counts it as active since then
+            task_ready(self)
+            return
         try:
             self._announce_revoked("terminated", True, signum, False)
         finally:  # the result backend may be unreachable

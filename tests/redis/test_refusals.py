@@ -17,6 +17,7 @@ from celery.beat import Service
 from celery.schedules import schedule
 
 from singlebeat import Entry
+from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import STORED_EVERY
@@ -28,6 +29,7 @@ from singlebeat.cli.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
+from singlebeat.lua import Script
 from singlebeat.signals import leadership_gained, leadership_lost
 from tests.support import APP, ROOT, RedisServer, wait_until, without
 from tests.system.apps import make_app
@@ -232,6 +234,16 @@ def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(cli, own_se
     assert again[1].startswith("healthy: ")
 
 
+def test_a_beat_that_may_not_run_scripts_is_not_ready_though_they_are_cached(server, redis):
+    redis.script_load(Script(store.__name__, "probe").text)  # as after a probe before the right was taken away
+    with lacking(server, "eval") as (app, (schedules, _)):
+        code, probed = ready(app, redis)
+
+    assert code == 503
+    assert probed.startswith(schedules)
+    assert "grant +eval" in probed
+
+
 @pytest.mark.parametrize("command", ["pexpire", "xadd", "hset"])
 def test_a_right_that_beat_lacks_is_named_by_every_probe(cli, server, redis, beat_of, command):
     with lacking(server, command) as (app, (schedules, _)):
@@ -240,6 +252,20 @@ def test_a_right_that_beat_lacks_is_named_by_every_probe(cli, server, redis, bea
 
     assert probed == (503, f"{schedules}: {grant(command)}")
     assert health == f"Error: {schedules}: {grant(command)}\n"
+
+
+def test_a_run_that_cannot_be_confirmed_is_not_sent_again(app, server, redis, beat_of):
+    """It is of an entry without a lock, so that no worker would refuse the copies."""
+    put(app, overlap="allow_all")
+    with lacking(server, "hdel") as (mute, _):
+        beat = beat_of(mute)
+        for _ in range(4):
+            beat.tick()
+            beat._recheck_at = time.monotonic()
+        sent = redis.llen("celery")
+        pending = redis.zcard("redbeat::pending")
+
+    assert (sent, pending) == (1, 1)
 
 
 def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, server, redis, beat_of, caplog):

@@ -706,7 +706,7 @@ def test_arguments_in_a_lock_that_cannot_be_read_leave_a_run_its_own(app, delive
 @pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
 def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliver, redis, base, acks_late):
-    """Celery fails on it when a thread is free for it, and nothing else would end it."""
+    """Its lock is free at once. Celery fails on the run when a thread is free for it."""
     bodies, lock, slot = list[str](), "SINGLETONLOCK_a", Event()
 
     def body(name: str) -> None:
@@ -721,10 +721,13 @@ def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliv
     state.task_reserved(request)
 
     request.terminate(pool, "TERM")
+    renewer_of(app).flush()
+    held = backend_of(app).get(lock)
     slot.set()
     pool.executor.shutdown()
     renewer_of(app).flush()
 
+    assert held is None
     assert bodies == []
     assert app.AsyncResult(task_id).state == states.REVOKED
     assert backend_of(app).get(lock) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -20,6 +21,10 @@ app = Celery(broker="redis://", set_as_current=False)
 
 def end(outcome: str, reason: str = "why") -> End:
     return End(outcome, reason, "", 1.0, "w1", NOON)
+
+
+def unsent(decision: str = "publish_failed") -> Record:
+    return replace(skipped(NOON), decision=decision, reason="TypeError('x')")
 
 
 def skipped(nominal: datetime) -> Record:
@@ -110,3 +115,9 @@ def test_a_claimed_unrecorded_occurrence_was_not_run_by_redbeat():
     text = said(decisions=(skipped(NOON + MINUTE),), is_pending=True, last_run_at=claimed, total_run_count=0)
 
     assert text.startswith("no run of it was sent so far")
+
+
+def test_runs_none_of_which_could_be_sent_are_reported():
+    assert said(decisions=(unsent(), unsent())) == "its last 2 runs could not be sent: TypeError('x')"
+    assert said(decisions=(unsent(),)) == ""
+    assert said(decisions=(unsent(), unsent("dispatched"))) == ""

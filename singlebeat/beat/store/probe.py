@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ...clients import RedisClient
 
 __all__ = (
+    "CONFIRM",
     "LOCKS",
     "SCHEDULE",
     "TICKS",
@@ -84,8 +85,18 @@ SCHEDULE = Needs(
     "nothing is sent",
 )
 
-#: The commands of ``SCHEDULE`` without the calls, most of which only tools make.
-TICKS = Needs(SCHEDULE.commands, {}, SCHEDULE.purpose)
+#: The commands of ``SCHEDULE`` without the calls that only tools make.
+TICKS = Needs(SCHEDULE.commands, {name: _CALLS[name] for name in ("eval", "evalsha")}, SCHEDULE.purpose)
+
+#: The commands that end an occurrence's being pending: without one of them it would be sent again and again.
+CONFIRM = Needs(
+    (
+        *(("HSET", "a", "1"), _EXPIRE, ("HMGET", "a"), ("EXISTS",), ("HDEL", "a"), ("DEL",)),
+        *(("ZADD", "0", "a"), _EXPIRE, ("ZREM", "a"), ("DEL",)),
+    ),
+    TICKS.calls,
+    SCHEDULE.purpose,
+)
 
 #: The commands that scripts and calls of the locks run.
 LOCKS = Needs(
