@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
             return version("celery-singlebeat")
         except PackageNotFoundError:  # a copy that was not installed
             return "unknown"
-    # On first use only: whoever wants a Singleton must not get RedBeat imported, which listens to every beat.
+    # On first use only: a program that wants a Singleton must not import RedBeat, which listens to every beat.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -38,7 +38,16 @@ from ..beat.store.probe import (
 )
 from ..beat.store.server import Server
 from ..config import Config
-from ..connections import RedisError, ResponseError, broker_place, is_redis, masked, schedule_client, schedule_place
+from ..connections import (
+    RedisError,
+    ResponseError,
+    broker_place,
+    is_redis,
+    masked,
+    schedule_client,
+    schedule_place,
+    what_it_does,
+)
 from ..errors import LockBackendError, SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
@@ -94,6 +103,9 @@ def doctor_(app: Celery, as_json: bool) -> None:
             found |= dict.fromkeys(_on_any_server(app, check, schedule))  # a finding of many parts is shown once
             step()
     findings = list(found)
+    if schedule.error is not None and as_json:
+        text = f"it {what_it_does(schedule.error)}: {schedule.error}; the parts that need it were left out"
+        findings.insert(0, Finding("problem", f"schedule's server {schedule_place(app)}", text))
     if as_json:
         show_json([finding._asdict() for finding in findings])
     else:

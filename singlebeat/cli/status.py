@@ -58,6 +58,8 @@ def status_(app: Celery, as_json: bool) -> None:
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
     waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
+    if not waits and not state.works:
+        waits = ", which wait for a beat to lead"
     waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (see doctor)"
     click.echo(f"pending     {state.pending}" + (waits if state.pending else ""))
     click.echo(f"quarantine  {len(state.quarantine)}")

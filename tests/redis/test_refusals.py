@@ -234,7 +234,7 @@ def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(cli, own_se
     assert again[1].startswith("healthy: ")
 
 
-def test_a_beat_that_may_not_run_scripts_is_not_ready_though_they_are_cached(server, redis):
+def test_a_beat_that_may_not_run_cached_scripts_is_not_ready(server, redis):
     redis.script_load(Script(store.__name__, "probe").text)  # as after a probe before the right was taken away
     with lacking(server, "eval") as (app, (schedules, _)):
         code, probed = ready(app, redis)
@@ -433,7 +433,7 @@ def test_the_doctor_checks_the_rest_while_the_schedules_server_is_down(cli, serv
     where = re.escape(f"Error: the schedule's server {own_server.url}: ")
     assert re.match(where, result.stderr)
     about = {row["about"] for row in rows}
-    assert about == {"redbeat_lock_timeout", "workers"}
+    assert about == {"redbeat_lock_timeout", "workers", f"schedule's server {own_server.url}"}
     assert "no worker answers" in result.stdout
 
 
