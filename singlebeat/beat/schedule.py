@@ -435,10 +435,9 @@ class Schedule:
             except EntryError:
                 return _UNCHANGED
             past, score = replace(before, since=now), None
-        is_parked = score is not None and score < 0 and due_at is not None  # by another program: beat would not see it
-        if past == before and not is_parked:
+        if past == before:
             return _UNCHANGED
-        at = "" if score is None else repr(PARKED if due_at is None else due_at.timestamp())
+        at = "" if score is None or score < 0 else repr(PARKED if due_at is None else due_at.timestamp())
         return _Past(False if fields[1] else past.encode(), past.encode_since(), at)
 
     def _propose(

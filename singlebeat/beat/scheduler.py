@@ -249,8 +249,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self.server_time.ask(schedule_client(self.app), Keys.of(self.app).schedule)
 
     def _tick(self, now: datetime, term: Term) -> float:
-        if self._is_refused and self._in_trouble and (refused := schedule_refusal(self.app, needs=CONFIRM)):
-            raise ResponseError(refused)  # nothing is sent that could not be confirmed
+        if self._in_trouble and self._is_refused and schedule_refusal(self.app, needs=CONFIRM):
+            # The trouble is logged. An occurrence that is sent and cannot be confirmed would be sent again.
+            self._recheck_at = time.monotonic() + RECHECK_AFTER
+            return TROUBLE_INTERVAL
         is_new = term != self._term
         if is_new:
             self._lead(term)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -20,7 +19,7 @@ from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrenc
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Store
 from singlebeat.errors import EntryError, UnknownEntryError
-from tests.support import APP, RedisServer
+from tests.support import RedisServer
 from tests.system.apps import make_app
 
 TASK = "tests.system.apps.plain"
@@ -347,14 +346,3 @@ def test_a_closed_or_full_stream_ends_no_command_with_a_traceback(server: RedisS
 
     assert "Traceback" not in done.stderr
     assert (done.returncode, out in done.stdout + done.stderr) == (code, True), done
-
-
-def test_a_resumed_entry_leaves_a_negative_place(app, redis):
-    """Another program has put it there, and a beat would not see it."""
-    Entry("e", f"{APP}.plain", schedule(3600), args=["e"], app=app).save()
-    Schedule(app).pause("e")
-    redis.zadd("redbeat::schedule", {"redbeat:e": -7})
-
-    Schedule(app).resume("e")
-
-    assert redis.zscore("redbeat::schedule", "redbeat:e") > time.time() - 3600
