@@ -160,8 +160,8 @@ def _server(app: Celery) -> Iterator[Finding]:
 
 def _rights(app: Celery, schedule: _Read) -> Iterator[Finding]:
     """Check that no server refuses a command; ``_workers`` checks that the locks' server answers."""
-    if schedule.error is None and (refused := schedule_refusal(app)):
-        yield Finding("problem", f"schedule's server {schedule_place(app)}", refused)
+    if schedule.error is None and schedule.refused:
+        yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule.refused)
     if refused := lock_refusal(app):
         yield Finding("problem", f"locks' server {lock_place(app)}", refused)
 
@@ -248,7 +248,7 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
     if state.waits:
         advice = f"{state.waits}. To run one now: celery singlebeat trigger NAME. Set up NTP on that server"
         yield Finding("problem" if state.set_back > UNFIT_FROM else "warning", "clock", advice)
-    yield from _leadership(app, state)
+    yield from _leadership(app, schedule)
     yield from _apps(app, state)
     if state.leader.get("lost"):
         text = (
@@ -260,7 +260,7 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _count_pending(app)):  # RedBeat sends none of them
         why = "the broker or the locks' server may be unreachable"
-        if schedule_refusal(app):
+        if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
         text = f"{pending} occurrences are claimed and not confirmed: {why}"
         yield Finding("warning", "beat", text)
@@ -285,6 +285,11 @@ class _Read:
         if self.error is not None:
             raise self.error
         return ScheduleStatus.of(self.app)
+
+    @cached_property
+    def refused(self) -> str:
+        """What the schedule's server refuses, and what to do; empty if it refuses nothing that is needed."""
+        return schedule_refusal(self.app)
 
     @cached_property
     def results(self) -> str:
@@ -339,9 +344,9 @@ def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} have places that are later than their times")
 
 
-def _leadership(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
+def _leadership(app: Celery, schedule: _Read) -> Iterator[Finding]:
     """Check that a beat leads, that it sends entries in time, and that a standby is there."""
-    refused = schedule_refusal(app)
+    state, refused = schedule.state, schedule.refused
     if state.works and refuses_writes(refused):
         led = "beats share the work" if state.is_shared else f"{who(state)}, leads"
         text = f"{led} at this moment, and cannot send while the schedule's server refuses writes"

@@ -288,11 +288,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
         In a pool without processes, a run that still waits for a free thread or greenlet never starts: it ends here.
         """
         super().terminate(pool, signal)
+        if self.ticket is None:
+            return
         is_unstarted = self._terminate_on_ack is not None and self.time_start is None
         if is_unstarted and not getattr(pool, "uses_semaphore", True):
             # A thread that takes the run from now on finds that it was terminated.
             self._end_unstarted(signal)
-        elif self.ticket is not None and getattr(pool, "uses_semaphore", False):
+        elif getattr(pool, "uses_semaphore", False):
             # The process closes its files before it can be reaped. The pool finds it alive then, and checks by a timer.
             renewer_of(self.app).call_later(REAPED_AFTER, pool.maintain_pool)
 
@@ -335,8 +337,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except BaseException:
             # Celery raises an error here because a thread cannot be terminated, or a greenlet has killed itself. Then
             # no body follows. A pool of processes reports the end of the run itself.
-            if self._terminate_on_ack is not None and not getattr(self._terminate_on_ack[0], "uses_semaphore", True):
-                self._end_unstarted(self._terminate_on_ack[1])
+            pool, signum = self._terminate_on_ack or (None, None)
+            if self.ticket is not None and not getattr(pool, "uses_semaphore", True):
+                self._end_unstarted(signum)
             raise
 
     def _end_unstarted(self, signum: str | int | None) -> None:

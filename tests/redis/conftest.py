@@ -1,10 +1,11 @@
-"""What tests of commands share."""
+"""Fixtures that tests of commands share."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+from celery.beat import Service
 from click.testing import CliRunner, Result
 
 from singlebeat.cli import main
@@ -22,3 +23,18 @@ def cli(app, redis):
         return result
 
     return run
+
+
+@pytest.fixture
+def no_worker_is_awaited(monkeypatch):
+    """Let commands ask no longer for workers, of which there are none."""
+    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def beat(app):
+    """Make a beat in this process, which ticks when it is told to."""
+    app.conf.singlebeat_watchdog_timeout = None
+    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+    yield scheduler
+    scheduler.close()

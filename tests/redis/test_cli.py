@@ -24,7 +24,6 @@ from singlebeat.beat.entries import save
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
-from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS
 from singlebeat.cli.workers import Workers
@@ -551,10 +550,10 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
 
 
 def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app):
-    from singlebeat.cli.doctor import _leadership
+    from singlebeat.cli.doctor import _leadership, _Read
 
     def of_beat(app=app) -> list[str]:
-        return [finding.level for finding in _leadership(app, ScheduleStatus.of(app))]
+        return [finding.level for finding in _leadership(app, _Read(app))]
 
     assert "no beat leads" in cli("health", code=1).output
     found = cli("doctor", code=1).output

@@ -21,17 +21,7 @@ SCHEDULE = "redbeat::schedule"
 WEEK, HOUR = timedelta(days=7), timedelta(hours=1)
 
 
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
-
-
-@pytest.fixture
-def beat(app):
-    app.conf.singlebeat_watchdog_timeout = None
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    yield scheduler
-    scheduler.close()
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 
 @pytest.fixture

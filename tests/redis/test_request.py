@@ -735,6 +735,18 @@ def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliv
     assert messages(redis) == (0, 0)
 
 
+def test_a_termination_without_a_ticket_is_left_to_celery(app, deliver):
+    task, task_id, pool = app.task(same, name="app.plain", shared=False), uuid(), ThreadPool(1, app=app)
+    request = deliver(task, ["a"], pool=pool, id=task_id)
+
+    request.terminate(pool, "TERM")
+    pool.executor.shutdown()
+
+    assert request.ticket is None
+    assert not request.acknowledged
+    assert app.AsyncResult(task_id).state == states.PENDING
+
+
 def test_a_pool_checks_its_processes_soon_after_a_run_was_terminated(app, deliver):
     """A process that has closed its files may not be dead yet: Celery's own check is 5 s later."""
     task, task_id, done = app.task(same, name="app.plain", shared=False), uuid(), list[str]()

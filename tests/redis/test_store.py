@@ -367,7 +367,7 @@ def test_an_unconfirmed_occurrence_does_not_keep_an_entry_from_moving_on(store, 
 
 REFUSALS = {
     "another leads": (ClaimVerdict.FENCED, TERM, lambda redis, app: redis.set(LOCK, "another's")),
-    "nobody leads": (ClaimVerdict.FENCED, TERM, lambda redis, app: redis.delete(LOCK)),
+    "no beat leads": (ClaimVerdict.FENCED, TERM, lambda redis, app: redis.delete(LOCK)),
     "its time was changed": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.zincrby(SCHEDULE, 0.001, "redbeat:e")),
     "it was parked": (ClaimVerdict.MOVED, OFF, lambda redis, app: redis.zadd(SCHEDULE, {"redbeat:e": PARKED})),
     "its definition was changed": (

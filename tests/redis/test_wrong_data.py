@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery.beat import Service
 from celery.schedules import schedule
 from redbeat.schedules import rrule
 
@@ -27,17 +26,7 @@ SCHEDULE = "redbeat::schedule"
 NIGHTLY = '{"task": "shop.tick", "schedule": {"__type__": "crontb"}}'
 
 
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
-
-
-@pytest.fixture
-def beat(app):
-    app.conf.singlebeat_watchdog_timeout = None
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    yield scheduler
-    scheduler.close()
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ...lua import script
 from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
 
-__all__ = ("SHARE_EVERY", "SHARE_STAY", "STAY", "Lease", "Term", "identity", "resign")
+__all__ = ("SHARE_EVERY", "SHARE_STAY", "STAY", "Lease", "Term", "resign")
 
 if TYPE_CHECKING:
     from celery import Celery
