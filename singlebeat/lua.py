@@ -18,12 +18,21 @@ __all__ = ("Script", "packed", "script")
 
 
 class Script:
-    """A Lua script; the header of its file documents its keys, arguments and reply."""
+    """A Lua script; the header of its file documents its keys, arguments and reply.
 
-    def __init__(self, package: str, name: str) -> None:
+    Args:
+        uses: scripts that it calls as functions of ``KEYS`` and ``ARGV``, by their names.
+    """
+
+    def __init__(self, package: str, name: str, *, uses: Sequence[Script] = ()) -> None:
         self.name = name
-        self.text = resources.files(package).joinpath(f"{name}.lua").read_text("utf-8")
+        own = resources.files(package).joinpath(f"{name}.lua").read_text("utf-8")
+        self.text = "".join(used.as_function() for used in uses) + own
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    def as_function(self) -> str:
+        """Return Lua code that defines this script as a local function of its name, for another script."""
+        return f"local function {self.name}(KEYS, ARGV)\n{self.text}\nend\n"
 
     def __call__(self, client: RedisClient, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
         """Run the script once and return its reply."""
@@ -34,9 +43,9 @@ class Script:
 
 
 @cache
-def script(package: str, name: str) -> Script:
-    """Return a script of a package; its file is read once."""
-    return Script(package, name)
+def script(package: str, name: str, *uses: Script) -> Script:
+    """Return a script of a package, and of the scripts that it calls; its file is read once."""
+    return Script(package, name, uses=uses)
 
 
 def packed(rows: Iterable[Sequence[object]]) -> str:

@@ -6,6 +6,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,7 @@ class LossyProxy:
         self.directory = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
         self.path = self.directory / "p"
         self.lost = 0  #: replies so far
+        self.meanwhile: Callable[[], object] = lambda: None  #: called when a reply is lost, before the connection ends
         self._marks: tuple[bytes, ...] = ()
         self._open: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
@@ -75,6 +77,7 @@ class LossyProxy:
                 if losing.is_set() and not data.startswith(b"-NOSCRIPT"):
                     self._marks = ()
                     self.lost += 1
+                    self.meanwhile()
                     break
                 losing.clear()
                 client.sendall(data)

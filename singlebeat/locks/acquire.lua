@@ -27,11 +27,14 @@
 --          if_held    what to do if another id holds the lock: "join" gives the payload to a queued call, or else waits
 --                     behind the run; "replace" evicts queued calls, and waits behind the run; empty: nothing
 --          entry      name of the schedule's entry that sends the call, for people; empty: a program sends it
+--          only       the one verdict, "acquired" or "waiting", with which the call may take its place; empty: both,
+--                     as it must be with "replace"
 --
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms; 0: not known, because the
 --          clock was set back), fence, ttl (ms), payload, entry]
 --          acquired  the lock is queued under our id
 --          waiting   our id waits in the place behind the holder
+--          (both write nothing if the call may take its place only with the other one)
 --          running   our id holds the lock and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold the lock now
 --          held      another id holds the lock or waits for it; nothing was written but the payload
@@ -88,7 +91,7 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
-local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry)
+local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only)
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
@@ -155,6 +158,11 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   if not is_held and holder and state == "running" then
     return reply("running", lock, id)
+  end
+
+  local verdict = is_held and "waiting" or "acquired"
+  if only ~= "" and only ~= verdict then
+    return reply(verdict, lock, id)
   end
 
   if has_ended and (is_held or not holder) then

@@ -37,7 +37,21 @@ if TYPE_CHECKING:
     from .key import Arguments, NamedArguments
     from .task import LockableTask
 
-__all__ = ("UNSENT_TTL", "Granted", "Refused", "acquire_for_call", "free", "keep", "unlocked_ticket")
+__all__ = (
+    "UNSENT_TTL",
+    "Granted",
+    "Plan",
+    "Refused",
+    "acquire",
+    "acquire_for_call",
+    "answered",
+    "free",
+    "keep",
+    "left_behind",
+    "places_of",
+    "plan_call",
+    "unlocked_ticket",
+)
 
 log = Log(__name__)
 
@@ -86,8 +100,17 @@ class Granted:
                 reason=exc,
             )
             return self.ticket.waits_for
+        return self.note_replaced(task, holder)
+
+    def note_replaced(self, task: LockableTask, holder: Holder) -> Holder | None:
+        """Terminate the run that the sent call waits for, if the call does that; return this run, or None.
+
+        Args:
+            holder: the answer to ``replacing``.
+        """
         if holder.verdict is not Verdict.WAITING:
             return None
+        about = {"task": task.name, "id": self.ticket.task_id}
         if self.terminates and holder.state == "running":
             try:
                 task.app.control.revoke(holder.task_id, terminate=True)
@@ -117,7 +140,47 @@ def unlocked_ticket(task: LockableTask, task_id: str, key: str, overlap: Overlap
     return Ticket(task_id, key) if skipped else Ticket(task_id, key, behind_key(key), waits=True)
 
 
-def acquire_for_call(
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a call needs before it may be sent, and what becomes of it by the answer of the locks' server."""
+
+    ticket: Ticket  #: of its message, if its lock is acquired, or if it needs none
+    call: Call | None = None  #: the request for its lock; None if it needs none
+    #: The ticket of its message if another call holds the lock and this one must be sent; None if it need not be.
+    otherwise: Ticket | None = None
+    overlap: Overlap = Overlap.SKIP
+    wait: float = 0.0  #: seconds that its message may wait for its start
+    is_of_beat: bool = False  #: beat sends it: its lock ends early until the message is sent, and it may be sent again
+
+    @property
+    def granted(self) -> Granted:
+        """What the call may do if its lock is acquired, or if it needs none."""
+        lock = self.call.ref if self.call is not None else None
+        return Granted(self.ticket, lock, wait=self.wait * self.is_of_beat)
+
+    def outcome(self, holder: Holder) -> Granted | Refused:
+        """Return what becomes of the call by the server's answer to ``call``."""
+        if self.call is None or holder.verdict is Verdict.ACQUIRED:
+            return self.granted
+        task_id, key = self.ticket.task_id, self.ticket.key
+        behind = Ticket(task_id, key, behind_key(key), waits=True)
+        if holder.verdict is Verdict.WAITING:
+            behind = dataclasses.replace(behind, waits_for=holder if holder.task_id != task_id else None)
+            place = dataclasses.replace(self.call.ref, key=behind.queued)
+            return Granted(behind, place, wait=self.wait * self.is_of_beat)
+        if holder.task_id == task_id:  # the call was sent before
+            return Refused(holder)
+        if self.overlap in REPLACING:
+            replacing = dataclasses.replace(self.call, ttl=self.wait, if_held=IfHeld.REPLACE)
+            behind = dataclasses.replace(behind, waits_for=holder)
+            return Granted(behind, replacing=replacing, terminates=self.overlap is Overlap.TERMINATE_OTHER)
+        if self.otherwise is not None:
+            waits_for = holder if self.otherwise.waits else None
+            return Granted(dataclasses.replace(self.otherwise, waits_for=waits_for))
+        return Refused(holder)
+
+
+def plan_call(
     task: LockableTask,
     task_id: str,
     args: Arguments | None,
@@ -125,12 +188,11 @@ def acquire_for_call(
     *,
     overlap: Overlap,
     options: Options,
-) -> Granted | Refused:
-    """Acquire the lock that a call needs before it is sent.
+) -> Plan:
+    """Return what a call needs before it may be sent, by the task's lock mode and the call's overlap policy; no I/O.
 
     Raises:
         ConfigError: the app's lock backend does not support the policy.
-        LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         TypeError: the arguments do not fit the task, or one of them cannot be encoded.
         ValueError: countdown, eta or expires among the options is invalid.
 
@@ -139,7 +201,7 @@ def acquire_for_call(
     key = str(task.generate_lock(task.name, args, kwargs))
     otherwise, behind = unlocked_ticket(task, task_id, key, overlap), behind_key(key)
     if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.WHILE_EXECUTING:
-        return Granted(otherwise)
+        return Plan(otherwise)
     must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
     call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
     wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
@@ -163,24 +225,38 @@ def acquire_for_call(
                 call = dataclasses.replace(call, payload=payload, if_held=if_held)
     if overlap in REPLACING or call.payload:
         _check_backend(task, overlap)
+    return Plan(ticket, call, otherwise if must_be_sent else None, overlap, wait, is_of_beat)
 
+
+def acquire_for_call(
+    task: LockableTask,
+    task_id: str,
+    args: Arguments | None,
+    kwargs: NamedArguments | None,
+    *,
+    overlap: Overlap,
+    options: Options,
+) -> Granted | Refused:
+    """Acquire the lock that a call needs before it is sent.
+
+    Raises:
+        LockBackendError: the locks' server does not answer, or the lock's key holds other data.
+
+    And all that ``plan_call`` raises.
+    """
+    return acquire(task, plan_call(task, task_id, args, kwargs, overlap=overlap, options=options))
+
+
+def acquire(task: LockableTask, plan: Plan) -> Granted | Refused:
+    """Acquire the lock that a call needs before it is sent.
+
+    Raises:
+        LockBackendError: the locks' server does not answer, or the lock's key holds other data.
+    """
+    if plan.call is None:
+        return plan.granted
     # Beat computes its task ids. It sends the same id again if it cannot know whether the message was sent.
-    holder = _acquire(task, call, may_be_resent=is_of_beat)
-    if holder.verdict is Verdict.ACQUIRED:
-        return Granted(ticket, call.ref, wait=wait * is_of_beat)
-    if holder.verdict is Verdict.WAITING:
-        waits_for = holder if holder.task_id != task_id else None
-        place = dataclasses.replace(call.ref, key=behind)
-        return Granted(Ticket(task_id, key, behind, waits=True, waits_for=waits_for), place, wait=wait * is_of_beat)
-    if holder.task_id == task_id:  # the call was sent before
-        return Refused(holder)
-    if overlap in REPLACING:
-        replacing = dataclasses.replace(call, ttl=wait, if_held=IfHeld.REPLACE)
-        following = Ticket(task_id, key, behind, waits=True, waits_for=holder)
-        return Granted(following, replacing=replacing, terminates=overlap is Overlap.TERMINATE_OTHER)
-    if must_be_sent:
-        return Granted(dataclasses.replace(otherwise, waits_for=holder) if otherwise.waits else otherwise)
-    return Refused(holder)
+    return plan.outcome(_acquire(task, plan.call, may_be_resent=plan.is_of_beat))
 
 
 def _check_backend(task: LockableTask, overlap: Overlap) -> None:
@@ -207,27 +283,45 @@ def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
 
     A hung server may have granted that lock late to a refused call of this process: free it then, and retry.
     """
-    backend, ref = task.singleton_backend, call.ref
-    places = [ref, dataclasses.replace(ref, key=behind_key(ref.key))]
+    backend, places = task.singleton_backend, places_of(call)
     for place in places:
         cancel_release(place)
     try:
         holder: Holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
-        unsent = [found for place in places if (found := refused(place.key, holder.task_id))]
-        if holder.verdict is Verdict.HELD and unsent:
-            backend.finish_many(unsent, remember_for=0)
+        if holder.verdict is Verdict.HELD and (left := left_behind(call, holder)):
+            backend.finish_many(left, remember_for=0)
             holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
     except LockBackendError:
         if not may_be_resent:
             for place in places:
                 release_later(task.app, place)
         raise
+    return answered(task, call, holder)
+
+
+def places_of(call: Call) -> list[Ref]:
+    """Return the locks that a call may hold before it is sent."""
+    return [call.ref, dataclasses.replace(call.ref, key=behind_key(call.ref.key))]
+
+
+def left_behind(call: Call, holder: Holder) -> list[Ref]:
+    """Return the locks that an earlier call of this process may have got after it had given up."""
+    return [found for place in places_of(call) if (found := refused(place.key, holder.task_id))]
+
+
+def answered(task: LockableTask, call: Call, holder: Holder) -> Holder:
+    """Return the server's answer to a call; have its lock checked if the message of the holder may be lost.
+
+    Raises:
+        UnusableLockError: the lock's key holds other data.
+    """
+    key = call.ref.key
     if holder.verdict is Verdict.UNUSABLE:
-        raise UnusableLockError(unusable(ref.key, holder.reason))
+        raise UnusableLockError(unusable(key, holder.reason))
     if holder.verdict is Verdict.HELD and holder.state == "queued":
-        _suspect(task, ref.key, holder)
+        _suspect(task, key, holder)
     # The call has ended under this lock, so the current holder does not matter to it.
-    return dataclasses.replace(holder, task_id=ref.task_id) if holder.verdict is Verdict.DONE else holder
+    return dataclasses.replace(holder, task_id=call.ref.task_id) if holder.verdict is Verdict.DONE else holder
 
 
 def keep(backend: BaseBackend, locks: Mapping[Ref, str], seconds: float) -> None:

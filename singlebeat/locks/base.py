@@ -16,6 +16,8 @@ from .key import check_sendable, done_key, turn_key
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..outbox import Broker, Command
+
 __all__ = (
     "HEADER",
     "MOST_WAITS",
@@ -26,6 +28,7 @@ __all__ = (
     "IfHeld",
     "Ref",
     "Renewal",
+    "Sending",
     "Ticket",
     "Verdict",
     "entry_of",
@@ -81,6 +84,7 @@ class Verdict(StrEnum):
     ROTATED = "rotated"  #: the lock was handed over
     LOST = "lost"  #: the lock is not held as the caller assumed
     UNUSABLE = "unusable"  #: the lock's keys cannot be read; see ``Holder.reason``
+    REFUSED = "refused"  #: the server refuses to send the message; see ``Holder.reason``
     LATE = "late"  #: the server ran the request when no caller waited for the reply any more
 
 
@@ -113,7 +117,7 @@ class Holder:
     ttl: float  #: seconds until the lock ends unless it is renewed
     payload: str = ""  #: if the run started: the arguments of the latest call that it stands for
     entry: str = ""  #: name of the schedule's entry that sent it; empty: a program sent it, or unknown
-    reason: str = ""  #: of the verdict UNUSABLE: the error, in the server's words
+    reason: str = ""  #: of the verdicts UNUSABLE and REFUSED: the error, in the server's words
 
     def __str__(self) -> str:
         since = f" since {self.since:%Y-%m-%d %H:%M:%S}Z" if self.since else ""
@@ -285,6 +289,19 @@ class Call:
     entry: str = ""  #: name of the schedule's entry that sends it, for people; empty: a program sends it
 
 
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A call, and the commands that send its message."""
+
+    call: Call
+    commands: Sequence[Command] = ()
+    only: Verdict | str = ""  #: the verdict, ACQUIRED or WAITING, for which its message was made; empty: both
+
+    def is_granted(self, verdict: Verdict) -> bool:
+        """Return whether the message is sent with a verdict."""
+        return verdict in {Verdict.ACQUIRED, Verdict.WAITING} and self.only in {"", verdict}
+
+
 class BaseBackend(ABC):
     """A store of locks; durations are in seconds, times are the server's, and every verb is atomic."""
 
@@ -316,6 +333,19 @@ class BaseBackend(ABC):
         Args:
             may_be_resent: whether the task ids may have been sent before; an id that has ended is then refused.
         """
+
+    @property
+    def sends(self) -> bool:
+        """Whether it can send the message of a call together with the acquisition of its lock."""
+        return False
+
+    def send(self, sendings: Sequence[Sending], broker: Broker) -> list[Holder] | None:
+        """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
+
+        Returns:
+            The holders; None if the broker is not on the server of the locks, so that nothing was done.
+        """
+        raise NotImplementedError(f"{self.name} sends no messages")
 
     @abstractmethod
     def begin(

@@ -10,12 +10,15 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from redis import RedisCluster
+
 from ..config import Config
 from ..connections import RedisError, lock_server, masked, private, same_slot, shared, what_it_does
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
-from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Verdict, from_ms, unusable
+from ..outbox import Broker, database, request_name
+from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Sending, Verdict, from_ms, unusable
 from .key import behind_key, done_key, is_done_key, turn_key
 
 if TYPE_CHECKING:
@@ -34,6 +37,9 @@ SUSPECTED_FOR = 600.0
 #: Age in seconds that the entry of a retired worker is set to: longer than a lease, at most a day.
 RETIRED = 12 * 3600
 
+#: Prefix of the keys of the last replies to senders, and seconds for which a reply is kept: longer than any repetition.
+SENT_KEY, SENT_FOR = "singlebeat:sent:", 60.0
+
 #: Fields of a lock's record that are shown to people. Every record, and no other hash, has all of the first three.
 SHOWN = (
     *("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until", "entry"),
@@ -43,6 +49,7 @@ SHOWN = (
 # Read before there are threads and forks: reading a file of a package acquires a lock of the import system. A child
 # that is forked meanwhile would wait for that lock for ever.
 _SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "finish", "promise", "renew", "rotate")}
+_SCRIPTS["send"] = Script(__package__, "send", uses=[_SCRIPTS["acquire"]])
 
 
 def _lock_and_done(lock: str) -> tuple[str, ...]:
@@ -114,13 +121,42 @@ class RedisBackend(BaseBackend):
         A server that runs the script only after the timeout leaves the locks alone: the caller has given up by then.
         """
         refs = [call.ref for call in calls]
-        rows = [
-            (*owner[:2], _ms(c.ttl), _ms(c.expiry), c.task, c.arguments, c.payload, c.if_held, c.entry)
-            for owner, c in zip(_requests(refs), calls, strict=True)
-        ]
+        rows = [_row(call) for call in calls]
         return self._run_before_deadline(
             lambda deadline: self._run_many("acquire", refs, int(may_be_resent), deadline, rows=rows, keys_of=_all_keys)
         )
+
+    @property
+    def sends(self) -> bool:
+        """Whether the locks are on one server, which may be the broker's."""
+        return not isinstance(self.redis, RedisCluster)
+
+    def send(self, sendings: Sequence[Sending], broker: Broker) -> list[Holder] | None:
+        """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
+
+        A server that runs the script only after the timeout does nothing, as in ``acquire_many``.
+
+        Returns:
+            The holders; None if the broker is another server, so that nothing was done.
+        """
+        client, calls = self.redis, [each.call for each in sendings]
+        db = database(client)
+        keys = [broker.key, ""]
+        values: list[str | int] = []
+        for each in sendings:
+            keys += (*_all_keys(each.call.ref.key), *(command.key for command in each.commands))
+            values += (packed([_row(each.call, each.only)]), len(each.commands))
+            values += (part for command in each.commands for part in (command.name, command.argument))
+        where = broker.value, "" if broker.db == db else broker.db, db
+
+        def run(deadline: int) -> list[Any]:
+            sender, request = request_name()
+            keys[1] = f"{SENT_KEY}{sender}"
+            reply = self._run("send", keys, (*where, request, _ms(SENT_FOR), 0, deadline, *values))
+            return [] if reply == "elsewhere" else json.loads(reply)
+
+        holders = self._run_before_deadline(run)
+        return holders if len(holders) == len(calls) else None
 
     def _run_before_deadline(self, run: Callable[[int], Sequence[Any]]) -> list[Holder]:
         """Run a script that writes nothing after a deadline, and return its replies.
@@ -345,11 +381,17 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
     return [(ref.task_id, str(ref.generation), ref.nonce) for ref in refs]
 
 
+def _row(call: Call, only: str = "") -> tuple[str | int, ...]:
+    """Return a call as ``acquire.lua`` takes it."""
+    owner, times = (call.ref.task_id, str(call.ref.generation)), (_ms(call.ttl), _ms(call.expiry))
+    return (*owner, *times, call.task, call.arguments, call.payload, call.if_held, call.entry, only)
+
+
 def _holder(reply: Sequence[Any]) -> Holder:
     verdict, task_id, state, since, fence, ttl_ms, *more = reply
     ttl = max(0, int(ttl_ms)) / 1000
-    if verdict == Verdict.UNUSABLE:
-        return Holder(Verdict.UNUSABLE, "", "", None, 0, 0.0, reason=task_id)
+    if verdict in {Verdict.UNUSABLE, Verdict.REFUSED}:
+        return Holder(Verdict(verdict), "", "", None, 0, 0.0, reason=task_id)
     return Holder(Verdict(verdict), task_id, state, from_ms(since), int(fence), ttl, *more)
 
 

@@ -18,7 +18,7 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.acquire import Refused, acquire_for_call, free
+from ..locks.acquire import Refused, free, plan_call
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -34,6 +34,7 @@ from ..locks.base import (
 )
 from ..locks.key import canonical, digest, lock_key
 from ..locks.modes import LockMode, Overlap, check, overlap_for, pick, signature_of
+from ..locks.send import send_call
 from ..log import Log
 from .eager import run_eagerly
 from .gate import Run, run_under_lock
@@ -177,8 +178,10 @@ class Singleton(Task):  # type: ignore[misc]
         overlap = overlap_for(self, options.pop("overlap", None))
         task_id = str(task_id or uuid())
 
-        def publish(**more: object) -> AsyncResult:
+        def publish(ticket: Ticket | None = None, **more: object) -> AsyncResult:
             given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
+            if ticket is not None:
+                given["headers"] = {**(options.get("headers") or {}), HEADER: ticket.header()}
             result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **given)
             result.is_duplicate, result.waits_for = False, None
             return result
@@ -194,22 +197,15 @@ class Singleton(Task):  # type: ignore[misc]
             return publish()  # beat, the author of this header, has acquired the lock already, in a batch
         try:
             given = {**options, "link": link, "link_error": link_error}
-            acquired = acquire_for_call(self, task_id, args, kwargs, overlap=overlap, options=given)
+            plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
+            sent = send_call(self, plan, publish, producer)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
             about = {"task": self.name, "id": task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
             return publish()
-        if isinstance(acquired, Refused):
-            return self._duplicate(acquired.holder, args, kwargs, overlap)
-        try:
-            result = publish(headers={**(options.get("headers") or {}), HEADER: acquired.ticket.header()})
-        except BaseException:
-            acquired.give_up(self)
-            raise
-        result.waits_for = acquired.note_sent(self)
-        return result
+        return self._duplicate(sent.holder, args, kwargs, overlap) if isinstance(sent, Refused) else sent
 
     def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
         """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""

@@ -79,8 +79,22 @@ class Shop:
         return self.redis.hmget(lock, "id", "state")
 
 
+@pytest.fixture(params=["one write", "two writes"])
+def writes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a call and its lock are written: together, or one after the other, as if the broker were elsewhere."""
+    if request.param == "two writes":
+        monkeypatch.setattr(RedisBackend, "sends", False)
+    return request.param
+
+
 @pytest.fixture
-def shop(app, redis) -> Shop:
+def two_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send calls as if the broker were on another server than the locks."""
+    monkeypatch.setattr(RedisBackend, "sends", False)
+
+
+@pytest.fixture
+def shop(app, redis, writes) -> Shop:
     return Shop(app, redis)
 
 
@@ -298,7 +312,7 @@ def test_the_latest_call_replaces_the_waiting_call(define, shop, revoked, overla
 
 
 @pytest.mark.parametrize("fails", ["the broker", "the locks' server"])
-def test_a_call_that_is_sent_is_not_lost_to_a_failure_after_it(define, shop, fails, monkeypatch, caplog):
+def test_a_call_that_is_sent_is_not_lost_to_a_failure_after_it(define, shop, two_writes, fails, monkeypatch, caplog):
     task = define(overlap="terminate_other")
     shop.begin(task.generate_lock(task.name, [1]), "running")
     acquire = RedisBackend.acquire_many
@@ -666,6 +680,8 @@ class TwoArguments(Singleton):
 
 def test_a_users_aquire_lock_takes_the_arguments_of_celery_singletons(app, shop):
     task = app.task(hold, name="app.two", base=TwoArguments, shared=False)
+
+    TwoArguments.taken.clear()
 
     task.lock_and_run("a lock", args=[1], countdown=5)
 

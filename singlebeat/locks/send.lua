@@ -1,0 +1,82 @@
+--- send: acquire the locks of calls, and send the message of each call whose lock is granted: both or neither.
+--
+-- It uses acquire. A repetition, after its reply was lost, gives the same reply, and writes nothing.
+--
+-- KEYS[1]    marker    string in the broker's database: its value proves that the broker is this server
+-- KEYS[2]    sent      string: the last reply to this sender, behind the name of its request
+-- KEYS[3...] for each call
+--            four keys, as in acquire
+--            queues    in the broker's database, one for each command
+-- ARGV[1]    value     of the marker
+-- ARGV[2]    broker    number of the broker's database; empty: that of the locks
+-- ARGV[3]    locks     number of the database of the locks
+-- ARGV[4]    request   name of this request, without a space; no other request of the sender has it
+-- ARGV[5]    keep_ms   ms for which the reply is kept for a repetition
+-- ARGV[6]    again     as in acquire
+-- ARGV[7]    deadline  as in acquire
+-- ARGV[8...] for each call
+--            call      JSON: an array with the array of the call, as in acquire
+--            count     number of its commands
+--            commands  for each command: its name (lpush, pexpire, publish) and its argument
+--
+-- returns  JSON, one array for each call, as in acquire; a call that has acquired its lock, or waits, is sent, unless
+--          it asked for the other one of both with "only"
+--          refused    the server refuses a command; the second value is its reason; the call may hold its lock
+--          In place of the array: elsewhere, if the broker is another server; then nothing was written
+
+local marker, sent, value, broker, locks = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
+local request, keep_ms, again, deadline = ARGV[4] .. " ", ARGV[5], ARGV[6], ARGV[7]
+
+local function in_broker(...)
+  if broker == "" then
+    return redis.pcall(...)
+  end
+  redis.call("SELECT", broker)
+  local reply = redis.pcall(...)
+  redis.call("SELECT", locks)
+  return reply
+end
+
+local kept = redis.call("GET", sent)
+if kept and string.sub(kept, 1, #request) == request then
+  return string.sub(kept, #request + 1)
+end
+if in_broker("GET", marker) ~= value then
+  return "elsewhere"
+end
+
+local key, argument = 3, 8 -- of the next call, in KEYS and ARGV
+
+local function refused(reason)
+  return cjson.encode({"refused", reason, "", "0", "0", 0, ""})
+end
+
+local function send()
+  local keys, call, count = {unpack(KEYS, key, key + 3)}, ARGV[argument], tonumber(ARGV[argument + 1])
+  local queue, command = key + 4, argument + 2
+  key, argument = queue + count, command + 2 * count
+
+  local reply = acquire(keys, {again, deadline, call})
+  if type(reply) ~= "string" then
+    return refused(reply.err)
+  end
+  local verdict, only = cjson.decode(reply)[1][1], cjson.decode(call)[1][10]
+  local is_granted = verdict == "acquired" or verdict == "waiting"
+  if is_granted and (only == "" or only == verdict) then
+    for i = 0, count - 1 do
+      local done = in_broker(ARGV[command + 2 * i], KEYS[queue + i], ARGV[command + 2 * i + 1])
+      if type(done) == "table" and done.err then
+        return refused(done.err)
+      end
+    end
+  end
+  return string.sub(reply, 2, -2) -- without the brackets of the array of one call
+end
+
+local replies = {}
+while argument <= #ARGV do
+  replies[#replies + 1] = send()
+end
+local all = "[" .. table.concat(replies, ",") .. "]"
+redis.call("SET", sent, request .. all, "PX", keep_ms)
+return all

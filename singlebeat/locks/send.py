@@ -1,0 +1,186 @@
+"""Sends a call under its lock: in one write if the broker is the locks' server, else in two."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
+
+from celery.signals import after_task_publish, before_task_publish
+
+from ..outbox import Broker, collecting, takes_outbox
+from .acquire import Refused, acquire, answered, left_behind, places_of
+from .base import Sending, Verdict
+from .late_release import cancel_release
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from celery.result import AsyncResult
+    from kombu import Producer
+
+    from ..outbox import Outbox
+    from .acquire import Granted, Plan
+    from .base import Call, Holder, Ticket
+    from .task import LockableTask
+
+__all__ = ("send_call",)
+
+#: In place of the verdict of a call that asks for its lock, and does not take it.
+NOTHING = "nothing"
+
+#: Messages that are made for one call until it is sent in two writes, because its lock has changed before each write.
+MOST_MESSAGES = 4
+
+#: Seconds for which this process remembers that a call was refused, and the maximum number of these calls. Meanwhile it
+#: asks for their locks before it makes a message that may be in vain.
+REFUSED_FOR, MOST_REFUSED = 60.0, 10_000
+
+_refused: dict[str, float] = {}
+_brokers: WeakKeyDictionary[Celery, Broker] = WeakKeyDictionary()
+
+
+class Publish(Protocol):
+    """Sends the message of a call, with a ticket in its headers and further options of ``Task.apply_async``."""
+
+    def __call__(self, ticket: Ticket, **options: object) -> AsyncResult: ...
+
+
+class _NotSentError(Exception):
+    """Ends a publish before Celery reports the message as sent."""
+
+
+def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Producer | None) -> AsyncResult | Refused:
+    """Acquire the lock of a call, and send the call.
+
+    Where broker and locks are one Redis server, both happen in one write, or neither. Else the lock is acquired first;
+    if the process dies before it sends the message, the lock ends by itself.
+
+    Raises:
+        LockBackendError: the locks' server does not answer, or the lock's key holds other data.
+        Exception: any error of the broker.
+    """
+    broker = _broker_of(task)
+    if plan.call is not None and broker is not None and not plan.is_of_beat:
+        with task.app.producer_or_acquire(producer) as own:
+            outcome = _OneWrite(task, plan, publish, own, broker).send(plan.call)
+        if outcome is not None:
+            _remember(plan.call.ref.key, is_refused=isinstance(outcome, Refused))
+            return outcome
+    granted = acquire(task, plan)
+    if isinstance(granted, Refused):
+        return granted
+    try:
+        result = publish(granted.ticket, producer=producer)
+    except BaseException:
+        granted.give_up(task)
+        raise
+    result.waits_for = granted.note_sent(task)
+    return result
+
+
+def _broker_of(task: LockableTask) -> Broker | None:
+    """Return the broker if it may be the locks' server, and if nothing forbids one write; else None.
+
+    A receiver of Celery's publish signals would be told of messages that are made and not sent.
+    """
+    if before_task_publish.receivers or after_task_publish.receivers or not task.singleton_backend.sends:
+        return None
+    broker = _brokers.get(task.app)
+    if broker is None or broker.pid != os.getpid():
+        broker = _brokers[task.app] = Broker()
+    return broker if broker.may_be_here(time.monotonic()) else None
+
+
+def _was_refused(key: str) -> bool:
+    """Return whether a call with this lock was refused lately, and none was sent since."""
+    return time.monotonic() - _refused.get(key, -REFUSED_FOR) < REFUSED_FOR
+
+
+def _remember(key: str, *, is_refused: bool) -> None:
+    """Remember whether a call with this lock was refused."""
+    if not is_refused:
+        _refused.pop(key, None)
+        return
+    if len(_refused) >= MOST_REFUSED:
+        _refused.clear()
+    _refused[key] = time.monotonic()
+
+
+class _OneWrite:
+    """Sends one call in one write, over the producer of its message."""
+
+    def __init__(self, task: LockableTask, plan: Plan, publish: Publish, producer: Producer, broker: Broker) -> None:
+        self.task, self.plan, self.publish, self.producer, self.broker = task, plan, publish, producer, broker
+
+    def send(self, call: Call) -> AsyncResult | Refused | None:
+        """Send the call; return its result, or None if it must be sent in two writes.
+
+        Raises:
+            LockBackendError: the locks' server does not answer, so the call may be sent; or its lock is unusable.
+            Exception: the message cannot be made.
+        """
+        try:
+            if not takes_outbox(self.producer.channel):
+                return None
+            self.broker.mark(self.producer.channel, time.monotonic())
+        except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
+            return None
+        for place in places_of(call):
+            cancel_release(place)
+        key, expected = call.ref.key, Verdict.ACQUIRED
+        granted, sending = self.plan.granted, Sending(call, only=expected)
+        # A call that is probably refused asks first: its message would be made in vain.
+        answer = self._answer(Sending(call, only=NOTHING)) if _was_refused(key) else None
+        for _ in range(MOST_MESSAGES):
+            if answer is not None:
+                outcome = self.plan.outcome(answer)
+                if isinstance(outcome, Refused):
+                    return None if left_behind(call, answer) else outcome
+                if outcome.lock is None and outcome.replacing is None:  # it must be sent, and waits without a place
+                    return None
+                granted, sending = outcome, Sending(call, only=answer.verdict)
+                if outcome.replacing is not None:
+                    sending = Sending(outcome.replacing)
+            result, answer = self._write(granted, sending)
+            if result is not None or answer is None:
+                return result
+        return None
+
+    def _answer(self, sending: Sending) -> Holder | None:
+        """Run the write, and return the answer to its call; None if nothing is sent in one write for now."""
+        holders = self.task.singleton_backend.send([sending], self.broker)
+        if holders is None or holders[0].verdict is Verdict.REFUSED:
+            self.broker.rule_out(time.monotonic())
+            return None
+        return answered(self.task, sending.call, holders[0])
+
+    def _write(self, granted: Granted, sending: Sending) -> tuple[AsyncResult | None, Holder | None]:
+        """Make the message of a call, and send it if the lock is granted.
+
+        Returns:
+            The result of the sent call, or None; the answer to the call, or None if two writes must send it.
+        """
+        answer: Holder | None = None
+
+        def write(outbox: Outbox) -> None:
+            nonlocal answer
+            answer = self._answer(replace(sending, commands=outbox.commands))
+            if answer is None or not sending.is_granted(answer.verdict):
+                raise _NotSentError
+
+        try:
+            with collecting(self.producer, write):
+                result = self.publish(granted.ticket, producer=self.producer, retry=False)
+        except _NotSentError:
+            self.task.app.AsyncResult(granted.ticket.task_id)  # its end tells Celery to await this result no longer
+            return None, answer
+        except self.producer.connection.recoverable_connection_errors:
+            if answer is None:  # the broker failed before the write
+                return None, None
+            raise
+        if answer is not None:
+            replaced = granted.replacing is not None
+            result.waits_for = granted.note_replaced(self.task, answer) if replaced else granted.ticket.waits_for
+        return result, answer

@@ -1,0 +1,439 @@
+"""A call whose lock and message are one write: it is sent under its lock, or nothing has happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.signals import after_task_publish, before_task_publish
+from kombu import Exchange, Queue
+from kombu.messaging import Producer
+from redis import Redis
+
+from singlebeat import Singleton
+from singlebeat.errors import LockBackendError
+from singlebeat.locks.key import behind_key
+from singlebeat.locks.redis import RedisBackend
+from singlebeat.locks.send import _brokers, _refused
+from tests.proxy import LossyProxy
+from tests.support import ROOT, wait_until
+from tests.system.apps import make_app
+
+pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
+
+
+@pytest.fixture(autouse=True)
+def _no_call_was_refused() -> Iterator[None]:
+    yield
+    _refused.clear()
+
+
+def numbered(value: int) -> None: ...
+
+
+def define(app: Celery, **options: Any) -> Any:
+    return app.task(numbered, name="numbered", base=Singleton, shared=False, **options)
+
+
+@contextmanager
+def apps(url: str, **conf: Any) -> Iterator[Celery]:
+    with make_app(url, conf) as app:
+        yield app
+
+
+def messages(redis: Redis, queue: str = "celery") -> list[dict[str, Any]]:
+    """The messages in a queue, the first one first."""
+    return [json.loads(raw) for raw in redis.lrange(queue, 0, -1)[::-1]]
+
+
+def values(redis: Redis, queue: str = "celery") -> list[Any]:
+    return [json.loads(b64decode(message["body"]))[0][0] for message in messages(redis, queue)]
+
+
+def locks(redis: Redis) -> set[str]:
+    """The ids that hold a lock."""
+    return {redis.hget(key, "id") for key in redis.scan_iter("SINGLETONLOCK_*", _type="HASH")}
+
+
+def ids(redis: Redis) -> set[str]:
+    return {message["headers"]["id"] for message in messages(redis)}
+
+
+def calls_of(redis: Redis) -> dict[str, int]:
+    return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in redis.info("commandstats").items()}
+
+
+# ---------------------------------------------------------------- one write
+
+
+def test_a_call_and_its_lock_are_one_round_trip(app, redis):
+    task = define(app, ignore_result=True)
+    task.delay(1)
+    redis.config_resetstat()
+
+    result = task.delay(2)
+
+    calls = calls_of(redis)
+    assert calls["evalsha"] == calls["lpush"] == 1
+    assert "eval" not in calls
+    assert locks(redis) == ids(redis) >= {result.id}
+    assert (result.is_duplicate, result.waits_for) == (False, None)
+
+
+def test_a_duplicate_is_refused_in_one_round_trip_without_a_message(app, redis, monkeypatch):
+    task = define(app)
+    first = task.delay(1)
+    assert task.delay(1).id == first.id  # made in vain
+    redis.config_resetstat()
+    monkeypatch.setattr(app.amqp, "create_task_message", None)
+
+    again = task.delay(1)
+
+    assert (again.id, again.is_duplicate) == (first.id, True)
+    assert calls_of(redis)["evalsha"] == 1
+    assert values(redis) == [1]
+
+
+def test_a_refused_message_leaves_no_subscription(app, redis):
+    task = define(app)
+    kept = task.delay(1)
+    for _ in range(3):
+        _refused.clear()
+        assert task.delay(1).is_duplicate
+
+    subscribed = {channel.decode() for channel in app.backend.result_consumer.subscribed_to}
+    assert [channel for channel in subscribed if kept.id not in channel] == []
+
+
+def test_a_call_after_a_refused_one_is_sent_in_one_write(app, redis):
+    task = define(app)
+    first = task.delay(1)
+    task.delay(1)
+    redis.delete(*redis.keys("SINGLETONLOCK_*"), "celery")
+
+    second = task.delay(1)
+
+    assert second.id != first.id
+    assert locks(redis) == ids(redis) == {second.id}
+
+
+@pytest.mark.parametrize("database", [0, 5], ids=["one database", "two databases"])
+@pytest.mark.parametrize("prefix", ["", "{shop}:"])
+def test_the_broker_may_have_another_database_and_a_prefix(server, redis, database, prefix):
+    joined = "&" if "?" in server.url else "?"
+    options = {"broker_transport_options": {"global_keyprefix": prefix}}
+    with apps(server.celery_url, singleton_backend_url=f"{server.url}{joined}db={database}", **options) as app:
+        result = define(app).apply_async([1], priority=0)
+        before = calls_of(redis)["evalsha"]
+        define(app).delay(2)
+        assert calls_of(redis)["evalsha"] == before + 1
+
+    assert values(redis, f"{prefix}celery") == [1, 2]
+    with server.client(db=database) as client:
+        assert result.id in locks(client)
+        assert len(locks(client)) == 2
+
+
+def test_a_message_goes_where_kombu_would_send_it(app, redis):
+    topic = Exchange("news", type="topic")
+    app.conf.task_queues = [
+        Queue("celery"),
+        Queue("all", topic, routing_key="#"),
+        Queue("local", topic, routing_key="local.*"),
+        Queue("brief", expires=60.0),
+    ]
+    task = define(app)
+    for queue in app.conf.task_queues:  # declared, as by a worker
+        with app.connection_for_write() as connection:
+            queue(connection.default_channel).declare()
+
+    task.apply_async([1], queue="local", routing_key="local.weather")
+    task.apply_async([2], queue="brief")
+    task.apply_async([3], priority=9)
+
+    assert (values(redis, "all"), values(redis, "local"), values(redis, "brief")) == ([1], [1], [2])
+    assert values(redis, "celery\x06\x169") == [3]
+    assert 0 < redis.ttl("brief") <= 60
+
+
+# ---------------------------------------------------------------- the lock decides about the message
+
+
+def test_a_call_that_waits_is_sent_with_its_place(app, redis):
+    task = define(app, overlap="buffer_one")
+    lock = task.generate_lock(task.name, [1])
+    first = task.delay(1)
+    redis.hset(lock, "state", "running")
+
+    second = task.delay(1)
+
+    assert second.waits_for.task_id == first.id
+    assert redis.hget(behind_key(lock), "id") == second.id
+    assert [message["headers"]["singlebeat_lock"].get("waits") for message in messages(redis)] == [None, True]
+
+
+def test_a_call_that_replaces_others_evicts_them_in_the_same_write(app, redis):
+    task = define(app, overlap="cancel_other")
+    lock = task.generate_lock(task.name, [1])
+    first = task.delay(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app.amqp, "create_task_message", None)
+        with pytest.raises(TypeError):
+            task.delay(1)
+    assert redis.hget(lock, "id") == first.id
+    second = task.delay(1)
+
+    assert redis.hget(lock, "id") == second.id
+    assert redis.zscore(f"{lock}:done", f"{first.id}:replaced") is not None
+
+
+def test_a_lock_that_changes_while_the_message_is_made_is_seen(app, redis, monkeypatch):
+    task = define(app, overlap="buffer_one")
+    lock = task.generate_lock(task.name, [1])
+    make = app.amqp.create_task_message
+    made: list[str] = []
+
+    def meanwhile(task_id: str, *args: Any, **options: Any) -> Any:
+        made.append(task_id)
+        if len(made) == 1:
+            redis.hset(lock, mapping={"id": "other", "gen": "0", "state": "running", "nonce": "n", "since": "1"})
+        elif len(made) == 2:
+            redis.delete(lock)
+        return make(task_id, *args, **options)
+
+    monkeypatch.setattr(app.amqp, "create_task_message", meanwhile)
+
+    result = task.delay(1)
+
+    assert made == [result.id] * 3
+    assert locks(redis) == ids(redis) == {result.id}
+    assert messages(redis)[0]["headers"]["singlebeat_lock"] == {"id": result.id, "key": lock}
+
+
+# ---------------------------------------------------------------- what may go wrong
+
+
+def test_a_call_whose_reply_is_lost_is_sent_once(server, redis):
+    with LossyProxy(server) as proxy, apps(server.celery_url, singleton_backend_url=proxy.url) as app:
+        task = define(app)
+        task.delay(0)
+        proxy.lose_next_reply(b"lpush")
+
+        result = task.delay(1)
+
+        assert proxy.lost == 1
+    assert values(redis) == [0, 1]
+    assert result.id in locks(redis)
+
+
+def test_a_call_whose_run_is_over_before_the_repetition_is_sent_once(server, redis):
+    with LossyProxy(server) as proxy, apps(server.celery_url, singleton_backend_url=proxy.url) as app:
+        task = define(app)
+        task.delay(0)
+        proxy.lose_next_reply(b"lpush")
+        proxy.meanwhile = lambda: redis.delete(*redis.keys("SINGLETONLOCK_*"))
+
+        result = task.delay(1)
+
+        assert proxy.lost == 1
+    assert values(redis) == [0, 1]
+    assert result.id in ids(redis)
+
+
+def test_a_sender_that_is_killed_leaves_no_lock_without_a_message(server, redis):
+    code = (
+        "import sys; from tests.system.apps import make_app; from tests.redis.test_send import define\n"
+        f"task = define(make_app({server.celery_url!r}), ignore_result=True)\n"
+        "print('ready', flush=True)\n"
+        "for number in range(int(sys.argv[1]), int(sys.argv[1]) + 1_000_000): task.delay(number)\n"
+    )
+    for turn in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(turn * 1_000_000)], cwd=ROOT, stdout=subprocess.PIPE, env=os.environ
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            before = redis.llen("celery")
+            wait_until(lambda n=before: redis.llen("celery") > n + random.randint(1, 50), what="calls")
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+
+    sent = [message["headers"]["id"] for message in messages(redis)]
+    assert len(sent) == len(set(sent)) > 5
+    assert locks(redis) == set(sent)
+
+
+def test_a_broker_elsewhere_gets_its_messages_in_two_writes(server, redis, own_server):
+    with apps(own_server.celery_url, singleton_backend_url=server.url, result_backend=None) as app:
+        task = define(app)
+        first = task.delay(1)
+        assert task.delay(1).id == first.id
+        task.delay(2)
+        assert not _brokers[app].may_be_here(0.0)
+
+    with own_server.client() as broker:
+        assert values(broker) == [1, 2]
+        assert ids(broker) == locks(redis)
+    assert redis.exists("celery") == 0
+
+
+def test_a_marker_that_is_gone_proves_nothing(app, redis):
+    task = define(app)
+    task.delay(1)
+    redis.delete(*redis.keys("singlebeat:marker:*"))
+
+    task.delay(2)
+
+    assert values(redis) == [1, 2]
+    assert locks(redis) == ids(redis)
+
+
+def test_a_user_of_the_locks_that_may_not_push_needs_two_writes(server, redis):
+    redis.acl_setuser(
+        "locker", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-lpush"]
+    )
+    try:
+        url = server.url.replace("://", "://locker:pw@", 1)
+        with apps(server.celery_url, singleton_backend_url=url) as app:
+            task = define(app)
+            results = [task.delay(number) for number in (1, 1, 2)]
+    finally:
+        redis.acl_deluser("locker")
+
+    assert [result.is_duplicate for result in results] == [False, True, False]
+    assert values(redis) == [1, 2]
+    assert locks(redis) == ids(redis)
+
+
+def test_a_queue_of_another_type_is_the_brokers_error(app, redis):
+    task = define(app)
+    task.delay(0)
+    redis.delete("celery")
+    redis.set("celery", "no list")
+
+    with pytest.raises(Exception, match="WRONGTYPE"):
+        task.delay(1)
+
+    assert len(locks(redis)) == 1  # that of the first call
+
+
+def test_a_full_server_takes_neither_lock_nor_message(own_server):
+    with apps(own_server.celery_url) as app, own_server.client() as redis:
+        task = define(app, ignore_result=True)
+        task.delay(0)
+        redis.config_set("maxmemory", 1)
+
+        with pytest.raises(LockBackendError, match="maxmemory"):
+            task.delay(1)
+
+        redis.config_set("maxmemory", 0)
+        assert values(redis) == [0]
+        assert locks(redis) == ids(redis)
+
+
+def test_a_write_that_comes_too_late_sends_nothing(server, redis, monkeypatch):
+    with apps(server.celery_url) as app:
+        task = define(app)
+        task.delay(0)
+        backend = app.tasks["numbered"].singleton_backend
+        monkeypatch.setattr(backend, "timeout", -1e6)
+
+        with pytest.raises(LockBackendError, match="takes longer"):
+            task.delay(1)
+
+    assert values(redis) == [0]
+    assert len(locks(redis)) == 1
+
+
+# ---------------------------------------------------------------- what others are told
+
+
+@pytest.mark.parametrize("hook", [before_task_publish, after_task_publish], ids=["before", "after"])
+def test_receivers_of_publish_signals_hear_of_sent_calls_only(app, redis, hook):
+    heard: list[str] = []
+    task = define(app)
+
+    def hear(sender: Any, headers: Any, **_: Any) -> None:
+        heard.append(headers["id"])
+
+    with connected(hook, hear):
+        results = [task.delay(number) for number in (1, 1, 2)]
+
+    assert heard == [results[0].id, results[2].id]
+    assert values(redis) == [1, 2]
+
+
+@contextmanager
+def connected(hook: Any, receiver: Callable[..., None]) -> Iterator[None]:
+    hook.connect(receiver, weak=False)
+    try:
+        yield
+    finally:
+        hook.disconnect(receiver)
+
+
+def test_task_sent_events_tell_of_sent_calls_only(app, redis):
+    app.conf.task_send_sent_event = True
+    task = define(app)
+    with redis.pubsub() as ears:
+        ears.psubscribe("*celeryev*")
+        wait_until(lambda: ears.get_message(timeout=5), what="the subscription")
+
+        results = [task.delay(number) for number in (1, 1, 2)]
+
+        told: list[str] = []
+        while message := ears.get_message(timeout=0.5):
+            event = json.loads(b64decode(json.loads(message["data"])["body"]))
+            told += [event["uuid"]] if event["type"] == "task-sent" else []
+    assert told == [results[0].id, results[2].id]
+    assert values(redis) == [1, 2]
+
+
+def test_a_users_own_batch_of_messages_is_left_alone(app, redis):
+    task, plain = define(app), app.tasks["tests.system.apps.plain"]
+    with app.producer_pool.acquire() as producer, producer.batch():
+        plain.apply_async(["in the batch"], producer=producer)
+        task.apply_async([1])
+        assert values(redis) == [1]
+
+    assert values(redis) == [1, "in the batch"]
+
+
+def test_a_forked_child_proves_the_broker_by_a_marker_of_its_own(app, redis):
+    task = define(app, ignore_result=True)
+    task.delay(1)
+    pid = os.fork()
+    if not pid:
+        try:
+            task.delay(2)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    task.delay(3)
+
+    assert sorted(values(redis)) == [1, 2, 3]
+    assert len(redis.keys("singlebeat:marker:*")) == len(redis.keys("singlebeat:sent:*")) == 2
+
+
+@pytest.mark.parametrize("backend", ["singlebeat.locks.memory:MemoryBackend"])
+def test_other_backends_send_in_two_writes(server, redis, backend):
+    with apps(server.celery_url, singleton_backend_class=backend) as app:
+        task = define(app)
+        assert not isinstance(task.singleton_backend, RedisBackend)
+        assert [task.delay(number).is_duplicate for number in (1, 1, 2)] == [False, True, False]
+
+    assert values(redis) == [1, 2]
