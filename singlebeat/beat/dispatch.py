@@ -16,11 +16,10 @@ from kombu.utils.encoding import safe_repr
 
 from ..config import Config
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
-from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
+from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
-from ..locks.acquire import UNSENT_TTL, Refused, acquire_for_call, keep
-from ..locks.base import HEADER, RUN_HEADER, Call, Holder, Ref, Verdict, unusable
-from ..locks.key import behind_key, readable
+from ..locks.acquire import UNSENT_TTL, Granted, Refused, keep, places_of
+from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
 from ..locks.late_release import cancel_release, release_later
 from ..log import Log
 from ..overlap import Overlap
@@ -53,9 +52,6 @@ PUBLISH_SHARE = 0.8
 
 #: The servers without which messages are not sent, as the log names them.
 BROKER, LOCKS = "the broker", "the locks' server"
-
-#: Seconds of a renewal that prolongs no lock.
-NO_LONGER = 0.001
 
 #: Errors of an unreachable broker or locks' server.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -142,7 +138,6 @@ class Dispatcher:
         self._unreachable = set[str]()  #: the servers that were logged as unreachable
         self._backoff = Backoff()
         self._queues: dict[str, str] = {}  #: the queues of the messages of this dispatch, by task id
-        before_task_publish.connect(self._note_queue)
 
     def dispatch(self, claimed: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
@@ -162,27 +157,29 @@ class Dispatcher:
         except LockBackendError as exc:
             outage, looked_after = exc, True  # messages that may need a lock wait
         messages, wrong = prepare(self.app, self._report_each(claimed), looked_after=looked_after)
-        self._release(*(lock for message, _ in wrong for lock in message.locks(self.app)))
+        self._release(*(lock for message, _ in wrong for lock in message.locks))
         decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
         unsent, asked = list[str](), outage is None
         messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
         try:
             holders: Mapping[str, Holder] = {}
             try:
-                holders = self._acquire(messages, now) if asked else {}
+                holders = self._acquire(messages) if asked else {}
                 if any(holder.verdict is Verdict.ACQUIRED for holder in holders.values()):
                     self._note_answer(LOCKS)  # HELD proves nothing: a server that refuses writes still reads a holder
             except LockBackendError as exc:
                 outage = exc
             ready = messages
             if outage is not None:
-                unsent.extend(message.stored.member for message in messages if message.needs_lock(self.app))
-                ready = [message for message in messages if not message.needs_lock(self.app)]
+                unsent.extend(message.stored.member for message in messages if message.call is not None)
+                ready = [message for message in messages if message.call is None]
             if outage is not None and unsent:
                 self._note_failure(outage)
+            before_task_publish.connect(self._note_queue)
             for settled in self._send_each(ready, holders, term, deadline, unsent):
                 decided.append(settled)
         finally:
+            before_task_publish.disconnect(self._note_queue)
             self._keep_locks({each.decision.occurrence.id for each in decided if each.decision.is_sent}, messages, now)
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
@@ -190,7 +187,7 @@ class Dispatcher:
             if asked and self._publisher.may_publish(term) and time.monotonic() < taken_until:
                 over = {each.decision.occurrence.id for each in decided}
                 left = [message for message in messages if message.occurrence.id not in over]
-                locks = [lock for message in left for lock in message.locks(self.app)]
+                locks = [lock for message in left for lock in message.locks]
                 self._release(*locks) if outage is None else self._release_later(locks)
 
     def _send_each(
@@ -231,7 +228,7 @@ class Dispatcher:
                     # The cause may be this message alone. A broker that hangs may still accept connections.
                     broker_is_down = patience <= 0 or not self._publisher.reaches_broker()
                     continue
-                self._release(*message.locks(self.app))
+                self._release(*message.locks)
                 settled = self._give_up(message, exc)
             yield settled
 
@@ -257,40 +254,18 @@ class Dispatcher:
             self._progress()
             yield each
 
-    def _publish(self, message: Message) -> Published:
-        """Send the task of an entry; return the outcome, with the holder of a lock that is acquired only now."""
-        entry, occurrence = message.entry, message.occurrence
-        task, granted = None, None
-        if message.claims is not None:
-            task, overlap = message.claims
-            acquired = acquire_for_call(
-                task, occurrence.id, entry.args, entry.kwargs, overlap=overlap, options=entry.options
-            )
-            if isinstance(acquired, Refused):
-                if acquired.holder.task_id == occurrence.id:
-                    return _published_before(message)
-                return Published(DecisionType.SKIPPED_OVERLAP, acquired.holder)
-            granted = acquired
-            if granted.lock is not None:
-                self._note_answer(LOCKS)
+    def _publish(self, message: Message, granted: Granted | None) -> Published:
+        """Send the task of an entry."""
+        entry = message.entry
+        if granted is not None:
             entry.options["headers"][HEADER] = granted.ticket.header()
-        try:
-            result = self._publisher.publish(entry)
-        except Exception as exc:
-            if isinstance(exc.__context__, DuplicateTaskError):
-                return Published(DecisionType.SKIPPED_OVERLAP, _holder(exc.__context__.holder, exc.__context__.task_id))
-            if granted is not None and task is not None:
-                granted.give_up(task)
-            raise
-        if getattr(result, "is_duplicate", False):
-            if result.id == entry.options["task_id"]:
-                return _published_before(message)
-            return Published(DecisionType.SKIPPED_OVERLAP, _holder(getattr(result, "holder", None), result.id))
-        log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", task=entry.task, id=occurrence.id)
-        waits_for = (
-            granted.note_sent(task) if granted is not None and task is not None else getattr(result, "waits_for", None)
-        )
-        return Published(DecisionType.BUFFERED, waits_for) if waits_for else Published(DecisionType.DISPATCHED)
+        self._publisher.publish(entry)
+        about = {"task": entry.task, "id": message.occurrence.id}
+        log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
+        waits_for = None
+        if granted is not None and message.task is not None:
+            waits_for = granted.note_sent(message.task) if granted.replacing is not None else granted.ticket.waits_for
+        return Published(DecisionType.DISPATCHED) if waits_for is None else Published(DecisionType.BUFFERED, waits_for)
 
     def _note_failure(self, exc: Exception, member: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
@@ -339,7 +314,7 @@ class Dispatcher:
 
     def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         messages, _ = prepare(self.app, self._report_each(claimed), looked_after=True)
-        self._release(*(lock for message in messages for lock in message.locks(self.app)))
+        self._release(*(lock for message in messages for lock in message.locks))
 
     def _ask_for_workers(self) -> bool:
         """Return whether a worker was seen that frees the locks of plain tasks, which else would stay for an hour."""
@@ -354,10 +329,6 @@ class Dispatcher:
             log.warning("beat: Tasks that are no Singleton are sent with a lock from now on", event="locked")
         self._said_unlocked = not seen
         return seen
-
-    def _time_to_start(self, message: Message, now: datetime) -> float:
-        ttl = Config.of(self.app).singlebeat_queued_ttl
-        return time_to_start(message.entry.options, queued_ttl=ttl, now=now)
 
     def _note_queue(
         self,
@@ -381,33 +352,22 @@ class Dispatcher:
         for message in messages:
             if message.occurrence.id not in sent:
                 continue
-            # A lock that was acquired when its message was sent lasts for as long as its task says.
-            seconds = self._time_to_start(message, now) if message.ticket is not None else NO_LONGER
+            seconds = message.plan.wait if message.plan is not None else 0.0
             delay = time_to_start({**message.entry.options, "expires": None}, queued_ttl=ttl, now=now) - ttl
             queue = self._queues.get(message.occurrence.id, "")
-            for ref in message.locks(self.app):
+            for ref in message.locks:
                 refs[seconds][ref] = note(ref, queue=queue, delay=delay)
         self._queues.clear()
         for seconds, locks in refs.items():  # one round trip, unless countdowns differ
-            if seconds == NO_LONGER or seconds > UNSENT_TTL:
+            if seconds > UNSENT_TTL:
                 self._progress()
                 keep(backend_of(self.app), locks, seconds)
 
-    def _acquire(self, messages: Sequence[Message], now: datetime) -> Mapping[str, Holder]:
-        calls = [
-            Call(
-                message.ticket.run,
-                message.entry.task,
-                readable(message.entry.args or (), message.entry.kwargs or {}, message.entry.options),
-                min(UNSENT_TTL, self._time_to_start(message, now)),
-                getattr(self.app.tasks.get(message.entry.task), "effective_lock_expiry", None),
-                entry=message.entry.name,
-            )
-            for message in messages
-            if message.ticket is not None
-        ]
+    def _acquire(self, messages: Sequence[Message]) -> Mapping[str, Holder]:
+        calls = [message.call for message in messages if message.call is not None]
         for call in calls:
-            cancel_release(call.ref)
+            for place in places_of(call):
+                cancel_release(place)
         self._progress()
         holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
@@ -420,35 +380,41 @@ class Dispatcher:
                 of a task's code.
         """
         entry, occurrence = message.entry, message.occurrence
-        if holder is not None and holder.verdict is Verdict.UNUSABLE and message.ticket is not None:
-            why = unusable(message.ticket.key, holder.reason)
-            log.error("beat: %(entry)s is sent without its lock", event="unlocked", entry=entry.name, reason=why)
-            holder = None
-        if holder is None or holder.verdict is Verdict.ACQUIRED:
-            published = self._publish(message)
-        elif holder.verdict is Verdict.HELD:
-            published = Published(DecisionType.SKIPPED_OVERLAP, holder)
-        else:
+        outcome = self._outcome(message, holder)
+        if not isinstance(outcome, Refused):
+            published = self._publish(message, outcome)
+        elif outcome.holder.task_id == occurrence.id:
             published = _published_before(message)
-        outcome, other = published
-        met = outcome in {DecisionType.BUFFERED, DecisionType.SKIPPED_OVERLAP}
-        if met and (holder is None or holder.state == "queued"):
-            keys = [lock.key for lock in message.locks(self.app)]
-            self._suspect(*keys, *map(behind_key, keys))
-        reason = f"task {occurrence.id} has begun or ended before" if outcome is DecisionType.RUN_BEFORE else ""
+        else:
+            published = Published(DecisionType.SKIPPED_OVERLAP, outcome.holder)
+        kind, other = published
+        if other is not None and other.state == "queued":
+            self._suspect(*(lock.key for lock in message.locks))
+        reason = f"task {occurrence.id} has begun or ended before" if kind is DecisionType.RUN_BEFORE else ""
         if other is not None:
             # The name of the entry itself is not repeated in its own history.
             shown = replace(other, entry="") if other.entry == entry.name else other
-            reason = f"{'waits for' if outcome is DecisionType.BUFFERED else 'held by'} {shown}"
+            reason = f"{'waits for' if kind is DecisionType.BUFFERED else 'held by'} {shown}"
         about = (other.task_id, other.entry) if other is not None else ("", "")
-        decision = Decision(entry.name, entry.task, occurrence, outcome, reason, *about)
+        decision = Decision(entry.name, entry.task, occurrence, kind, reason, *about)
         log_decision(decision, self._timestamp())
         return message.claimed.confirmation(decision)
 
-
-def _holder(known: object, task_id: str) -> Holder:
-    """Return the holder of a lock; a task that acquires its own lock may report only the holder's id."""
-    return known if isinstance(known, Holder) else Holder(Verdict.HELD, task_id, "queued or running", None, 0, 0.0)
+    def _outcome(self, message: Message, holder: Holder | None) -> Granted | Refused | None:
+        """Return what the answer of the locks' server means for a message; None if beat acquires no lock for it."""
+        if message.plan is None:
+            return None
+        if holder is None:
+            return message.plan.granted
+        if holder.verdict is Verdict.UNUSABLE:
+            why, about = unusable(message.key, holder.reason), {"entry": message.entry.name}
+            if message.plan.overlap is not Overlap.SKIP:  # it could not wait for its turn
+                raise UnusableLockError(why)
+            log.error("beat: %(entry)s is sent without its lock", event="unlocked", **about, reason=why)
+            return message.plan.granted
+        # The call has ended under this lock, so the present holder does not matter to it.
+        done = holder.verdict is Verdict.DONE
+        return message.plan.outcome(replace(holder, task_id=message.occurrence.id) if done else holder)
 
 
 def _published_before(message: Message) -> Published:

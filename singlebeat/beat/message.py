@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import Config
-from ..locks.base import HEADER, RUN_HEADER, Ref, Ticket
+from ..locks.acquire import Plan, plan_call
+from ..locks.base import RUN_HEADER, Ref
 from ..locks.key import behind_key, check_sendable
-from ..locks.modes import drops_by_default
+from ..locks.modes import drops_by_default, is_singleton, overlap_for
 from ..log import Log
 from ..overlap import Overlap
 from .calendar.clocked import comes_once
@@ -22,6 +23,7 @@ from .plain_task import PlainTask
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..locks.base import Call
     from ..locks.task import LockableTask
     from .entries.entry import Entry
     from .store.claims import ClaimedOccurrence, Stored
@@ -37,8 +39,9 @@ class Message:
 
     claimed: ClaimedOccurrence
     entry: Entry  #: a copy of its own, with task id and headers in its options
-    ticket: Ticket | None = None  #: of its lock; None: acquired when the message is sent, or no lock
-    claims: tuple[PlainTask, Overlap] | None = None  #: for a plain task whose lock is acquired when it is sent
+    task: LockableTask | None = None  #: whose lock beat acquires; None: it has none, or acquires it itself
+    plan: Plan | None = None  #: how its lock is acquired
+    key: str = ""  #: of its lock; empty if it has none
 
     @property
     def stored(self) -> Stored:
@@ -51,31 +54,29 @@ class Message:
         return self.claimed.occurrence
 
     def find_lock(self, app: Celery, *, looked_after: bool) -> None:
-        """Determine how its lock is acquired, and set its ticket if the lock can be acquired in a batch."""
+        """Determine how its lock is acquired.
+
+        Raises:
+            Exception: the policy contradicts the task's lock, or any error of the task's own key function.
+        """
         entry = self.entry
         overlap = self.occurrence.overlap or self.stored.policy.overlap
         task = app.tasks.get(entry.task)
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
-        acquires_on_send = getattr(task, "acquires_on_send", None)
-        if acquires_on_send is not None:
-            if acquires_on_send or overlap not in {None, Overlap.SKIP}:
-                if overlap is not None:
-                    entry.options["overlap"] = overlap
-                return
-        elif hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
-            return  # a task of celery-singleton acquires its lock itself
-        else:
+        if not is_singleton(task):
+            if hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
+                return  # a task of celery-singleton acquires its lock itself
             task = PlainTask(app, entry.task, entry.options, entry.name)
         try:
-            key = self._key(task)
+            self.key = self._key(task)
         except TypeError as exc:
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
             return
-        if acquires_on_send is None and overlap not in {None, Overlap.SKIP}:
-            self.claims = task, overlap
-            return
-        self.ticket = Ticket(self.occurrence.id, key, queued=key)
+        overlap = overlap_for(task, overlap) if is_singleton(task) else overlap or Overlap.SKIP
+        call = entry.args, entry.kwargs
+        self.plan = plan_call(task, self.occurrence.id, *call, overlap=overlap, options=entry.options, key=self.key)
+        self.task = task
 
     def _key(self, task: LockableTask) -> str:
         """Return the key of its lock; a key that is the same for all runs of the entry is computed once."""
@@ -86,25 +87,16 @@ class Message:
         check_sendable(key, entry.task, self.occurrence.id)
         return key
 
-    def needs_lock(self, app: Celery) -> bool:
-        """Return whether it can be sent only while the server of the locks is reachable."""
-        if self.ticket is not None or self.claims is not None:
-            return True
-        overlap = self.entry.options.get("overlap") or getattr(app.tasks.get(self.entry.task), "overlap", None)
-        return hasattr(app.tasks.get(self.entry.task), "acquires_on_send") and overlap != Overlap.ALLOW_ALL
+    @property
+    def call(self) -> Call | None:
+        """The request for its lock; None if it needs none before it is sent."""
+        return None if self.plan is None else self.plan.call
 
-    def locks(self, app: Celery) -> list[Ref]:
-        """Return the locks that it may hold, including those whose acquire reply was lost."""
-        if self.ticket is not None:
-            return [self.ticket.run]
-        task = self.claims[0] if self.claims is not None else app.tasks.get(self.entry.task)
-        if not isinstance(task, PlainTask) and not hasattr(task, "acquires_on_send"):
-            return []
-        try:
-            key = self._key(task)
-        except Exception:  # of a task's own key function: then no lock can have been acquired
-            return []
-        return [Ref(key, self.occurrence.id), Ref(behind_key(key), self.occurrence.id)]
+    @property
+    def locks(self) -> list[Ref]:
+        """The locks that it may hold, including those whose acquire reply was lost."""
+        places = (self.key, behind_key(self.key)) if self.key else ()
+        return [Ref(place, self.occurrence.id) for place in places]
 
 
 def prepare(
@@ -132,7 +124,5 @@ def prepare(
         except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may raise anything
             wrong.append((message, exc))
             continue
-        if message.ticket is not None:
-            headers[HEADER] = message.ticket.header()
         messages.append(message)
     return messages, wrong

@@ -43,7 +43,6 @@ __all__ = (
     "Plan",
     "Refused",
     "acquire",
-    "acquire_for_call",
     "answered",
     "free",
     "keep",
@@ -188,8 +187,12 @@ def plan_call(
     *,
     overlap: Overlap,
     options: Options,
+    key: str = "",
 ) -> Plan:
     """Return what a call needs before it may be sent, by the task's lock mode and the call's overlap policy; no I/O.
+
+    Args:
+        key: of its lock, if it is known.
 
     Raises:
         ConfigError: the app's lock backend does not support the policy.
@@ -198,7 +201,7 @@ def plan_call(
 
     A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
-    key = str(task.generate_lock(task.name, args, kwargs))
+    key = key or str(task.generate_lock(task.name, args, kwargs))
     otherwise, behind = unlocked_ticket(task, task_id, key, overlap), behind_key(key)
     if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.WHILE_EXECUTING:
         return Plan(otherwise)
@@ -226,25 +229,6 @@ def plan_call(
     if overlap in REPLACING or call.payload:
         _check_backend(task, overlap)
     return Plan(ticket, call, otherwise if must_be_sent else None, overlap, wait, is_of_beat)
-
-
-def acquire_for_call(
-    task: LockableTask,
-    task_id: str,
-    args: Arguments | None,
-    kwargs: NamedArguments | None,
-    *,
-    overlap: Overlap,
-    options: Options,
-) -> Granted | Refused:
-    """Acquire the lock that a call needs before it is sent.
-
-    Raises:
-        LockBackendError: the locks' server does not answer, or the lock's key holds other data.
-
-    And all that ``plan_call`` raises.
-    """
-    return acquire(task, plan_call(task, task_id, args, kwargs, overlap=overlap, options=options))
 
 
 def acquire(task: LockableTask, plan: Plan) -> Granted | Refused:

@@ -30,6 +30,7 @@ __all__ = (
     "encode_arguments",
     "equal_calls_may_differ",
     "has_continuations",
+    "is_singleton",
     "overlap_for",
     "pick",
     "signature_of",
@@ -97,13 +98,18 @@ def overlap_for(task: SingletonTask, word: str | None = None) -> Overlap:
         return Overlap.SKIP
 
 
+def is_singleton(task: object) -> TypeGuard[SingletonTask]:
+    """Return whether a task has the options of a Singleton."""
+    return hasattr(task, "singleton_config")
+
+
 def drops_by_default(task: Task | None) -> bool:
     """Return whether a duplicate call is dropped though its task sets no policy, and the call could wait.
 
     Args:
         task: a Singleton, or else a task whose lock beat acquires: None, or a plain task.
     """
-    if task is None or not hasattr(task, "acquires_on_send"):
+    if not is_singleton(task):
         return True
     if task.overlap is not None or task.raise_on_duplicate is not None:
         return False

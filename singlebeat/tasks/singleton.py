@@ -110,11 +110,6 @@ class Singleton(Task):  # type: ignore[misc]
         return backend_of(self.app)
 
     @property
-    def acquires_on_send(self) -> bool:
-        """Return whether beat must acquire the lock when it sends the call, and not in one batch with other locks."""
-        return self.lock != LockMode.UNTIL_EXECUTED or overlap_for(self) not in {Overlap.SKIP, Overlap.RAISE}
-
-    @property
     def has_pure_keys(self) -> bool:
         """Return whether equal calls always have the same lock key, because no user function computes the key."""
         return type(self).generate_lock is Singleton.generate_lock and not callable(self.unique_on)
