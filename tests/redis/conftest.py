@@ -1,14 +1,19 @@
-"""Fixtures that tests of commands share."""
+"""Fixtures that tests of one process share: its commands, its beats, and its log."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from celery.beat import Service
 from click.testing import CliRunner, Result
+from redis import Redis
 
 from singlebeat.cli import main
+from tests.redis.bench import Bench
+from tests.support import RedisServer
 
 
 @pytest.fixture
@@ -32,9 +37,40 @@ def no_worker_is_awaited(monkeypatch):
 
 
 @pytest.fixture
+def bench_on() -> Iterator[Callable[..., Bench]]:
+    """Make a bench on a server, with settings."""
+    benches = []
+
+    def make(server: RedisServer, **conf: Any) -> Bench:
+        benches.append(Bench(server, **conf))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
+
+
+@pytest.fixture
+def bench(server: RedisServer, redis: Redis, bench_on) -> Bench:
+    """A bench on the server of this test process."""
+    return bench_on(server)
+
+
+@pytest.fixture
 def beat(app):
     """Make a beat in this process, which ticks when it is told to."""
     app.conf.singlebeat_watchdog_timeout = None
     scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
     yield scheduler
     scheduler.close()
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[..., list[dict[str, Any]]]:
+    """Return the pairs of all lines about these events, with the level of each line."""
+
+    def logged(*events: str) -> list[dict[str, Any]]:
+        found = [(record.levelname, getattr(record, "singlebeat", {})) for record in caplog.records]
+        return [{"level": level, **pairs} for level, pairs in found if pairs.get("event") in events]
+
+    return logged
