@@ -75,11 +75,18 @@ class Bench:
         self.schedulers.append(scheduler)
         return scheduler
 
-    def tick(self, times: int = 1) -> None:
-        """Let the latest scheduler tick, at first a new one."""
+    def tick(self, times: int = 1, *, at: datetime | None = None) -> None:
+        """Let the latest scheduler tick, at first a new one.
+
+        Args:
+            at: the moment that it takes for now.
+        """
         scheduler = self.schedulers[-1] if self.schedulers else self.scheduler()
         for _ in range(times):
-            scheduler.tick()
+            if at is None:
+                scheduler.tick()
+            else:
+                scheduler._tick(at, scheduler.lease.acquire())
 
     def close(self) -> None:
         """End all schedulers and apps."""

@@ -388,7 +388,7 @@ def test_an_entry_whose_last_run_is_far_in_the_future_counts_from_now(bench):
     scheduler.tick()
     assert bench.messages == []
     assert 0 < bench.score() - datetime.now(UTC).timestamp() <= 3600
-    scheduler._tick(datetime.now(UTC) + 1.5 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 1.5 * HOUR)
 
     assert bench.names == ["e"]
     assert bench.meta().last_run_at < datetime.now(UTC) + 2 * HOUR
@@ -401,7 +401,7 @@ def test_a_corrected_clock_that_was_days_ahead_silences_no_entry(bench, caplog):
     waits = datetime.now(UTC).timestamp() + 100 * 86400
     bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 48 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 48 * HOUR)
     assert bench.score("hourly") > datetime.now(UTC).timestamp() + 47 * 3600
 
     scheduler.tick()
@@ -420,7 +420,7 @@ def test_a_clock_that_was_ahead_under_another_leader_silences_no_entry(bench, ca
     waits = datetime.now(UTC).timestamp() + 100 * 86400
     bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
     ahead = bench.scheduler()
-    ahead._tick(datetime.now(UTC) + 30 * 24 * HOUR, ahead.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 30 * 24 * HOUR)
     ahead.close()
     others = [("redbeat:yearly", bench.score("yearly")), ("redbeat:never ran", waits)]
 
@@ -440,7 +440,7 @@ def test_a_clock_that_was_ahead_under_another_leader_silences_no_entry(bench, ca
 def test_a_parked_entry_stays_parked_when_a_clock_is_set_back(bench):
     bench.put("once", every=clocked(datetime.now(UTC) + 24 * HOUR))
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 30 * 24 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 30 * 24 * HOUR)
     assert bench.names == ["once"]
 
     scheduler.tick()
@@ -453,8 +453,8 @@ def test_a_leader_whose_clock_was_behind_for_a_moment_repeats_nothing(bench):
     right = bench.score()
     for ahead in (0, -30 * 24, 0):
         scheduler = bench.scheduler()
-        scheduler._tick(datetime.now(UTC) + ahead * HOUR, scheduler.lease.acquire())
-        scheduler._tick(datetime.now(UTC) + ahead * HOUR, scheduler.lease.acquire())
+        bench.tick(at=datetime.now(UTC) + ahead * HOUR)
+        bench.tick(at=datetime.now(UTC) + ahead * HOUR)
         scheduler.close()
 
     assert bench.names == []
@@ -465,7 +465,7 @@ def test_many_steps_back_count_as_one(bench):
     bench.put(every=HOUR)
     scheduler = bench.scheduler()
     for hours in (4, 2):
-        scheduler._tick(datetime.now(UTC) + hours * HOUR, scheduler.lease.acquire())
+        bench.tick(at=datetime.now(UTC) + hours * HOUR)
 
     scheduler.tick()
 
@@ -477,7 +477,7 @@ def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
     bench.put(end_time=datetime.now(UTC) + 30 * 24 * HOUR)
     scheduler = bench.scheduler()
     for _ in range(2):
-        scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR, scheduler.lease.acquire())
+        bench.tick(at=datetime.now(UTC) + 365 * 24 * HOUR)
     assert bench.score() == PARKED
 
     scheduler.tick()
@@ -490,7 +490,7 @@ def test_a_clock_that_was_ahead_silences_no_paused_new_entry(bench, resumed):
     api = bench.schedule
     api.upsert("e", PLAIN, HOUR, args=["e"], paused=True, run_on_start=True)
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 365 * 24 * HOUR)
     assert bench.meta().last_run_at is None
 
     if resumed == "before":
@@ -505,7 +505,7 @@ def test_a_retry_does_not_wait_for_the_time_of_a_wrong_clock(bench):
     entry = bench.put(every=365 * 24 * HOUR)
     scheduler = bench.scheduler()
     ahead = datetime.now(UTC) + 30 * 24 * HOUR
-    scheduler._tick(ahead, scheduler.lease.acquire())
+    bench.tick(at=ahead)
     bench.redis.hset(entry.key, "pending", Occurrence.of("redbeat:", "e", ahead).encode())
     bench.redis.zadd(PENDING, {entry.key: ahead.timestamp() + 4})
 
@@ -518,7 +518,7 @@ def test_a_retry_does_not_wait_for_the_time_of_a_wrong_clock(bench):
 def test_a_clock_that_steps_back_a_little_repeats_nothing(bench):
     bench.put()
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 2 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 2 * HOUR)
     score = bench.score()
 
     scheduler.tick()
@@ -1049,10 +1049,11 @@ def test_an_error_that_was_raised_from_itself_is_given_up(bench, monkeypatch):
 
 
 def test_a_refused_run_waits_longer_each_time_and_others_do_not(bench):
-    scheduler, waits = bench.scheduler(app=put_refused(bench, "a")), []
+    bench.scheduler(app=put_refused(bench, "a"))
+    waits = []
     for name in ("b", "c", "d", "e"):
         now = datetime.now(UTC)
-        scheduler._tick(now, scheduler.lease.acquire())
+        bench.tick(at=now)
         waits.append(bench.redis.zscore(PENDING, "redbeat:a") - now.timestamp())
         bench.put(name)
         bench.retry_now()
@@ -1297,7 +1298,7 @@ def test_the_next_occurrence_runs_in_the_tick_that_misses_the_last_one(server, r
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 60}')
     bench.retry_now()
 
-    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + HOUR)
 
     assert bench.decisions == ["missed", "dispatched"]
     assert own_server.client().llen(QUEUE) == 1
@@ -1351,10 +1352,10 @@ def test_a_run_missed_when_the_next_is_due_is_not_counted(server, redis, own_ser
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 60, "max_runs": 8}')
     bench.retry_now()
 
-    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + HOUR)
     assert bench.decisions == ["missed", "dispatched"]
     assert bench.meta() == Meta(entry.last_run_at + 2 * HOUR, 8)
-    scheduler._tick(datetime.now(UTC) + 2 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 2 * HOUR)
 
     assert bench.score() == PARKED
     assert len(bench.history) == 2
@@ -1395,12 +1396,12 @@ def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server
     scheduler.tick()
     redis.zadd(PENDING, {entry.key: datetime.now(UTC).timestamp() + 7200})
 
-    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + HOUR)
     assert bench.score() != PARKED  # it may yet be missed, and another run be the last one
     own_server.restart()
     bench.retry_now()
     for _ in range(2):
-        scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
+        bench.tick(at=datetime.now(UTC) + HOUR)
 
     assert bench.decisions == ["dispatched"]
     assert bench.score() == PARKED
@@ -1515,7 +1516,7 @@ def test_an_entry_that_goes_on_makes_up_for_nothing_though_no_beat_ran(bench, re
     scheduler = bench.scheduler()
     scheduler.tick()
     assert (bench.messages, bench.history) == ([], [])
-    scheduler._tick(upcoming, scheduler.lease.acquire())
+    bench.tick(at=upcoming)
     assert bench.names == ["e"]
     assert [record["kind"] for record in bench.history] == ["scheduled"]
     assert bench.meta() == Meta(upcoming, 8)
@@ -1652,7 +1653,7 @@ def test_pending_entries_neither_hide_others_nor_keep_beat_awake(server, redis, 
     for _ in range(3):
         scheduler.tick()
     assert redis.zcard(PENDING) == 4
-    for at in range(4):  # their next times have come
+    for at in range(4):
         bench.make_due(f"waits {at}")
     bench.put("new")
 
