@@ -357,6 +357,20 @@ def without(server: RedisServer, command: str) -> Iterator[str]:
         client.acl_deluser("mute")
 
 
+@contextmanager
+def connected(signal: Any, receiver: Callable[..., Any], *, sender: Any = None) -> Iterator[None]:
+    """Connect a receiver to a signal, of one sender or of all, for a ``with`` block."""
+
+    def receive(**kwargs: Any) -> None:
+        receiver(**kwargs)
+
+    signal.connect(receive, sender=sender, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receive, sender=sender)
+
+
 def until_answered(ask: Callable[..., Any]) -> None:
     """Broadcast until a worker answers.
 

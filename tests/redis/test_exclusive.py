@@ -22,7 +22,7 @@ from singlebeat import signals
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks.key import done_key, lock_key
 from singlebeat.tasks.exclusive_renewer import exclusive_renewer_of
-from tests.support import ROOT, RedisServer, wait_until
+from tests.support import ROOT, RedisServer, connected, wait_until
 from tests.system.apps import make_app
 
 #: Seconds of a lease that is to pass within a test; two thirds of it are what a slow machine may stand still.
@@ -60,13 +60,8 @@ def exclusive(app: Celery):
 def lost():
     """Collects what ``lock_lost`` tells."""
     told: list[tuple[str, str]] = []
-
-    def receive(sender: str, ref, **_) -> None:
-        told.append((sender, ref.key))
-
-    signals.lock_lost.connect(receive)
-    yield told
-    signals.lock_lost.disconnect(receive)
+    with connected(signals.lock_lost, lambda sender, ref, **_: told.append((sender, ref.key))):
+        yield told
 
 
 def lock_of(key: str) -> str:

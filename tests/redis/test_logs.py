@@ -18,6 +18,7 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref, Verdict
 from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.redis.bench import Bench
+from tests.support import connected
 from tests.system.apps import make_app, plain
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
@@ -107,14 +108,11 @@ def test_a_waiting_run_is_named_in_log_history_and_explanation(bench, logged, ta
     bench.put(task=task, overlap=overlap)
     beat = bench.scheduler()
     decided = []
-    signals.occurrence_decided.connect(receive := lambda decision, **_: decided.append(str(decision.outcome)))
-    try:
+    with connected(signals.occurrence_decided, lambda decision, **_: decided.append(str(decision.outcome))):
         beat.tick()
         _start(bench, bench.history[0]["id"])
         bench.make_due()
         beat.tick()
-    finally:
-        signals.occurrence_decided.disconnect(receive)
 
     first, second = bench.history
     assert bench.decisions == decided == ["dispatched", "buffered"]

@@ -29,7 +29,7 @@ from singlebeat.exposition import Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
 from singlebeat.tasks.metrics import WorkerMetrics
 from singlebeat.tasks.renewer import Renewer
-from tests.support import APP, ROOT, RedisServer, free_port, wait_until
+from tests.support import APP, ROOT, RedisServer, connected, free_port, wait_until
 from tests.system.apps import make_app
 
 TASK = f"{APP}.plain"
@@ -214,11 +214,8 @@ def test_a_receiver_that_raises_harms_no_decision(app, redis, metrics):
         raise RuntimeError("hands off")
 
     Entry("e", TASK, schedule(3600), app=app).save()
-    signals.occurrence_decided.connect(bad, weak=False)
-    try:
+    with connected(signals.occurrence_decided, bad):
         decide(app, redis, DecisionType.PAUSED)
-    finally:
-        signals.occurrence_decided.disconnect(bad)
 
     text = metrics.answer("/metrics")[2].decode()
     assert value(text, 'singlebeat_decisions_total{decision="paused",kind="scheduled"}') == 1

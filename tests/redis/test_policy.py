@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -20,6 +18,7 @@ from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ref
+from tests.support import connected
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 SCHEDULE, HISTORY, QUARANTINE = "redbeat::schedule", "redbeat::history", "redbeat::quarantine"
@@ -382,13 +381,17 @@ def test_a_plain_task_that_comes_once_waits_for_the_run_that_was_triggered(bench
     assert bench.messages[1].headers[HEADER]["waits"]
 
 
+def die(**_: Any) -> None:
+    raise SystemExit
+
+
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("overlap", ["buffer_one", "terminate_other"])
 def test_a_finished_run_is_dispatched_even_if_an_equal_call_runs_now(bench, task, overlap):
     backend = backend_of(bench.app)
     backend.announce("w@h", ttl=60)
     bench.put(task=task, overlap=overlap)
-    with dying_after_publish(), pytest.raises(SystemExit):
+    with connected(after_task_publish, die), pytest.raises(SystemExit):
         bench.tick()
     (message,) = bench.messages
     for task_id in (message.id, "another"):
@@ -416,18 +419,6 @@ def test_a_lock_shows_the_arguments_of_an_entry_as_its_options_do(bench, task, o
 
     (lock,) = bench.redis.keys("SINGLETONLOCK_*")
     assert bench.redis.hget(lock, "args") == "('a name',), {'seconds': '**'}"
-
-
-@contextmanager
-def dying_after_publish() -> Iterator[None]:
-    def die(**_: Any) -> None:
-        raise SystemExit
-
-    after_task_publish.connect(die, weak=False)
-    try:
-        yield
-    finally:
-        after_task_publish.disconnect(die)
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])

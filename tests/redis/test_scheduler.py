@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from unittest.mock import Mock
@@ -43,7 +43,7 @@ from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
 from tests.redis.bench import Bench
-from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until, without
+from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, connected, wait_until, without
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
@@ -52,18 +52,6 @@ SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::
 HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
 QUARANTINE = "redbeat::quarantine"
 HOUR = timedelta(hours=1)
-
-
-@contextmanager
-def connected(signal: Any, receiver: Callable[..., Any]) -> Iterator[None]:
-    def receive(**kwargs: Any) -> None:
-        receiver(**kwargs)
-
-    signal.connect(receive, weak=False)
-    try:
-        yield
-    finally:
-        signal.disconnect(receive)
 
 
 def python(code: str) -> Any:

@@ -30,6 +30,7 @@ from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Claim, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.connections import schedule_client
 from singlebeat.errors import ConfigError
+from tests.support import connected
 from tests.system.apps import make_app
 
 TASK = "tests.system.apps.plain"
@@ -607,13 +608,8 @@ def test_a_second_confirmation_does_nothing(store, claimed, redis):
 def told(app):
     """The names of the entries of which a decision was told, in turn."""
     told = []
-
-    def tell(entry: str, **_: object) -> None:
-        told.append(entry)
-
-    signals.occurrence_decided.connect(tell, sender=app)
-    yield told
-    signals.occurrence_decided.disconnect(tell, sender=app)
+    with connected(signals.occurrence_decided, lambda entry, **_: told.append(entry), sender=app):
+        yield told
 
 
 def test_a_run_that_another_beat_has_confirmed_is_signalled_once(store, claimed, app, told):
