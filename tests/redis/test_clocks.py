@@ -8,8 +8,6 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from celery.beat import Service
-from celery.schedules import schedule
 
 from singlebeat import Entry
 from singlebeat.beat.keys import Keys
@@ -18,7 +16,6 @@ from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.server_time import ServerTime
 from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP
-from tests.system.apps import make_app
 
 HERE = socket.gethostname()
 
@@ -122,13 +119,11 @@ def _no_worker_is_waited_for(monkeypatch):
 
 
 @pytest.fixture
-def beat_on(server, redis, monkeypatch):
+def beat_on(bench, monkeypatch):
     """Make the scheduler of a beat on a host whose clock is so much ahead."""
-    schedulers = []
 
     def make(ahead: float = 0.0, host: str = HERE, **conf: object):
-        app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None, **conf})
-        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler = bench.scheduler(**conf)
         scheduler.server_time = ServerTime(wall=lambda: time.time() + ahead)
         tick = scheduler.tick
 
@@ -138,12 +133,9 @@ def beat_on(server, redis, monkeypatch):
                 return tick()
 
         scheduler.tick = on_host
-        schedulers.append(scheduler)
         return scheduler
 
-    yield make
-    for scheduler in schedulers:
-        scheduler.close()
+    return make
 
 
 def near(moment: datetime | float, now: float) -> bool:
@@ -152,28 +144,27 @@ def near(moment: datetime | float, now: float) -> bool:
 
 
 @pytest.mark.parametrize("ahead", [7200, -7200])
-def test_a_beat_with_a_wrong_clock_sends_entries_due_by_the_server(beat_on, app, redis, ahead):
+def test_a_beat_with_a_wrong_clock_sends_entries_due_by_the_server(beat_on, bench, app, redis, ahead):
     for name, ago in (("due", 90), ("not yet", 0)):
-        last = datetime.now(UTC) - timedelta(minutes=ago)
-        Entry(name, f"{APP}.plain", schedule(3600), args=[name], last_run_at=last, app=app).save()
-    before = redis.zscore("redbeat::schedule", "redbeat:not yet")
+        bench.put(name, ago=timedelta(minutes=ago))
+    before = bench.score("not yet")
     beat = beat_on(ahead, beat_schedule={"new": {"task": f"{APP}.plain", "schedule": 3600}})
 
     beat.tick()
 
-    (record,) = (record for _, record in redis.xrange("redbeat::history"))
+    (record,) = bench.history
     assert (record["entry"], record["decision"]) == ("due", "dispatched")
-    assert redis.zscore("redbeat::schedule", "redbeat:not yet") == before
+    assert bench.score("not yet") == before
     now = time.time()
     for name in ("new", "due"):
-        assert 0 < redis.zscore("redbeat::schedule", f"redbeat:{name}") - now <= 3600
+        assert 0 < bench.score(name) - now <= 3600
     assert near(Entry.from_key("redbeat:new", app=app).last_run_at, now)
     assert near(float(redis.get("redbeat::clock")), now)
     assert near(datetime.fromisoformat(redis.hget("redbeat::leader", "since")), now)
 
 
-def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on, app, redis):
-    Entry("e", f"{APP}.plain", schedule(1), args=["e"], run_on_start=True, app=app).save()
+def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on, bench, app):
+    bench.put(every=1, ago=None, run_on_start=True)
     right, wrong = beat_on(), beat_on(7200)
     right.tick()
     wrong.tick()
@@ -183,7 +174,7 @@ def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on,
     wrong.close()
     beat_on().tick()
 
-    assert redis.zscore("redbeat::schedule", "redbeat:e") - time.time() < 2
+    assert bench.score() - time.time() < 2
     assert ScheduleStatus.of(app).overdue == 0
 
 
@@ -258,11 +249,11 @@ def test_a_foreign_value_of_a_clock_ends_no_tool(beat_on, redis, app, cli):
 
 
 @pytest.fixture
-def set_back(beat_on, app, redis):
+def set_back(beat_on, bench):
     """Return a beat that has decided by a clock which was so many seconds ahead, and sees it set right."""
 
     def make(seconds: float):
-        Entry("e", f"{APP}.plain", schedule(2), args=["e"], run_on_start=True, app=app).save()
+        bench.put(every=2, ago=None, run_on_start=True)
         beat = beat_on()
         term = beat.lease.acquire()
         beat._tick(datetime.now(UTC) + timedelta(seconds=seconds), term)
@@ -270,11 +261,6 @@ def set_back(beat_on, app, redis):
         return beat, term
 
     return make
-
-
-def told_of(caplog, *events: str) -> list[dict]:
-    pairs = [getattr(record, "singlebeat", {}) for record in caplog.records]
-    return [each for each in pairs if each.get("event") in events]
 
 
 def clock_findings(cli) -> list[tuple[str, str]]:
@@ -312,37 +298,37 @@ def test_every_tool_says_that_entries_wait_for_a_clock_that_was_set_back(set_bac
     assert "celery singlebeat trigger e" in explained
 
 
-def test_a_clock_that_was_set_back_is_one_line_and_its_catching_up_another(set_back, redis, caplog):
+def test_a_clock_that_was_set_back_is_one_line_and_its_catching_up_another(set_back, logged, redis):
     beat, term = set_back(7200)
     until = datetime.fromtimestamp(float(redis.get("redbeat::clock")), UTC)
     beat.tick()
-    (told,) = told_of(caplog, "clock_set_back", "clock_caught_up")
+    (told,) = logged("clock_set_back", "clock_caught_up")
     assert (told["event"], "entries that were decided by then wait" in told["reason"]) == ("clock_set_back", True)
     assert datetime.fromisoformat(told["before"]) == pytest.approx(until, abs=timedelta(milliseconds=1))
 
     for seconds in (-1, 1, 2):
         beat._tick(until + timedelta(seconds=seconds), term)
 
-    events = [each["event"] for each in told_of(caplog, "clock_set_back", "clock_caught_up")]
+    events = [each["event"] for each in logged("clock_set_back", "clock_caught_up")]
     assert events == ["clock_set_back", "clock_caught_up"]
 
 
-def test_a_clock_that_was_set_back_by_seconds_is_no_problem_and_a_warning(set_back, app, redis, cli, caplog):
+def test_a_clock_that_was_set_back_by_seconds_is_no_problem_and_a_warning(set_back, logged, app, redis, cli):
     set_back(50)
 
     assert [level for level, _ in clock_findings(cli)] == ["warning"]
     cli("health")
     assert ready(app, redis)[0] == 200
-    assert told_of(caplog, "clock_set_back") == []
+    assert logged("clock_set_back") == []
 
 
-def test_a_leader_that_begins_while_entries_wait_says_so_as_well(set_back, beat_on, caplog):
+def test_a_leader_that_begins_while_entries_wait_says_so_as_well(set_back, beat_on, logged, caplog):
     set_back(7200)[0].close()
     caplog.clear()
 
     beat_on().tick()
 
-    assert [each["event"] for each in told_of(caplog, "clock_set_back")] == ["clock_set_back"]
+    assert [each["event"] for each in logged("clock_set_back")] == ["clock_set_back"]
 
 
 @pytest.mark.parametrize("noted", [None, "1e300"])
