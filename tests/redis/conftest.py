@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery.beat import Service
 from click.testing import CliRunner, Result
 from redis import Redis
 
@@ -54,15 +53,6 @@ def bench_on() -> Iterator[Callable[..., Bench]]:
 def bench(server: RedisServer, redis: Redis, bench_on) -> Bench:
     """A bench on the server of this test process."""
     return bench_on(server)
-
-
-@pytest.fixture
-def beat(app):
-    """Make a beat in this process, which ticks when it is told to."""
-    app.conf.singlebeat_watchdog_timeout = None
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    yield scheduler
-    scheduler.close()
 
 
 @pytest.fixture
