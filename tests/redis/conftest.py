@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from redis import Redis
 
+from singlebeat.beat.keys import Keys
+from singlebeat.beat.leadership.lease import Lease
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.cli import main
 from tests.redis.bench import Bench
 from tests.support import RedisServer
@@ -33,6 +37,28 @@ def cli(app, redis):
 def no_worker_is_awaited(monkeypatch):
     """Let commands ask no longer for workers, of which there are none."""
     monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def findings(cli, app):
+    """Return level and text of each finding of the doctor about something."""
+
+    def findings(about: str, *, app=app) -> list[tuple[str, str]]:
+        rows = json.loads(cli("doctor", "--json", app=app, code=None).stdout, parse_constant=pytest.fail)
+        return [(row["level"], row["text"]) for row in rows if f"{row['about']} ".startswith(f"{about} ")]
+
+    return findings
+
+
+@pytest.fixture
+def probe(app, redis):
+    """Return status and text that a beat serves at a path."""
+
+    def probe(path: str = "/readyz", *, app=app) -> tuple[int, str]:
+        answer = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer(path)
+        return answer.code, answer.body.decode().strip()
+
+    return probe
 
 
 @pytest.fixture

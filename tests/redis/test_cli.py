@@ -35,6 +35,8 @@ from tests.benchmarks import wire
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
 
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
+
 TASK = "tests.system.apps.plain"
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
@@ -45,11 +47,6 @@ NEEDED = {
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
 
 
 @pytest.fixture

@@ -36,13 +36,8 @@ def late(app) -> dict[str, str]:
     return {name: str(place) for name, place in late_places(app, Schedule(app).list())}
 
 
-def findings(cli, about: str) -> list[tuple[str, str]]:
-    rows = json.loads(cli("doctor", "--json", code=None).stdout)
-    return [(row["level"], row["text"]) for row in rows if row["about"] == about]
-
-
 @pytest.mark.parametrize("overdue", [False, True])
-def test_every_tool_names_a_place_that_is_a_week_too_late(app, bench, redis, cli, overdue):
+def test_every_tool_names_a_place_that_is_a_week_too_late(app, bench, redis, findings, cli, overdue):
     put(bench, last_run_at=datetime.now(UTC) - (2 if overdue else 0.5) * HOUR)
     bench.tick()
     due_at = bench.score()
@@ -66,7 +61,7 @@ def test_every_tool_names_a_place_that_is_a_week_too_late(app, bench, redis, cli
     data = json.loads(cli("list", "--json").stdout)
     assert data["late_place"] == ["e"]
     assert [row["state"] for row in data["entries"] if row["name"] == "e"] == ["late place"]
-    ((level, text),) = findings(cli, "entry e")
+    ((level, text),) = findings("entry e")
     assert (level, why in text) == ("problem", True)
 
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
@@ -76,14 +71,14 @@ def test_every_tool_names_a_place_that_is_a_week_too_late(app, bench, redis, cli
     assert "late place" not in cli("list").output
 
 
-def test_tools_name_a_place_in_milliseconds_while_no_beat_runs(app, bench, cli):
+def test_tools_name_a_place_in_milliseconds_while_no_beat_runs(app, bench, findings, cli):
     put(bench, place=(time.time() + 3600) * 1000)
     put(bench, "new", place=(time.time() + 3600) * 1000, last_run_at=None, total_run_count=0, run_on_start=True)
     why = "which is no time in seconds since 1970 (is it in milliseconds?): it never runs"
 
     for name in ("e", "new"):
         assert why in cli("explain", name).output
-        assert [why in text for _, text in findings(cli, f"entry {name}")] == [True]
+        assert [why in text for _, text in findings(f"entry {name}")] == [True]
     listed = cli("list").output
     assert (listed.count(why), listed.count("never")) == (2, 5)  # NEXT, LAST of the new one, and the sentences
 
@@ -103,7 +98,7 @@ def test_beat_corrects_a_place_that_is_no_time(app, bench, logged, redis, place)
     assert (told["entry"], told["place"], "seconds since 1970" in told["reason"]) == ("e", place, True)
 
 
-def test_every_tool_names_a_parked_entry_that_may_run_again(app, bench, redis, cli):
+def test_every_tool_names_a_parked_entry_that_may_run_again(app, bench, redis, findings, cli):
     put(bench, "counted", max_runs=1)
     put(bench, "once", clocked(datetime.now(UTC) - HOUR), total_run_count=1)
     put(bench, "done", max_runs=1)
@@ -131,11 +126,11 @@ def test_every_tool_names_a_parked_entry_that_may_run_again(app, bench, redis, c
         assert f"I{why}" in explained
         assert "due now" not in explained
         assert [advice + member in text for text in (listed, shown, explained)] == [True] * 3
-        ((level, text),) = findings(cli, f"entry {name}")
+        ((level, text),) = findings(f"entry {name}")
         assert (level, why in text) == ("problem", True)
     assert {*json.loads(cli("list", "--json").stdout)["late_place"]} == {"counted", "once", "tick 7"}
     assert "It is finished: it never runs again." in cli("explain", "done").output
-    assert findings(cli, "entry done") == []
+    assert findings("entry done") == []
     redis.hset("redbeat:once", "policy", '{"paused": true}')
     redis.hset("redbeat:counted", "definition", json.dumps({**interval, "enabled": False}))
     redis.hset("redbeat::quarantine", "redbeat:tick 7", json.dumps({"reason": "no task", "since": "today"}))
@@ -201,7 +196,7 @@ def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, bench, redis)
 
 
 @pytest.mark.parametrize("later", [HOUR / 2, WEEK])
-def test_a_first_run_that_another_program_puts_off_is_no_problem(bench, cli, redis, later):
+def test_a_first_run_that_another_program_puts_off_is_no_problem(bench, findings, cli, redis, later):
     put(bench, last_run_at=None, total_run_count=0, run_on_start=True)
     at = datetime.fromtimestamp(time.time() // 1, UTC) + later
     redis.zadd(SCHEDULE, {"redbeat:e": at.timestamp()})
@@ -213,7 +208,7 @@ def test_a_first_run_that_another_program_puts_off_is_no_problem(bench, cli, red
     (row,) = json.loads(cli("list", "--json").stdout)["entries"]
     assert (row["state"], row["next"]) == ("active", at.isoformat())
     assert "place" not in cli("list").output
-    assert findings(cli, "entry e") == []
+    assert findings("entry e") == []
 
 
 def test_an_entry_that_beat_moves_on_while_it_is_read_has_no_late_place(app, bench, redis, monkeypatch):

@@ -20,7 +20,6 @@ from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.cli.workers import Workers
@@ -32,6 +31,8 @@ from singlebeat.signals import leadership_gained, leadership_lost
 from tests.redis.bench import Bench
 from tests.support import APP, ROOT, RedisServer, connected, wait_until, without
 from tests.system.apps import make_app
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 
 def rights() -> list[str]:
@@ -45,18 +46,8 @@ def needed(needs: Needs) -> set[str]:
     return {*needs.calls, *(command.lower() for command, *_ in needs.commands)}
 
 
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
-
-
 def keys(redis) -> set[str]:
     return {key for key in redis.scan_iter() if not key.startswith("_kombu")}
-
-
-def findings(cli, app, about: str) -> list[tuple[str, str]]:
-    rows = json.loads(cli("doctor", "--json", app=app, code=None).stdout)
-    return [(row["level"], row["text"]) for row in rows if row["about"].startswith(about)]
 
 
 # ---------------------------------------------------------------- the doctor writes
@@ -67,12 +58,14 @@ def test_the_doctor_tries_every_command_that_the_readme_asks_rights_for():
     assert needed(LOCKS) <= needed(SCHEDULE)
 
 
-def test_doctor_finds_no_refusal_on_a_healthy_server_and_leaves_nothing(cli, app, redis):
+def test_doctor_finds_no_refusal_on_a_healthy_server_and_leaves_nothing(findings, cli, app, redis):
     before = keys(redis)
 
-    (schedules,) = findings(cli, app, "schedule's server")[:1]
+    (schedules,) = findings("schedule's server")[:1]
     assert schedules[0] == "fine"
-    assert not [text for _, text in findings(cli, app, "") if "refuses" in text or "ACL" in text]
+    output = cli("doctor", code=None).output
+    assert "refuses" not in output
+    assert "ACL" not in output
     assert keys(redis) == before
 
 
@@ -136,11 +129,11 @@ def test_the_doctor_names_the_command_that_connections_lack(cli, server, redis, 
     assert said == [grant(command)] * 2
 
 
-def test_the_doctor_names_a_prefix_that_the_acl_lacks(cli, server, redis):
+def test_the_doctor_names_a_prefix_that_the_acl_lacks(findings, server, redis):
     redis.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], keys=["redbeat:*"])
     url = server.celery_url.replace("://", "://mute:any@")
     with make_app(url, {"redbeat_redis_url": url.replace("redis+socket", "unix")}) as app:
-        ((level, text),) = findings(cli, app, "locks' server")
+        ((level, text),) = findings("locks' server", app=app)
     redis.acl_deluser("mute")
     assert level == "problem"
     assert "ACL LOG on the server names the command; README, Rights" in text
@@ -169,13 +162,13 @@ def replica(server):
 
 
 @pytest.mark.parametrize(("refusing", "says"), [(full, "Its memory is full"), (replica, "It is a replica")])
-def test_tools_report_a_refusing_server_and_ask_for_no_new_beat(cli, own_server, bench_on, refusing, says):
+def test_tools_report_a_refusing_server_and_ask_for_no_new_beat(findings, cli, own_server, bench_on, refusing, says):
     with RedisServer() as broker:
         bench = bench_on(own_server, broker_url=broker.celery_url)
         bench.put()
         with refusing(own_server):
             bench.tick()
-            found = findings(cli, bench.app, "schedule's server") + findings(cli, bench.app, "beat")
+            found = findings("schedule's server", app=bench.app) + findings("beat", app=bench.app)
             explained = cli("explain", "e", app=bench.app).output
 
     problems = [text for level, text in found if level == "problem"]
@@ -192,14 +185,14 @@ def test_tools_report_a_refusing_server_and_ask_for_no_new_beat(cli, own_server,
         (replica, "it refuses to write, so that nothing is sent: .+It is a replica"),
     ],
 )
-def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(cli, own_server, bench_on, redis, refusing, says):
+def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(probe, cli, own_server, bench_on, refusing, says):
     bench = bench_on(own_server)
     bench.tick()
-    assert ready(bench.app, redis) == (200, "ok")
+    assert probe(app=bench.app) == (200, "ok")
     with refusing(own_server):
         bench.scheduler().lease.renew()
-        (code, probed), health = ready(bench.app, redis), cli("health", app=bench.app, code=1).output
-    again = ready(bench.app, redis), cli("health", app=bench.app).output
+        (code, probed), health = probe(app=bench.app), cli("health", app=bench.app, code=1).output
+    again = probe(app=bench.app), cli("health", app=bench.app).output
 
     where = re.escape(f"the schedule's server {own_server.url}")
     assert code == 503
@@ -209,10 +202,10 @@ def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(cli, own_se
     assert again[1].startswith("healthy: ")
 
 
-def test_a_beat_that_may_not_run_cached_scripts_is_not_ready(lacking, redis):
+def test_a_beat_that_may_not_run_cached_scripts_is_not_ready(lacking, redis, probe):
     redis.script_load(Script(store.__name__, "probe").text)  # as after a probe before the right was taken away
     with lacking("eval") as (bench, (schedules, _)):
-        code, probed = ready(bench.app, redis)
+        code, probed = probe(app=bench.app)
 
     assert code == 503
     assert probed.startswith(schedules)
@@ -220,10 +213,10 @@ def test_a_beat_that_may_not_run_cached_scripts_is_not_ready(lacking, redis):
 
 
 @pytest.mark.parametrize("command", ["pexpire", "xadd", "hset"])
-def test_a_right_that_beat_lacks_is_named_by_every_probe(cli, lacking, redis, command):
+def test_a_right_that_beat_lacks_is_named_by_every_probe(probe, cli, lacking, redis, command):
     with lacking(command) as (bench, (schedules, _)):
         bench.tick()
-        probed, health = ready(bench.app, redis), cli("health", app=bench.app, code=1).output
+        probed, health = probe(app=bench.app), cli("health", app=bench.app, code=1).output
 
     assert probed == (503, f"{schedules}: {grant(command)}")
     assert health == f"Error: {schedules}: {grant(command)}\n"
@@ -241,7 +234,7 @@ def test_a_run_that_cannot_be_confirmed_is_not_sent_again(bench, lacking, redis)
     assert (len(bench.messages), redis.zcard("redbeat::pending")) == (1, 1)
 
 
-def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, lacking, redis, caplog, logged):
+def test_runs_whose_history_is_refused_are_sent_and_logged_once(findings, cli, lacking, redis, caplog, logged):
     caplog.set_level("INFO", "celery.beat")
     with lacking("xadd") as (bench, _):
         for name in "abc":
@@ -250,7 +243,7 @@ def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, lacking, re
         beat.tick()
         beat._recheck_at = time.monotonic()
         beat.tick()
-        explained, found = cli("explain", "a", app=bench.app).output, findings(cli, bench.app, "beat")
+        explained, found = cli("explain", "a", app=bench.app).output, findings("beat", app=bench.app)
 
     assert sorted(each["entry"] for each in logged("dispatched")) == ["a", "b", "c"]
     assert len(bench.messages) == 3
@@ -261,13 +254,13 @@ def test_runs_whose_history_is_refused_are_sent_and_logged_once(cli, lacking, re
     assert "broker" not in str(found)
 
 
-def test_a_wrong_password_is_logged_with_its_server_and_a_remedy(server, redis, bench_on, caplog):
+def test_a_wrong_password_is_logged_with_its_server_and_a_remedy(server, redis, bench_on, caplog, probe):
     with without(server, "flushall") as url:
         bench = bench_on(server, redbeat_redis_url=url, redbeat_lock_timeout=3)
         beat = bench.scheduler()
         beat.tick()
         redis.acl_deluser("mute")  # which ends its connections, too
-        code, probed = ready(bench.app, redis)
+        code, probed = probe(app=bench.app)
         wait_until(lambda: "event=not_renewed" in caplog.text, what="a renewal that fails")
         wait_until(lambda: beat.lease.term() is None, what="the end of the term")
         beat.tick()
@@ -288,13 +281,13 @@ def test_a_wrong_password_is_logged_with_its_server_and_a_remedy(server, redis, 
         (replica, "It is a replica: name the primary, or the Sentinels that know it"),
     ],
 )
-def test_doctor_names_a_refusing_broker_and_the_leader(cli, server, own_server, bench_on, refusing, advice):
+def test_doctor_names_a_refusing_broker_and_the_leader(findings, server, own_server, bench_on, refusing, advice):
     """The broker and the schedule are on one server, as most users have it."""
     bench = bench_on(own_server, singleton_backend_url=server.celery_url)
     bench.put(overlap="allow_all")
     bench.scheduler().lease.acquire()
     with refusing(own_server):
-        found = findings(cli, bench.app, "broker") + findings(cli, bench.app, "beat")
+        found = findings("broker", app=bench.app) + findings("beat", app=bench.app)
 
     (broker, *beats) = [text for level, text in found if level == "problem"]
     assert re.fullmatch(rf"it refuses: .+\. {advice}; messages cannot be sent", broker)
@@ -409,10 +402,10 @@ def test_the_doctor_checks_the_rest_while_the_schedules_server_is_down(cli, serv
     assert "no worker answers" in result.stdout
 
 
-def test_the_doctor_names_a_broker_that_does_not_answer(cli, server, redis, own_server):
+def test_the_doctor_names_a_broker_that_does_not_answer(findings, server, redis, own_server):
     with make_app(server.celery_url, {"broker_url": own_server.url.replace("://", "://:secret@")}) as app:
         own_server.kill()
-        ((level, text),) = findings(cli, app, f"broker {own_server.url.replace('://', '://:**@')}")
+        ((level, text),) = findings(f"broker {own_server.url.replace('://', '://:**@')}", app=app)
 
     assert level == "problem"
     assert text.startswith("it does not answer: ")
@@ -453,28 +446,23 @@ def shared(server, redis, bench_on) -> Bench:
     return bench_on(server, redbeat_lock_key=None)
 
 
-def ready(app, redis) -> tuple[int, str]:
-    code, _, body = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer("/readyz")
-    return code, body.decode().strip()
-
-
-def test_beats_that_share_the_work_are_healthy_in_every_tool(cli, shared, redis):
+def test_beats_that_share_the_work_are_healthy_in_every_tool(findings, probe, cli, shared, redis):
     shared.put()
     shared.tick()
 
-    assert ready(shared.app, redis) == (200, "ok")
+    assert probe(app=shared.app) == (200, "ok")
     assert "healthy: none: beats share the work" in cli("health", app=shared.app).output
     assert (
         "leader      none: beats share the work (redbeat_lock_key is None), a beat was last seen"
         in cli("status", app=shared.app).output
     )
-    ((level, text),) = findings(cli, shared.app, "beat")
+    ((level, text),) = findings("beat", app=shared.app)
     assert level == "warning"
     assert f"1 beats share the work: {socket.gethostname()} (pid {os.getpid()}, since 20" in text
     assert (
         f"beats       1\n  {socket.gethostname()}, pid {os.getpid()}, since 20" in cli("status", app=shared.app).output
     )
-    assert [level for level, _ in findings(cli, shared.app, "redbeat_lock_key")] == ["warning"]
+    assert [level for level, _ in findings("redbeat_lock_key", app=shared.app)] == ["warning"]
     explained = cli("explain", "e", app=shared.app).output
     assert "No beat" not in explained
     assert "was sent at" in explained
@@ -482,19 +470,19 @@ def test_beats_that_share_the_work_are_healthy_in_every_tool(cli, shared, redis)
 
 
 @pytest.mark.parametrize("ever", [False, True])
-def test_beats_that_share_the_work_are_missed_when_none_works(cli, shared, redis, ever):
+def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, cli, shared, redis, ever):
     shared.put()
     if ever:
         shared.tick()
         redis.incrbyfloat("redbeat::alive", -1000)
     since = r"for 10\d\d s" if ever else "ever"
 
-    code, text = ready(shared.app, redis)
+    code, text = probe(app=shared.app)
     assert code == 503
     assert re.fullmatch(rf"no beat works: there was no sign of one {since}, and none leads \(redbeat_lock_key.*", text)
     assert "no sign of one" in cli("health", app=shared.app, code=1).output
     assert ("no beat was seen" in cli("status", app=shared.app).output) is not ever
-    ((level, text),) = findings(cli, shared.app, "beat")
+    ((level, text),) = findings("beat", app=shared.app)
     assert level == "problem"
     assert text.endswith("nothing is sent until one is started")
     assert "No beat works: nothing is sent until one is started" in cli("explain", "e", app=shared.app).output
@@ -551,7 +539,7 @@ def test_a_lock_that_may_not_be_read_is_not_unusable(lacking, redis):
 
 
 @pytest.mark.parametrize("leader", ["", "blog"])
-def test_queues_are_judged_by_the_app_whose_beat_sends(cli, app, bench, redis, monkeypatch, leader):
+def test_queues_are_judged_by_the_app_whose_beat_sends(findings, cli, app, bench, redis, monkeypatch, leader):
     """A beat sends all entries to the queues of its own app, which another app does not know."""
     reader = Reader(frozenset({"another"}), frozenset({f"{APP}.plain"}), 1, [])
     workers = Workers({}, {"w1@vm": reader.tasks}, {}, {"w1@vm": reader}, {}, (0.0, 0.0))
@@ -560,7 +548,7 @@ def test_queues_are_judged_by_the_app_whose_beat_sends(cli, app, bench, redis, m
     beat = Lease(lambda: redis, Keys.of(app).lease, ttl=10, about={"app": leader or str(app.main), "statics": ""})
     beat.acquire()
 
-    about_queues = findings(cli, app, "queue celery")
+    about_queues = findings("queue celery")
     explained = cli("explain", "e", app=app).output
     beat.release()
 

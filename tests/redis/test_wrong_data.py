@@ -52,11 +52,6 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def findings(cli, about: str) -> list[tuple[str, str]]:
-    rows = strict(cli("doctor", "--json", code=None).stdout)
-    return [(row["level"], row["text"]) for row in rows if row["about"] == about]
-
-
 # ---------------------------------------------------------------- names
 
 
@@ -188,14 +183,14 @@ def test_all_json_is_strict_whatever_an_entry_holds(put, redis, cli, number):
         ({"policy": "{"}, "policy cannot be read"),
     ],
 )
-def test_an_unusable_entry_is_named_before_its_time_comes(bench, redis, cli, fields, why):
+def test_an_unusable_entry_is_named_before_its_time_comes(bench, redis, findings, cli, fields, why):
     bench.put("nightly", ago=timedelta(), options={"expires": 60})
     bench.tick()
     redis.hset("redbeat:nightly", mapping=fields)
     bench.tick()
     later = "when its time comes"
 
-    ((level, text),) = findings(cli, "entry nightly")
+    ((level, text),) = findings("entry nightly")
     assert (level, why in text, later in text) == ("problem", True, True)
     explained = cli("explain", "nightly").output
     assert why in explained
@@ -220,7 +215,7 @@ def test_an_unusable_entry_is_named_before_its_time_comes(bench, redis, cli, fie
     assert "state               quarantined" in shown
     data = strict(cli("list", "--json").stdout)
     assert ([*data["quarantine"]], data["unusable"]) == (["nightly"], {})
-    assert len(findings(cli, "entry nightly")) == 1
+    assert len(findings("entry nightly")) == 1
 
 
 def test_status_counts_the_quarantined_entries_that_it_names(redis, cli):
