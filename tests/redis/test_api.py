@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from tests.redis.bench import Bench
-from tests.support import wait_until
+from tests.support import at_once, wait_until
 from tests.system.apps import make_app
 
 PLAIN = "tests.system.apps.plain"
@@ -287,11 +288,7 @@ def test_of_many_edits_at_once_all_are_done_or_refused(api):
                 continue
             stored.append(number * 100 + attempt)
 
-    threads = [threading.Thread(target=edit, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[partial(edit, number) for number in range(3)])
 
     assert sorted(api.get("e").args) == sorted(stored)
     assert stored
@@ -541,12 +538,8 @@ def test_triggers_wait_for_one_another(api, bench, ticking):
 
 def test_triggers_at_once_are_each_a_run(api, bench, ticking):
     api.upsert("e", PLAIN, 3600, args=["a"], overlap="allow_all")
-    triggered = list[str]()
-    threads = [threading.Thread(target=lambda: triggered.append(api.trigger("e", timeout=30))) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+
+    triggered = at_once(*[lambda: api.trigger("e", timeout=30)] * 5)
 
     wait_until(lambda: len(bench.ids) == 5, what="five messages")
     assert sorted(bench.ids) == sorted(triggered)
@@ -796,19 +789,14 @@ def test_a_trigger_recovers_an_occurrence_lost_from_the_pending_set(api, bench, 
 
 def test_two_equal_backfills_at_once_run_nothing_twice(api, bench, redis, hourly, ticking):
     hourly()
-    outcomes = list[object]()
 
-    def backfill() -> None:
+    def backfill() -> object:
         try:
-            outcomes.append(api.backfill("e", START, END, timeout=30))
+            return api.backfill("e", START, END, timeout=30)
         except ConflictError as exc:
-            outcomes.append(exc)
+            return exc
 
-    threads = [threading.Thread(target=backfill) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    outcomes = at_once(backfill, backfill)
     if len([one for one in outcomes if isinstance(one, ConflictError)]) == 2:
         pytest.fail(f"neither went on: {outcomes}")
     wait_until(lambda: not redis.exists(PENDING), what="the last confirmation")
