@@ -62,12 +62,14 @@ class Bench:
         # The watchdog would end this very process after its tests.
         self.server, self.conf = server, {"singlebeat_watchdog_timeout": None, **conf}
         self.redis = server.client()
-        self.app = self.new_app()
         self.schedulers: list[Scheduler] = []
+        self._apps: list[Celery] = []
+        self.app = self.new_app()
 
     def new_app(self, **conf: Any) -> Celery:
         """Return an app as another process would have it."""
-        return make_app(self.server.celery_url, {**self.conf, **conf})
+        self._apps.append(make_app(self.server.celery_url, {**self.conf, **conf}))
+        return self._apps[-1]
 
     def scheduler(self, *, app: Celery | None = None, **conf: Any) -> Scheduler:
         """Return a scheduler as of another process, which has this app, or an app with these settings."""
@@ -90,10 +92,8 @@ class Bench:
 
     def close(self) -> None:
         """End all schedulers and apps."""
-        for scheduler in self.schedulers:
-            scheduler.close()
-            scheduler.app.close()
-        self.app.close()
+        for closed in (*self.schedulers, *self._apps):
+            closed.close()
 
     # ---------------------------------------------------------------- entries
 
