@@ -116,6 +116,10 @@ class Broker:
         self.key, self.db = f"{channel.global_keyprefix}{self.marker}", database(client)
         self.marked_until = now + MARKED_FOR
 
+    def forget(self, channel: Any) -> None:
+        """Delete the marker."""
+        channel.client.delete(self.marker)
+
     def rule_out(self, now: float) -> None:
         """Note that the broker is another server."""
         self.elsewhere_until, self.marked_until = now + ELSEWHERE_FOR, 0.0

@@ -22,6 +22,7 @@ from ..beat.entries.statics import Statics, owner_of
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
+from ..beat.publisher import bounded
 from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
@@ -51,6 +52,7 @@ from ..connections import (
 from ..errors import LockBackendError, SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RedisBackend
+from ..locks.send import why_two_writes
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .history import AGAIN
 from .locks import every, old
@@ -96,7 +98,7 @@ def doctor_(app: Celery, as_json: bool) -> None:
     schedule = _Read(app)
     read = (_rights, _results, _beat, _entries, _workers)
     rights, results, beat, entries, workers = (partial(part, schedule=schedule) for part in read)
-    parts = (_server, rights, results, _prefixes, _settings, beat, entries, workers, _locks)
+    parts = (_server, rights, results, _prefixes, _settings, beat, entries, workers, _locks, _calls)
     found = dict[Finding, None]()
     with progress("parts checked", len(parts), quiet=as_json) as step:
         for check in parts:
@@ -519,6 +521,18 @@ _STALE = {
     MESSAGE_LOST: "locks wait for messages that are lost",
     RAN_ELSEWHERE: "locks are held by tasks that have run on workers without singlebeat",
 }
+
+
+def _calls(app: Celery) -> Iterator[Finding]:
+    """Tell in how many writes a call takes its lock and is sent."""
+    with suppress(Exception), bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
+        why = why_two_writes(app, broker)  # an error of a server is named by the other parts
+        text = (
+            f"they take their locks and are sent in two writes: {why}"
+            if why
+            else ("they take their locks and are sent in one write: a sender that is killed leaves both or neither")
+        )
+        yield Finding("fine", "calls of Singletons", text)
 
 
 def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:

@@ -139,8 +139,7 @@ class RedisBackend(BaseBackend):
         Returns:
             The holders; None if the broker is another server, so that nothing was done.
         """
-        client, calls = self.redis, [each.call for each in sendings]
-        db = database(client)
+        db = database(self.redis)
         keys = [broker.key, ""]
         values: list[str | int] = []
         for each in sendings:
@@ -149,14 +148,18 @@ class RedisBackend(BaseBackend):
             values += (part for command in each.commands for part in (command.name, command.argument))
         where = broker.value, "" if broker.db == db else broker.db, db
 
+        is_here = True
+
         def run(deadline: int) -> list[Any]:
+            nonlocal is_here
             sender, request = request_name()
             keys[1] = f"{SENT_KEY}{sender}"
             reply = self._run("send", keys, (*where, request, _ms(SENT_FOR), 0, deadline, *values))
-            return [] if reply == "elsewhere" else json.loads(reply)
+            is_here = reply != "elsewhere"
+            return json.loads(reply) if is_here else []
 
         holders = self._run_before_deadline(run)
-        return holders if len(holders) == len(calls) else None
+        return holders if is_here else None
 
     def _run_before_deadline(self, run: Callable[[int], Sequence[Any]]) -> list[Holder]:
         """Run a script that writes nothing after a deadline, and return its replies.

@@ -78,5 +78,7 @@ while argument <= #ARGV do
   replies[#replies + 1] = send()
 end
 local all = "[" .. table.concat(replies, ",") .. "]"
-redis.call("SET", sent, request .. all, "PX", keep_ms)
+if #replies > 0 then
+  redis.call("SET", sent, request .. all, "PX", keep_ms)
+end
 return all

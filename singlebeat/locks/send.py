@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from celery.signals import after_task_publish, before_task_publish
 
 from ..outbox import Broker, collecting, takes_outbox
+from . import backend_of
 from .acquire import Refused, acquire, answered, left_behind, places_of
 from .base import Sending, Verdict
 from .late_release import cancel_release
@@ -18,14 +19,14 @@ from .late_release import cancel_release
 if TYPE_CHECKING:
     from celery import Celery
     from celery.result import AsyncResult
-    from kombu import Producer
+    from kombu import Connection, Producer
 
     from ..outbox import Outbox
     from .acquire import Granted, Plan
     from .base import Call, Holder, Ticket
     from .task import LockableTask
 
-__all__ = ("send_call",)
+__all__ = ("send_call", "why_two_writes")
 
 #: In place of the verdict of a call that asks for its lock, and does not take it.
 NOTHING = "nothing"
@@ -78,6 +79,30 @@ def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Produc
         raise
     result.waits_for = granted.note_sent(task)
     return result
+
+
+def why_two_writes(app: Celery, connection: Connection) -> str:
+    """Return why a call needs one write for its lock and another one for its message; empty if it needs one for both.
+
+    It asks both servers. A process that has receivers of Celery's publish signals needs two in any case.
+
+    Args:
+        connection: to the broker.
+
+    Raises:
+        LockBackendError: the locks' server does not answer.
+        Exception: any error of the broker.
+    """
+    backend, channel, broker = backend_of(app), connection.default_channel, Broker()
+    if not backend.sends:
+        return f"the locks are in {backend.name}, or in a Redis Cluster"
+    if not takes_outbox(channel):
+        return "only kombu 5.7 and newer, with Redis as the broker, hands messages over to a script"
+    broker.mark(channel, time.monotonic())
+    try:
+        return "the broker is not on the server of the locks" if backend.send([], broker) is None else ""
+    finally:
+        broker.forget(channel)
 
 
 def _broker_of(task: LockableTask) -> Broker | None:

@@ -437,3 +437,17 @@ def test_other_backends_send_in_two_writes(server, redis, backend):
         assert [task.delay(number).is_duplicate for number in (1, 1, 2)] == [False, True, False]
 
     assert values(redis) == [1, 2]
+
+
+# ---------------------------------------------------------------- what operators are told
+
+
+def test_doctor_tells_in_how_many_writes_calls_are_sent(app, cli, no_worker_is_awaited, own_server):
+    def told() -> str:
+        return next(line for line in cli("doctor", code=1).output.splitlines() if "calls of Singletons" in line)
+
+    assert "sent in one write" in told()
+    app.conf.broker_url = own_server.celery_url
+    assert told().endswith("sent in two writes: the broker is not on the server of the locks")
+    app.conf.broker_url = "memory://"
+    assert "two writes: only kombu 5.7" in told()
