@@ -111,10 +111,11 @@ class MemoryBackend(BaseBackend):
         if call.if_held is IfHeld.REPLACE:
             if waiting:
                 self._replace(ref.key, behind.key, call.ttl)
+                waiting = None
             if holder and holder.state == "queued":
                 self._replace(ref.key, ref.key, call.ttl)
                 holder = None
-        must_wait = holder is not None or in_turn
+        must_wait = bool(holder or waiting or in_turn)
         if not in_turn:
             self._records.pop(turn.key, None)
         for ended in (ref.generation, REPLACED):

@@ -281,6 +281,18 @@ def start(backend: BaseBackend, ref: Ref, *, lease: float = LEASE, **options: An
 RUN = Ref(LOCK, "a", nonce="n1")
 
 
+def test_no_call_overtakes_a_waiting_call_that_it_cannot_join(backend):
+    """The call gets the place, as behind a run: an answer does not depend on whether the run has just ended."""
+    start(backend, Ref(LOCK, "run", nonce="n1"))
+    take(backend, "a", payload="one", if_held=IfHeld.JOIN)
+    take(backend, "a", may_be_resent=True)  # from now on it keeps its own arguments
+    backend.unlock(LOCK)
+
+    assert take(backend, "b", payload="two", if_held=IfHeld.JOIN).verdict is Verdict.WAITING
+    assert backend.get(LOCK) is None
+    assert backend.get(behind_key(LOCK)) == "b"
+
+
 def test_a_message_that_waits_too_long_loses_its_lock(backend):
     take(backend, ttl=TINY)
     free(backend)
