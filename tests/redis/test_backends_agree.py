@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from singlebeat.locks.base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict
-from singlebeat.locks.key import behind_key, lock_key
+from singlebeat.locks.key import behind_key, lock_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
 from tests.both_backends import BothBackends
@@ -157,17 +157,21 @@ def displaced(draw: st.DrawFn) -> list[Ask]:
 
 @st.composite
 def crowded(draw: st.DrawFn) -> list[Ask]:
-    """A message waits behind a run, and a call with other arguments comes."""
-    lock, if_held = draw(locks), draw(st.sampled_from(IfHeld))
+    """Calls with other arguments come during a run, and often a message waits for it already."""
+    lock = draw(locks)
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
     run, waiter = Ref(lock, "a", 0, "n1"), Ref(lock, "b", 0, "n2")
-    call = Call(Ref(lock, "c"), "app.task", "1, x=2", QUEUED_TTL, None, draw(payloads), if_held)
-    return [
-        Ask("unlock", lambda b: b.unlock(lock), lock),
-        Ask("begin", lambda b: b.begin(run, **options), run),
-        Ask("begin", lambda b: b.begin(waiter, turn_ttl=LEASE, **options), waiter),
-        Ask("acquire", lambda b: b.acquire_many([call]), call),
-    ]
+
+    def called() -> Ask:
+        ref, if_held = Ref(lock, draw(st.sampled_from("cd"))), draw(st.sampled_from([IfHeld.JOIN, *IfHeld]))
+        call = Call(ref, "app.task", "1, x=2", QUEUED_TTL, None, draw(payloads), if_held)
+        return Ask("acquire", lambda b: b.acquire_many([call]), call)
+
+    freed = Ask("unlock", lambda b: b.unlock(lock), lock)
+    begun = Ask("begin", lambda b: b.begin(run, **options), run)
+    waits = Ask("begin", lambda b: b.begin(waiter, turn_ttl=LEASE, **options), waiter)
+    steps = [waits, called(), called(), called(), freed, called()]
+    return [freed, begun, *(step for step in steps if draw(st.sampled_from([True, True, False])))]
 
 
 #: Those that are here several times lead on; the others mostly find what those have left.
@@ -250,18 +254,6 @@ def start(backend: BaseBackend, ref: Ref, *, lease: float = LEASE, **options: An
 RUN = Ref(LOCK, "a", nonce="n1")
 
 
-def test_no_call_overtakes_a_waiting_call_that_it_cannot_join(backend):
-    """The call gets the place, as behind a run: an answer does not depend on whether the run has just ended."""
-    start(backend, Ref(LOCK, "run", nonce="n1"))
-    take(backend, "a", payload="one", if_held=IfHeld.JOIN)
-    take(backend, "a", may_be_resent=True)  # from now on it keeps its own arguments
-    backend.unlock(LOCK)
-
-    assert take(backend, "b", payload="two", if_held=IfHeld.JOIN).verdict is Verdict.WAITING
-    assert backend.get(LOCK) is None
-    assert backend.get(behind_key(LOCK)) == "b"
-
-
 def test_a_message_that_waits_too_long_loses_its_lock(backend):
     take(backend, ttl=TINY)
     free(backend)
@@ -337,6 +329,38 @@ def test_a_worker_is_not_seen_any_more_after_its_time(backend):
     assert backend.workers_seen()
     backend.announce("host:1", ttl=TINY)
     wait_until(lambda: not backend.workers_seen(), what="the end of the announcement")
+
+
+# ---------------------------------------------------------------- what histories seldom meet
+
+
+def test_a_call_takes_the_place_of_a_waiting_call_that_it_cannot_join(backend):
+    """As behind a run: the answer does not depend on whether the run has just ended."""
+    start(backend, Ref(LOCK, "run", nonce="n1"))
+    take(backend, "a", payload="one", if_held=IfHeld.JOIN)
+    take(backend, "a", may_be_resent=True)  # from now on it keeps its own arguments
+    backend.unlock(LOCK)
+
+    assert take(backend, "b", payload="two", if_held=IfHeld.JOIN).verdict is Verdict.WAITING
+    assert backend.get(LOCK) is None
+    assert backend.get(behind_key(LOCK)) == "b"
+
+
+def test_a_call_with_the_same_arguments_undoes_those_of_a_joined_call(backend):
+    take(backend, "a", if_held=IfHeld.JOIN)
+    take(backend, "b", payload="one", if_held=IfHeld.JOIN)
+    take(backend, "c", if_held=IfHeld.JOIN)
+
+    assert start(backend, RUN).payload == ""
+
+
+def test_the_late_end_of_a_run_leaves_the_turn_to_its_retry(backend):
+    start(backend, Ref(LOCK, "b", nonce="n2"))
+    start(backend, Ref(LOCK, "a", 1), turn_ttl=LEASE)
+
+    backend.finish_many([RUN], remember_for=MEMORY)
+
+    assert backend.get(turn_key(LOCK)) == "a"
 
 
 # ---------------------------------------------------------------- celery-singleton's four methods
