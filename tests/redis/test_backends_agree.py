@@ -354,6 +354,18 @@ def test_a_call_with_the_same_arguments_undoes_those_of_a_joined_call(backend):
     assert start(backend, RUN).payload == ""
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_joined_call_lasts_as_long_as_its_message_was_last_given(backend, waits):
+    if waits:
+        start(backend, Ref(LOCK, "run", nonce="n1"))
+    take(backend, "a", expiry=LEASE, if_held=IfHeld.JOIN)
+    take(backend, "a", ttl=2 * QUEUED_TTL, if_held=IfHeld.JOIN)
+
+    joined = take(backend, "b", payload="one", if_held=IfHeld.JOIN)
+
+    assert joined.ttl > QUEUED_TTL
+
+
 def test_the_late_end_of_a_run_leaves_the_turn_to_its_retry(backend):
     start(backend, Ref(LOCK, "b", nonce="n2"))
     start(backend, Ref(LOCK, "a", 1), turn_ttl=LEASE)
