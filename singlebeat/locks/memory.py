@@ -223,10 +223,7 @@ class MemoryBackend(BaseBackend):
             if to.generation > record.generation:
                 self._remember(ref.key, ref.task_id, record.generation, remember_for)
                 payload = ""
-            handed = replace(
-                record, generation=to.generation, nonce="", state="queued", since=self._clock(), payload=payload
-            )
-            self._put(ref.key, handed, ttl)
+            self._hand_over(ref.key, replace(record, payload=payload), to.generation, ttl)
             return True
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -277,13 +274,14 @@ class MemoryBackend(BaseBackend):
         if record is None or not (holds or queued):
             return
         if holds and record.promised:
-            generation, ttl = record.promised
-            handed = replace(
-                record, generation=generation, nonce="", state="queued", since=self._clock(), payload="", promised=None
-            )
-            self._put(ref.key, handed, ttl)
+            self._hand_over(ref.key, replace(record, payload="", promised=None), *record.promised)
         else:
             del self._records[ref.key]
+
+    def _hand_over(self, key: str, record: _Record, generation: float, ttl: float) -> None:
+        now = self._clock()
+        handed = replace(record, generation=generation, nonce="", state="queued", since=now, uncut=now + ttl)
+        self._put(key, handed, ttl)
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Record that a worker is alive that releases the locks of its tasks."""

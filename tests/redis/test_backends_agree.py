@@ -366,6 +366,24 @@ def test_a_joined_call_lasts_as_long_as_its_message_was_last_given(backend, wait
     assert joined.ttl > QUEUED_TTL
 
 
+@pytest.mark.parametrize("promised", [False, True])
+def test_arguments_that_join_a_retry_outlast_the_expiry_of_its_lock(backend, promised):
+    take(backend, "a", if_held=IfHeld.JOIN)
+    start(backend, RUN, expiry=LEASE)
+    retry = Ref(LOCK, "a", 1)
+    if promised:
+        backend.promise(RUN, to=retry, ttl=QUEUED_TTL)
+        backend.finish_many([RUN], remember_for=MEMORY)
+    else:
+        backend.rotate(RUN, to=retry, ttl=QUEUED_TTL, remember_for=MEMORY)
+    assert take(backend, "b").ttl <= LEASE
+
+    joined = take(backend, "b", payload="one", if_held=IfHeld.JOIN)
+
+    assert joined.ttl > QUEUED_TTL / 2
+    assert start(backend, retry, expiry=LEASE).payload == "one"
+
+
 def test_the_late_end_of_a_run_leaves_the_turn_to_its_retry(backend):
     start(backend, Ref(LOCK, "b", nonce="n2"))
     start(backend, Ref(LOCK, "a", 1), turn_ttl=LEASE)
