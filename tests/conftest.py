@@ -15,6 +15,7 @@ from singlebeat.locks import late_release
 from tests import matrix, versions
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
+pytest.register_assert_rewrite("tests.both_backends")
 pytest_plugins = ("tests.chaos_report",)
 
 
