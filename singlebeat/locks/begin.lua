@@ -40,6 +40,8 @@ local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
 local turn_ms, entry = tonumber(ARGV[9]), ARGV[10]
 
+local PATIENCE = 30000 -- ms that others may overtake the call that has the turn
+
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -113,8 +115,9 @@ if not holder and other and not (in_turn == id and turn_is_first) then
   return held(behind)
 end
 if not holder and in_turn and in_turn ~= id then
-  -- Messages that run by themselves, and are sent again if they must wait, have no order among themselves.
-  local may_not = turn_ms == 0
+  -- Messages that run by themselves, and are sent again if they must wait, have no order among themselves, until the one
+  -- that has the turn has waited for long.
+  local may_not = turn_ms == 0 or now - (tonumber(by_itself[2]) or now) > PATIENCE
   if place[1] == id then
     may_not = turn_is_first
   end

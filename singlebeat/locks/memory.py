@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ("MemoryBackend",)
 
+#: Seconds that others may overtake the call that has the turn, as in ``begin.lua``.
+PATIENCE = 30.0
+
 #: Remembered in place of an ended generation: the task id was evicted before it started.
 REPLACED = -1
 
@@ -155,6 +158,7 @@ class MemoryBackend(BaseBackend):
             place, by_itself = self._live(behind.key), self._live(turn.key)
             is_behind = place is not None and place.task_id == ref.task_id
             is_in_turn = by_itself is not None and by_itself.task_id == ref.task_id
+            is_patient = bool(turn_ttl) and by_itself is not None and now - by_itself.since <= PATIENCE
             turn_is_first = by_itself is not None and (place is None or by_itself.since <= place.taken)
             other_waits = place is not None and not is_behind and bool(place.if_held)
             held_by = None
@@ -162,7 +166,7 @@ class MemoryBackend(BaseBackend):
                 held_by = ref
             elif record is None and other_waits and not (is_in_turn and turn_is_first):
                 held_by = behind
-            elif record is None and by_itself and not is_in_turn and (turn_is_first if is_behind else not turn_ttl):
+            elif record is None and by_itself and not is_in_turn and (turn_is_first if is_behind else not is_patient):
                 held_by = turn
             if held_by:
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn):

@@ -19,6 +19,7 @@ from singlebeat import Schedule
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks.base import Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, lock_key, turn_key
+from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import WORKERS_KEY, RedisBackend
 from singlebeat.lua import Script, packed
 from tests.benchmarks import wire
@@ -404,6 +405,34 @@ def test_a_message_that_waits_for_its_turn_takes_the_place_behind(backend, redis
     assert (newer.verdict, newer.task_id, newer.state) == (Verdict.HELD, "b", "queued")
     assert begin(backend, waiter, queued=BEHIND, turn_ttl=TURN_TTL).verdict is Verdict.STARTED
     assert not redis.exists(BEHIND, TURN)
+
+
+@pytest.mark.parametrize(("waited", "verdict"), [(29.0, Verdict.STARTED), (31.0, Verdict.HELD)])
+def test_a_call_in_turn_is_overtaken_for_half_a_minute_only(backend, redis, waited, verdict):
+    acquire(backend)
+    begin(backend)
+    assert begin(backend, replace(B, nonce="n2"), turn_ttl=TURN_TTL).verdict is Verdict.HELD
+    finish(redis)
+    redis.hset(TURN, "since", f"{float(redis.hget(TURN, 'since')) - waited * 1000:.0f}")
+
+    other = begin(backend, Ref(LOCK, "c", nonce="n3"), turn_ttl=TURN_TTL)
+
+    assert (other.verdict, other.task_id) == (verdict, "c" if verdict is Verdict.STARTED else "b")
+    if verdict is Verdict.HELD:
+        assert begin(backend, replace(B, nonce="n2"), turn_ttl=TURN_TTL).verdict is Verdict.STARTED
+
+
+def test_memory_lets_no_call_overtake_one_that_waits_for_long():
+    now = [1000.0]
+    backend = MemoryBackend(clock=lambda: now[0])
+    acquire(backend)
+    begin(backend)
+    assert begin(backend, replace(B, nonce="n2"), turn_ttl=TURN_TTL * 3).verdict is Verdict.HELD
+    backend.finish_many([RUN], remember_for=MEMORY)
+    now[0] += 31
+
+    assert begin(backend, Ref(LOCK, "c", nonce="n3"), turn_ttl=TURN_TTL).verdict is Verdict.HELD
+    assert begin(backend, replace(B, nonce="n2"), turn_ttl=TURN_TTL).verdict is Verdict.STARTED
 
 
 def test_a_replaced_call_leaves_nothing_of_its_place(backend, redis):
