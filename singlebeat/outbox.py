@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from .clients import RedisClient
 
-__all__ = ("Broker", "Command", "Outbox", "collecting", "database", "request_name", "takes_outbox")
+__all__ = ("Broker", "Command", "Outbox", "collecting", "database", "senders", "takes_outbox")
 
 #: Seconds for which the marker proves that the broker is a certain server, and after which it is written again: the
 #: name of a broker may be given to another server at any time.
 MARKER_TTL, MARKED_FOR = 90.0, 30.0
 
 #: Seconds for which messages are sent in two steps after the broker was found to be another server.
-ELSEWHERE_FOR = 60.0
+ELSEWHERE_FOR = 600.0
 
 
 class Command(NamedTuple):
@@ -96,25 +96,30 @@ class Broker:
     pid: int = field(default_factory=os.getpid)
     key: str = ""  #: of the marker, with the prefix of the broker's keys
     db: int = 0
-    marked_until: float = 0.0  #: monotonic
+    marked_at: float = -MARKED_FOR  #: monotonic
     elsewhere_until: float = 0.0  #: monotonic
 
     def may_be_here(self, now: float) -> bool:
         """Return whether the broker has not been found to be another server lately."""
         return now >= self.elsewhere_until
 
-    def mark(self, channel: Any, now: float) -> None:
-        """Write the marker over the connection of the broker, unless this was done lately.
+    def mark(self, channel: Any, now: float, *, anew: bool = False) -> bool:
+        """Write the marker over the connection of the broker, unless this was done lately; return whether it did.
+
+        Args:
+            anew: the marker may have gone with the broker's data; what was written in this second has not.
 
         Raises:
             Exception: any error of the broker's driver.
         """
-        if now < self.marked_until:
-            return
+        age = now - self.marked_at
+        if age < (1.0 if anew else MARKED_FOR):
+            return False
         client: RedisClient = channel.client
         client.set(self.marker, self.value, px=round(MARKER_TTL * 1000))
         self.key, self.db = f"{channel.global_keyprefix}{self.marker}", database(client)
-        self.marked_until = now + MARKED_FOR
+        self.marked_at = now
+        return True
 
     def forget(self, channel: Any) -> None:
         """Delete the marker."""
@@ -122,7 +127,7 @@ class Broker:
 
     def rule_out(self, now: float) -> None:
         """Note that the broker is another server."""
-        self.elsewhere_until, self.marked_until = now + ELSEWHERE_FOR, 0.0
+        self.elsewhere_until, self.marked_at = now + ELSEWHERE_FOR, -MARKED_FOR
 
 
 def database(client: RedisClient) -> int:
@@ -130,21 +135,29 @@ def database(client: RedisClient) -> int:
     return int(client.connection_pool.connection_kwargs.get("db") or 0)
 
 
-class _Requests(threading.local):
-    """The names of the requests of a thread: one at a time, so that the server keeps one reply for each thread."""
+class Senders:
+    """The names of the senders of a process: each sends one request at a time, and the server keeps its last reply."""
 
     def __init__(self) -> None:
-        self.pid, self.sender, self.numbers = 0, "", count(1)
+        self._pid, self._free, self._numbers = os.getpid(), deque[str](), count(1)
 
-    def next(self) -> tuple[str, str]:
-        if self.pid != os.getpid():
-            self.pid, self.sender, self.numbers = os.getpid(), uuid4().hex, count(1)
-        return self.sender, str(next(self.numbers))
+    @contextmanager
+    def one(self) -> Iterator[str]:
+        """Lend a name to the requests of one caller; no other thread or greenlet has it meanwhile."""
+        if self._pid != os.getpid():  # a forked child has the names of its parent
+            self._pid, self._free = os.getpid(), deque()
+        try:
+            name = self._free.pop()
+        except IndexError:
+            name = uuid4().hex
+        try:
+            yield name
+        finally:
+            self._free.append(name)
+
+    def request(self) -> str:
+        """Return the name of a request, which no other request of this process has."""
+        return str(next(self._numbers))
 
 
-_requests = _Requests()
-
-
-def request_name() -> tuple[str, str]:
-    """Return the name of the sender, which is this thread, and the name of its next request."""
-    return _requests.next()
+senders = Senders()

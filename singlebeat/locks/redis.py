@@ -11,13 +11,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from redis import RedisCluster
+from redis.exceptions import NoPermissionError
 
 from ..config import Config
 from ..connections import RedisError, lock_server, masked, private, same_slot, shared, what_it_does
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
-from ..outbox import Broker, database, request_name
+from ..outbox import Broker, database, senders
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Sending, Verdict, from_ms, unusable
 from .key import behind_key, done_key, is_done_key, turn_key
 
@@ -67,6 +68,10 @@ def _all_keys(lock: str) -> tuple[str, ...]:
 def _ms(seconds: float | None) -> int:
     # Capped, because a call with a time that the server cannot represent would fail all calls of the same request.
     return round(min(UNTIL_UNLOCKED, seconds or 0) * 1000)
+
+
+class _ElsewhereError(Exception):
+    """The broker is not on the server of the locks."""
 
 
 class RedisBackend(BaseBackend):
@@ -147,19 +152,25 @@ class RedisBackend(BaseBackend):
             values += (packed([_row(each.call, each.only)]), len(each.commands))
             values += (part for command in each.commands for part in (command.name, command.argument))
         where = broker.value, "" if broker.db == db else broker.db, db
-
-        is_here = True
-
-        def run(deadline: int) -> list[Any]:
-            nonlocal is_here
-            sender, request = request_name()
+        with senders.one() as sender:
             keys[1] = f"{SENT_KEY}{sender}"
-            reply = self._run("send", keys, (*where, request, _ms(SENT_FOR), 0, deadline, *values))
-            is_here = reply != "elsewhere"
-            return json.loads(reply) if is_here else []
 
-        holders = self._run_before_deadline(run)
-        return holders if is_here else None
+            def run(deadline: int) -> list[Any]:
+                args = (*where, senders.request(), _ms(SENT_FOR), 0, deadline, *values)
+                reply = self._run("send", keys, args)
+                if reply == "elsewhere":
+                    raise _ElsewhereError
+                found: list[Any] = json.loads(reply)
+                return found
+
+            try:
+                return self._run_before_deadline(run)
+            except _ElsewhereError:
+                return None
+            except LockBackendError as exc:
+                if isinstance(exc.__cause__, NoPermissionError):  # the server has checked the keys first
+                    return None
+                raise
 
     def _run_before_deadline(self, run: Callable[[int], Sequence[Any]]) -> list[Holder]:
         """Run a script that writes nothing after a deadline, and return its replies.

@@ -22,7 +22,8 @@
 -- returns  JSON, one array for each call, as in acquire; a call that has acquired its lock, or waits, is sent, unless
 --          it asked for the other one of both with "only"
 --          refused    the server refuses a command; the second value is its reason; the call may hold its lock
---          In place of the array: elsewhere, if the broker is another server; then nothing was written
+--          In place of the array: elsewhere, if the broker is another server, or the user lacks a right for its
+--          database or for sent; then nothing was written
 
 local marker, sent, value, broker, locks = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
 local request, keep_ms, again, deadline = ARGV[4] .. " ", ARGV[5], ARGV[6], ARGV[7]
@@ -31,17 +32,21 @@ local function in_broker(...)
   if broker == "" then
     return redis.pcall(...)
   end
-  redis.call("SELECT", broker)
-  local reply = redis.pcall(...)
-  redis.call("SELECT", locks)
+  local selected = redis.pcall("SELECT", broker)
+  local reply = selected.err and selected or redis.pcall(...)
+  redis.pcall("SELECT", locks)
   return reply
 end
 
-local kept = redis.call("GET", sent)
-if kept and string.sub(kept, 1, #request) == request then
+if in_broker("GET", marker) ~= value then
+  return "elsewhere"
+end
+local kept = redis.pcall("GET", sent)
+if type(kept) == "string" and string.sub(kept, 1, #request) == request then
   return string.sub(kept, #request + 1)
 end
-if in_broker("GET", marker) ~= value then
+local may_keep = redis.pcall("SET", sent, "", "PX", keep_ms) -- before all other writes: a right may be missing
+if may_keep.err then
   return "elsewhere"
 end
 
@@ -78,7 +83,5 @@ while argument <= #ARGV do
   replies[#replies + 1] = send()
 end
 local all = "[" .. table.concat(replies, ",") .. "]"
-if #replies > 0 then
-  redis.call("SET", sent, request .. all, "PX", keep_ms)
-end
+redis.call("SET", sent, request .. all, "PX", keep_ms)
 return all

@@ -39,7 +39,8 @@ MOST_MESSAGES = 4
 REFUSED_FOR, MOST_REFUSED = 60.0, 10_000
 
 _refused: dict[str, float] = {}
-_brokers: WeakKeyDictionary[Celery, Broker] = WeakKeyDictionary()
+#: By app, because two apps may use one broker and have their locks on different servers, and by connection.
+_brokers: WeakKeyDictionary[Celery, WeakKeyDictionary[Connection, Broker]] = WeakKeyDictionary()
 
 
 class Publish(Protocol):
@@ -62,10 +63,9 @@ def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Produc
         LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         Exception: any error of the broker.
     """
-    broker = _broker_of(task)
-    if plan.call is not None and broker is not None and not plan.is_of_beat:
+    if plan.call is not None and not plan.is_of_beat and _may_be_one_write(task):
         with task.app.producer_or_acquire(producer) as own:
-            outcome = _OneWrite(task, plan, publish, own, broker).send(plan.call)
+            outcome = _OneWrite(task, plan, publish, own).send(plan.call)
         if outcome is not None:
             _remember(plan.call.ref.key, is_refused=isinstance(outcome, Refused))
             return outcome
@@ -105,17 +105,21 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
         broker.forget(channel)
 
 
-def _broker_of(task: LockableTask) -> Broker | None:
-    """Return the broker if it may be the locks' server, and if nothing forbids one write; else None.
+def _may_be_one_write(task: LockableTask) -> bool:
+    """Return whether nothing forbids one write.
 
     A receiver of Celery's publish signals would be told of messages that are made and not sent.
     """
-    if before_task_publish.receivers or after_task_publish.receivers or not task.singleton_backend.sends:
-        return None
-    broker = _brokers.get(task.app)
+    return not before_task_publish.receivers and not after_task_publish.receivers and task.singleton_backend.sends
+
+
+def _broker_of(app: Celery, connection: Connection) -> Broker:
+    """Return what is known of the server of a connection."""
+    known = _brokers.setdefault(app, WeakKeyDictionary())
+    broker = known.get(connection)
     if broker is None or broker.pid != os.getpid():
-        broker = _brokers[task.app] = Broker()
-    return broker if broker.may_be_here(time.monotonic()) else None
+        broker = known[connection] = Broker()
+    return broker
 
 
 def _was_refused(key: str) -> bool:
@@ -136,8 +140,9 @@ def _remember(key: str, *, is_refused: bool) -> None:
 class _OneWrite:
     """Sends one call in one write, over the producer of its message."""
 
-    def __init__(self, task: LockableTask, plan: Plan, publish: Publish, producer: Producer, broker: Broker) -> None:
-        self.task, self.plan, self.publish, self.producer, self.broker = task, plan, publish, producer, broker
+    def __init__(self, task: LockableTask, plan: Plan, publish: Publish, producer: Producer) -> None:
+        self.task, self.plan, self.publish, self.producer = task, plan, publish, producer
+        self.broker = _broker_of(task.app, producer.connection)
 
     def send(self, call: Call) -> AsyncResult | Refused | None:
         """Send the call; return its result, or None if it must be sent in two writes.
@@ -147,7 +152,7 @@ class _OneWrite:
             Exception: the message cannot be made.
         """
         try:
-            if not takes_outbox(self.producer.channel):
+            if not self.broker.may_be_here(time.monotonic()) or not takes_outbox(self.producer.channel):
                 return None
             self.broker.mark(self.producer.channel, time.monotonic())
         except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
@@ -176,6 +181,8 @@ class _OneWrite:
     def _answer(self, sending: Sending) -> Holder | None:
         """Run the write, and return the answer to its call; None if nothing is sent in one write for now."""
         holders = self.task.singleton_backend.send([sending], self.broker)
+        if holders is None and self.broker.mark(self.producer.channel, time.monotonic(), anew=True):
+            holders = self.task.singleton_backend.send([sending], self.broker)
         if holders is None or holders[0].verdict is Verdict.REFUSED:
             self.broker.rule_out(time.monotonic())
             return None
@@ -205,7 +212,11 @@ class _OneWrite:
             if answer is None:  # the broker failed before the write
                 return None, None
             raise
-        if answer is not None:
-            replaced = granted.replacing is not None
-            result.waits_for = granted.note_replaced(self.task, answer) if replaced else granted.ticket.waits_for
+        if answer is None:  # another producer has sent it: it was asked for by an option, or by the user's own code
+            self.broker.rule_out(time.monotonic())
+            acquire(self.task, self.plan)
+        elif granted.replacing is not None:
+            result.waits_for = granted.note_replaced(self.task, answer)
+        else:
+            result.waits_for = granted.ticket.waits_for
         return result, answer

@@ -8,9 +8,11 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from singlebeat import Singleton
 from singlebeat.errors import LockBackendError
 from singlebeat.locks.key import behind_key
 from singlebeat.locks.redis import RedisBackend
-from singlebeat.locks.send import _brokers, _refused
+from singlebeat.locks.send import _refused
+from singlebeat.outbox import Senders
 from tests.proxy import LossyProxy
 from tests.support import ROOT, wait_until
 from tests.system.apps import make_app
@@ -277,13 +280,13 @@ def test_a_sender_that_is_killed_leaves_no_lock_without_a_message(server, redis)
     assert locks(redis) == set(sent)
 
 
-def test_a_broker_elsewhere_gets_its_messages_in_two_writes(server, redis, own_server):
+def test_a_broker_elsewhere_gets_its_messages_in_two_writes(server, redis, own_server, monkeypatch):
     with apps(own_server.celery_url, singleton_backend_url=server.url, result_backend=None) as app:
         task = define(app)
         first = task.delay(1)
         assert task.delay(1).id == first.id
+        monkeypatch.setattr(RedisBackend, "send", None)  # it is not tried again
         task.delay(2)
-        assert not _brokers[app].may_be_here(0.0)
 
     with own_server.client() as broker:
         assert values(broker) == [1, 2]
@@ -291,15 +294,81 @@ def test_a_broker_elsewhere_gets_its_messages_in_two_writes(server, redis, own_s
     assert redis.exists("celery") == 0
 
 
-def test_a_marker_that_is_gone_proves_nothing(app, redis):
+@pytest.mark.parametrize("by", ["producer", "connection"])
+def test_a_call_over_a_connection_of_ones_own_goes_there(server, redis, own_server, by):
+    with apps(server.celery_url) as app, app.connection_for_write(own_server.celery_url) as connection:
+        task = define(app)
+        task.delay(0)
+        given = {"connection": connection} if by == "connection" else {"producer": app.amqp.Producer(connection)}
+
+        result = task.apply_async([1], **given)
+        again = task.apply_async([1], **given)
+
+    with own_server.client() as broker:
+        assert values(broker) == [1]
+    assert values(redis) == [0]
+    assert result.id in locks(redis)
+    assert (again.id, again.is_duplicate) == (result.id, True)
+
+
+def test_a_call_of_a_users_own_sender_is_locked_all_the_same(app, redis, monkeypatch):
+    """As one that sends all tasks of an app over a producer of its own."""
+    task, send = define(app), app.send_task
+
+    def elsewhere(*args: Any, producer: Any = None, **options: Any) -> Any:
+        with app.connection_for_write() as connection:
+            return send(*args, producer=app.amqp.Producer(connection), **options)
+
+    monkeypatch.setattr(app, "send_task", elsewhere)
+    results = [task.delay(number) for number in (1, 1, 2)]
+
+    assert values(redis) == [1, 2]
+    assert locks(redis) == ids(redis) == {results[0].id, results[2].id}
+
+
+@pytest.mark.parametrize("database", [0, 5])
+def test_a_user_with_the_rights_of_the_readme_sends_in_two_writes(server, redis, database):
+    joined = "&" if "?" in server.url else "?"
+    selects = ["+select"] if database else []
+    commands = ["+@all", "-@admin", *selects]
+    redis.acl_setuser(
+        "locker", enabled=True, passwords=["+pw"], keys=["SINGLETONLOCK_*", "singlebeat:workers"], commands=commands
+    )
+    try:
+        url = f"{server.url.replace('://', '://locker:pw@', 1)}{joined}db={database}"
+        with apps(server.celery_url, singleton_backend_url=url) as app:
+            results = [define(app).delay(number) for number in (1, 1, 2)]
+    finally:
+        redis.acl_deluser("locker")
+
+    assert [result.is_duplicate for result in results] == [False, True, False]
+    assert values(redis) == [1, 2]
+    with server.client(db=database) as client:
+        assert locks(client) == ids(redis)
+
+
+def test_names_of_senders_are_lent_to_one_request_at_a_time():
+    senders = Senders()
+    with senders.one() as first:
+        with senders.one() as second:
+            assert first != second
+        assert senders.request() != senders.request()
+    with senders.one() as third, senders.one() as fourth:
+        assert {third, fourth} == {first, second}
+
+
+def test_a_marker_that_is_gone_is_written_again(app, redis, monkeypatch):
     task = define(app)
     task.delay(1)
     redis.delete(*redis.keys("singlebeat:marker:*"))
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 5)
+    monkeypatch.setattr("singlebeat.locks.send.time", later)
 
     task.delay(2)
 
     assert values(redis) == [1, 2]
     assert locks(redis) == ids(redis)
+    assert len(redis.keys("singlebeat:marker:*")) == 1
 
 
 def test_a_user_of_the_locks_that_may_not_push_needs_two_writes(server, redis):
