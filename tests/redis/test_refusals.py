@@ -522,8 +522,8 @@ def test_beats_that_share_the_work_are_missed_when_none_works(cli, shared, redis
     assert ("no beat was seen" in cli("status", app=shared).output) is not ever
     ((level, text),) = findings(cli, shared, "beat")
     assert level == "problem"
-    assert text.endswith("nothing is sent until one is started")
-    assert "No beat works: nothing is sent until one is started" in cli("explain", "e", app=shared).output
+    assert "singlebeat sends nothing until one is started. A celery beat without -S singlebeat.Scheduler" in text
+    assert "No beat works: singlebeat sends nothing until one is started" in cli("explain", "e", app=shared).output
 
 
 def test_a_sign_of_life_by_a_clock_that_was_ahead_hides_no_dead_beat(shared, redis, beat_of):
@@ -593,3 +593,50 @@ def test_queues_are_judged_by_the_app_whose_beat_sends(cli, app, redis, monkeypa
 
     assert [level for level, _ in about_queues] == ([] if leader else ["problem"])
     assert ("no worker that answers reads queue celery" in explained.lower()) is not bool(leader)
+
+
+@pytest.mark.parametrize("check", ["warn", "ignore"])
+def test_an_app_whose_entries_another_app_sends_is_told_by_every_tool(cli, server, redis, check):
+    """The other app's workers drop the messages; /readyz stays, since a standby of a renamed app does what it can."""
+    with make_app(server.celery_url, {"singlebeat_other_app_check": check}) as app:
+        put(app)
+        other = Lease(lambda: redis, Keys.of(app).lease, ttl=10, about={"app": "blog", "statics": ""})
+        other.acquire()
+        told = {name: cli(*name.split(), app=app, code=None) for name in ("status", "health", "list", "explain e")}
+        probed = ready(app, redis)
+        other.release()
+
+    says = "a beat of app blog leads, and sends entries to the queues of its own app"
+    assert {name for name, result in told.items() if says in result.output.replace("A beat", "a beat")} == (
+        {*told} if check == "warn" else set()
+    )
+    assert told["health"].exit_code == (1 if check == "warn" else 0)
+    assert told["explain e"].output.startswith("A beat of app blog") is (check == "warn")
+    assert probed == (200, "ok")
+
+
+def test_status_and_list_name_the_refusal_while_entries_wait(cli, own_server, beat_of):
+    with RedisServer() as broker, make_app(own_server.celery_url, {"broker_url": broker.celery_url}) as app:
+        put(app)
+        beat_of(app).tick()
+        late = time.time() - 100
+        own_server.client().zadd("redbeat::schedule", {"redbeat:e": late})
+        with full(own_server):
+            told = [cli(name, app=app).output for name in ("status", "list")]
+        told_after = [cli(name, app=app).output for name in ("status", "list")]
+
+    assert all("it refuses to write, so that nothing is sent" in text for text in told)
+    assert "problem     the schedule's server " in told[0]
+    assert all("refuses" not in text for text in told_after)
+
+
+def test_a_replica_of_an_empty_server_is_named_where_entries_are_missing(cli, own_server):
+    with RedisServer() as broker, make_app(own_server.celery_url, {"broker_url": broker.celery_url}) as app:
+        with replica(own_server):
+            status, listed = cli("status", app=app).output, cli("list", app=app).output
+            explained = cli("explain", "e", app=app, code=1).output
+        fresh = cli("explain", "e", app=app, code=1).output
+
+    assert all("It is a replica: name the primary" in text for text in (status, listed, explained))
+    assert "there is no entry 'e' under redbeat:, and no beat leads: the schedule's server" in explained
+    assert "replica" not in fresh
