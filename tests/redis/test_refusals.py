@@ -9,7 +9,7 @@ import socket
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from unittest.mock import Mock
 
 import pytest
@@ -24,8 +24,9 @@ from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
-from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
+from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs, with_advice
 from singlebeat.cli.workers import Workers
+from singlebeat.connections import ResponseError
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
@@ -640,3 +641,35 @@ def test_a_replica_of_an_empty_server_is_named_where_entries_are_missing(cli, ow
     assert all("It is a replica: name the primary" in text for text in (status, listed, explained))
     assert "there is no entry 'e' under redbeat:, and no beat leads: the schedule's server" in explained
     assert "replica" not in fresh
+
+
+def test_the_doctor_tells_which_changes_a_snapshot_has_lost(cli, app, redis, beat_of, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.leadership.clock_guard.STORED_EVERY", timedelta(0))
+    beat = beat_of(app)
+    beat.tick()
+    snapshot = redis.get("redbeat::clock")
+    beat.tick()
+    beat.lease.renew()
+    before = findings(cli, app, "schedule")
+
+    redis.set("redbeat::clock", snapshot)  # as a server that starts from it
+    beat.tick()
+    beat.lease.renew()
+
+    since = datetime.fromtimestamp(float(snapshot), UTC).isoformat(timespec="seconds")
+    says = f"the server had lost the changes since {since}, or shortly before: entries and pauses of that time are gone"
+    assert says not in str(before)
+    assert [level for level, text in findings(cli, app, "schedule") if says in text] == ["warning"]
+    assert says in cli("explain", "late", app=app, code=1).output
+    beat.lease.release()
+    again = beat_of(app)
+    again.tick()
+    again.lease.renew()
+    assert says not in str(findings(cli, app, "schedule")), "the warning lasts for the term"
+
+
+def test_an_error_and_its_advice_are_two_sentences():
+    error = ResponseError("Error running script: OOM command not allowed when used memory > 'maxmemory'.")
+
+    assert with_advice(error).endswith("'maxmemory'. Its memory is full: free some, or raise maxmemory")
+    assert with_advice(ResponseError("no.")) == "no"

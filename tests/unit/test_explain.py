@@ -187,7 +187,7 @@ def test_a_skipped_run_names_the_workers_that_free_no_lock():
 
 def test_a_paused_entry_waits_for_no_slot():
     busy = Delivery.of(
-        "celery", {"w1@h": Reader(frozenset({"celery"}), frozenset({"t"}), 1, [Busy("t", "other", None)])}
+        "celery", {"w1@h": Reader(frozenset({"celery"}), frozenset({"t"}), 1, [Busy("t", "other", NOON)])}
     )
 
     assert "a message there waits" in said(record(NOON), delivery=busy)
