@@ -210,8 +210,11 @@ class Lease:
         return False
 
     def note_loss(self, since: datetime) -> None:
-        """Let the next renewals tell operators, in the leader's record, since when the server has lost changes."""
-        self._lost_since = since.isoformat(timespec="seconds")
+        """Let the next renewals tell operators, in the leader's record, since when the server has lost changes.
+
+        Of several losses in one term, the first one counts.
+        """
+        self._lost_since = self._lost_since or since.isoformat(timespec="seconds")
 
     def release(self) -> None:
         """Stop leading or standing by, for good; may be called in a signal handler, at any moment, and repeatedly.
