@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.beat import Service
 from celery.bin.celery import celery
 from celery.schedules import crontab, schedule
 from click.testing import CliRunner, Result
@@ -37,6 +36,8 @@ from tests.benchmarks import wire
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
 
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
+
 TASK = "tests.system.apps.plain"
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
@@ -47,11 +48,6 @@ NEEDED = {
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
 
 
 @pytest.fixture
@@ -551,7 +547,7 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
     assert "hush" not in finding.text
 
 
-def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app):
+def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app, bench):
     from singlebeat.cli.doctor import _leadership, _Read
 
     def of_beat(app=app) -> list[str]:
@@ -567,10 +563,8 @@ def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app)
     assert of_beat() == ["problem"]
     Schedule(app).delete("e")
     assert of_beat() == ["fine"]
-    beat = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    beat.tick()
-    beat.close()
-    Schedule(app).delete("celery.backend_cleanup")
+    bench.tick()
+    bench.close()
     assert of_beat() == ["problem"], "a beat was there"
 
 
@@ -613,15 +607,13 @@ def test_doctor_names_ten_entries_without_a_place(cli, put, redis):
     assert "warning  entries: more than these 10 have no place in redbeat::schedule" in text
 
 
-def test_an_unknown_field_of_a_definition_is_reported_everywhere(app, cli, redis, caplog):
+def test_an_unknown_field_of_a_definition_is_reported_everywhere(bench, cli, redis, caplog):
     definition = {"task": TASK, "schedule": 60, "arg": ["you"]}
     redis.hset("redbeat:e", "definition", json.dumps(definition))
     redis.zadd("redbeat::schedule", {"redbeat:e": 0})
     told = "the definition's field 'arg' is unknown and ignored: did you mean 'args'?"
-    beat = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    for _ in range(3):
-        beat.tick()
-    beat.close()
+    bench.tick(3)
+    bench.close()
 
     assert [r.singlebeat["reason"] for r in caplog.records if "field_ignored" in r.getMessage()] == [told]
     assert f"warning             {told}" in cli("show", "e").output

@@ -12,7 +12,6 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery.beat import Service
 from celery.schedules import crontab, schedule, solar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -297,7 +296,7 @@ def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
     assert "emoji \U0001f389 and 東京" in found
 
 
-def test_an_imported_entry_runs_as_it_did_in_django(cli, app, redis):
+def test_an_imported_entry_runs_as_it_did_in_django(cli, app, bench, redis):
     dump = json.loads(DUMP.read_text("utf-8"))
     ago = (datetime.now(UTC) - timedelta(hours=3)).isoformat()
     for row in dump:
@@ -306,12 +305,7 @@ def test_an_imported_entry_runs_as_it_did_in_django(cli, app, redis):
         if row["model"].endswith("crontabschedule"):
             row["fields"].update(minute="*", hour="*", day_of_week="*")
     cli("import", "-", stdin=json.dumps(dump))
-    app.conf.singlebeat_watchdog_timeout = None
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    try:
-        scheduler.tick()
-    finally:
-        scheduler.close()
+    bench.tick()
 
     (feed,) = (json.loads(text)["headers"] for text in redis.lrange("q", 0, -1))
     assert (feed["task"], feed["argsrepr"], feed["h"]) == ("shop.feed", "['x', 1]", 1)

@@ -55,7 +55,7 @@ from singlebeat.cli import doctor as doctor_module
 from singlebeat.locks import backend_of
 from tests.support import APP, ROOT, CeleryProcess, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
-from tests.system.singles import PATIENCE, Served, served
+from tests.system.singles import PATIENCE, Stage, open_stage
 from tests.system.tools import Beat, Incident, Said, Tools, log
 from tests.system.topologies import PASSWORD, Sentinels, ask, each_decided_and_started_once, prove
 from tests.system.topologies import running as running_on
@@ -466,7 +466,7 @@ def test_b7_a_wrong_password_or_a_missing_right_is_named(beat, server, own_serve
 
 
 @dataclass(kw_only=True)
-class Shop(Served):
+class Shop(Stage):
     """A worker that reads ``celery``, one without tasks that reads ``other``, a beat, and the commands."""
 
     beat: Beat
@@ -483,11 +483,11 @@ class Shop(Served):
 @pytest.fixture(scope="module")
 def shop_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     port, name = free_port(), "tests.system.apps"
-    with served(tmp_path_factory.mktemp("shop"), "-c", "1", "-Q", "celery", app=name) as at:
-        at.start("worker", "-c", "1", "-P", "threads", "-Q", "other", app=f"{name}:nameless")
-        beat = at.start("beat", "-l", "WARNING", app=name, conf={"singlebeat_metrics_port": port})
-        wait_until(lambda: ScheduleStatus.of(at.app()).leader, timeout=30, what="a leader")
-        yield Shop(**vars(at), beat=Beat(beat, port), tools=Tools(at.app()))
+    with open_stage(tmp_path_factory.mktemp("shop"), "-c", "1", "-Q", "celery", app=name) as stage:
+        stage.start("worker", "-c", "1", "-P", "threads", "-Q", "other", app=f"{name}:nameless")
+        beat = stage.start("beat", "-l", "WARNING", app=name, conf={"singlebeat_metrics_port": port})
+        wait_until(lambda: ScheduleStatus.of(stage.app()).leader, timeout=30, what="a leader")
+        yield Shop(**vars(stage), beat=Beat(beat, port), tools=Tools(stage.app()))
 
 
 @pytest.fixture
