@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.bin.celery import celery
 from celery.schedules import crontab, schedule
-from click.testing import Result
+from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -534,7 +535,8 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
 
     findings = {(row["level"], row["about"]): row["text"] for row in answer(cli("doctor", "--json", code=1))}
 
-    assert findings["problem", "beat"] == "no beat leads: nothing is sent until one is started"
+    started = "no beat leads: singlebeat sends nothing until one is started. A celery beat without -S "
+    assert findings["problem", "beat"].startswith(started)
     assert "no task" in findings["problem", "entry bad"]
     assert "no worker answers" in findings["problem", "workers"]
     with make_app("redis://", {"redbeat_redis_url": "redis://:hush@db.example.org/0"}) as app:
@@ -948,3 +950,38 @@ def test_a_replaced_entry_whose_policy_is_broken_stays_paused(cli, put, app, red
 
     policy = Schedule(app).get("e").policy
     assert (policy.paused, policy.note) == (True, "until Monday")
+
+
+def test_a_change_that_beat_schedule_undoes_is_answered_with_that(cli, app, put):
+    put("mine")
+    put("other")
+    app.conf.beat_schedule = {"mine": {"task": TASK, "schedule": 60}}
+    back = "beat_schedule has it, and"
+
+    assert back not in cli("edit", "mine", "--disable").output  # which lasts
+    assert f"{back} replaces these values when the next term" in cli("edit", "mine", "--every", "5").output
+    assert f"{back} brings it back when the next term" in cli("delete", "mine").output
+    assert back not in cli("edit", "other", "--every", "5").output
+    assert back not in cli("delete", "other").output
+
+
+def test_a_disabled_entry_is_answered_without_a_next_time(cli, put):
+    put()
+
+    assert cli("edit", "e", "--disable").output == "e: disabled\n"
+    assert "To go on: celery singlebeat edit e --enable" in cli("explain", "e").output
+    assert cli("edit", "e", "--enable").output.startswith("e: next 20")
+
+
+def test_a_part_of_an_entry_that_is_no_policy_names_its_option(cli):
+    told = cli("add", "e", TASK, "--every", "5", "--set", "options={}", code=2).output
+
+    assert "'options' is no policy option: use --options" in told
+
+
+def test_an_error_of_settings_says_that_no_app_was_named(server, redis):
+    told = CliRunner().invoke(celery, ["singlebeat", "status"], env={"APP": None, "CELERY_APP": None})
+
+    assert told.exit_code == 2
+    assert "set redbeat_redis_url to a Redis server" in told.output
+    assert "celery -A APP singlebeat" in told.output

@@ -9,7 +9,7 @@ import socket
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from unittest.mock import Mock
 
 import pytest
@@ -21,8 +21,9 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
-from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
+from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs, with_advice
 from singlebeat.cli.workers import Workers
+from singlebeat.connections import ResponseError
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
@@ -484,8 +485,8 @@ def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, c
     assert ("no beat was seen" in cli("status", app=shared.app).output) is not ever
     ((level, text),) = findings("beat", app=shared.app)
     assert level == "problem"
-    assert text.endswith("nothing is sent until one is started")
-    assert "No beat works: nothing is sent until one is started" in cli("explain", "e", app=shared.app).output
+    assert "singlebeat sends nothing until one is started. A celery beat without -S singlebeat.Scheduler" in text
+    assert "No beat works: singlebeat sends nothing until one is started" in cli("explain", "e", app=shared.app).output
 
 
 def test_a_sign_of_life_by_a_clock_that_was_ahead_hides_no_dead_beat(shared, redis):
@@ -554,3 +555,82 @@ def test_queues_are_judged_by_the_app_whose_beat_sends(findings, cli, app, bench
 
     assert [level for level, _ in about_queues] == ([] if leader else ["problem"])
     assert ("no worker that answers reads queue celery" in explained.lower()) is not bool(leader)
+
+
+@pytest.mark.parametrize("check", ["warn", "ignore"])
+def test_an_app_whose_entries_another_app_sends_is_told_by_every_tool(cli, server, redis, bench_on, probe, check):
+    """The other app's workers drop the messages; /readyz stays, since a standby of a renamed app does what it can."""
+    bench = bench_on(server, singlebeat_other_app_check=check)
+    bench.put()
+    other = Lease(lambda: redis, Keys.of(bench.app).lease, ttl=10, about={"app": "blog", "statics": ""})
+    other.acquire()
+    told = {name: cli(*name.split(), app=bench.app, code=None) for name in ("status", "health", "list", "explain e")}
+    probed = probe(app=bench.app)
+    other.release()
+
+    says = "a beat of app blog leads, and sends entries to the queues of its own app"
+    named = {name for name, result in told.items() if says in result.output.replace("A beat", "a beat")}
+    assert named == ({*told} if check == "warn" else set())
+    assert told["health"].exit_code == (1 if check == "warn" else 0)
+    assert told["explain e"].output.startswith("A beat of app blog") is (check == "warn")
+    assert probed == (200, "ok")
+
+
+def test_status_and_list_name_the_refusal_while_entries_wait(cli, own_server, bench_on):
+    with RedisServer() as broker:
+        bench = bench_on(own_server, broker_url=broker.celery_url)
+        bench.tick()
+        bench.put()
+        bench.redis.zadd("redbeat::schedule", {"redbeat:e": time.time() - 100})
+        with full(own_server):
+            told = [cli(name, app=bench.app).output for name in ("status", "list")]
+        told_after = [cli(name, app=bench.app).output for name in ("status", "list")]
+
+    assert all("it refuses to write, so that nothing is sent" in text for text in told)
+    assert "problem     the schedule's server " in told[0]
+    assert all("refuses" not in text for text in told_after)
+
+
+def test_a_replica_of_an_empty_server_is_named_where_entries_are_missing(cli, own_server, bench_on):
+    with RedisServer() as broker:
+        app = bench_on(own_server, broker_url=broker.celery_url).app
+        with replica(own_server):
+            status, listed = cli("status", app=app).output, cli("list", app=app).output
+            explained = cli("explain", "e", app=app, code=1).output
+        fresh = cli("explain", "e", app=app, code=1).output
+
+    assert all("It is a replica: name the primary" in text for text in (status, listed, explained))
+    assert "there is no entry 'e' under redbeat:, and no beat leads: the schedule's server" in explained
+    assert "replica" not in fresh
+
+
+def test_the_doctor_tells_which_changes_a_snapshot_has_lost(cli, findings, bench, redis, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.leadership.clock_guard.STORED_EVERY", timedelta(0))
+    beat = bench.scheduler()
+    beat.tick()
+    snapshot = redis.get("redbeat::clock")
+    beat.tick()
+    beat.lease.renew()
+    before = findings("schedule")
+
+    redis.set("redbeat::clock", snapshot)  # as a server that starts from it
+    beat.tick()
+    beat.lease.renew()
+
+    since = datetime.fromtimestamp(float(snapshot), UTC).isoformat(timespec="seconds")
+    says = f"the server had lost the changes since {since}, or shortly before: entries and pauses of that time are gone"
+    assert says not in str(before)
+    assert [level for level, text in findings("schedule") if says in text] == ["warning"]
+    assert says in cli("explain", "late", code=1).output
+    beat.lease.release()
+    again = bench.scheduler()
+    again.tick()
+    again.lease.renew()
+    assert says not in str(findings("schedule")), "the warning lasts for the term"
+
+
+def test_an_error_and_its_advice_are_two_sentences():
+    error = ResponseError("Error running script: OOM command not allowed when used memory > 'maxmemory'.")
+
+    assert with_advice(error).endswith("'maxmemory'. Its memory is full: free some, or raise maxmemory")
+    assert with_advice(ResponseError("no.")) == "no"

@@ -159,8 +159,8 @@ def test_b1_a_leader_that_is_stopped_or_killed_is_replaced(beat, app, redis):
     incident.until(
         tools.say("health", "Error: no beat leads", code=1),
         tools.say("status", "leader +none$"),
-        tools.say("doctor", "problem  beat: no beat leads: nothing is sent until one is started", code=1),
-        tools.say("explain steady", "No beat leads: nothing is sent until one is started"),
+        tools.say("doctor", "problem  beat: no beat leads: singlebeat sends nothing until one is started", code=1),
+        tools.say("explain steady", "No beat leads: singlebeat sends nothing until one is started"),
     )
 
 
@@ -922,8 +922,10 @@ def test_b16_beats_that_share_the_work_are_healthy(beat, server, redis):
         Incident(f"B16 all beats killed ({SILENT_AFTER - 5:g} s are skipped)").until(
             tools.say("health", r"^Error: no beat works: there was no sign of one for 3\d s", code=1),
             tools.say("status", "^leader +none: beats share the work .* a beat was last seen 3. s ago"),
-            tools.say("doctor", "^problem  beat: no beat works.*: nothing is sent until one is started", code=1),
-            tools.say("explain steady", "^No beat works: nothing is sent until one is started"),
+            tools.say(
+                "doctor", "^problem  beat: no beat works.*: singlebeat sends nothing until one is started", code=1
+            ),
+            tools.say("explain steady", "^No beat works: singlebeat sends nothing until one is started"),
             timeout=60,
         )
 
@@ -985,7 +987,7 @@ def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, b
 def test_a_run_is_missed_while_no_beat_was_there(beat, app):
     began, tools = datetime.now(UTC) - timedelta(minutes=30), Tools(app)
     nightly(app, schedule=schedule(3600 / 2 - 60), last_run_at=began, misfire_grace_time=30, run_on_start=False)
-    assert "No beat leads: nothing is sent until one is started" in tools.ask("explain", "nightly")
+    assert "No beat leads: singlebeat sends nothing until one is started" in tools.ask("explain", "nightly")
 
     running = beat()
     Incident("missed run").until(
