@@ -444,7 +444,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if "lease" in self.__dict__:
             self.lease.release()
         if not self._ticking:  # else the connection may be in use: close() is called again when the tick has ended
-            super(RedBeatScheduler, self).close()
+            BrokerAccess.close(self)
 
 
 def _longest_call(config: Config) -> float:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 from celery import Celery, chord
-from celery.beat import Service
+from celery.beat import SchedulingError, Service
 from celery.schedules import schedule
 from kombu import Exchange, Queue
 
-from singlebeat import Entry, Schedule
+from singlebeat import Entry, Schedule, Scheduler
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
@@ -223,6 +224,77 @@ def test_beat_outlives_an_alarm_of_rabbitmq(
     assert meanwhile.returncode is None
     ids = [run.id for run in oracle.runs("tick")]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("bound", [{}, {"read_timeout": 600}], ids=["bounded reads", "unbounded reads, as with TLS"])
+def test_an_alarm_of_rabbitmq_doubles_no_message_for_each_try(bound, rabbit, celery, oracle, server, redis):
+    """When the alarm ends, RabbitMQ delivers what waits on blocked connections, also on those that are closed."""
+    lockless = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["tick"], "overlap": "allow_all"}
+    conf = {**conf_of(rabbit, server), **on_classic_queue("blocked"), "beat_schedule": {"tick": lockless}}
+    scene = Scene(celery, oracle, {**conf, "singlebeat_socket_timeout": 1, "broker_transport_options": bound})
+    tries = set[float]()
+
+    def has_tried_for_long() -> bool:
+        tries.update(score for _, score in redis.zrange("redbeat::pending", 0, -1, withscores=True))
+        return len(tries) >= 5  # four tries or five, for seven seconds or more
+
+    scene.start("worker", "-c", "2").ready()
+    beat = scene.start("beat")
+    oracle.wait_ended(2, "tick", timeout=60)
+    with rabbit.alarm():
+        beat.wait_for("event=unreachable", timeout=60)
+        wait_until(has_tried_for_long, timeout=60, what="many tries")
+    beat.wait_for("event=recovered", timeout=15)
+    oracle.wait_ended(oracle.ended("tick") + 3, "tick", timeout=15)
+    with rabbit.alarm():
+        beat.wait_for("event=unreachable", count=2, timeout=60)
+        beat.terminate()
+        assert beat.wait(timeout=15) == 0
+
+    repeated = [count for count in Counter(run.id for run in oracle.runs("tick")).values() if count > 1]
+    assert repeated in ([], [2]), "the message that was held, and the one that was sent after the alarm"
+    assert len(beat.matches("event=unreachable .*RabbitMQ takes no messages until its alarm ends")) == 2
+
+
+def test_one_message_of_a_connection_waits_for_the_end_of_an_alarm(rabbit, server, redis):
+    conf = {**conf_of(rabbit, server), **on_classic_queue("waiting"), "singlebeat_socket_timeout": 1}
+    with make_app(rabbit.url, {**conf, "singlebeat_watchdog_timeout": None}) as app:
+        entry = Entry("e", f"{APP}.plain", schedule(60), ["x"], options={"retry": False}, app=app)
+        scheduler = Scheduler(app)
+        scheduler.publish(entry)
+        with rabbit.alarm():
+            for _ in range(5):
+                with pytest.raises(SchedulingError):
+                    scheduler.publish(entry)
+                scheduler.forget_broker()
+        wait_until(scheduler.reaches_broker, what="the end of the alarm")
+        scheduler.publish(entry)
+        scheduler.close()
+        with app.connection_for_write() as connection:
+            waiting = connection.default_channel.queue_declare("waiting", passive=True).message_count
+        assert waiting <= 3, "two that were confirmed, and one that was held"
+
+
+def test_a_blocked_connection_that_rabbitmq_ends_is_forgotten(rabbit, server, redis):
+    conf = {**conf_of(rabbit, server), **on_classic_queue("ended"), "singlebeat_socket_timeout": 1}
+    with make_app(rabbit.url, {**conf, "singlebeat_watchdog_timeout": None}) as app:
+        entry = Entry("e", f"{APP}.plain", schedule(60), ["x"], options={"retry": False}, app=app)
+        scheduler = Scheduler(app)
+
+        def is_sent() -> bool:
+            try:
+                scheduler.publish(entry)
+            except SchedulingError:
+                scheduler.forget_broker()
+                return False
+            return True
+
+        with rabbit.alarm():
+            assert not is_sent()
+            with rabbit.outage():
+                assert not is_sent()
+        wait_until(is_sent, what="a message over a new connection")
+        scheduler.close()
 
 
 def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(
