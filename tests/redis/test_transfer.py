@@ -323,6 +323,38 @@ def test_an_imported_entry_runs_as_it_did_in_django(cli, app, redis):
     assert mail.decision == "dispatched"
 
 
+def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis, beat):
+    """Its beat was stopped by then. A task that it has run is disabled, and keeps neither its run nor its number."""
+    stored, ago, later, soon = (
+        (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat() for seconds in (-90, -30, -20, 3600)
+    )
+    never = {"task": "t", "one_off": True, "last_run_at": None, "total_run_count": 0, "date_changed": stored}
+    dump = [
+        row("clockedschedule", 1, clocked_time=ago),
+        row("clockedschedule", 2, clocked_time=soon),
+        row("periodictask", 1, name="due", clocked=1, **never),
+        row("periodictask", 2, name="soon", clocked=2, **never),
+        row("periodictask", 3, name="off", clocked=1, enabled=False, **never),
+        row("periodictask", 4, name="ran", clocked=1, **(never | {"last_run_at": ago, "total_run_count": 1})),
+        row("periodictask", 5, name="reset", clocked=1, enabled=False, **(never | {"date_changed": later})),
+        row("periodictask", 6, name="bounded", clocked=2, start_time=stored, **never),
+    ]
+    for _ in range(2):  # it may be repeated
+        cli("import", "-", stdin=json.dumps(dump))
+        beat.tick()
+
+    sent = [json.loads(text)["headers"]["singlebeat"] for text in redis.lrange("celery", 0, -1)]
+    assert len(sent) == 1
+    decided = [(record.entry, record.decision) for record in Schedule(app).history()]
+    assert [entry for entry, decision in decided if decision == "dispatched"] == ["due"]
+    for name in ("off", "reset"):
+        cli("edit", name, "--enable")
+    beat.tick()
+    assert redis.llen("celery") == 1
+    places = redis.zmscore("redbeat::schedule", ["redbeat:soon", "redbeat:bounded"])
+    assert places == [datetime.fromisoformat(soon).timestamp()] * 2
+
+
 def test_every_task_of_a_dump_that_cannot_be_brought_over_is_named(cli, app):
     dump = [
         row("intervalschedule", 1, every=2, period="hours"),
