@@ -226,8 +226,10 @@ class Store:
         if forgotten:  # their entries were deleted, or created again
             self._progress()
             self.client.zrem(keys.pending, *forgotten)
+        # An entry with two places is decided about once: the next tick sees from its past that it has moved on.
+        first = {keys.entry(member): member for member in reversed(scores)}
         return Due(
-            entries=[stored[member] for member in scores if member in stored],
+            entries=[stored[member] for member in scores if member in stored and member == first[keys.entry(member)]],
             recovered=[replace(stored[member], pending_score=pending[member]) for member in waits.values()],
             next_score=upcoming[0][1] if upcoming else None,
             more=len(members) == BATCH,
@@ -315,7 +317,7 @@ class Store:
         """Record the decisions about claimed occurrences, which are pending no longer; one round trip."""
         rows = [
             _Row(
-                each.stored.member,
+                each.stored.entry.key,
                 each.decision,
                 each.decision.occurrence.encode(),
                 each.past_json,
@@ -356,8 +358,8 @@ class Store:
         return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
 
     def postpone(self, retries: Mapping[str, datetime]) -> None:
-        """Set other times for the retries of pending occurrences, by member."""
+        """Set other times for the retries of pending occurrences, by the keys of their entries."""
         if retries:
             self._progress()
-            scores = {member: retry_at.timestamp() for member, retry_at in retries.items()}
+            scores = {key: retry_at.timestamp() for key, retry_at in retries.items()}
             self.client.zadd(self.keys.pending, scores, xx=True)
