@@ -212,7 +212,7 @@ def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, put, beat, re
     assert redis.zscore(SCHEDULE, "redbeat:e") < time.time() + 3601
 
 
-@pytest.mark.parametrize("later", [HOUR / 2, WEEK])
+@pytest.mark.parametrize("later", [HOUR / 2, HOUR])
 def test_a_first_run_that_another_program_puts_off_is_no_problem(put, cli, redis, later):
     put(last_run_at=None, total_run_count=0, run_on_start=True)
     at = datetime.fromtimestamp(time.time() // 1, UTC) + later
@@ -226,6 +226,66 @@ def test_a_first_run_that_another_program_puts_off_is_no_problem(put, cli, redis
     assert (row["state"], row["next"]) == ("active", at.isoformat())
     assert "place" not in cli("list").output
     assert findings(cli, "entry e") == []
+
+
+def test_a_first_run_put_off_for_more_than_an_interval_is_a_warning(put, cli, redis):
+    """A program may want that. It may also have made a mistake, and the entry does not run for so long."""
+    new = {"last_run_at": None, "total_run_count": 0, "run_on_start": True}
+    at = datetime.fromtimestamp(time.time() // 1, UTC) + WEEK
+    put("interval", place=at.timestamp(), **new)
+    put("cron", crontab(minute="*"), place=at.timestamp(), **new)
+    put("ends", place=at.timestamp(), end_time=datetime.now(UTC) + HOUR / 2, **new)
+    why = f"t has never run, and by its place in {SCHEDULE} it does not run before {at:%Y-%m-%d %H:%M:%SZ}, a"
+
+    listed = cli("list").output
+    for name in ("interval", "cron", "ends"):
+        ((level, text),) = findings(cli, f"entry {name}")
+        assert (level, f"i{why}" in text) == ("warning", True)
+        assert f"{name}: i{why}" in listed
+        assert f"warning             i{why}" in cli("show", name).output
+        assert f"I{why}" in cli("explain", name).output
+        assert f"to run it at once: ZADD {SCHEDULE} 0 redbeat:{name}" in text
+    assert {*json.loads(cli("list", "--json").stdout)["late_place"]} == {"interval", "cron", "ends"}
+
+
+def test_every_tool_names_a_clocked_entry_whose_place_is_too_late(put, cli, redis):
+    """It has never run, but its only time is known: beat would run it too late, or miss it."""
+    instant = datetime.fromtimestamp(time.time() // 1, UTC) + HOUR
+    entry = put(when=clocked(instant), last_run_at=None, total_run_count=0, place=(instant + HOUR).timestamp())
+    redis.hdel(entry.key, "meta", "since")
+    why = (
+        f"ts place in {SCHEDULE} is {instant + HOUR:%Y-%m-%d %H:%M:%SZ}, later than its time, "
+        f"{instant:%Y-%m-%d %H:%M:%SZ}: it does not run before its place"
+    )
+
+    ((level, text),) = findings(cli, "entry e")
+    assert (level, f"i{why}" in text) == ("problem", True)
+    assert f"e: i{why}" in cli("list").output
+    assert f"problem             i{why}" in cli("show", "e").output
+    assert f"I{why}" in cli("explain", "e").output
+
+
+def test_the_advice_for_a_place_under_a_bare_name_names_that_member(app, put, redis, beat):
+    put()
+    redis.zrem(SCHEDULE, "redbeat:e")
+    redis.zadd(SCHEDULE, {"e": -5})
+
+    assert late(app)["e"].endswith(f"ZADD {SCHEDULE} 0 e")
+
+    redis.zadd(SCHEDULE, {"redbeat:e": time.time() + 10**6})
+    assert late(app)["e"].endswith(f"ZADD {SCHEDULE} 0 redbeat:e")
+
+
+def test_no_occurrence_of_an_entry_with_two_places_stays_pending(app, put, redis, beat):
+    put(last_run_at=datetime.now(UTC) - 2 * HOUR, overlap="allow_all")
+    redis.zadd(SCHEDULE, {"redbeat:e": 0, "e": 0})
+
+    beat.tick()
+    beat.tick()
+
+    assert (redis.zcard("redbeat::pending"), redis.llen("celery")) == (0, 1)
+    places = redis.zmscore(SCHEDULE, ["redbeat:e", "e"])
+    assert places[0] == places[1] > time.time()
 
 
 def test_an_entry_that_beat_moves_on_while_it_is_read_has_no_late_place(app, put, redis, beat, monkeypatch):
