@@ -344,3 +344,28 @@ def test_the_places_of_a_batch_are_read_in_one_round_trip(app, put, redis):
 
     assert [*late_places(app, entries)] == []
     assert calls() == before + 1
+
+
+@pytest.mark.parametrize("name", [":schedule", ":lock", ":leader"])
+def test_a_place_of_a_key_of_the_schedule_itself_is_named_with_its_removal(redis, beat, cli, name):
+    member = f"redbeat:{name}"
+    redis.zadd(SCHEDULE, {member: 0})
+    beat.tick()
+    removal = f"remove its place with ZREM {SCHEDULE} {member}"
+
+    explained = cli("explain", name).output
+    assert removal in explained
+    assert "celery singlebeat delete" not in explained
+    assert [removal in text for _, text in findings(cli, f"entry {name}")] == [True]
+
+    redis.zrem(SCHEDULE, member)
+    beat.tick()
+    assert findings(cli, f"entry {name}") == []
+
+
+def test_an_entry_of_another_app_lacks_no_place(app, redis, cli):
+    with make_app(app.conf.broker_url, {"redbeat_key_prefix": "redbeat:a:"}) as other:
+        Entry("job", f"{APP}.plain", schedule(60), app=other).save()
+
+    for command in ("show", "explain"):
+        assert "no place" not in cli(command, "a:job").output

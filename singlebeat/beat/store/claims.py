@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
+    from ..entries.fields import StoredFields
     from ..leadership.lease import Term
 
 __all__ = ("Claim", "ClaimVerdict", "ClaimedOccurrence", "Confirmation", "Due", "Store", "Stored")
@@ -247,9 +248,7 @@ class Store:
         for member, reply in zip(members, replies, strict=True):
             self._progress()
             try:
-                if isinstance(reply, str):
-                    raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
-                definition, meta, policy, since, pending, sent = reply
+                definition, meta, policy, since, pending, sent = self._fields_of(member, reply)
                 if not definition and member not in scores and member not in quarantined:
                     continue  # deleted while its last occurrence waited
                 if not definition:
@@ -260,7 +259,7 @@ class Store:
                 wishes = EntryPolicy.decode(policy)
                 if why := wishes.contradicts(entry.options):
                     raise EntryError(why)  # noqa: TRY301
-                fields = [field or "" for field in reply[:5]]
+                fields = [field or "" for field in (definition, meta, policy, since, pending)]
                 stored = Stored(member, score, fields, entry, past, wishes, taken)
                 if why := self.quarantine.why_failing(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
@@ -275,18 +274,21 @@ class Store:
                 yield stored
         self.quarantine.settle()
 
+    def _fields_of(self, member: str, reply: StoredFields) -> StoredFields:
+        if self.keys.entry(member) in self.keys.own:
+            place = shlex.join((self.keys.schedule, member))
+            raise EntryError(f"its key belongs to the schedule itself: remove its place with ZREM {place}")
+        if isinstance(reply, str):
+            raise EntryError(f"its key holds something else than a hash: {reply}")
+        return reply
+
     def _decode(self, member: str, definition: str, now: datetime) -> Entry:
         entry = self._decoded.get((member, definition))
         if entry is None:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
-            key = self.keys.entry(member)
-            if key in self.keys.own:
-                raise EntryError(
-                    "its key belongs to the schedule itself: remove its place with ZREM "
-                    f"{shlex.join((self.keys.schedule, member))}"
-                )
-            entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
+            entry = Entry.usable(self.keys.entry(member), definition, self.app, now)
+            self._decoded[member, definition] = entry
             if entry.ignored:
                 about = {"entry": entry.name, "reason": entry.ignored}
                 log.warning("beat: Entry %(entry)s has an unknown field", event="field_ignored", **about)
