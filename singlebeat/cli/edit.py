@@ -136,11 +136,12 @@ def _store(
         fail(f"there is an entry {name!r} already: use edit or --replace, or delete the entry first")
     except ValueError as exc:  # a value that JSON cannot hold
         raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
-    upcoming = next(iter(entries.next_runs(name, 1)), None)
+    upcoming, entry = next(iter(entries.next_runs(name, 1)), None), entries.get(name)
     if as_json:
         show_json({"name": name, "next": upcoming})
         return
-    click.echo(f"{printable(name)}: next {moment(upcoming)}")
+    off = "paused" if entry.policy.paused else "" if entry.enabled else "disabled"
+    click.echo(f"{printable(name)}: {off or f'next {moment(upcoming)}'}")
 
 
 def _check_left(found: Salvage, fields: Fields, wishes: Wishes) -> None:

@@ -956,3 +956,12 @@ def test_a_replaced_entry_whose_policy_is_broken_stays_paused(cli, put, app, red
 
     policy = Schedule(app).get("e").policy
     assert (policy.paused, policy.note) == (True, "until Monday")
+
+
+def test_an_edit_says_that_an_entry_is_off_and_not_when_it_runs_next(app, cli):
+    Entry("e", TASK, schedule(3600), app=app).save()
+
+    assert cli("edit", "e", "--disable").output == "e: disabled\n"
+    assert cli("edit", "e", "--enable").output.startswith("e: next ")
+    cli("pause", "e")
+    assert cli("edit", "e", "--every", "60").output == "e: paused\n"

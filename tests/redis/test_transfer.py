@@ -254,6 +254,23 @@ def test_an_export_names_the_entries_that_it_leaves_out(cli, app, redis):
     assert set(json.loads(cli("list", "--json").stdout)["unusable"]) == {"bad"}
 
 
+@pytest.mark.parametrize("placed", [True, False])
+def test_an_export_names_the_unknown_fields_that_it_leaves_out(cli, app, redis, placed):
+    entry = Entry("e", TASK, schedule(60), args=["x"], app=app).save()
+    definition = json.loads(redis.hget(entry.key, "definition"))
+    redis.hset(entry.key, "definition", json.dumps({**definition, "arg": [1], "foo": 1}))
+    if not placed:
+        redis.zrem("redbeat::schedule", entry.key)
+
+    result = cli("export")
+
+    (row,) = json.loads(result.stdout)
+    assert row["definition"] == definition
+    for field in ("arg", "foo"):
+        assert f"the definition's field '{field}' is unknown and ignored" in result.stderr
+    assert ("it has no place" in result.stderr) is not placed
+
+
 # ---------------------------------------------------------------- from django-celery-beat
 
 
