@@ -372,6 +372,47 @@ def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis
     assert places == [datetime.fromisoformat(soon).timestamp()] * 2
 
 
+@pytest.mark.parametrize("first", ["an old run", "no run"])
+def test_a_later_dump_brings_the_runs_since_the_first(cli, app, redis, beat, first):
+    now = datetime.now(UTC)
+    old, new, ahead = ((now + timedelta(minutes=each)).isoformat() for each in (-180, -1, 60))
+    times = [row("intervalschedule", 1, every=1, period="hours")]
+
+    def dump(last: str | None, count: int) -> str:
+        task = {"task": TASK, "interval": 1, "args": '["x"]', "date_changed": old}
+        task |= {"last_run_at": last, "total_run_count": count}
+        return json.dumps([*times, row("periodictask", 1, name="e", **task)])
+
+    def past() -> tuple[str, int]:
+        meta = Schedule(app).get("e").meta
+        return meta.counts_from.isoformat(), meta.total_run_count
+
+    cli("import", "-", stdin=dump(old if first == "an old run" else None, 3 if first == "an old run" else 0))
+    cli("import", "-", stdin=dump(new, 5))
+    assert past() == (new, 5)
+    for other in (dump(old, 3), dump(ahead, 9)):
+        cli("import", "-", stdin=other)
+        assert past() == (new, 5)
+    beat.tick()
+
+    assert redis.llen("celery") == 0
+    assert redis.zscore("redbeat::schedule", "redbeat:e") == (now + timedelta(minutes=59)).timestamp()
+
+
+def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, beat):
+    """A row without a past says nothing about runs."""
+    instant = datetime.now(UTC) - timedelta(hours=1)
+    past = instant - timedelta(hours=1)
+    Entry("e", TASK, clocked(instant), args=["x"], app=app, last_run_at=past).save()
+    (row,) = exported(cli)
+    del row["meta"]
+
+    cli("import", "-", stdin=json.dumps([row]))
+    beat.tick()
+
+    assert redis.llen("celery") == 1
+
+
 def test_every_task_of_a_dump_that_cannot_be_brought_over_is_named(cli, app):
     dump = [
         row("intervalschedule", 1, every=2, period="hours"),
