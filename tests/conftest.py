@@ -15,6 +15,7 @@ from singlebeat.locks import late_release
 from tests import matrix, versions
 from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
+pytest.register_assert_rewrite("tests.both_backends")
 pytest_plugins = ("tests.chaos_report",)
 
 
@@ -101,7 +102,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """Show the logs of a failed test's Celery processes."""
     report = yield
     for value in getattr(item, "funcargs", {}).values():
-        launcher = getattr(value, "start", value)  # of what many tests are served by
+        launcher = getattr(value, "start", value)  # of a stage
         if report.failed and isinstance(launcher, CeleryLauncher):
             logs = [(f"log of celery {process.args[0]}", process.tail()) for process in launcher.processes]
             report.sections.extend(log for log in logs if log not in report.sections)

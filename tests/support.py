@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import itertools
 import json
 import os
@@ -16,9 +17,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -50,6 +53,39 @@ def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str =
             raise AssertionError(f"waited {timeout:g} s for {awaited}; the last value was {value!r}")
         time.sleep(0.01)
     return value
+
+
+def at_once(*calls: Callable[[], T]) -> list[T]:
+    """Make calls at once, each in a thread of its own; return their results in turn, or raise their first error."""
+    start = threading.Barrier(len(calls))
+
+    def make(call: Callable[[], T]) -> T:
+        start.wait(10)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(make, calls))
+
+
+def fork(function: Callable[[], object]) -> int:
+    """Run a function in a forked child, and return the child's id at once."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            faulthandler.dump_traceback_later(30, exit=True)  # says where it hangs
+            function()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def ended_well(pid: int) -> bool:
+    """Wait for the end of a child; return whether its function raised no error."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def measured(text: str) -> None:
@@ -346,6 +382,13 @@ class SlowProxy:
         shutil.rmtree(self._directory)
 
 
+def contents(client: Redis, *, but: Collection[str] = ()) -> dict[str, object]:
+    """Return everything that a server holds, but for some keys: to see that nothing was written."""
+    readers = {"hash": client.hgetall, "zset": lambda key: client.zrange(key, 0, -1, withscores=True)}
+    readers |= {"string": client.get, "set": client.smembers, "stream": client.xrange}
+    return {key: readers[client.type(key)](key) for key in client.scan_iter() if key not in but}
+
+
 @contextmanager
 def without(server: RedisServer, command: str) -> Iterator[str]:
     """Yield the URL of a user of this server, "mute", who may do everything but one command."""
@@ -355,6 +398,20 @@ def without(server: RedisServer, command: str) -> Iterator[str]:
         yield server.celery_url.replace("://", "://mute:any@")
     finally:
         client.acl_deluser("mute")
+
+
+@contextmanager
+def connected(signal: Any, receiver: Callable[..., Any], *, sender: Any = None) -> Iterator[None]:
+    """Connect a receiver to a signal, of one sender or of all, for a ``with`` block."""
+
+    def receive(**kwargs: Any) -> None:
+        receiver(**kwargs)
+
+    signal.connect(receive, sender=sender, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receive, sender=sender)
 
 
 def until_answered(ask: Callable[..., Any]) -> None:

@@ -40,6 +40,8 @@ What keeps this true:
 - *The broker is unreachable.* A claimed occurrence stays pending. It is retried after 1, 2, then 4 s under the same id,
   by this leader or the next one, until its ``misfire_grace_time`` is over. It holds no lock meanwhile. An entry with a
   pending occurrence gets no other: later times wait behind it, and the latest of them runs as a catch-up.
+- *RabbitMQ has an alarm.* It holds one message of each connection, and delivers it when the alarm ends. So beat keeps a
+  blocked connection, and sends nothing over another one (``publisher``).
 - *A reply is lost, a beat is killed.* A beat keeps no state in its memory alone. A pending occurrence that is retaken
   acquires its own lock once more, by its id. If its message was sent after all, the worker drops the copy by that id.
 

@@ -29,7 +29,7 @@ from .decision_log import log_decision
 from .entries.occurrence import Decision, DecisionType
 from .lost_messages import note
 from .message import Message, prepare
-from .store.probe import advice
+from .store.probe import with_advice
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -302,7 +302,7 @@ class Dispatcher:
             until = "takes it" if refuses else "answers"
             text = f"Scheduler: Message Error: due occurrences stay pending until %(server)s {until}"
             where = "" if is_of_locks else f"{BROKER} {broker_place(self.app)}: "  # the locks' server is in the error
-            log.error(text, event="unreachable", server=server, reason=f"{where}{exc}{advice(exc)}")
+            log.error(text, event="unreachable", server=server, reason=f"{where}{with_advice(exc)}")
 
     def _note_answer(self, server: str) -> None:
         if server in self._unreachable:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
-from .status import QUARANTINED_LATER, REDBEAT_LEADS
+from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ RECORDED_AHEAD = timedelta(seconds=10)
 
 #: The least fraction of its lease that a lock has left while its worker lives, which renews it after each third.
 RENEWED = 0.6
+
+_START_ONE = f"singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). {PLAIN_BEAT}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Facts:
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
+    without_singlebeat: Sequence[str] = ()  #: workers that answer, and have no singlebeat or no server for locks
     silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
 
 
@@ -131,13 +134,15 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
 
 def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending runs in time, or that a beat of RedBeat leads."""
+    if facts.state.sent_elsewhere:
+        yield f"{_sentence(facts.state.sent_elsewhere)}."
     if facts.refused:
         what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
         yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}."
     elif not facts.state.works and facts.state.is_shared:
-        yield "No beat works: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
+        yield f"No beat works: {_START_ONE}"
     elif not facts.state.works:
-        yield "No beat leads: nothing is sent until one is started (celery beat -S singlebeat.Scheduler)."
+        yield f"No beat leads: {_START_ONE}"
     elif facts.state.redbeat_silent:
         yield f"{_sentence(facts.state.redbeat_silent)}."
     elif facts.state.redbeat_leads:
@@ -203,6 +208,13 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
         case "skipped_overlap":
             yield f"The run for {when} was skipped: {_blocking_call(record)} was not over ({record.reason})."
             yield from _holder(facts, record.holder)
+            lock = facts.locks.get(record.holder)
+            if facts.without_singlebeat and lock is not None and lock.state == "queued":
+                yield (
+                    f"No singlebeat is in {', '.join(facts.without_singlebeat)}, or its settings name no server for "
+                    "locks: if that worker has run the task, the lock stays until beat finds that out, and runs are "
+                    "skipped meanwhile (celery singlebeat doctor)."
+                )
         case "run_before":
             yield f"The run for {when} was not sent once more: {record.reason}."
         case "missed":
@@ -365,7 +377,7 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
 def _may_wait(facts: Facts) -> bool:
     """Return whether the last run, or the run that kept it from being sent, may wait in its queue."""
     record = facts.records[0] if facts.records else None
-    if record is None or record.end is not None:
+    if record is None or record.end is not None or record.decision not in {"dispatched", "buffered", "skipped_overlap"}:
         return False
     return (record.holder if record.decision == "skipped_overlap" else record.task_id) not in (facts.running or ())
 
@@ -380,7 +392,8 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     if facts.no_place:
         yield _sentence(facts.no_place)
     elif not entry.enabled:
-        yield "It is disabled: its times pass without a run."
+        enable = f"celery singlebeat edit {shlex.quote(entry.name)} --enable"
+        yield f"It is disabled: its times pass without a run. To go on: {enable}"
     elif entry.policy.paused and facts.state.redbeat_leads:
         yield (
             "It is paused, and runs all the same while a beat of RedBeat leads, unless you disable it: "

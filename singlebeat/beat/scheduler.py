@@ -39,7 +39,7 @@ from .metrics import BeatMetrics
 from .publisher import BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import CONFIRM, TICKS, advice, schedule_error, schedule_refusal
+from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, with_advice
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
 
@@ -219,7 +219,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
             self._is_refused = isinstance(exc, ResponseError)
-            text = f"{exc}{advice(exc)}" if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
+            text = with_advice(exc) if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
             self._note_trouble(type(exc).__name__, text)
             return TROUBLE_INTERVAL
         finally:
@@ -273,6 +273,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if lost_since is not None:
             why = f"the changes since {lost_since.isoformat(timespec='seconds')}, or shortly before, are lost"
             self._log_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
+            self.lease.note_loss(lost_since)
             self.setup_schedule()
 
     def _read_due(self, now: datetime, term: Term, *, is_new: bool) -> Due:
@@ -443,7 +444,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if "lease" in self.__dict__:
             self.lease.release()
         if not self._ticking:  # else the connection may be in use: close() is called again when the tick has ended
-            super(RedBeatScheduler, self).close()
+            BrokerAccess.close(self)
 
 
 def _longest_call(config: Config) -> float:

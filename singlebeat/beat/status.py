@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from ..config import Config
 from ..connections import schedule_client
 from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
+from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
 from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from ..clients import RedisClient
     from .entries.fields import StoredFields
 
-__all__ = ("MAX_LAG", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus")
+__all__ = ("MAX_LAG", "PLAIN_BEAT", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus")
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
 OVERDUE_AFTER = 5.0
@@ -48,13 +50,19 @@ REDBEAT_LEADS = (
     "Triggered and backfilled runs wait until a beat of singlebeat leads"
 )
 
+#: Another beat that no tool sees, in words.
+PLAIN_BEAT = (
+    "A celery beat without -S singlebeat.Scheduler is not seen here, and sends by a file of its own: stop it before "
+    "you start one"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStatus:
     """A schedule at one moment by the server's clock; durations are seconds."""
 
-    #: host, pid, since, term, app, statics, and by how much its clock is ahead of the server's; empty if no beat of
-    #: ours leads
+    #: host, pid, since, term, app, statics, by how much its clock is ahead of the server's, and perhaps ``lost`` (a
+    #: term) or ``lost_since``, if the server has lost data; empty if no beat of ours leads
     leader: Mapping[str, str]
     #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
     standbys: Sequence[Mapping[str, str]]
@@ -73,6 +81,7 @@ class ScheduleStatus:
     host_ahead: float = 0.0  #: by which the clock of this host is ahead of the server's
     #: by which the server's clock is behind the latest time by which a beat has decided; 0 if no entry waits for that
     set_back: float = 0.0
+    other_app: str = ""  #: app whose beat sends our entries; empty if there is none, or if we share on purpose
 
     @property
     def works(self) -> bool:
@@ -107,6 +116,35 @@ class ScheduleStatus:
             "changed entry yet: it polls every 300 s, or as beat_max_loop_interval says.) Its lock ends by itself in "
             f"{self.lease_left:.0f} s. If no process of RedBeat runs any more, end it now: celery singlebeat resign"
         )
+
+    @property
+    def sent_elsewhere(self) -> str:
+        """That a beat of another app sends entries to its own queues, and what to do; empty if no such beat does."""
+        if not self.other_app:
+            return ""
+        return (
+            f"a beat of app {self.other_app} {'shares the work' if self.is_shared else 'leads'}, and sends entries to "
+            "the queues of its own app, whose workers may drop them: give each app a prefix of its own "
+            "(redbeat_key_prefix), or set singlebeat_other_app_check to ignore if they share the schedule on purpose"
+        )
+
+    @property
+    def lost(self) -> str:
+        """What the schedule's server has lost by the leader's record, and what came back; empty if no loss is known."""
+        began, term, since = (self.leader.get(name, "") for name in ("since", "lost", "lost_since"))
+        if term:
+            return (
+                f"when the present term began, at {began}, the server had lost the schedule, or its last changes: it "
+                f"did not know term {term} any more. Entries of beat_schedule are back, without their pauses: import "
+                "the other entries from an export"
+            )
+        if since:
+            return (
+                f"in the present term, which began at {began}, the server had lost the changes since {since}, or "
+                "shortly before: entries and pauses of that time are gone. Entries of beat_schedule are back: import "
+                "the other entries from an export, and pause again the entries that were paused"
+            )
+        return ""
 
     def is_led_by(self, owner: str) -> bool:
         """Return whether no beat of another app leads, which would send all entries to its own queues.
@@ -192,6 +230,9 @@ class ScheduleStatus:
             leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
                 pipe.execute()
             )
+        beats = [_decode_standby(text) for text in standbys]
+        working, others = beats if keys.lock is None else [leader], Config.of(app).singlebeat_other_app_check
+        apps = {beat.get("app", "") for beat in working} - {"", owner_of(app)} if others != "ignore" else set()
         set_back = _number(clock) - now
         if not DIFFERS_FROM < set_back <= LONGEST_STEP_BACK.total_seconds():
             set_back = 0.0  # by more, no entry waits: the leader lets entries count from now
@@ -208,7 +249,7 @@ class ScheduleStatus:
             due, overdue = due - idle, overdue - idle
         return cls(
             leader=leader,
-            standbys=sorted((_decode_standby(text) for text in standbys), key=lambda standby: standby["since"]),
+            standbys=sorted(beats, key=lambda standby: standby["since"]),
             locked=ttl > 0,
             lease_left=max(0, ttl) / 1000,
             entries=entries,
@@ -223,6 +264,7 @@ class ScheduleStatus:
             now=now,
             host_ahead=server_time.host_ahead,
             set_back=set_back,
+            other_app=", ".join(sorted(apps)),
         )
 
 

@@ -26,7 +26,7 @@ from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -250,12 +250,10 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         yield Finding("problem" if state.set_back > UNFIT_FROM else "warning", "clock", advice)
     yield from _leadership(app, schedule)
     yield from _apps(app, state)
-    if state.leader.get("lost"):
+    if state.lost:
         text = (
-            f"when the present term began, at {state.leader.get('since')}, the server had lost the schedule, or its "
-            f"last changes: it did not know term {state.leader['lost']} any more. Entries of beat_schedule are back, "
-            "without their pauses: import the other entries from an export. Let the server write to disk (appendonly "
-            "yes), or refuse writes while its replicas lag behind (min-replicas-to-write)"
+            f"{state.lost}. Let the server write to disk (appendonly yes), or refuse writes while its replicas lag "
+            "behind (min-replicas-to-write)"
         )
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _count_pending(app)):  # RedBeat sends none of them
@@ -358,7 +356,8 @@ def _leadership(app: Celery, schedule: _Read) -> Iterator[Finding]:
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
         yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
     elif not state.works:
-        yield Finding("problem", "beat", f"{state.problem()}: nothing is sent until one is started")
+        text = f"{state.problem()}: singlebeat sends nothing until one is started. {PLAIN_BEAT}"
+        yield Finding("problem", "beat", text)
     elif state.is_shared:
         named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
         text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
@@ -508,18 +507,21 @@ def _locks(app: Celery) -> Iterator[Finding]:
     for outcome, what in _STALE.items():
         stale = [each for each in found if each.outcome == outcome]
         if stale:
+            lock, how_many = stale[0].lock, what[len(stale) > 1].format(len(stale))
             text = (
-                f"{len(stale)} {what}, such as task {stale[0].lock.ref.task_id} ({stale[0].lock.task}): "
-                f"{stale[0].reason}. Equal runs and calls are refused meanwhile. To free them: "
-                "celery singlebeat unlock --stale"
+                f"{how_many}, such as task {lock.ref.task_id} ({lock.task}): {stale[0].reason}. Equal runs and calls "
+                "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
 
 
-#: The words for each outcome of the check of a lock's message.
+#: The words for one lock and for several, for each outcome of the check of a lock's message.
 _STALE = {
-    MESSAGE_LOST: "locks wait for messages that are lost",
-    RAN_ELSEWHERE: "locks are held by tasks that have run on workers without singlebeat",
+    MESSAGE_LOST: ("1 lock waits for a message that is lost", "{} locks wait for messages that are lost"),
+    RAN_ELSEWHERE: (
+        "1 lock is held by a task that has run on a worker without singlebeat",
+        "{} locks are held by tasks that have run on workers without singlebeat",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from celery.schedules import crontab, schedule
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
+from ..beat.entries.statics import OPERATORS
 from ..beat.schedule import Schedule
 from ..beat.status import ScheduleStatus
 from ..errors import ConflictError, EntryError
@@ -91,6 +92,8 @@ def _wishes(given: Sequence[str]) -> Mapping[str, Any]:
         name, equals, value = each.partition("=")
         if not equals:
             raise click.BadParameter(f"is not NAME=VALUE: {each!r}", param_hint="--set")
+        if name in OPTIONS and name != "policy":
+            raise click.BadParameter(f"{name!r} is no policy option: use {OPTIONS[name]}", param_hint="--set")
         try:
             wishes[name] = json.loads(value) if value else None
         except (ValueError, RecursionError):
@@ -137,11 +140,21 @@ def _store(
     except ValueError as exc:  # a value that JSON cannot hold
         raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
     upcoming, entry = next(iter(entries.next_runs(name, 1)), None), entries.get(name)
-    if as_json:
-        show_json({"name": name, "next": upcoming})
-        return
     off = "paused" if entry.policy.paused else "" if entry.enabled else "disabled"
-    click.echo(f"{printable(name)}: {off or f'next {moment(upcoming)}'}")
+    kept = fields in ({}, {"enabled": False}) and wishes.keys() <= set(OPERATORS)
+    back = "" if kept else _comes_back(app, name, "replaces these values")
+    _done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
+
+
+def _comes_back(app: Celery, name: str, what: str) -> str:
+    """Return what to add to the answer to a change that the code undoes; empty if it does not.
+
+    Args:
+        what: what ``beat_schedule`` does to the change.
+    """
+    if name not in map(str, app.conf.beat_schedule):
+        return ""
+    return f"; beat_schedule has it, and {what} when the next term of leadership begins"
 
 
 def _check_left(found: Salvage, fields: Fields, wishes: Wishes) -> None:
@@ -194,7 +207,8 @@ def delete_(app: Celery, as_json: bool, name: str) -> None:
     """Delete an entry. An entry of beat_schedule comes back when the next term of leadership begins."""
     if not Schedule(app).delete(name):
         fail(f"there is no entry {name!r}")
-    _done(as_json, f"{name}: deleted", name=name, deleted=True)
+    back = _comes_back(app, name, "brings it back")
+    _done(as_json, f"{name}: deleted{back}", name=name, deleted=True)
 
 
 @command("pause", NAME, click.option("--note", default="", help="The reason, for other operators."))

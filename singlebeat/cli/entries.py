@@ -16,6 +16,7 @@ from ..beat.schedule import Schedule
 from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
 from ..errors import EntryError, UnknownEntryError
 from .output import age, command, marked, moment, parse_instant, printable, show_json, table
+from .status import refusal
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -86,7 +87,9 @@ def list_(app: Celery, as_json: bool) -> None:
 
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
     late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
-    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else state_of_all.problem() if entries else ""
+    refused = refusal(app, state_of_all)
+    problem = state_of_all.problem() or state_of_all.sent_elsewhere
+    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else refused or (problem if entries else "")
     if as_json:
         rows = []
         for entry in entries:

@@ -28,6 +28,7 @@ from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from .locks import held_by, waiting
 from .output import command, moment, parse_instant, printable, show_json, table
+from .status import refusal
 from .workers import BrokerError, Workers
 
 if TYPE_CHECKING:
@@ -60,6 +61,13 @@ def _read(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | 
     except EntryError as exc:
         return None, str(exc)
     return entry, entry.why_unusable(datetime.fromtimestamp(state.now, UTC))
+
+
+def _why_missing(app: Celery, state: ScheduleStatus) -> str:
+    """Return what to add to the error that there is no entry: the trouble that may have kept it away or removed it."""
+    if not state.works and (refused := refusal(app, state)):
+        return f", and {state.problem()}: {refused}"
+    return "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found)
 
 
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
@@ -123,7 +131,11 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
     except BrokerError as exc:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
-    (entry, unusable), records = _read(entries, name, state), entries.history(name, EXPLAINED if when else 1)
+    try:
+        entry, unusable = _read(entries, name, state)
+    except UnknownEntryError as exc:
+        raise UnknownEntryError(f"{exc}{_why_missing(app, state)}") from None
+    records = entries.history(name, EXPLAINED if when else 1)
     if [record.decision for record in records] == ["buffered"]:  # earlier runs may wait, too
         records = entries.history(name, EXPLAINED)
     running = workers.running if workers else None
@@ -164,6 +176,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
         found=found,
+        without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=next((silence(entry, own) for _, own in History(app).own([name])), "") if entry is not None else "",
     )
 

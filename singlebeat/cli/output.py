@@ -90,7 +90,8 @@ def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], 
             except LockBackendError as exc:
                 fail(lock_server_says(ctx.obj.app, exc), UNANSWERED)
             except (ConfigError, OperationalError) as exc:
-                fail(str(exc), UNANSWERED)
+                hint = _NO_APP if ctx.find_root().params.get("app", "") is None else ""
+                fail(f"{exc}{hint}", UNANSWERED)
             except SinglebeatError as exc:
                 fail(str(exc))
             except BrokenPipeError:  # click ends silently
@@ -105,6 +106,10 @@ def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], 
         return click.command(name, cls=Reporting)(wrapped)
 
     return make
+
+
+#: What to add to an error about settings if the celery command got no app, whose settings these would be.
+_NO_APP = ". No app is named, so that these are Celery's defaults: celery -A APP singlebeat ..."
 
 
 def drop_output() -> None:

@@ -35,6 +35,15 @@ def who(state: ScheduleStatus) -> str:
     return "none"
 
 
+def refusal(app: Celery, state: ScheduleStatus) -> str:
+    """Return what the schedule's server refuses if no beat leads or entries are overdue; empty if it refuses nothing.
+
+    Raises:
+        RedisError: the server does not answer.
+    """
+    return ticks_refusal(app) if state.overdue or not state.works else ""
+
+
 _UNKNOWN = {"host": "?", "pid": "?", "term": "?", "since": "?"}
 
 
@@ -49,8 +58,8 @@ def status_(app: Celery, as_json: bool) -> None:
     click.echo(f"{'beats' if state.is_shared else 'standbys':<12}{len(state.standbys)}")
     for standby in state.standbys:
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
-    if state.redbeat_silent:
-        click.echo(marked(f"problem     {state.redbeat_silent}", "problem"))
+    for problem in filter(None, (state.redbeat_silent, state.sent_elsewhere, refusal(app, state))):
+        click.echo(marked(f"problem     {problem}", "problem"))
     for text, _ in state.wrong_clocks(standbys=True):
         click.echo(marked(f"clock       {text}", "warning"))
     if state.waits:
@@ -82,7 +91,7 @@ def status_(app: Celery, as_json: bool) -> None:
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Check whether a beat leads and keeps up; exit code 0: yes, 1: no, 2: Redis does not answer."""
     state = ScheduleStatus.of(app)
-    wrong = ticks_refusal(app) or state.problem(max_lag)
+    wrong = ticks_refusal(app) or state.problem(max_lag) or state.sent_elsewhere
     if wrong:
         pass
     elif role == "leader" and state.is_shared:

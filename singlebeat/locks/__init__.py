@@ -28,7 +28,8 @@ written for celery-singleton). ``acquire`` gets the lock of a call before it is 
 (``modes``); ``late_release`` frees a lock whose server was unreachable when the call was refused.
 
 Tests: ``tests/redis/test_locks.py`` (each script), ``tests/redis/test_backends_agree.py`` (Redis and memory give the
-same answers), ``tests/model/test_lock_machine.py`` (any history keeps the promises, also with lost replies).
+same answers), ``tests/model/test_lock_machine.py`` (any history keeps the promises, also with lost replies). In the
+last two, ``memory`` is the model of the scripts.
 """
 
 from __future__ import annotations

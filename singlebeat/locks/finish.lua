@@ -3,7 +3,8 @@
 -- A run that has promised its lock to its retry hands the lock over, unless the retry is over before the run.
 --
 -- KEYS[1...]  three for each request:
---             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next, next_ttl (ms)
+--             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next,
+--                       next_ttl (ms); uncut (ms), as in acquire
 --             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
 --             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; the turn of a
 --                       request that is over is freed
@@ -54,6 +55,7 @@ local function finish(lock, done, turn, id, gen, nonce)
   if holds and record[5] then
     local ttl = tonumber(record[6])
     if record[7] then
+      redis.call("HSET", lock, "uncut", string.format("%.0f", now + ttl))
       ttl = math.max(1, math.min(ttl, record[7] - now))
     end
     redis.call("HSET", lock, "gen", record[5], "nonce", "", "state", "queued", "since", now, "payload", "")

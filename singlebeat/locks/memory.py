@@ -81,18 +81,18 @@ class MemoryBackend(BaseBackend):
         turn = replace(ref, key=turn_key(ref.key))
         if may_be_resent and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
             return self._holder(Verdict.DONE, ref)
-        holder, waiting = self._live(ref.key), self._live(behind.key)
-        taken = waiting.taken if waiting else self._clock()
+        now, holder, waiting = self._clock(), self._live(ref.key), self._live(behind.key)
+        taken, uncut = waiting.taken if waiting else now, now + call.ttl
         if holder and holder.task_id == ref.task_id:
             if holder.state == "running":
                 return self._holder(Verdict.RUNNING, ref)
-            self._put(ref.key, holder, call.ttl)
+            self._put(ref.key, replace(holder, uncut=uncut), call.ttl)
             return self._holder(Verdict.ACQUIRED, ref)
         by_itself = self._live(turn.key)
         in_turn = by_itself is not None and by_itself.task_id != ref.task_id
         if waiting and waiting.task_id == ref.task_id:
             if call.if_held is not IfHeld.REPLACE or in_turn or (holder and holder.state == "running"):
-                self._put(behind.key, replace(waiting, if_held=call.if_held), call.ttl)
+                self._put(behind.key, replace(waiting, if_held=call.if_held, uncut=uncut), call.ttl)
                 return self._holder(Verdict.WAITING, ref)
             del self._records[behind.key]
             waiting = None
@@ -111,19 +111,19 @@ class MemoryBackend(BaseBackend):
         if call.if_held is IfHeld.REPLACE:
             if waiting:
                 self._replace(ref.key, behind.key, call.ttl)
+                waiting = None
             if holder and holder.state == "queued":
                 self._replace(ref.key, ref.key, call.ttl)
                 holder = None
-        must_wait = holder is not None or in_turn
+        must_wait = bool(holder or waiting or in_turn)
         if not in_turn:
             self._records.pop(turn.key, None)
         for ended in (ref.generation, REPLACED):
             self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
-        now = self._clock()
         until = now + call.expiry if call.expiry else None
         owner = (ref.task_id, ref.generation, "queued", "")
         record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held, call.entry)
-        record = replace(record, uncut=now + call.ttl, taken=taken)
+        record = replace(record, uncut=uncut, taken=taken)
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
         return self._holder(Verdict.WAITING if must_wait else Verdict.ACQUIRED, ref)
 
@@ -223,10 +223,7 @@ class MemoryBackend(BaseBackend):
             if to.generation > record.generation:
                 self._remember(ref.key, ref.task_id, record.generation, remember_for)
                 payload = ""
-            handed = replace(
-                record, generation=to.generation, nonce="", state="queued", since=self._clock(), payload=payload
-            )
-            self._put(ref.key, handed, ttl)
+            self._hand_over(ref.key, replace(record, payload=payload), to.generation, ttl)
             return True
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -277,13 +274,14 @@ class MemoryBackend(BaseBackend):
         if record is None or not (holds or queued):
             return
         if holds and record.promised:
-            generation, ttl = record.promised
-            handed = replace(
-                record, generation=generation, nonce="", state="queued", since=self._clock(), payload="", promised=None
-            )
-            self._put(ref.key, handed, ttl)
+            self._hand_over(ref.key, replace(record, payload="", promised=None), *record.promised)
         else:
             del self._records[ref.key]
+
+    def _hand_over(self, key: str, record: _Record, generation: float, ttl: float) -> None:
+        now = self._clock()
+        handed = replace(record, generation=generation, nonce="", state="queued", since=now, uncut=now + ttl)
+        self._put(key, handed, ttl)
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Record that a worker is alive that releases the locks of its tasks."""

@@ -2,7 +2,8 @@
 --
 -- A retry or replace has a higher generation; a message that goes back to the broker keeps its generation.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; uncut (ms),
+--                     as in acquire
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms)
 -- ARGV[1]  id         task id that must hold the lock
 -- ARGV[2]  nonce      the run that must hold the lock; empty: the lock must be queued
@@ -48,6 +49,7 @@ if tonumber(to_gen) > tonumber(gen) then
 end
 redis.call("HSET", lock, "gen", to_gen, "nonce", "", "state", "queued", "since", string.format("%.0f", now))
 if bound then
+  redis.call("HSET", lock, "uncut", string.format("%.0f", now + ttl))
   ttl = math.max(1, math.min(ttl, bound - now))
 end
 redis.call("PEXPIRE", lock, string.format("%.0f", ttl))

@@ -1,14 +1,22 @@
-"""Fixtures that tests of commands share."""
+"""Fixtures that tests of one process share: its commands, its beats, and its log."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from celery.beat import Service
 from click.testing import CliRunner, Result
+from redis import Redis
 
+from singlebeat.beat.keys import Keys
+from singlebeat.beat.leadership.lease import Lease
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.cli import main
+from tests.redis.bench import Bench
+from tests.support import RedisServer
 
 
 @pytest.fixture
@@ -32,9 +40,53 @@ def no_worker_is_awaited(monkeypatch):
 
 
 @pytest.fixture
-def beat(app):
-    """Make a beat in this process, which ticks when it is told to."""
-    app.conf.singlebeat_watchdog_timeout = None
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    yield scheduler
-    scheduler.close()
+def findings(cli, app):
+    """Return level and text of each finding of the doctor about something."""
+
+    def findings(about: str, *, app=app) -> list[tuple[str, str]]:
+        rows = json.loads(cli("doctor", "--json", app=app, code=None).stdout, parse_constant=pytest.fail)
+        return [(row["level"], row["text"]) for row in rows if f"{row['about']} ".startswith(f"{about} ")]
+
+    return findings
+
+
+@pytest.fixture
+def probe(app, redis):
+    """Return status and text that a beat serves at a path."""
+
+    def probe(path: str = "/readyz", *, app=app) -> tuple[int, str]:
+        answer = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer(path)
+        return answer.code, answer.body.decode().strip()
+
+    return probe
+
+
+@pytest.fixture
+def bench_on() -> Iterator[Callable[..., Bench]]:
+    """Make a bench on a server, with settings."""
+    benches = []
+
+    def make(server: RedisServer, **conf: Any) -> Bench:
+        benches.append(Bench(server, **conf))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
+
+
+@pytest.fixture
+def bench(server: RedisServer, redis: Redis, bench_on) -> Bench:
+    """A bench on the server of this test process."""
+    return bench_on(server)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[..., list[dict[str, Any]]]:
+    """Return the pairs of all lines about these events, with the level of each line."""
+
+    def logged(*events: str) -> list[dict[str, Any]]:
+        found = [(record.levelname, getattr(record, "singlebeat", {})) for record in caplog.records]
+        return [{"level": level, **pairs} for level, pairs in found if pairs.get("event") in events]
+
+    return logged

@@ -8,23 +8,23 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.beat import Service
 from celery.schedules import crontab, schedule
-from redis import Redis
 
-from singlebeat import Entry, Schedule, Scheduler
+from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.entries.occurrence import Kind, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
-from tests.support import RedisServer, wait_until
+from tests.redis.bench import Bench
+from tests.support import at_once, wait_until
 from tests.system.apps import make_app
 
 PLAIN = "tests.system.apps.plain"
@@ -40,19 +40,9 @@ def api(app: Celery) -> Schedule:
 
 
 @pytest.fixture
-def beat(server: RedisServer, redis: Redis) -> Iterator[Scheduler]:
-    """Return a scheduler that ticks when the test calls it."""
-    app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None})
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    yield scheduler
-    scheduler.close()
-    app.close()
-
-
-@pytest.fixture
-def ticking(beat: Scheduler) -> Iterator[None]:
-    """Let the scheduler tick all the time, as a beat does."""
-    over = threading.Event()
+def ticking(bench: Bench) -> Iterator[None]:
+    """Let a scheduler tick all the time, as a beat does."""
+    over, beat = threading.Event(), bench.scheduler()
 
     def tick() -> None:
         while not over.wait(min(beat.tick(), 0.02)):
@@ -65,18 +55,9 @@ def ticking(beat: Scheduler) -> Iterator[None]:
     thread.join()
 
 
-def ids(redis: Redis) -> list[str]:
-    """The task ids of all messages in the queue, the first one first."""
-    return [json.loads(text)["headers"]["id"] for text in redis.lrange("celery", 0, -1)[::-1]]
-
-
-def headers(redis: Redis) -> list[dict[str, Any]]:
-    """What each message in the queue tells its run, the first one first."""
-    return [json.loads(text)["headers"]["singlebeat"] for text in redis.lrange("celery", 0, -1)[::-1]]
-
-
-def decisions(redis: Redis) -> list[tuple[str, str]]:
-    return [(record["kind"], record["decision"]) for _, record in redis.xrange(HISTORY)]
+def decided(bench: Bench) -> list[tuple[str, str]]:
+    """Return the kind of each occurrence, with its decision."""
+    return [(record["kind"], record["decision"]) for record in bench.history]
 
 
 # ---------------------------------------------------------------- get, list
@@ -307,11 +288,7 @@ def test_of_many_edits_at_once_all_are_done_or_refused(api):
                 continue
             stored.append(number * 100 + attempt)
 
-    threads = [threading.Thread(target=edit, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[partial(edit, number) for number in range(3)])
 
     assert sorted(api.get("e").args) == sorted(stored)
     assert stored
@@ -372,19 +349,10 @@ def test_a_name_whose_key_is_the_schedules_own_is_refused(server, redis, name):
         assert redis.dump(key) == before
 
 
-def ticked(server: RedisServer, beat_schedule: dict[str, Any]) -> None:
-    """Let a beat with such a configuration tick once."""
-    conf = {"singlebeat_watchdog_timeout": None, "result_expires": None, "beat_schedule": beat_schedule}
-    with make_app(server.celery_url, conf) as app:
-        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-        scheduler.tick()
-        scheduler.close()
-
-
-def test_such_names_in_beat_schedule_harm_no_other(server, redis, caplog):
+def test_such_names_in_beat_schedule_harm_no_other(bench, redis, caplog):
     each = {"task": PLAIN, "schedule": 60}
 
-    ticked(server, {**dict.fromkeys(OWN[:-1], each), "good": each})
+    bench.scheduler(beat_schedule={**dict.fromkeys(OWN[:-1], each), "good": each}).tick()
 
     assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:good"]
     assert redis.smembers("redbeat::statics") == {"good"}
@@ -392,12 +360,12 @@ def test_such_names_in_beat_schedule_harm_no_other(server, redis, caplog):
     assert not redis.exists(HISTORY, QUARANTINE)
 
 
-def test_such_names_among_those_of_the_statics_cost_no_data(server, redis):
+def test_such_names_among_those_of_the_statics_cost_no_data(bench, redis):
     redis.sadd("redbeat::statics", *OWN)
     redis.xadd(HISTORY, {"entry": "e"})
     redis.zadd(SCHEDULE, {"redbeat:e": -1})
 
-    ticked(server, {"good": {"task": PLAIN, "schedule": 60}})
+    bench.scheduler(beat_schedule={"good": {"task": PLAIN, "schedule": 60}}).tick()
 
     assert redis.smembers("redbeat::statics") == {"good"}
     assert redis.xlen(HISTORY) == 1
@@ -537,94 +505,89 @@ def test_the_next_runs_of_a_busy_entry_in_a_year_are_known_at_once(api):
 
 
 @pytest.mark.parametrize("state", ["active", "paused", "disabled", "finished"])
-def test_a_trigger_runs_an_entry_of_any_state_once_and_keeps_its_times(api, beat, redis, state):
+def test_a_trigger_runs_an_entry_of_any_state_once_and_keeps_its_times(api, bench, redis, state):
     wishes = {"paused": {"paused": True}, "disabled": {"enabled": False}, "finished": {"max_runs": 7}}.get(state, {})
     last = datetime.now(UTC)
     Entry("e", PLAIN, schedule(HOUR), ["a"], app=api.app, last_run_at=last, total_run_count=7, **wishes).save()
     if state == "finished":
         redis.zadd(SCHEDULE, {"redbeat:e": -1})
-    score, meta = redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")
+    score, meta = bench.score(), redis.hget("redbeat:e", "meta")
 
     task_id = api.trigger("e")
-    for _ in range(3):
-        beat.tick()
+    bench.tick(3)
 
-    assert ids(redis) == [task_id]
-    assert decisions(redis) == [("manual", "dispatched")]
-    (header,) = headers(redis)
+    assert bench.ids == [task_id]
+    assert decided(bench) == [("manual", "dispatched")]
+    (message,) = bench.messages
+    header = message.run
     assert (header["entry"], header["occurrence"], header["kind"]) == ("e", task_id, "manual")
     assert datetime.fromisoformat(header["previous"]) == last.replace(microsecond=last.microsecond // 1000 * 1000)
-    assert (redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")) == (score, meta)
+    assert (bench.score(), redis.hget("redbeat:e", "meta")) == (score, meta)
     assert not redis.exists(PENDING)
 
 
-def test_triggers_wait_for_one_another(api, beat, redis, ticking):
+def test_triggers_wait_for_one_another(api, bench, ticking):
     api.upsert("e", PLAIN, 3600, args=["a"], overlap="allow_all")
 
     task_ids = [api.trigger("e", timeout=30) for _ in range(3)]
 
-    wait_until(lambda: len(ids(redis)) == 3, what="three messages")
-    assert ids(redis) == task_ids
+    wait_until(lambda: len(bench.ids) == 3, what="three messages")
+    assert bench.ids == task_ids
     assert len(set(task_ids)) == 3
 
 
-def test_triggers_at_once_are_each_a_run(api, redis, ticking):
+def test_triggers_at_once_are_each_a_run(api, bench, ticking):
     api.upsert("e", PLAIN, 3600, args=["a"], overlap="allow_all")
-    triggered = list[str]()
-    threads = [threading.Thread(target=lambda: triggered.append(api.trigger("e", timeout=30))) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
-    wait_until(lambda: len(ids(redis)) == 5, what="five messages")
-    assert sorted(ids(redis)) == sorted(triggered)
+    triggered = at_once(*[lambda: api.trigger("e", timeout=30)] * 5)
+
+    wait_until(lambda: len(bench.ids) == 5, what="five messages")
+    assert sorted(bench.ids) == sorted(triggered)
 
 
-def test_a_trigger_without_a_beat_waits_for_one_and_a_second_says_so(api, redis, beat):
+def test_a_trigger_without_a_beat_waits_for_one_and_a_second_says_so(api, bench):
     api.upsert("e", PLAIN, 3600, args=["a"])
     first = api.trigger("e")
 
     with pytest.raises(ConflictError, match=r"'e' has an occurrence that was not sent within 0 s: does a beat run\?"):
         api.trigger("e", timeout=0)
-    beat.tick()
+    bench.tick()
 
-    assert ids(redis) == [first]
+    assert bench.ids == [first]
 
 
-def test_a_trigger_takes_the_entrys_lock(api, redis, beat):
+def test_a_trigger_takes_the_entrys_lock(api, bench):
     api.upsert("e", "tests.system.apps.single", 3600, args=["a"])
     api.trigger("e")
-    beat.tick()
+    bench.tick()
     api.trigger("e")
-    beat.tick()
+    bench.tick()
 
-    assert len(ids(redis)) == 1
-    assert decisions(redis) == [("manual", "dispatched"), ("manual", "skipped_overlap")]
+    assert len(bench.ids) == 1
+    assert decided(bench) == [("manual", "dispatched"), ("manual", "skipped_overlap")]
 
 
-def test_a_trigger_whose_reply_was_lost_is_one_run(api, redis, beat):
+def test_a_trigger_whose_reply_was_lost_is_one_run(api, bench):
     api.upsert("e", PLAIN, 3600, args=["a"])
     occurrence = Occurrence("the-id", 1.0, kind=Kind.MANUAL)
     for _ in range(2):
         api._propose("e", occurrence, 0.0)
-    beat.tick()
+    bench.tick()
 
-    assert ids(redis) == ["the-id"]
+    assert bench.ids == ["the-id"]
 
 
-def test_a_pending_occurrence_is_sent_once_its_broken_entry_is_fixed(api, redis, beat):
+def test_a_pending_occurrence_is_sent_once_its_broken_entry_is_fixed(api, bench, redis):
     api.upsert("e", PLAIN, 3600, args=["a"])
     task_id = api.trigger("e")
     good = redis.hget("redbeat:e", "definition")
     redis.hset("redbeat:e", "definition", "{")
-    beat.tick()
+    bench.tick()
     assert redis.hexists(QUARANTINE, "redbeat:e")
     redis.hset("redbeat:e", "definition", good)
-    for _ in range(3):
-        beat.tick()
+    bench.tick(3)
 
-    assert ids(redis) == [task_id]
+    assert bench.ids == [task_id]
 
 
 # ---------------------------------------------------------------- backfill
@@ -650,19 +613,19 @@ def backfilled(at: datetime, run: str = "") -> Occurrence:
     return Occurrence.of("redbeat:", "e", at, previous=None, kind=Kind.BACKFILL, run=run)
 
 
-def test_a_backfill_runs_every_time_after_its_start_up_to_its_end_in_order(api, redis, hourly, ticking):
+def test_a_backfill_runs_every_time_after_its_start_up_to_its_end_in_order(api, bench, redis, hourly, ticking):
     hourly()
-    score, meta = redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")
+    score, meta = bench.score(), redis.hget("redbeat:e", "meta")
 
     done = api.backfill("e", START, END)
 
     assert times(done) == HOURS
-    wait_until(lambda: len(ids(redis)) == 5, what="five messages")
-    assert ids(redis) == [occurrence.id for occurrence in done]
-    assert [datetime.fromisoformat(header["nominal"]) for header in headers(redis)] == HOURS
-    assert [datetime.fromisoformat(header["previous"]) for header in headers(redis)] == [START, *HOURS[:-1]]
-    wait_until(lambda: decisions(redis) == [("backfill", "dispatched")] * 5, what="five decisions")
-    assert (redis.zscore(SCHEDULE, "redbeat:e"), redis.hget("redbeat:e", "meta")) == (score, meta)
+    wait_until(lambda: len(bench.ids) == 5, what="five messages")
+    assert bench.ids == [occurrence.id for occurrence in done]
+    assert [message.nominal for message in bench.messages] == HOURS
+    assert [datetime.fromisoformat(message.run["previous"]) for message in bench.messages] == [START, *HOURS[:-1]]
+    wait_until(lambda: decided(bench) == [("backfill", "dispatched")] * 5, what="five decisions")
+    assert (bench.score(), redis.hget("redbeat:e", "meta")) == (score, meta)
     assert not redis.hexists("redbeat:e", "backfill")
 
 
@@ -719,15 +682,15 @@ def test_an_overlap_that_is_none_is_refused(api, hourly):
         api.backfill("e", START, END, overlap="sometimes")
 
 
-def test_an_interrupted_backfill_goes_on_where_it_was(api, redis, hourly, beat):
+def test_an_interrupted_backfill_goes_on_where_it_was(api, bench, redis, hourly):
     hourly()
     with pytest.raises(ConflictError, match="was not sent within 0 s"):  # no beat ticks: it gets to the first one
         api.backfill("e", START, END, timeout=0)
     assert json.loads(redis.hget("redbeat:e", "backfill"))["at"] == HOURS[0].isoformat()
-    beat.tick()
+    bench.tick()
     with pytest.raises(ConflictError, match="was not sent within 0 s"):
         api.backfill("e", START, END, timeout=0)
-    beat.tick()
+    bench.tick()
 
     assert api.backfill("e", START, END, dry_run=True) == HOURS[2:]
     with pytest.raises(ConflictError, match="an unfinished backfill from 2026-03-01 00:00"):
@@ -735,16 +698,16 @@ def test_an_interrupted_backfill_goes_on_where_it_was(api, redis, hourly, beat):
     for _ in HOURS[2:4]:
         with pytest.raises(ConflictError, match="was not sent within 0 s"):
             api.backfill("e", START, END, timeout=0)
-        beat.tick()
+        bench.tick()
     assert times(api.backfill("e", START, END, timeout=0)) == HOURS[4:]
-    beat.tick()
+    bench.tick()
 
-    assert [datetime.fromisoformat(header["nominal"]) for header in headers(redis)] == HOURS
+    assert [message.nominal for message in bench.messages] == HOURS
     assert not redis.hexists("redbeat:e", "backfill")
 
 
 @pytest.mark.parametrize("task", [PLAIN, "tests.system.apps.single"])
-def test_a_second_backfill_of_the_same_times_runs_them_once_more(api, redis, hourly, ticking, task):
+def test_a_second_backfill_of_the_same_times_runs_them_once_more(api, bench, hourly, ticking, task):
     """As after a fix of what made the first one fail."""
     hourly()
     backend = backend_of(api.app)
@@ -753,37 +716,37 @@ def test_a_second_backfill_of_the_same_times_runs_them_once_more(api, redis, hou
     done = []
     for number in (5, 10):
         done += api.backfill("e", START, END, overlap="buffer_all")
-        wait_until(lambda number=number: len(decisions(redis)) == number, what="the decisions")
+        wait_until(lambda number=number: len(decided(bench)) == number, what="the decisions")
         for key, record in backend.locks("SINGLETONLOCK_"):  # as their workers end them
             runs = [Ref(key, occurrence.id, nonce="n") for occurrence in done]
             backend.begin(Ref(key, record["id"], nonce="n"), lease=60, remember_for=60, task=task, arguments="")
             backend.finish_many(runs, remember_for=60, ran=True)
 
-    assert ids(redis) == [occurrence.id for occurrence in done]
-    assert len(set(ids(redis))) == 10
+    assert bench.ids == [occurrence.id for occurrence in done]
+    assert len(set(bench.ids)) == 10
     assert times(done) == HOURS * 2
 
 
-def test_an_interrupted_backfill_goes_on_under_the_same_ids(api, redis, hourly, beat):
+def test_an_interrupted_backfill_goes_on_under_the_same_ids(api, bench, redis, hourly):
     hourly()
     with pytest.raises(ConflictError, match="was not sent within 0 s"):
         api.backfill("e", START, END, timeout=0)
     run = json.loads(redis.hget("redbeat:e", "backfill"))["run"]
     for _ in HOURS[1:-1]:
-        beat.tick()
+        bench.tick()
         with pytest.raises(ConflictError, match="was not sent within 0 s"):
             api.backfill("e", START, END, timeout=0)
-    beat.tick()
+    bench.tick()
     api.backfill("e", START, END, timeout=0)
-    beat.tick()
+    bench.tick()
 
-    assert ids(redis) == [backfilled(at, run).id for at in HOURS]
+    assert bench.ids == [backfilled(at, run).id for at in HOURS]
 
 
-def test_a_backfill_that_is_interrupted_at_its_very_end_runs_nothing_twice(api, redis, hourly, beat, monkeypatch):
+def test_a_backfill_that_is_interrupted_at_its_very_end_runs_nothing_twice(api, bench, redis, hourly, monkeypatch):
     hourly()
     api.backfill("e", START, HOURS[0])
-    beat.tick()
+    bench.tick()
     propose = api._propose
 
     def interrupted(name: str, occurrence: Occurrence | None, *args: Any, **kwargs: Any) -> None:
@@ -795,10 +758,10 @@ def test_a_backfill_that_is_interrupted_at_its_very_end_runs_nothing_twice(api, 
     with pytest.raises(KeyboardInterrupt):
         api.backfill("e", HOURS[0], HOURS[1])
     monkeypatch.undo()
-    beat.tick()
+    bench.tick()
 
     assert api.backfill("e", HOURS[0], HOURS[1]) == []
-    assert len(ids(redis)) == 2
+    assert len(bench.ids) == 2
     assert not redis.hexists("redbeat:e", "backfill")
 
 
@@ -813,47 +776,42 @@ def test_a_backfill_that_an_older_singlebeat_has_begun_goes_on(api, redis, hourl
     assert done[0].id == expected.id
 
 
-def test_a_trigger_recovers_an_occurrence_lost_from_the_pending_set(api, redis, beat):
+def test_a_trigger_recovers_an_occurrence_lost_from_the_pending_set(api, bench, redis):
     api.upsert("e", PLAIN, 3600, args=["a"])
     lost = api.trigger("e")
     redis.delete(PENDING)
     with pytest.raises(ConflictError):
         api.trigger("e", timeout=0)
-    beat.tick()
+    bench.tick()
 
-    assert ids(redis) == [lost]
+    assert bench.ids == [lost]
 
 
-def test_two_equal_backfills_at_once_run_nothing_twice(api, redis, hourly, ticking):
+def test_two_equal_backfills_at_once_run_nothing_twice(api, bench, redis, hourly, ticking):
     hourly()
-    outcomes = list[object]()
 
-    def backfill() -> None:
+    def backfill() -> object:
         try:
-            outcomes.append(api.backfill("e", START, END, timeout=30))
+            return api.backfill("e", START, END, timeout=30)
         except ConflictError as exc:
-            outcomes.append(exc)
+            return exc
 
-    threads = [threading.Thread(target=backfill) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    outcomes = at_once(backfill, backfill)
     if len([one for one in outcomes if isinstance(one, ConflictError)]) == 2:
         pytest.fail(f"neither went on: {outcomes}")
     wait_until(lambda: not redis.exists(PENDING), what="the last confirmation")
 
-    nominals = [header["nominal"] for header in headers(redis)]
+    nominals = [message.run["nominal"] for message in bench.messages]
     assert set(map(datetime.fromisoformat, nominals)) == set(HOURS)
     if any(isinstance(one, ConflictError) for one in outcomes):  # else the one began when the other had ended
         assert all(before < after for before, after in pairwise(nominals))
 
 
-def test_a_backfill_that_another_call_has_continued_stops(api, redis, hourly, beat):
+def test_a_backfill_that_another_call_has_continued_stops(api, bench, redis, hourly):
     hourly()
     with pytest.raises(ConflictError, match="was not sent within 0 s"):
         api.backfill("e", START, END, timeout=0)
-    beat.tick()
+    bench.tick()
     before = redis.hgetall("redbeat:e")
 
     with pytest.raises(ConflictError, match="'e': another call goes on with its backfill"):
@@ -863,11 +821,11 @@ def test_a_backfill_that_another_call_has_continued_stops(api, redis, hourly, be
     assert not redis.exists(PENDING)
 
 
-def test_a_trigger_amid_a_backfill_leaves_its_place(api, redis, hourly, beat):
+def test_a_trigger_amid_a_backfill_leaves_its_place(api, bench, redis, hourly):
     hourly()
     with pytest.raises(ConflictError):
         api.backfill("e", START, END, timeout=0)
-    beat.tick()
+    bench.tick()
     at = redis.hget("redbeat:e", "backfill")
 
     api.trigger("e")

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from redis import Redis
 
 from singlebeat.locks.base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict
-from singlebeat.locks.key import behind_key, lock_key
+from singlebeat.locks.key import behind_key, lock_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
+from tests.both_backends import BothBackends
 from tests.support import RedisServer, measured, wait_until
 
 PREFIX = "LOCK_"
+LOCKS = lock_key(PREFIX, "one"), lock_key(PREFIX, "two")
 MEMORY = 3600.0
 #: Far apart, so that it shows in what is left which of them was used, and long, so that none ends.
 QUEUED_TTL, LEASE, PROMISED_TTL, EXPIRIES = 10_000.0, 1_000.0, 4_000.0, (None, 2_000.0, 20_000.0)
-#: What the two may be apart in time on a slow machine.
-SLACK = 100.0
 
 Answers = Callable[[BaseBackend], Any]
-
-
-def about(seconds: float) -> int:
-    """Return what is the same for a lifetime and for what is left of it a little later."""
-    return round((seconds + SLACK / 2) / (2 * SLACK))
 
 
 class Ask:
@@ -44,7 +39,7 @@ class Ask:
 
 
 # Few of each, so that they meet often.
-locks = st.sampled_from([lock_key(PREFIX, "one"), lock_key(PREFIX, "one"), lock_key(PREFIX, "two")])
+locks = st.sampled_from([LOCKS[0], *LOCKS])
 ids = st.sampled_from(["a", "a", "b"])
 generations = st.sampled_from([0, 0, 0.001, 1, 2])
 runs = st.builds(Ref, locks, ids, generations, st.sampled_from(["n1", "n1", "n2"]))
@@ -162,17 +157,21 @@ def displaced(draw: st.DrawFn) -> list[Ask]:
 
 @st.composite
 def crowded(draw: st.DrawFn) -> list[Ask]:
-    """A message waits behind a run, and a call with other arguments comes."""
-    lock, if_held = draw(locks), draw(st.sampled_from(IfHeld))
+    """Calls with other arguments come during a run, and often a message waits for it already."""
+    lock = draw(locks)
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
     run, waiter = Ref(lock, "a", 0, "n1"), Ref(lock, "b", 0, "n2")
-    call = Call(Ref(lock, "c"), "app.task", "1, x=2", QUEUED_TTL, None, draw(payloads), if_held)
-    return [
-        Ask("unlock", lambda b: b.unlock(lock), lock),
-        Ask("begin", lambda b: b.begin(run, **options), run),
-        Ask("begin", lambda b: b.begin(waiter, turn_ttl=LEASE, **options), waiter),
-        Ask("acquire", lambda b: b.acquire_many([call]), call),
-    ]
+
+    def called() -> Ask:
+        ref, if_held = Ref(lock, draw(st.sampled_from("cd"))), draw(st.sampled_from([IfHeld.JOIN, *IfHeld]))
+        call = Call(ref, "app.task", "1, x=2", QUEUED_TTL, None, draw(payloads), if_held)
+        return Ask("acquire", lambda b: b.acquire_many([call]), call)
+
+    freed = Ask("unlock", lambda b: b.unlock(lock), lock)
+    begun = Ask("begin", lambda b: b.begin(run, **options), run)
+    waits = Ask("begin", lambda b: b.begin(waiter, turn_ttl=LEASE, **options), waiter)
+    steps = [waits, called(), called(), called(), freed, called()]
+    return [freed, begun, *(step for step in steps if draw(st.sampled_from([True, True, False])))]
 
 
 #: Those that are here several times lead on; the others mostly find what those have left.
@@ -182,46 +181,17 @@ episodes = st.one_of(mixed, mixed, life(), life(), displaced(), crowded())
 histories = st.lists(episodes, min_size=3, max_size=6).map(lambda parts: [ask for part in parts for ask in part])
 
 
-class Comparable:
-    """What a backend answers in a form that must be the same for each, whatever the time is.
-
-    A fencing number is part of it as the count of runs that it has risen by.
-    """
-
-    def __init__(self, backend: BaseBackend) -> None:
-        self.backend = backend
-        self.fences = [0]
-
-    def __call__(self, ask: Ask) -> Any:
-        return self._plain(ask.ask(self.backend))
-
-    def _plain(self, answer: Any) -> Any:
-        if isinstance(answer, list):
-            return [self._plain(one) for one in answer]
-        if not isinstance(answer, Holder):
-            return answer
-        verdict, task_id, state, since, fence, ttl, *more = astuple(answer)
-        if fence > self.fences[-1]:
-            self.fences.append(fence)
-        return verdict, task_id, state, since is not None, self.fences.index(fence), about(ttl), more
-
-    def state(self) -> Any:
-        held = {
-            key: (self.backend.get(key), [record[name] for name in ("id", "state", "task", "args")])
-            for key, record in self.backend.locks(PREFIX)
-        }
-        # No id has it, so this only looks; its fence and lifetime are what the record has.
-        seen = self.backend.acquire_many([Call(Ref(key, "nobody"), "", "", 1) for key in sorted(held)])
-        return held, self._plain(seen)
+def held(backend: BaseBackend) -> Any:
+    """Return all locks, in one order, with what people see of their holders."""
+    found = {key: [record[name] for name in ("id", "state", "task", "args")] for key, record in backend.locks(PREFIX)}
+    return {key: (backend.get(key), record) for key, record in sorted(found.items())}
 
 
 def kinds(verb: str, answer: Any) -> list[str]:
     """Name what an answer was, to see that the histories have met everything."""
     if isinstance(answer, list):
         return [kind for one in answer for kind in kinds(verb, one)]
-    if isinstance(answer, tuple):
-        return [f"{verb}: {answer[0]}"]
-    return [f"{verb}: {answer}"]
+    return [f"{verb}: {answer.verdict if isinstance(answer, Holder) else answer}"]
 
 
 @pytest.mark.timeout(600)  # of which it needs ten, unless it has found something and looks for less of it
@@ -232,12 +202,15 @@ def test_redis_and_memory_give_the_same_answers_to_any_history(server: RedisServ
     @given(history=histories)
     def agree(history: list[Ask]) -> None:
         redis.flushdb()
-        in_redis, in_memory = Comparable(RedisBackend(server.url)), Comparable(MemoryBackend())
-        for number, ask in enumerate(history):
-            expected = in_redis(ask)
-            assert in_memory(ask) == expected, f"step {number}: {ask}"
-            seen.update(kinds(ask.verb, expected))
-        assert in_memory.state() == in_redis.state()
+        both = BothBackends(server.url)
+        for asked in history:
+            note(repr(asked))
+            seen.update(kinds(asked.verb, both.ask(asked.ask)))
+        for lock in LOCKS:
+            both.stored(lock)
+        # No call has this id, so this only shows their fences and lifetimes.
+        calls = [Call(Ref(key, "nobody"), "", "", 1) for key in both.ask(held)]
+        both.ask(lambda b: b.acquire_many(calls))
 
     expected = {f"acquire: {verdict}" for verdict in ("acquired", "waiting", "running", "done", "held")}
     expected |= {f"begin: {verdict}" for verdict in ("started", "stale", "done", "replaced", "held")}
@@ -356,6 +329,68 @@ def test_a_worker_is_not_seen_any_more_after_its_time(backend):
     assert backend.workers_seen()
     backend.announce("host:1", ttl=TINY)
     wait_until(lambda: not backend.workers_seen(), what="the end of the announcement")
+
+
+# ---------------------------------------------------------------- what histories seldom meet
+
+
+def test_a_call_takes_the_place_of_a_waiting_call_that_it_cannot_join(backend):
+    """As behind a run: the answer does not depend on whether the run has just ended."""
+    start(backend, Ref(LOCK, "run", nonce="n1"))
+    take(backend, "a", payload="one", if_held=IfHeld.JOIN)
+    take(backend, "a", may_be_resent=True)  # from now on it keeps its own arguments
+    backend.unlock(LOCK)
+
+    assert take(backend, "b", payload="two", if_held=IfHeld.JOIN).verdict is Verdict.WAITING
+    assert backend.get(LOCK) is None
+    assert backend.get(behind_key(LOCK)) == "b"
+
+
+def test_a_call_with_the_same_arguments_undoes_those_of_a_joined_call(backend):
+    take(backend, "a", if_held=IfHeld.JOIN)
+    take(backend, "b", payload="one", if_held=IfHeld.JOIN)
+    take(backend, "c", if_held=IfHeld.JOIN)
+
+    assert start(backend, RUN).payload == ""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_joined_call_lasts_as_long_as_its_message_was_last_given(backend, waits):
+    if waits:
+        start(backend, Ref(LOCK, "run", nonce="n1"))
+    take(backend, "a", expiry=LEASE, if_held=IfHeld.JOIN)
+    take(backend, "a", ttl=2 * QUEUED_TTL, if_held=IfHeld.JOIN)
+
+    joined = take(backend, "b", payload="one", if_held=IfHeld.JOIN)
+
+    assert joined.ttl > QUEUED_TTL
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_arguments_that_join_a_retry_outlast_the_expiry_of_its_lock(backend, promised):
+    take(backend, "a", if_held=IfHeld.JOIN)
+    start(backend, RUN, expiry=LEASE)
+    retry = Ref(LOCK, "a", 1)
+    if promised:
+        backend.promise(RUN, to=retry, ttl=QUEUED_TTL)
+        backend.finish_many([RUN], remember_for=MEMORY)
+    else:
+        backend.rotate(RUN, to=retry, ttl=QUEUED_TTL, remember_for=MEMORY)
+    assert take(backend, "b").ttl <= LEASE
+
+    joined = take(backend, "b", payload="one", if_held=IfHeld.JOIN)
+
+    assert joined.ttl > QUEUED_TTL / 2
+    assert start(backend, retry, expiry=LEASE).payload == "one"
+
+
+def test_the_late_end_of_a_run_leaves_the_turn_to_its_retry(backend):
+    start(backend, Ref(LOCK, "b", nonce="n2"))
+    start(backend, Ref(LOCK, "a", 1), turn_ttl=LEASE)
+
+    backend.finish_many([RUN], remember_for=MEMORY)
+
+    assert backend.get(turn_key(LOCK)) == "a"
 
 
 # ---------------------------------------------------------------- celery-singleton's four methods

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.beat import Service
+from celery.bin.celery import celery
 from celery.schedules import crontab, schedule
-from click.testing import Result
+from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +36,8 @@ from tests.benchmarks import wire
 from tests.support import RedisServer, free_port
 from tests.system.apps import make_app
 
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
+
 TASK = "tests.system.apps.plain"
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
@@ -46,11 +48,6 @@ NEEDED = {
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
 
 
 @pytest.fixture
@@ -538,7 +535,8 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
 
     findings = {(row["level"], row["about"]): row["text"] for row in answer(cli("doctor", "--json", code=1))}
 
-    assert findings["problem", "beat"] == "no beat leads: nothing is sent until one is started"
+    started = "no beat leads: singlebeat sends nothing until one is started. A celery beat without -S "
+    assert findings["problem", "beat"].startswith(started)
     assert "no task" in findings["problem", "entry bad"]
     assert "no worker answers" in findings["problem", "workers"]
     with make_app("redis://", {"redbeat_redis_url": "redis://:hush@db.example.org/0"}) as app:
@@ -549,7 +547,7 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
     assert "hush" not in finding.text
 
 
-def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app):
+def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app, bench):
     from singlebeat.cli.doctor import _leadership, _Read
 
     def of_beat(app=app) -> list[str]:
@@ -565,10 +563,8 @@ def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app)
     assert of_beat() == ["problem"]
     Schedule(app).delete("e")
     assert of_beat() == ["fine"]
-    beat = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    beat.tick()
-    beat.close()
-    Schedule(app).delete("celery.backend_cleanup")
+    bench.tick()
+    bench.close()
     assert of_beat() == ["problem"], "a beat was there"
 
 
@@ -611,15 +607,13 @@ def test_doctor_names_ten_entries_without_a_place(cli, put, redis):
     assert "warning  entries: more than these 10 have no place in redbeat::schedule" in text
 
 
-def test_an_unknown_field_of_a_definition_is_reported_everywhere(app, cli, redis, caplog):
+def test_an_unknown_field_of_a_definition_is_reported_everywhere(bench, cli, redis, caplog):
     definition = {"task": TASK, "schedule": 60, "arg": ["you"]}
     redis.hset("redbeat:e", "definition", json.dumps(definition))
     redis.zadd("redbeat::schedule", {"redbeat:e": 0})
     told = "the definition's field 'arg' is unknown and ignored: did you mean 'args'?"
-    beat = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    for _ in range(3):
-        beat.tick()
-    beat.close()
+    bench.tick(3)
+    bench.close()
 
     assert [r.singlebeat["reason"] for r in caplog.records if "field_ignored" in r.getMessage()] == [told]
     assert f"warning             {told}" in cli("show", "e").output
@@ -958,10 +952,38 @@ def test_a_replaced_entry_whose_policy_is_broken_stays_paused(cli, put, app, red
     assert (policy.paused, policy.note) == (True, "until Monday")
 
 
-def test_an_edit_says_that_an_entry_is_off_and_not_when_it_runs_next(app, cli):
-    Entry("e", TASK, schedule(3600), app=app).save()
+def test_a_change_that_beat_schedule_undoes_is_answered_with_that(cli, app, put):
+    put("mine")
+    put("other")
+    app.conf.beat_schedule = {"mine": {"task": TASK, "schedule": 60}}
+    back = "beat_schedule has it, and"
+
+    assert back not in cli("edit", "mine", "--disable").output  # which lasts
+    assert f"{back} replaces these values when the next term" in cli("edit", "mine", "--every", "5").output
+    assert f"{back} brings it back when the next term" in cli("delete", "mine").output
+    assert back not in cli("edit", "other", "--every", "5").output
+    assert back not in cli("delete", "other").output
+
+
+def test_a_disabled_entry_is_answered_without_a_next_time(cli, put):
+    put()
 
     assert cli("edit", "e", "--disable").output == "e: disabled\n"
-    assert cli("edit", "e", "--enable").output.startswith("e: next ")
+    assert "To go on: celery singlebeat edit e --enable" in cli("explain", "e").output
+    assert cli("edit", "e", "--enable").output.startswith("e: next 20")
     cli("pause", "e")
     assert cli("edit", "e", "--every", "60").output == "e: paused\n"
+
+
+def test_a_part_of_an_entry_that_is_no_policy_names_its_option(cli):
+    told = cli("add", "e", TASK, "--every", "5", "--set", "options={}", code=2).output
+
+    assert "'options' is no policy option: use --options" in told
+
+
+def test_an_error_of_settings_says_that_no_app_was_named(server, redis):
+    told = CliRunner().invoke(celery, ["singlebeat", "status"], env={"APP": None, "CELERY_APP": None})
+
+    assert told.exit_code == 2
+    assert "set redbeat_redis_url to a Redis server" in told.output
+    assert "celery -A APP singlebeat" in told.output

@@ -8,17 +8,14 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from celery.beat import Service
 from celery.schedules import schedule
 
 from singlebeat import Entry
-from singlebeat.beat.keys import Keys
-from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.server_time import ServerTime
 from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP
-from tests.system.apps import make_app
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 HERE = socket.gethostname()
 
@@ -116,19 +113,12 @@ def test_a_host_that_differs_is_a_warning_when_it_begins_and_when_it_ends(caplog
 # ---------------------------------------------------------------- what a beat does, and what tools say
 
 
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
-
-
 @pytest.fixture
-def beat_on(server, redis, monkeypatch):
+def beat_on(bench, monkeypatch):
     """Make the scheduler of a beat on a host whose clock is so much ahead."""
-    schedulers = []
 
     def make(ahead: float = 0.0, host: str = HERE, **conf: object):
-        app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None, **conf})
-        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler = bench.scheduler(**conf)
         scheduler.server_time = ServerTime(wall=lambda: time.time() + ahead)
         tick = scheduler.tick
 
@@ -138,12 +128,15 @@ def beat_on(server, redis, monkeypatch):
                 return tick()
 
         scheduler.tick = on_host
-        schedulers.append(scheduler)
         return scheduler
 
-    yield make
-    for scheduler in schedulers:
-        scheduler.close()
+    return make
+
+
+def gauge(probe, name: str) -> float:
+    """Return the value of a gauge whose name begins like this."""
+    (line,) = [line for line in probe("/metrics")[1].splitlines() if line.startswith(name)]
+    return float(line.split()[-1])
 
 
 def near(moment: datetime | float, now: float) -> bool:
@@ -152,28 +145,27 @@ def near(moment: datetime | float, now: float) -> bool:
 
 
 @pytest.mark.parametrize("ahead", [7200, -7200])
-def test_a_beat_with_a_wrong_clock_sends_entries_due_by_the_server(beat_on, app, redis, ahead):
+def test_a_beat_with_a_wrong_clock_sends_entries_due_by_the_server(beat_on, bench, app, redis, ahead):
     for name, ago in (("due", 90), ("not yet", 0)):
-        last = datetime.now(UTC) - timedelta(minutes=ago)
-        Entry(name, f"{APP}.plain", schedule(3600), args=[name], last_run_at=last, app=app).save()
-    before = redis.zscore("redbeat::schedule", "redbeat:not yet")
+        bench.put(name, ago=timedelta(minutes=ago))
+    before = bench.score("not yet")
     beat = beat_on(ahead, beat_schedule={"new": {"task": f"{APP}.plain", "schedule": 3600}})
 
     beat.tick()
 
-    (record,) = (record for _, record in redis.xrange("redbeat::history"))
+    (record,) = bench.history
     assert (record["entry"], record["decision"]) == ("due", "dispatched")
-    assert redis.zscore("redbeat::schedule", "redbeat:not yet") == before
+    assert bench.score("not yet") == before
     now = time.time()
     for name in ("new", "due"):
-        assert 0 < redis.zscore("redbeat::schedule", f"redbeat:{name}") - now <= 3600
+        assert 0 < bench.score(name) - now <= 3600
     assert near(Entry.from_key("redbeat:new", app=app).last_run_at, now)
     assert near(float(redis.get("redbeat::clock")), now)
     assert near(datetime.fromisoformat(redis.hget("redbeat::leader", "since")), now)
 
 
-def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on, app, redis):
-    Entry("e", f"{APP}.plain", schedule(1), args=["e"], run_on_start=True, app=app).save()
+def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on, bench, app):
+    bench.put(every=1, ago=None, run_on_start=True)
     right, wrong = beat_on(), beat_on(7200)
     right.tick()
     wrong.tick()
@@ -183,11 +175,11 @@ def test_a_standby_with_a_wrong_clock_that_takes_over_silences_no_entry(beat_on,
     wrong.close()
     beat_on().tick()
 
-    assert redis.zscore("redbeat::schedule", "redbeat:e") - time.time() < 2
+    assert bench.score() - time.time() < 2
     assert ScheduleStatus.of(app).overdue == 0
 
 
-def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, app, redis, cli):
+def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, findings, probe, app, cli):
     leader, standby, other = beat_on(7200, "web1"), beat_on(-600, "web2"), beat_on(1.5, "web3")
     for beat in (leader, standby, other, standby):
         beat.tick()
@@ -198,16 +190,15 @@ def test_leader_and_standbys_say_how_far_their_clocks_are_off(beat_on, app, redi
         "the clock of web2, which stands by, is -600.0 s off that of the schedule's server": -600,
     }
     assert len(ScheduleStatus.of(app).standbys) == 2
-    doctor = [row for row in json.loads(cli("doctor", "--json", code=1).stdout) if row["about"] == "clock"]
-    assert [(row["level"], row["text"].partition(",")[0]) for row in doctor] == [
+    cli("doctor", code=1)
+    assert [(level, text.partition(",")[0]) for level, text in findings("clock")] == [
         ("problem", "the clock of web1"),
         ("problem", "the clock of web2"),
     ]
     assert "clock       the clock of web1, which leads" in cli("status").output
     assert "the clock of web1, which leads, is +7200.0 s off" in cli("health", code=1).output
-    metrics = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
-    code, _, body = metrics.answer("/readyz")
-    assert (code, "web1" in body.decode()) == (503, True)
+    code, text = probe()
+    assert (code, "web1" in text) == (503, True)
 
 
 def test_the_renewal_of_a_term_keeps_the_offset_of_the_clock(beat_on, redis):
@@ -222,7 +213,7 @@ def test_the_renewal_of_a_term_keeps_the_offset_of_the_clock(beat_on, redis):
 
 @pytest.mark.parametrize(("off", "level", "code"), [(5, "warning", 0), (-5, "warning", 0), (100, "problem", 1)])
 def test_this_host_is_named_and_is_not_healthy_from_a_minute_on(
-    beat_on, redis, app, cli, monkeypatch, off, level, code
+    beat_on, findings, probe, cli, monkeypatch, off, level, code
 ):
     beat_on(0, "web1").tick()
     at = time.time
@@ -230,21 +221,15 @@ def test_this_host_is_named_and_is_not_healthy_from_a_minute_on(
         ServerTime.__init__, "__kwdefaults__", {**ServerTime.__init__.__kwdefaults__, "wall": lambda: at() + off}
     )
 
-    found = [row for row in json.loads(cli("doctor", "--json", code=None).stdout) if row["about"] == "clock"]
+    ((found, text),) = findings("clock")
 
-    assert [(row["level"], row["text"].partition(",")[0]) for row in found] == [(level, f"the clock of {HERE}")]
+    assert (found, text.partition(",")[0]) == (level, f"the clock of {HERE}")
     cli("health", code=code)
-    metrics = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
-    assert metrics.answer("/readyz")[0] == (503 if code else 200)
-    (line,) = [
-        line
-        for line in metrics.answer("/metrics")[2].decode().splitlines()
-        if line.startswith("singlebeat_clock_ahead")
-    ]
-    assert float(line.split()[-1]) == pytest.approx(off, abs=0.5)
+    assert probe()[0] == (503 if code else 200)
+    assert gauge(probe, "singlebeat_clock_ahead") == pytest.approx(off, abs=0.5)
 
 
-def test_a_foreign_value_of_a_clock_ends_no_tool(beat_on, redis, app, cli):
+def test_a_foreign_value_of_a_clock_ends_no_tool(beat_on, redis, app):
     beat_on().tick()
     for text in ("soon", "nan", ""):
         redis.hset("redbeat::leader", "ahead", text)
@@ -258,11 +243,11 @@ def test_a_foreign_value_of_a_clock_ends_no_tool(beat_on, redis, app, cli):
 
 
 @pytest.fixture
-def set_back(beat_on, app, redis):
+def set_back(beat_on, bench):
     """Return a beat that has decided by a clock which was so many seconds ahead, and sees it set right."""
 
     def make(seconds: float):
-        Entry("e", f"{APP}.plain", schedule(2), args=["e"], run_on_start=True, app=app).save()
+        bench.put(every=2, ago=None, run_on_start=True)
         beat = beat_on()
         term = beat.lease.acquire()
         beat._tick(datetime.now(UTC) + timedelta(seconds=seconds), term)
@@ -272,93 +257,73 @@ def set_back(beat_on, app, redis):
     return make
 
 
-def told_of(caplog, *events: str) -> list[dict]:
-    pairs = [getattr(record, "singlebeat", {}) for record in caplog.records]
-    return [each for each in pairs if each.get("event") in events]
-
-
-def clock_findings(cli) -> list[tuple[str, str]]:
-    rows = json.loads(cli("doctor", "--json", code=None).stdout)
-    return [(row["level"], row["text"]) for row in rows if row["about"] == "clock"]
-
-
-def ready(app, redis) -> tuple[int, str, str]:
-    metrics = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30))
-    code, _, body = metrics.answer("/readyz")
-    (line,) = [
-        line
-        for line in metrics.answer("/metrics")[2].decode().splitlines()
-        if line.startswith("singlebeat_clock_set_back_seconds")
-    ]
-    return code, body.decode(), line.split()[-1]
-
-
-def test_every_tool_says_that_entries_wait_for_a_clock_that_was_set_back(set_back, app, redis, cli):
+def test_every_tool_says_that_entries_wait_for_a_clock_that_was_set_back(set_back, findings, probe, redis, cli):
     set_back(7200)
     until = datetime.fromtimestamp(float(redis.get("redbeat::clock")), UTC)
     waits = f"entries wait until {until:%Y-%m-%d %H:%M:%SZ}, for 7"
 
-    ((level, text),) = clock_findings(cli)
+    ((level, text),) = findings("clock")
     assert (level, text.startswith(waits)) == ("problem", True)
     assert "the clock of the schedule's server was set back" in text
     assert "trigger NAME" in text
     assert f"clock       {waits}" in cli("status").output
     assert waits in cli("health", code=1).output
     assert json.loads(cli("health", "--json", code=1).stdout)["healthy"] is False
-    code, text, seconds = ready(app, redis)
-    assert (code, waits in text, 7100 < float(seconds) <= 7200) == (503, True, True)
+    code, text = probe()
+    assert (code, waits in text) == (503, True)
+    assert 7100 < gauge(probe, "singlebeat_clock_set_back_seconds") <= 7200
     explained = cli("explain", "e").output
     assert f"It waits for the clock: {waits}" in explained
     assert "celery singlebeat trigger e" in explained
 
 
-def test_a_clock_that_was_set_back_is_one_line_and_its_catching_up_another(set_back, redis, caplog):
+def test_a_clock_that_was_set_back_is_one_line_and_its_catching_up_another(set_back, logged, redis):
     beat, term = set_back(7200)
     until = datetime.fromtimestamp(float(redis.get("redbeat::clock")), UTC)
     beat.tick()
-    (told,) = told_of(caplog, "clock_set_back", "clock_caught_up")
+    (told,) = logged("clock_set_back", "clock_caught_up")
     assert (told["event"], "entries that were decided by then wait" in told["reason"]) == ("clock_set_back", True)
     assert datetime.fromisoformat(told["before"]) == pytest.approx(until, abs=timedelta(milliseconds=1))
 
     for seconds in (-1, 1, 2):
         beat._tick(until + timedelta(seconds=seconds), term)
 
-    events = [each["event"] for each in told_of(caplog, "clock_set_back", "clock_caught_up")]
+    events = [each["event"] for each in logged("clock_set_back", "clock_caught_up")]
     assert events == ["clock_set_back", "clock_caught_up"]
 
 
-def test_a_clock_that_was_set_back_by_seconds_is_no_problem_and_a_warning(set_back, app, redis, cli, caplog):
+def test_a_clock_that_was_set_back_by_seconds_is_no_problem_and_a_warning(set_back, logged, findings, probe, cli):
     set_back(50)
 
-    assert [level for level, _ in clock_findings(cli)] == ["warning"]
+    assert [level for level, _ in findings("clock")] == ["warning"]
     cli("health")
-    assert ready(app, redis)[0] == 200
-    assert told_of(caplog, "clock_set_back") == []
+    assert probe()[0] == 200
+    assert logged("clock_set_back") == []
 
 
-def test_a_leader_that_begins_while_entries_wait_says_so_as_well(set_back, beat_on, caplog):
+def test_a_leader_that_begins_while_entries_wait_says_so_as_well(set_back, beat_on, logged, caplog):
     set_back(7200)[0].close()
     caplog.clear()
 
     beat_on().tick()
 
-    assert [each["event"] for each in told_of(caplog, "clock_set_back")] == ["clock_set_back"]
+    assert [each["event"] for each in logged("clock_set_back")] == ["clock_set_back"]
 
 
 @pytest.mark.parametrize("noted", [None, "1e300"])
-def test_no_tool_says_that_entries_wait_after_a_clock_was_days_ahead(set_back, app, redis, cli, noted):
+def test_no_tool_says_that_entries_wait_after_a_clock_was_days_ahead(set_back, findings, probe, redis, cli, noted):
     set_back(2 * 86_400)
     if noted:
         redis.set("redbeat::clock", noted)
 
-    assert clock_findings(cli) == []
+    assert findings("clock") == []
     cli("health")
-    assert ready(app, redis)[::2] == (200, "0.0")
+    assert (probe()[0], gauge(probe, "singlebeat_clock_set_back_seconds")) == (200, 0)
     assert "waits for the clock" not in cli("explain", "e").output
 
 
 @pytest.mark.parametrize("entries", ["none", "due later", "paused", "stored since"])
-def test_no_tool_says_that_entries_wait_if_none_does(beat_on, app, redis, cli, entries):
+def test_no_tool_says_that_entries_wait_if_none_does(beat_on, app, redis, cli, findings, probe, entries):
     """While the clock was ahead, beat has decided about no entry that goes on."""
     if entries == "due later":
         Entry("e", f"{APP}.plain", schedule(10_000), args=["e"], app=app).save()
@@ -374,24 +339,24 @@ def test_no_tool_says_that_entries_wait_if_none_does(beat_on, app, redis, cli, e
         assert redis.llen("celery") == 1
 
     assert float(redis.get("redbeat::clock")) > time.time() + 7000, "the guard knows of it"
-    assert clock_findings(cli) == []
+    assert findings("clock") == []
     assert "clock" not in cli("status").output
     cli("health")
-    assert ready(app, redis)[::2] == (200, "0.0")
+    assert (probe()[0], gauge(probe, "singlebeat_clock_set_back_seconds")) == (200, 0)
 
 
-def test_one_entry_that_waits_among_many_that_do_not_is_told(set_back, app, redis, cli):
+def test_one_entry_that_waits_among_many_that_do_not_is_told(set_back, app, cli, findings, probe):
     set_back(7200)
     for number in range(20):
         Entry(f"soon {number}", f"{APP}.plain", schedule(600), args=["e"], app=app).save()
         Entry(f"rare {number}", f"{APP}.plain", schedule(86_400), args=["e"], app=app).save()
 
-    assert [level for level, _ in clock_findings(cli)] == ["problem"]
+    assert [level for level, _ in findings("clock")] == ["problem"]
     cli("health", code=1)
-    assert ready(app, redis)[0] == 503
+    assert probe()[0] == 503
 
     cli("pause", "e")
-    assert ready(app, redis)[0] == 200
+    assert probe()[0] == 200
 
 
 def test_an_occurrence_is_tried_again_at_once_after_the_clock_was_set_back(set_back, redis):

@@ -22,7 +22,7 @@ from singlebeat import signals
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks.key import done_key, lock_key
 from singlebeat.tasks.exclusive_renewer import exclusive_renewer_of
-from tests.support import ROOT, RedisServer, wait_until
+from tests.support import ROOT, RedisServer, connected, ended_well, fork, wait_until
 from tests.system.apps import make_app
 
 #: Seconds of a lease that is to pass within a test; two thirds of it are what a slow machine may stand still.
@@ -60,13 +60,8 @@ def exclusive(app: Celery):
 def lost():
     """Collects what ``lock_lost`` tells."""
     told: list[tuple[str, str]] = []
-
-    def receive(sender: str, ref, **_) -> None:
-        told.append((sender, ref.key))
-
-    signals.lock_lost.connect(receive)
-    yield told
-    signals.lock_lost.disconnect(receive)
+    with connected(signals.lock_lost, lambda sender, ref, **_: told.append((sender, ref.key))):
+        yield told
 
 
 def lock_of(key: str) -> str:
@@ -370,7 +365,7 @@ def test_code_outside_of_an_app_must_name_its_app():
 
 def test_a_forked_child_neither_holds_nor_gets_nor_frees_its_parents_lock(exclusive, redis):
     with exclusive("a", lease=60) as lock:
-        assert in_child(lambda: lock.__exit__(None, None, None)) == 0
+        assert ended_well(fork(lambda: lock.__exit__(None, None, None)))
         assert redis.hget(lock_of("a"), "nonce") == lock.ref.nonce
 
         def ask() -> None:
@@ -378,7 +373,7 @@ def test_a_forked_child_neither_holds_nor_gets_nor_frees_its_parents_lock(exclus
             with exclusive("a") as other:
                 assert not other
 
-        assert in_child(ask) == 0
+        assert ended_well(fork(ask))
         assert not lock.is_lost()
 
 
@@ -389,21 +384,8 @@ def test_a_forked_child_keeps_locks_of_its_own(exclusive, redis):
             assert not lock.is_lost()
 
     with exclusive("parent"):
-        assert in_child(hold) == 0
+        assert ended_well(fork(hold))
         assert redis.keys() == [lock_of("parent")]
-
-
-def in_child(function) -> int:
-    """Run a function in a forked child, and return its exit code."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # ---------------------------------------------------------------- the server is unreachable

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import threading
-import traceback
-from collections.abc import Callable
 
 import pytest
 
@@ -14,13 +11,13 @@ import singlebeat
 from singlebeat.connections import schedule_client
 from singlebeat.locks import backend_of, eager_backend_of
 from singlebeat.locks.base import Call, Ref
-from tests.support import APP, wait_until
+from tests.support import APP, ended_well, fork, wait_until
 from tests.system.apps import make_app
 
 #: Seconds of a lease; two thirds of it are what a slow machine may stand still.
 LEASE = 3.0
 
-#: Seconds after which a child that hangs is ended.
+#: Seconds after which a thread that hangs is given up.
 PATIENCE = 30
 
 
@@ -36,26 +33,6 @@ def single(app):
     single = app.tasks[f"{APP}.single"]
     use(app, single, "before")
     return single
-
-
-def fork(function: Callable[[], None]) -> int:
-    """Run a function in a forked child, and return the child's id at once."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            faulthandler.dump_traceback_later(PATIENCE, exit=True)  # says where it hangs
-            function()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return pid
-
-
-def ended_well(pid: int) -> bool:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def use(app, single, name: str, rounds: int = 1) -> None:

@@ -12,6 +12,7 @@ from celery.signals import task_rejected, task_unknown
 from singlebeat import signals
 from singlebeat.locks.base import HEADER
 from singlebeat.tasks.worker_step import WorkerLockStep
+from tests.support import connected
 
 
 @dataclass(eq=False)
@@ -26,14 +27,9 @@ class Worker:
 
 def test_only_the_last_worker_of_a_process_reports_an_unknown_task(app: Celery):
     told: list[str] = []
-
-    def tell(sender: Any, outcome: str, **_: Any) -> None:
-        told.append(outcome)
-
-    signals.run_ended.connect(tell, sender=app)
     worker = Worker(app)
     message = SimpleNamespace(headers={"id": "1", HEADER: {"id": "1", "key": "k"}})
-    try:
+    with connected(signals.run_ended, lambda outcome, **_: told.append(outcome), sender=app):
         for number in (1, 2):
             step = WorkerLockStep(worker)
             step.start(worker)
@@ -42,8 +38,6 @@ def test_only_the_last_worker_of_a_process_reports_an_unknown_task(app: Celery):
                 assert told == [word], f"worker {number}"
                 told.clear()
             step.stop(worker)
-    finally:
-        signals.run_ended.disconnect(tell, sender=app)
 
     task_unknown.send(sender=worker, message=message)
     assert told == []

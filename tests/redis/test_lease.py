@@ -16,7 +16,7 @@ from redis.exceptions import LockError, RedisError
 
 from singlebeat.beat.keys import LeaseKeys
 from singlebeat.beat.leadership.lease import SHARE_EVERY, SHARE_STAY, STAY, Lease, Term, resign
-from tests.support import RedisServer, wait_until, without
+from tests.support import RedisServer, at_once, wait_until, without
 
 KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term", "redbeat::standbys", "redbeat::resigned")
 
@@ -133,17 +133,8 @@ def test_the_leader_is_shown_to_everybody(make, redis):
 
 def test_many_campaigns_at_once_have_one_winner(make):
     leases = [make() for _ in range(8)]
-    start, terms = threading.Barrier(len(leases)), []
 
-    def campaign(lease: Lease) -> None:
-        start.wait(10)
-        terms.append(lease.acquire())
-
-    threads = [threading.Thread(target=campaign, args=[lease]) for lease in leases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    terms = at_once(*[lease.acquire for lease in leases])
 
     assert len(terms) == 8
     assert [term.number for term in terms if term is not None] == [1]

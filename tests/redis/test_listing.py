@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 import pytest
-from celery.beat import Service
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab
 from redbeat import RedBeatScheduler
 
-from singlebeat import Entry, Schedule, Scheduler
+from singlebeat import Schedule, Scheduler
 from singlebeat.beat.entries import listing
-from tests.system.apps import make_app
 
 PLAIN = "tests.system.apps.plain"
 STATIC = {"task": PLAIN, "schedule": crontab(hour=9, minute=0), "args": ["static"], "timezone": "Europe/Berlin"}
 
 
-@pytest.fixture
-def new(server, redis):
-    """Return a scheduler as of a process of its own."""
-    made = []
-
-    def new(**entries: dict) -> Scheduler:
-        app = make_app(server.celery_url, {"singlebeat_watchdog_timeout": None})
-        app.conf.beat_schedule = entries
-        made.append(Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler())
-        return made[-1]
-
-    yield new
-    for scheduler in made:
-        scheduler.close()
-
-
-@pytest.fixture
-def put(app):
-    def put(name: str, **fields: object) -> Entry:
-        return Entry(name, PLAIN, schedule(3600), app=app, **{"last_run_at": datetime.now(UTC), **fields}).save()
-
-    return put
-
-
-def test_all_usable_entries_are_listed_due_or_not(new, put, redis):
-    put("one", args=["one"])
-    put("two", enabled=False)
-    put("broken")
+def test_all_usable_entries_are_listed_due_or_not(bench, redis):
+    bench.put("one", args=["one"])
+    bench.put("two", enabled=False)
+    bench.put("broken")
     redis.hset("redbeat:broken", "definition", "{")
-    scheduler = new(static=STATIC)
+    scheduler = bench.scheduler(beat_schedule={"static": STATIC})
 
     found = scheduler.schedule
 
@@ -59,22 +31,22 @@ def test_all_usable_entries_are_listed_due_or_not(new, put, redis):
     assert scheduler.get_schedule()["static"].schedule == crontab(hour=9, minute=0)
 
 
-def test_a_static_entry_is_listed_as_the_code_has_it_with_its_past(new):
-    first = new(static=STATIC)
+def test_a_static_entry_is_listed_as_the_code_has_it_with_its_past(bench):
+    first = bench.scheduler(beat_schedule={"static": STATIC})
     first.tick()
     Schedule(first.app).pause("static", "a while")
     last = Schedule(first.app).get("static").meta
     first.close()
 
-    entry = new(static={**STATIC, "args": ["changed"]}).schedule["static"]
+    entry = bench.scheduler(beat_schedule={"static": {**STATIC, "args": ["changed"]}}).schedule["static"]
 
     assert (entry.args, entry.meta.total_run_count) == (["changed"], last.total_run_count)
     assert str(entry.schedule.tz) == "Europe/Berlin"
 
 
-def test_a_listing_reads_as_many_entries_at_once_as_a_batch(new, put, monkeypatch):
+def test_a_listing_reads_as_many_entries_at_once_as_a_batch(bench, monkeypatch):
     for number in range(7):
-        put(f"e{number}")
+        bench.put(f"e{number}")
     monkeypatch.setattr(listing, "BATCH", 3)
     read = []
     read_fields = listing.read_fields
@@ -82,7 +54,7 @@ def test_a_listing_reads_as_many_entries_at_once_as_a_batch(new, put, monkeypatc
         listing, "read_fields", lambda client, keys: read.append(len(keys)) or read_fields(client, keys)
     )
 
-    found = new().schedule
+    found = bench.scheduler().schedule
 
     assert [found[name].name for name in found] == [f"e{number}" for number in range(7)]
     assert read == [3, 3, 1]
@@ -97,9 +69,9 @@ def cronitor(scheduler: Scheduler) -> None:
         app.add_periodic_task(entry.schedule, call, args=entry.args, kwargs=entry.kwargs, name=name)
 
 
-def test_a_tool_that_adds_entries_again_keeps_policies_and_owners(new, put, redis):
-    put("dynamic", jitter=5)
-    scheduler = new(static=STATIC)
+def test_a_tool_that_adds_entries_again_keeps_policies_and_owners(bench, redis):
+    bench.put("dynamic", jitter=5)
+    scheduler = bench.scheduler(beat_schedule={"static": STATIC})
 
     cronitor(scheduler)
     scheduler.tick()
@@ -111,11 +83,13 @@ def test_a_tool_that_adds_entries_again_keeps_policies_and_owners(new, put, redi
     assert redis.smembers("redbeat::statics") == {"static"}, "else it would go with the tool"
 
 
-def test_a_tool_that_adds_entries_again_enables_none(new):
-    first = new(off={**STATIC, "enabled": False}, deployed=STATIC, on=STATIC)
+def test_a_tool_that_adds_entries_again_enables_none(bench):
+    first = bench.scheduler(beat_schedule={"off": {**STATIC, "enabled": False}, "deployed": STATIC, "on": STATIC})
     first.tick()
     first.close()
-    scheduler = new(off={**STATIC, "enabled": False}, deployed={**STATIC, "enabled": False}, on=STATIC)
+    scheduler = bench.scheduler(
+        beat_schedule={"off": {**STATIC, "enabled": False}, "deployed": {**STATIC, "enabled": False}, "on": STATIC}
+    )
 
     cronitor(scheduler)
     cronitor(scheduler)
@@ -129,7 +103,7 @@ def test_a_tool_that_adds_entries_again_enables_none(new):
     }
 
 
-def test_the_apply_async_that_sentry_patches_is_called_for_each_run(new, put, monkeypatch):
+def test_the_apply_async_that_sentry_patches_is_called_for_each_run(bench, monkeypatch):
     calls, send = [], RedBeatScheduler.apply_async
 
     def patched(*args, **kwargs):
@@ -137,8 +111,8 @@ def test_the_apply_async_that_sentry_patches_is_called_for_each_run(new, put, mo
         return send(*args, **kwargs)
 
     monkeypatch.setattr(RedBeatScheduler, "apply_async", patched)
-    put("e", args=["e"], run_on_start=True)
-    scheduler = new()
+    bench.put()
+    scheduler = bench.scheduler()
 
     scheduler.tick()
 

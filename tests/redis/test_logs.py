@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
-from celery import Celery
-from celery.beat import Service
-from celery.schedules import schedule
-from redis import Redis
 
-from singlebeat import Entry, Schedule, Scheduler, Singleton, signals
-from singlebeat.beat.entries.entry import PARKED, Meta
+from singlebeat import Singleton, signals
+from singlebeat.beat.entries.entry import PARKED
 from singlebeat.beat.explain import Facts, explain
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
@@ -23,6 +17,8 @@ from singlebeat.beat.status import ScheduleStatus
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref, Verdict
 from singlebeat.run_results import flush_ends, record_end_of_message
+from tests.redis.bench import Bench
+from tests.support import connected
 from tests.system.apps import make_app, plain
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
@@ -30,66 +26,30 @@ SCHEDULE, HISTORY, QUARANTINE = "redbeat::schedule", "redbeat::history", "redbea
 HOUR = timedelta(hours=1)
 
 
-class Desk:
-    """An app with entries and beats of this process that tick when they are told to."""
-
-    def __init__(self, app: Celery, redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
-        self.app, self.redis, self._caplog = app, redis, caplog
-        self.beats: list[Scheduler] = []
-
-    def beat(self) -> Scheduler:
-        """Return a new beat; the one before it leaves."""
-        for beat in self.beats:
-            beat.close()
-        self.beats.append(Service(self.app, scheduler_cls="singlebeat.Scheduler").get_scheduler())
-        return self.beats[-1]
-
-    def put(self, name: str = "e", task: str = PLAIN, **more: Any) -> Entry:
-        """Store an entry that has been due for half an hour."""
-        last = datetime.now(UTC) - 1.5 * HOUR
-        more = {"last_run_at": last, "total_run_count": 7, "args": ["e"], **more}
-        return Entry(name, task, schedule(3600), app=self.app, **more).save()
-
-    def again(self, name: str = "e") -> None:
-        """Make an entry due for another time."""
-        self.redis.hset(f"redbeat:{name}", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
-        self.redis.zadd(SCHEDULE, {f"redbeat:{name}": 0})
-
-    @property
-    def history(self) -> list[dict[str, str]]:
-        return [record for _, record in self.redis.xrange(HISTORY)]
-
-    def told(self, event: str) -> list[dict[str, Any]]:
-        """Return the pairs of every line about an event, with its level."""
-        found = [(record.levelname, getattr(record, "singlebeat", {})) for record in self._caplog.records]
-        return [{"level": level, **pairs} for level, pairs in found if pairs.get("event") == event]
-
-    def explained(self, name: str = "e") -> str:
-        entries, state = Schedule(self.app), ScheduleStatus.of(self.app)
-        entry = None if name in state.quarantine else entries.get(name)
-        facts = Facts(name, entry, state, entries.history(name, 1), {}, None, None, datetime.now(UTC))
-        return "\n".join(explain(facts))
-
-
 @pytest.fixture
-def desk(server, redis, caplog) -> Iterator[Desk]:
+def bench(bench: Bench, caplog: pytest.LogCaptureFixture) -> Bench:
+    """A bench whose beats log what those of an operator do."""
     caplog.set_level("INFO")
-    with make_app(server.celery_url, {"singlebeat_watchdog_timeout": None}) as app:
-        desk = Desk(app, redis, caplog)
-        yield desk
-        for beat in desk.beats:
-            beat.close()
+    return bench
+
+
+def explained(bench: Bench) -> str:
+    """Return what ``explain`` says about the entry ``e``."""
+    state = ScheduleStatus.of(bench.app)
+    entry = None if "e" in state.quarantine else bench.schedule.get("e")
+    facts = Facts("e", entry, state, bench.schedule.history("e", 1), {}, None, None, datetime.now(UTC))
+    return "\n".join(explain(facts))
 
 
 # ---------------------------------------------------------------- quiet
 
 
-def test_a_minute_in_which_nothing_is_due_is_not_talked_about(desk, caplog):
-    desk.put(last_run_at=datetime.now(UTC))
-    desk.put("paused", paused=True, last_run_at=datetime.now(UTC))
-    beat = desk.beat()
+def test_a_minute_in_which_nothing_is_due_is_not_talked_about(bench, logged, caplog):
+    bench.put(ago=timedelta())
+    bench.put("paused", paused=True, ago=timedelta())
+    beat = bench.scheduler()
     beat.tick()
-    assert desk.told("leadership_gained")
+    assert logged("leadership_gained")
     caplog.clear()
 
     slept = 0.0
@@ -100,28 +60,28 @@ def test_a_minute_in_which_nothing_is_due_is_not_talked_about(desk, caplog):
     assert [record.getMessage() for record in caplog.records] == []
 
 
-def test_a_pause_is_no_news_and_can_be_found(desk, caplog):
-    desk.put(paused=True, note="until the audit is over")
-    desk.beat().tick()
-    assert [record["decision"] for record in desk.history] == ["paused"]
-    assert desk.told("paused") == []
+def test_a_pause_is_no_news_and_can_be_found(bench, logged, caplog):
+    bench.put(paused=True, note="until the audit is over")
+    bench.tick()
+    assert bench.decisions == ["paused"]
+    assert logged("paused") == []
 
     caplog.set_level("DEBUG", "celery.beat")
-    desk.again()
-    desk.beats[0].tick()
+    bench.make_due()
+    bench.tick()
 
-    (told,) = desk.told("paused")
+    (told,) = logged("paused")
     assert (told["level"], told["entry"], told["reason"]) == ("DEBUG", "e", "until the audit is over")
 
 
 # ---------------------------------------------------------------- decisions
 
 
-def test_a_run_that_was_sent_has_one_line_with_its_id(desk, caplog):
-    entry = desk.put()
-    desk.beat().tick()
+def test_a_run_that_was_sent_has_one_line_with_its_id(bench, logged, caplog):
+    entry = bench.put()
+    bench.tick()
 
-    (record,), (told,) = desk.history, desk.told("dispatched")
+    (record,), (told,) = bench.history, logged("dispatched")
     assert (told["id"], told["entry"], told["task"], told["kind"]) == (record["id"], "e", PLAIN, record["kind"])
     assert told["nominal"] == record["nominal"]
     assert 1790 < told["lateness"] < 3600
@@ -130,153 +90,148 @@ def test_a_run_that_was_sent_has_one_line_with_its_id(desk, caplog):
     assert entry.name == "e"
 
 
-def test_a_missed_run_is_a_warning_that_says_by_how_much(desk):
-    desk.put(misfire_grace_time=60)
-    desk.beat().tick()
+def test_a_missed_run_is_a_warning_that_says_by_how_much(bench, logged):
+    bench.put(misfire_grace_time=60)
+    bench.tick()
 
-    (told,) = desk.told("missed")
+    (told,) = logged("missed")
     assert told["level"] == "WARNING"
-    assert told["reason"] == desk.history[0]["reason"]
+    assert told["reason"] == bench.history[0]["reason"]
     assert 1800 <= float(told["reason"].partition(" ")[0]) < 3600
     assert told["reason"].endswith(" s late, misfire_grace_time is 60 s")
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("overlap", ["buffer_one", "buffer_all"])
-def test_a_waiting_run_is_named_in_log_history_and_explanation(desk, task, overlap):
-    backend_of(desk.app).announce("w@h", ttl=60)
-    desk.put(task=task, overlap=overlap)
-    beat = desk.beat()
+def test_a_waiting_run_is_named_in_log_history_and_explanation(bench, logged, task, overlap):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put(task=task, overlap=overlap)
+    beat = bench.scheduler()
     decided = []
-    signals.occurrence_decided.connect(receive := lambda decision, **_: decided.append(str(decision.outcome)))
-    try:
+    with connected(signals.occurrence_decided, lambda decision, **_: decided.append(str(decision.outcome))):
         beat.tick()
-        _start(desk, desk.history[0]["id"])
-        desk.again()
+        _start(bench, bench.history[0]["id"])
+        bench.make_due()
         beat.tick()
-    finally:
-        signals.occurrence_decided.disconnect(receive)
 
-    first, second = desk.history
-    assert [record["decision"] for record in desk.history] == decided == ["dispatched", "buffered"]
+    first, second = bench.history
+    assert bench.decisions == decided == ["dispatched", "buffered"]
     assert second["holder"] == first["id"] != second["id"]
     assert second["reason"].startswith(f"waits for task {first['id']}, running since 20")
-    (told,) = desk.told("buffered")
+    (told,) = logged("buffered")
     assert (told["id"], told["holder"], told["reason"]) == (second["id"], first["id"], second["reason"])
-    assert desk.redis.llen("celery") == 2
-    assert "It met an equal call and had to wait for its turn: it waits for task" in desk.explained()
-    assert Schedule(desk.app).get("e").total_run_count == 8, "it is counted: it will run"
+    assert len(bench.messages) == 2
+    assert "It met an equal call and had to wait for its turn: it waits for task" in explained(bench)
+    assert bench.schedule.get("e").total_run_count == 9, "it is counted: it will run"
 
 
-def _start(desk: Desk, task_id: str) -> None:
+def _start(bench: Bench, task_id: str) -> None:
     """Start a run as its worker would."""
-    (lock,) = [key for key in desk.redis.keys("SINGLETONLOCK_*") if desk.redis.type(key) == "hash"]
+    (lock,) = [key for key in bench.redis.keys("SINGLETONLOCK_*") if bench.redis.type(key) == "hash"]
     ref = Ref(lock, task_id, nonce="n")
-    holder = backend_of(desk.app).begin(ref, lease=60, remember_for=60, task="t", arguments="")
+    holder = backend_of(bench.app).begin(ref, lease=60, remember_for=60, task="t", arguments="")
     assert holder.verdict is Verdict.STARTED
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["skip", "raise"])
-def test_a_skip_by_the_tasks_own_lock_says_since_when_too(desk, raises):
+def test_a_skip_by_the_tasks_own_lock_says_since_when_too(bench, logged, raises):
     options = {"lock": "until_executing", "raise_on_duplicate": raises}
-    desk.app.task(plain, name="own", base=Singleton, shared=False, **options)
-    holder = desk.app.tasks["own"].delay("e")
-    desk.put(task="own")
-    desk.beat().tick()
+    bench.app.task(plain, name="own", base=Singleton, shared=False, **options)
+    holder = bench.app.tasks["own"].delay("e")
+    bench.scheduler(app=bench.app)
+    bench.put(task="own")
+    bench.tick()
 
-    (record,), (told,) = desk.history, desk.told("skipped_overlap")
+    (record,), (told,) = bench.history, logged("skipped_overlap")
     assert (record["decision"], record["holder"], told["holder"]) == ("skipped_overlap", holder.id, holder.id)
     assert record["reason"].startswith(f"held by task {holder.id}, queued since 20")
     assert told["reason"] == record["reason"]
-    assert desk.told("dispatched") == []
+    assert logged("dispatched") == []
 
 
-def test_a_quarantined_entry_is_recorded_once_for_each_reason(desk):
-    desk.put()
-    desk.redis.hset("redbeat:e", "policy", '{"jiter": 5}')
-    desk.beat().tick()
-    for _ in range(3):
-        desk.beats[-1].tick()
+def test_a_quarantined_entry_is_recorded_once_for_each_reason(bench, logged):
+    bench.put()
+    bench.redis.hset("redbeat:e", "policy", '{"jiter": 5}')
+    bench.tick(4)
 
-    (record,) = desk.history
-    since = desk.redis.hget(QUARANTINE, "redbeat:e")
+    (record,) = bench.history
+    since = bench.redis.hget(QUARANTINE, "redbeat:e")
     assert (record["entry"], record["decision"], record["id"]) == ("e", "quarantined", "")
     assert record["reason"] == json.loads(since)["reason"] == "policy: there is no 'jiter'; did you mean 'jitter'?"
-    (told,) = desk.told("quarantined")
+    (told,) = logged("quarantined")
     assert (told["level"], told["entry"], told["reason"]) == ("ERROR", "e", record["reason"])
 
-    desk.beat().tick()  # another beat says it again, and records nothing new
-    assert len(desk.told("quarantined")) == 2
-    assert (len(desk.history), desk.redis.hget(QUARANTINE, "redbeat:e")) == (1, since)
+    bench.schedulers[0].close()
+    bench.scheduler().tick()  # another beat says it again, and records nothing new
+    assert len(logged("quarantined")) == 2
+    assert (len(bench.history), bench.redis.hget(QUARANTINE, "redbeat:e")) == (1, since)
 
-    desk.redis.hset("redbeat:e", "policy", "{")
-    desk.beats[-1].tick()
-    assert [each["decision"] for each in desk.history] == ["quarantined"] * 2
-    assert "It is quarantined and does not run" in desk.explained()
+    bench.redis.hset("redbeat:e", "policy", "{")
+    bench.tick()
+    assert bench.decisions == ["quarantined"] * 2
+    assert "It is quarantined and does not run" in explained(bench)
 
-    desk.redis.hdel("redbeat:e", "policy")
-    for _ in range(2):
-        desk.beats[-1].tick()
-    assert [each["decision"] for each in desk.history] == ["quarantined"] * 2 + ["dispatched"]
-    assert [each.decision for each in Schedule(desk.app).history("e")] == ["dispatched", "quarantined", "quarantined"]
-    assert len(desk.told("entry_recovered")) == 1
-
-
-def test_a_recovered_entry_is_explained(desk):
-    desk.put(last_run_at=datetime.now(UTC))
-    desk.redis.hset("redbeat:e", "policy", '{"jiter": 5}')
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.beat().tick()
-    desk.redis.hdel("redbeat:e", "policy")
-    desk.beats[-1].tick()
-    desk.beats[-1].tick()
-
-    assert "and is usable again: policy: there is no 'jiter'" in desk.explained()
+    bench.redis.hdel("redbeat:e", "policy")
+    bench.tick(2)
+    assert bench.decisions == ["quarantined"] * 2 + ["dispatched"]
+    assert [each.decision for each in bench.schedule.history("e")] == ["dispatched", "quarantined", "quarantined"]
+    assert len(logged("entry_recovered")) == 1
 
 
-def test_a_key_of_another_type_is_recorded_and_hinders_no_other_record(desk):
-    desk.put("good")
-    desk.put("paused", paused=True)
-    desk.redis.set("redbeat:text", "a text")
-    desk.redis.zadd(SCHEDULE, {"redbeat:text": 0})
-    desk.redis.hset(QUARANTINE, "redbeat:text", "nonsense")
+def test_a_recovered_entry_is_explained(bench):
+    bench.put(ago=timedelta())
+    bench.redis.hset("redbeat:e", "policy", '{"jiter": 5}')
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick()
+    bench.redis.hdel("redbeat:e", "policy")
+    bench.tick(2)
 
-    desk.beat().tick()
+    assert "and is usable again: policy: there is no 'jiter'" in explained(bench)
 
-    decisions = {record["entry"]: record["decision"] for record in desk.history}
+
+def test_a_key_of_another_type_is_recorded_and_hinders_no_other_record(bench):
+    bench.put("good")
+    bench.put("paused", paused=True)
+    bench.redis.set("redbeat:text", "a text")
+    bench.redis.zadd(SCHEDULE, {"redbeat:text": 0})
+    bench.redis.hset(QUARANTINE, "redbeat:text", "nonsense")
+
+    bench.tick()
+
+    decisions = {record["entry"]: record["decision"] for record in bench.history}
     assert decisions == {"good": "dispatched", "paused": "paused", "text": "quarantined"}
-    assert desk.redis.get("redbeat:text") == "a text"
-    assert desk.redis.zscore(SCHEDULE, "redbeat:text") == PARKED
+    assert bench.redis.get("redbeat:text") == "a text"
+    assert bench.score("text") == PARKED
 
 
-def test_a_copy_that_was_refused_does_not_hide_how_the_run_ended(desk):
-    desk.put()
-    desk.beat().tick()
-    (record,) = desk.history
+def test_a_copy_that_was_refused_does_not_hide_how_the_run_ended(bench):
+    bench.put()
+    bench.tick()
+    (record,) = bench.history
     headers = {"id": record["id"], RUN_HEADER: {"entry": "e"}}
     for outcome in ("duplicate_refused", "retry", "success", "duplicate_refused", "duplicate_refused"):
-        record_end_of_message(desk.app, headers, outcome)
-        flush_ends(desk.app)
+        record_end_of_message(bench.app, headers, outcome)
+        flush_ends(bench.app)
 
-    assert [each.end.outcome for each in Schedule(desk.app).history("e")] == ["success"]
-    assert [each.end.outcome for each in Schedule(desk.app).history()] == ["success"]
+    assert [each.end.outcome for each in bench.schedule.history("e")] == ["success"]
+    assert [each.end.outcome for each in bench.schedule.history()] == ["success"]
 
 
-def test_a_hostile_entry_cannot_forge_a_line_or_a_pair(desk, caplog):
+def test_a_hostile_entry_cannot_forge_a_line_or_a_pair(bench, logged, caplog):
     forged = "[INFO] beat: Acquired lock: this beat leads event=leadership_gained term=9"
-    desk.put(f"e\n{forged}")
-    desk.put(f"bad\n{forged}", options={"stamped_headers": [f"x\n{forged}"]})
-    desk.put("broken")
-    desk.redis.hset("redbeat:broken", "policy", json.dumps({f"\n{forged}": 1}))
-    desk.beat().tick()
+    bench.put(f"e\n{forged}")
+    bench.put(f"bad\n{forged}", options={"stamped_headers": [f"x\n{forged}"]})
+    bench.put("broken")
+    bench.redis.hset("redbeat:broken", "policy", json.dumps({f"\n{forged}": 1}))
+    bench.tick()
 
-    assert {each["decision"] for each in desk.history} == {"dispatched", "publish_failed", "quarantined"}
-    assert len(desk.told("leadership_gained")) == 1
+    assert {each["decision"] for each in bench.history} == {"dispatched", "publish_failed", "quarantined"}
+    assert len(logged("leadership_gained")) == 1
     for record in caplog.records:
         line, *rest = record.getMessage().splitlines()
         assert re.search(r"\bevent=(\w+)", line)[1] == record.singlebeat["event"]
         assert all(each.startswith("    ") for each in rest), "the lines of a traceback"
-    assert len(desk.told("publish_failed")) == 1
+    assert len(logged("publish_failed")) == 1
 
 
 # ---------------------------------------------------------------- trouble
@@ -317,13 +272,13 @@ def test_a_lease_that_was_nearly_lost_is_a_warning(server, redis, app, caplog):
     lease.release()
 
 
-def test_a_slow_tick_is_a_warning(desk, monkeypatch):
-    beat = desk.beat()
+def test_a_slow_tick_is_a_warning(bench, logged, monkeypatch):
+    beat = bench.scheduler()
     beat.tick()
-    assert desk.told("tick_ended") == []
+    assert logged("tick_ended") == []
 
     monkeypatch.setattr("singlebeat.beat.scheduler.SLOW_TICK", 0.0)
     beat.tick()
 
-    (told,) = desk.told("tick_ended")
+    (told,) = logged("tick_ended")
     assert (told["level"], told["seconds"] >= 0) == ("WARNING", True)

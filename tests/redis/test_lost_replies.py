@@ -9,18 +9,15 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import Celery
-from celery.beat import Service
-from celery.schedules import schedule
 from redis import Redis
 
-from singlebeat import Entry, Schedule, Scheduler, signals
+from singlebeat import signals
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.leadership.lease import resign
 from singlebeat.lua import Script, packed, script
 from tests.proxy import LossyProxy
-from tests.support import ROOT, RedisServer
-from tests.system.apps import make_app
+from tests.redis.bench import Bench
+from tests.support import ROOT, RedisServer, connected, contents
 
 PLAIN = "tests.system.apps.plain"
 SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::history"
@@ -31,12 +28,6 @@ HOUR = timedelta(hours=1)
 SCRIPTS = {path.stem: ".".join(path.relative_to(ROOT).parts[:-1]) for path in (ROOT / "singlebeat/beat").rglob("*.lua")}
 
 # ---------------------------------------------------------------- each script, twice
-
-
-def contents(redis: Redis) -> dict[str, object]:
-    readers = {"hash": redis.hgetall, "zset": lambda key: redis.zrange(key, 0, -1, withscores=True)}
-    readers |= {"string": redis.get, "set": redis.smembers, "stream": redis.xrange}
-    return {key: readers[redis.type(key)](key) for key in redis.scan_iter() if key != STANDBYS}
 
 
 def sha_of(redis: Redis, key: str = "redbeat:e") -> str:
@@ -176,12 +167,12 @@ def test_every_script_is_among_them():
 def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
     keys, args = CALLS[call](redis)
     run = beat_script(call.split(",")[0])
-    before = contents(redis)
+    before = contents(redis, but=[STANDBYS])
     first = without_time(call, run(redis, keys, args))
-    after = contents(redis)
+    after = contents(redis, but=[STANDBYS])
 
     assert (without_time(call, run(redis, keys, args)) == first) is (call not in SAY_SOMETHING_ELSE)
-    assert contents(redis) == after
+    assert contents(redis, but=[STANDBYS]) == after
     assert (after == before) is (call in {"probe", "read", "renew", "time", "campaign, another leads"})
 
 
@@ -217,129 +208,100 @@ def proxy(server: RedisServer, redis: Redis) -> Iterator[LossyProxy]:
 
 
 @pytest.fixture
-def app(server: RedisServer, proxy: LossyProxy) -> Iterator[Celery]:
-    """An app whose schedule lies behind the proxy; its broker and locks do not."""
-    conf = {"singlebeat_watchdog_timeout": None, "redbeat_redis_url": proxy.url, "singleton_backend_url": server.url}
-    with make_app(server.celery_url, conf) as app:
-        yield app
-
-
-@pytest.fixture
-def beat(app: Celery) -> Iterator[Scheduler]:
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    yield scheduler
-    scheduler.close()
-
-
-@pytest.fixture
-def told(app: Celery) -> Iterator[list[str]]:
-    told: list[str] = []
-
-    def tell(decision: Any, **_: object) -> None:
-        told.append(decision.outcome.value)
-
-    signals.occurrence_decided.connect(tell, sender=app)
-    yield told
-    signals.occurrence_decided.disconnect(tell, sender=app)
-
-
-def put(app: Celery, name: str = "e", **wishes: Any) -> Entry:
-    last = datetime.now(UTC) - 1.5 * HOUR
-    return Entry(name, PLAIN, schedule(HOUR), [name], app=app, last_run_at=last, total_run_count=7, **wishes).save()
-
-
-def decided(redis: Redis) -> list[str]:
-    return [record["decision"] for _, record in redis.xrange(HISTORY)]
+def bench(server: RedisServer, proxy: LossyProxy, bench_on) -> Bench:
+    """A bench whose schedule lies behind the proxy; its broker and locks do not."""
+    return bench_on(server, redbeat_redis_url=proxy.url, singleton_backend_url=server.url)
 
 
 @pytest.mark.parametrize("name", ["claim", "confirm"])
-def test_a_tick_does_its_work_though_a_reply_is_lost(app, beat, redis, proxy, told, caplog, name):
+def test_a_tick_does_its_work_though_a_reply_is_lost(bench, redis, proxy, caplog, name):
+    told = []
     for entry, wishes in {"e": {}, "paused": {"paused": True}, "late": {"misfire_grace_time": 1}}.items():
-        put(app, entry, **wishes)
+        bench.put(entry, **wishes)
     proxy.lose_reply_of(beat_script(name))
 
-    beat.tick()
+    with connected(signals.occurrence_decided, lambda decision, **_: told.append(decision.outcome.value)):
+        bench.tick()
 
     assert proxy.lost == 1
-    assert redis.llen("celery") == 1
-    assert sorted(decided(redis)) == sorted(told) == ["dispatched", "missed", "paused"]
+    assert len(bench.messages) == 1
+    assert sorted(bench.decisions) == sorted(told) == ["dispatched", "missed", "paused"]
     assert redis.exists(PENDING) == 0
     assert "Trouble" not in caplog.text
     lines = [redis.hget(f"redbeat:{entry}", "history").splitlines() for entry in ("e", "paused", "late")]
     assert [len(each) for each in lines] == [1, 1, 1]
 
 
-def test_a_beat_leads_from_its_next_tick_on_though_the_reply_is_lost(app, beat, redis, proxy):
-    put(app)
+def test_a_beat_leads_from_its_next_tick_on_though_the_reply_is_lost(bench, proxy):
+    bench.put()
     proxy.lose_reply_of(beat_script("campaign"))
 
-    for _ in range(2):
-        beat.tick()
+    bench.tick(2)
 
     assert proxy.lost == 1
-    assert redis.llen("celery") == 1
+    assert len(bench.messages) == 1
 
 
-def test_an_occurrence_is_retaken_though_the_reply_is_lost(app, beat, redis, proxy):
-    put(app)
-    beat.tick()
+def test_an_occurrence_is_retaken_though_the_reply_is_lost(bench, redis, proxy):
+    bench.put()
+    bench.tick()
     occurrence = Occurrence.of("redbeat:", "e", datetime.now(UTC))
     redis.hset("redbeat:e", "pending", occurrence.encode())
     redis.zadd(PENDING, {"redbeat:e": 0})
     proxy.lose_reply_of(beat_script("retake"))
 
-    beat.tick()
+    bench.tick()
 
     assert proxy.lost == 1
-    assert redis.llen("celery") == 2
+    assert len(bench.messages) == 2
     assert redis.exists(PENDING) == 0
 
 
-def test_an_entry_is_saved_though_the_reply_is_lost(app, redis, proxy):
-    put(app)
-    entry = Schedule(app).get("e")
+def test_an_entry_is_saved_though_the_reply_is_lost(bench, proxy):
+    bench.put()
+    entry = bench.schedule.get("e")
     entry.args = ["changed"]
     proxy.lose_reply_of(beat_script("save"))
 
-    Schedule(app).save(entry)
+    bench.schedule.save(entry)
 
     assert proxy.lost == 1
-    assert Schedule(app).get("e").args == ["changed"]
+    assert bench.schedule.get("e").args == ["changed"]
 
 
-def test_an_entry_is_resumed_though_the_reply_is_lost(app, proxy):
-    put(app, paused=True)
+def test_an_entry_is_resumed_though_the_reply_is_lost(bench, proxy):
+    bench.put(paused=True)
     proxy.lose_reply_of(beat_script("save"))
 
-    Schedule(app).resume("e")
+    bench.schedule.resume("e")
 
     assert proxy.lost == 1
-    assert not Schedule(app).get("e").policy.paused
+    assert not bench.schedule.get("e").policy.paused
 
 
-def test_an_entry_is_triggered_once_though_the_reply_is_lost(app, beat, redis, proxy):
-    put(app, enabled=False)
+def test_an_entry_is_triggered_once_though_the_reply_is_lost(bench, proxy):
+    bench.put(enabled=False)
     proxy.lose_reply_of(beat_script("propose"))
 
-    task_id = Schedule(app).trigger("e")
-    beat.tick()
+    task_id = bench.schedule.trigger("e")
+    bench.tick()
 
     assert proxy.lost == 1
-    assert [json.loads(text)["headers"]["id"] for text in redis.lrange("celery", 0, -1)] == [task_id]
+    assert bench.ids == [task_id]
 
 
-def test_a_deleted_entry_was_there_though_the_reply_is_lost(app, proxy):
-    put(app)
+def test_a_deleted_entry_was_there_though_the_reply_is_lost(bench, proxy):
+    bench.put()
     proxy.lose_next_reply(b"MULTI")
 
-    assert Schedule(app).delete("e") is True
+    assert bench.schedule.delete("e") is True
     assert proxy.lost == 1
 
 
-def test_a_term_was_ended_though_the_reply_is_lost(app, beat, redis, proxy):
-    beat.tick()
+def test_a_term_was_ended_though_the_reply_is_lost(bench, redis, proxy):
+    bench.tick()
     redis.zadd(STANDBYS, {'{"host": "another", "pid": "1", "since": ""}': (time.time() + 60) * 1000})
     proxy.lose_reply_of(beat_script("resign"))
 
-    assert resign(app) is True
+    assert resign(bench.app) is True
     assert proxy.lost == 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import struct
 import threading
@@ -29,7 +27,7 @@ from singlebeat.exposition import Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
 from singlebeat.tasks.metrics import WorkerMetrics
 from singlebeat.tasks.renewer import Renewer
-from tests.support import APP, ROOT, RedisServer, free_port, wait_until
+from tests.support import APP, ROOT, RedisServer, connected, ended_well, fork, free_port, wait_until
 from tests.system.apps import make_app
 
 TASK = f"{APP}.plain"
@@ -184,18 +182,14 @@ def test_a_child_that_was_forked_amid_a_count_does_not_wait_for_its_end(app, of_
     thread = threading.Thread(target=count)
     thread.start()
     held.wait(60)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
+
+    def child() -> None:
         signals.duplicate.send(sender=None, task_id="x", args=(), kwargs={}, at="send")
         signals.lock_lost.send(sender="name", ref=Ref("key", "x"))
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
+
+    assert ended_well(fork(child))
     done.set()
     thread.join()
-
-    assert status == 0
 
 
 def test_decisions_are_counted(app, redis, metrics):
@@ -214,11 +208,8 @@ def test_a_receiver_that_raises_harms_no_decision(app, redis, metrics):
         raise RuntimeError("hands off")
 
     Entry("e", TASK, schedule(3600), app=app).save()
-    signals.occurrence_decided.connect(bad, weak=False)
-    try:
+    with connected(signals.occurrence_decided, bad):
         decide(app, redis, DecisionType.PAUSED)
-    finally:
-        signals.occurrence_decided.disconnect(bad)
 
     text = metrics.answer("/metrics")[2].decode()
     assert value(text, 'singlebeat_decisions_total{decision="paused",kind="scheduled"}') == 1

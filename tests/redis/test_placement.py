@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import time
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery.beat import Service
-from celery.schedules import crontab, schedule
+from celery.schedules import BaseSchedule, crontab, schedule
 
 from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat import late_places as placement
 from singlebeat.beat.late_places import late_places
+from tests.redis.bench import Bench
 from tests.support import APP
 from tests.system.apps import make_app
 
@@ -24,44 +25,33 @@ WEEK, HOUR = timedelta(days=7), timedelta(hours=1)
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 
-@pytest.fixture
-def put(app, redis):
+def put(bench: Bench, name: str = "e", when: BaseSchedule | None = None, *, place: float | None = None, **fields: Any):
     """Store an entry, by default with a run a minute ago and an hour between runs, at a place."""
-
-    def make(name: str = "e", when=None, *, place: float | None = None, **fields: object) -> Entry:
-        last = datetime.now(UTC) - timedelta(minutes=1)
-        fields = {"last_run_at": last, "total_run_count": 1, "args": [name], **fields}
-        entry = Entry(name, f"{APP}.plain", when or schedule(3600), app=app, **fields).save()
-        if place is not None:
-            redis.zadd(SCHEDULE, {entry.key: place})
-        return entry
-
-    return make
+    fields = {"total_run_count": 1, **fields}
+    entry = bench.put(name, every=when or HOUR, ago=timedelta(minutes=1), **fields)
+    if place is not None:
+        bench.redis.zadd(SCHEDULE, {entry.key: place})
+    return entry
 
 
 def late(app) -> dict[str, str]:
     return {name: str(place) for name, place in late_places(app, Schedule(app).list())}
 
 
-def findings(cli, about: str) -> list[tuple[str, str]]:
-    rows = json.loads(cli("doctor", "--json", code=None).stdout)
-    return [(row["level"], row["text"]) for row in rows if row["about"] == about]
-
-
 @pytest.mark.parametrize("overdue", [False, True])
-def test_every_tool_names_a_place_that_is_a_week_too_late(app, redis, put, cli, beat, overdue):
-    put(last_run_at=datetime.now(UTC) - (2 if overdue else 0.5) * HOUR)
-    beat.tick()
-    due_at = redis.zscore(SCHEDULE, "redbeat:e")
+def test_every_tool_names_a_place_that_is_a_week_too_late(app, bench, redis, findings, cli, overdue):
+    put(bench, last_run_at=datetime.now(UTC) - (2 if overdue else 0.5) * HOUR)
+    bench.tick()
+    due_at = bench.score()
     at = datetime.fromtimestamp(time.time() // 1, UTC) + WEEK
     redis.zadd(SCHEDULE, {"redbeat:e": at.timestamp()})
     time_of = f"{datetime.fromtimestamp(due_at, UTC):%Y-%m-%d %H:%M:%SZ}"
     why = f"ts place in {SCHEDULE} is {at:%Y-%m-%d %H:%M:%SZ}, later than its time, {time_of}: it does not run before "
     advice = f"to let beat correct it: ZADD {SCHEDULE} 0 redbeat:e"
 
-    beat.tick()
+    bench.tick()
 
-    assert redis.zscore(SCHEDULE, "redbeat:e") == at.timestamp(), "no beat sees it"
+    assert bench.score() == at.timestamp(), "no beat sees it"
     listed, shown, explained = cli("list").output, cli("show", "e").output, cli("explain", "e").output
     assert f"e: i{why}" in listed
     assert "late place" in listed
@@ -73,62 +63,57 @@ def test_every_tool_names_a_place_that_is_a_week_too_late(app, redis, put, cli, 
     data = json.loads(cli("list", "--json").stdout)
     assert data["late_place"] == ["e"]
     assert [row["state"] for row in data["entries"] if row["name"] == "e"] == ["late place"]
-    ((level, text),) = findings(cli, "entry e")
+    ((level, text),) = findings("entry e")
     assert (level, why in text) == ("problem", True)
 
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    beat.tick()
-    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(due_at)
+    bench.tick()
+    assert bench.score() == pytest.approx(due_at)
     assert late(app) == {}
     assert "late place" not in cli("list").output
 
 
-def test_tools_name_a_place_in_milliseconds_while_no_beat_runs(app, put, cli):
-    put(place=(time.time() + 3600) * 1000)
-    put("new", place=(time.time() + 3600) * 1000, last_run_at=None, total_run_count=0, run_on_start=True)
+def test_tools_name_a_place_in_milliseconds_while_no_beat_runs(app, bench, findings, cli):
+    put(bench, place=(time.time() + 3600) * 1000)
+    put(bench, "new", place=(time.time() + 3600) * 1000, last_run_at=None, total_run_count=0, run_on_start=True)
     why = "which is no time in seconds since 1970 (is it in milliseconds?): it never runs"
 
     for name in ("e", "new"):
         assert why in cli("explain", name).output
-        assert [why in text for _, text in findings(cli, f"entry {name}")] == [True]
+        assert [why in text for _, text in findings(f"entry {name}")] == [True]
     listed = cli("list").output
     assert (listed.count(why), listed.count("never")) == (2, 5)  # NEXT, LAST of the new one, and the sentences
 
 
 @pytest.mark.parametrize("place", [1.8e12, float("inf")])
-def test_beat_corrects_a_place_that_is_no_time(app, redis, put, beat, caplog, place):
-    put()
-    put("other")
-    beat.tick()
-    right = redis.zscore(SCHEDULE, "redbeat:e")
+def test_beat_corrects_a_place_that_is_no_time(app, bench, logged, redis, place):
+    put(bench)
+    put(bench, "other")
+    bench.tick()
+    right = bench.score()
     redis.zadd(SCHEDULE, {"redbeat:e": place})
 
-    now, term = beat.server_time.now(), beat.lease.acquire()
-    beat._tick(now + timedelta(seconds=11), term)
+    bench.tick(at=bench.schedulers[0].server_time.now() + timedelta(seconds=11))
 
-    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(right)
-    (told,) = [
-        record.singlebeat
-        for record in caplog.records
-        if getattr(record, "singlebeat", {}).get("event") == "place_corrected"
-    ]
+    assert bench.score() == pytest.approx(right)
+    (told,) = logged("place_corrected")
     assert (told["entry"], told["place"], "seconds since 1970" in told["reason"]) == ("e", place, True)
 
 
-def test_every_tool_names_a_parked_entry_that_may_run_again(app, redis, put, cli, beat):
-    put("counted", max_runs=1)
-    put("once", clocked(datetime.now(UTC) - HOUR), total_run_count=1)
-    put("done", max_runs=1)
-    put("tick 7", last_run_at=datetime.now(UTC) - 2 * HOUR)
+def test_every_tool_names_a_parked_entry_that_may_run_again(app, bench, redis, findings, cli):
+    put(bench, "counted", max_runs=1)
+    put(bench, "once", clocked(datetime.now(UTC) - HOUR), total_run_count=1)
+    put(bench, "done", max_runs=1)
+    put(bench, "tick 7", last_run_at=datetime.now(UTC) - 2 * HOUR)
     redis.zadd(SCHEDULE, {"redbeat:counted": 0, "redbeat:once": 0, "redbeat:done": 0, "redbeat:tick 7": "-inf"})
-    beat.tick()
+    bench.tick()
     assert redis.zmscore(SCHEDULE, [f"redbeat:{name}" for name in ("counted", "once", "done")]) == [-1] * 3
     assert {*late(app)} == {"tick 7"}
     redis.hset("redbeat:counted", "policy", '{"max_runs": 100}')
     interval = {"task": f"{APP}.plain", "schedule": {"__type__": "interval", "every": 60}}
     redis.hset("redbeat:once", "definition", json.dumps(interval))
 
-    beat.tick()
+    bench.tick()
 
     assert {*late(app)} == {"tick 7", "once", "counted"}
     never = "which means never, although its next time is "
@@ -143,61 +128,61 @@ def test_every_tool_names_a_parked_entry_that_may_run_again(app, redis, put, cli
         assert f"I{why}" in explained
         assert "due now" not in explained
         assert [advice + member in text for text in (listed, shown, explained)] == [True] * 3
-        ((level, text),) = findings(cli, f"entry {name}")
+        ((level, text),) = findings(f"entry {name}")
         assert (level, why in text) == ("problem", True)
     assert {*json.loads(cli("list", "--json").stdout)["late_place"]} == {"counted", "once", "tick 7"}
     assert "It is finished: it never runs again." in cli("explain", "done").output
-    assert findings(cli, "entry done") == []
+    assert findings("entry done") == []
     redis.hset("redbeat:once", "policy", '{"paused": true}')
     redis.hset("redbeat:counted", "definition", json.dumps({**interval, "enabled": False}))
     redis.hset("redbeat::quarantine", "redbeat:tick 7", json.dumps({"reason": "no task", "since": "today"}))
     assert late(app) == {}
 
 
-def test_places_that_beat_has_given_are_never_late(app, redis, put, beat):
+def test_places_that_beat_has_given_are_never_late(app, bench, redis):
     now = datetime.now(UTC)
     zone = ZoneInfo("Pacific/Auckland")
-    put("overdue", last_run_at=now - 5 * HOUR)
-    put("never ran", run_on_start=True, last_run_at=None, total_run_count=0)
-    put("jitter", jitter=3000)
-    put("jitter late", jitter=3000, last_run_at=now - 5 * HOUR)
-    put("starts", start_time=now + WEEK)
-    put("starts new", start_time=now + WEEK, run_on_start=True, last_run_at=None, total_run_count=0)
-    put("ends", end_time=now + HOUR / 2)
-    put("ends late", end_time=now + 3 * HOUR, last_run_at=now - 5 * HOUR)
-    put("finished", max_runs=1)
-    put("last", max_runs=2, last_run_at=now - 5 * HOUR)
-    put("paused", paused=True, last_run_at=now - 5 * HOUR)
-    put("disabled", enabled=False, last_run_at=now - 5 * HOUR)
-    put("cron", crontab(hour=4, minute=30), last_run_at=now - 30 * HOUR)
-    put("cron there", crontab(hour=4, minute=30), timezone=zone, last_run_at=now - 30 * HOUR)
-    put("once", clocked(now + WEEK), total_run_count=0)
-    put("missed", misfire_grace_time=1, last_run_at=now - 5 * HOUR)
-    put("skipped", overlap="skip", last_run_at=now - 5 * HOUR)
+    put(bench, "overdue", last_run_at=now - 5 * HOUR)
+    put(bench, "never ran", run_on_start=True, last_run_at=None, total_run_count=0)
+    put(bench, "jitter", jitter=3000)
+    put(bench, "jitter late", jitter=3000, last_run_at=now - 5 * HOUR)
+    put(bench, "starts", start_time=now + WEEK)
+    put(bench, "starts new", start_time=now + WEEK, run_on_start=True, last_run_at=None, total_run_count=0)
+    put(bench, "ends", end_time=now + HOUR / 2)
+    put(bench, "ends late", end_time=now + 3 * HOUR, last_run_at=now - 5 * HOUR)
+    put(bench, "finished", max_runs=1)
+    put(bench, "last", max_runs=2, last_run_at=now - 5 * HOUR)
+    put(bench, "paused", paused=True, last_run_at=now - 5 * HOUR)
+    put(bench, "disabled", enabled=False, last_run_at=now - 5 * HOUR)
+    put(bench, "cron", crontab(hour=4, minute=30), last_run_at=now - 30 * HOUR)
+    put(bench, "cron there", crontab(hour=4, minute=30), timezone=zone, last_run_at=now - 30 * HOUR)
+    put(bench, "once", clocked(now + WEEK), total_run_count=0)
+    put(bench, "missed", misfire_grace_time=1, last_run_at=now - 5 * HOUR)
+    put(bench, "skipped", overlap="skip", last_run_at=now - 5 * HOUR)
     Schedule(app).upsert("upserted", f"{APP}.plain", crontab(0, 0, 1, 1, 1))
 
     assert late(app) == {}
     for _ in range(3):
-        beat.tick()
+        bench.tick()
         assert late(app) == {}
     assert min(redis.zmscore(SCHEDULE, ["redbeat:once", "redbeat:starts new"])) > (now + WEEK).timestamp() - 1
 
 
 @pytest.mark.parametrize("hours", [2, 48])
-def test_entries_whose_clock_was_set_back_have_no_late_places(app, put, beat, hours):
-    put(last_run_at=datetime.now(UTC) - 5 * HOUR)
-    beat._tick(datetime.now(UTC) + hours * HOUR, beat.lease.acquire())
+def test_entries_whose_clock_was_set_back_have_no_late_places(app, bench, hours):
+    put(bench, last_run_at=datetime.now(UTC) - 5 * HOUR)
+    bench.tick(at=datetime.now(UTC) + hours * HOUR)
 
-    beat.tick()
+    bench.tick()
 
     assert late(app) == {}
 
 
-def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, put, beat, redis):
+def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, bench, redis):
     """A beat of RedBeat may have written it by a clock that was ahead; one of ours corrects it when it looks."""
     ahead = datetime.now(UTC) + WEEK
-    put(last_run_at=ahead, place=(ahead + HOUR).timestamp())
-    put("soon", last_run_at=datetime.now(UTC) + 2 * HOUR, place=time.time() + 3 * 3600)
+    put(bench, last_run_at=ahead, place=(ahead + HOUR).timestamp())
+    put(bench, "soon", last_run_at=datetime.now(UTC) + 2 * HOUR, place=time.time() + 3 * 3600)
 
     assert {*late(app)} == {"e", "soon"}
     assert f"it counts from {ahead:%Y-%m-%d %H:%M:%SZ}, which is yet to come" in late(app)["e"]
@@ -206,15 +191,15 @@ def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, put, beat, re
     assert "the entry waits until then" in late(app)["soon"]
     redis.zrem(SCHEDULE, "redbeat:soon")
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    beat.tick()
+    bench.tick()
 
     assert late(app) == {}
-    assert redis.zscore(SCHEDULE, "redbeat:e") < time.time() + 3601
+    assert bench.score() < time.time() + 3601
 
 
 @pytest.mark.parametrize("later", [HOUR / 2, HOUR])
-def test_a_first_run_that_another_program_puts_off_is_no_problem(put, cli, redis, later):
-    put(last_run_at=None, total_run_count=0, run_on_start=True)
+def test_a_first_run_that_another_program_puts_off_is_no_problem(bench, findings, cli, redis, later):
+    put(bench, last_run_at=None, total_run_count=0, run_on_start=True)
     at = datetime.fromtimestamp(time.time() // 1, UTC) + later
     redis.zadd(SCHEDULE, {"redbeat:e": at.timestamp()})
     why = f"It has never run, and by its place in {SCHEDULE} it does not run before {at:%Y-%m-%d %H:%M:%SZ}"
@@ -225,21 +210,21 @@ def test_a_first_run_that_another_program_puts_off_is_no_problem(put, cli, redis
     (row,) = json.loads(cli("list", "--json").stdout)["entries"]
     assert (row["state"], row["next"]) == ("active", at.isoformat())
     assert "place" not in cli("list").output
-    assert findings(cli, "entry e") == []
+    assert findings("entry e") == []
 
 
-def test_a_first_run_put_off_for_more_than_an_interval_is_a_warning(put, cli, redis):
+def test_a_first_run_put_off_for_more_than_an_interval_is_a_warning(bench, findings, cli, redis):
     """A program may want that. It may also have made a mistake, and the entry does not run for so long."""
     new = {"last_run_at": None, "total_run_count": 0, "run_on_start": True}
     at = datetime.fromtimestamp(time.time() // 1, UTC) + WEEK
-    put("interval", place=at.timestamp(), **new)
-    put("cron", crontab(minute="*"), place=at.timestamp(), **new)
-    put("ends", place=at.timestamp(), end_time=datetime.now(UTC) + HOUR / 2, **new)
+    put(bench, "interval", place=at.timestamp(), **new)
+    put(bench, "cron", crontab(minute="*"), place=at.timestamp(), **new)
+    put(bench, "ends", place=at.timestamp(), end_time=datetime.now(UTC) + HOUR / 2, **new)
     why = f"t has never run, and by its place in {SCHEDULE} it does not run before {at:%Y-%m-%d %H:%M:%SZ}, a"
 
     listed = cli("list").output
     for name in ("interval", "cron", "ends"):
-        ((level, text),) = findings(cli, f"entry {name}")
+        ((level, text),) = findings(f"entry {name}")
         assert (level, f"i{why}" in text) == ("warning", True)
         assert f"{name}: i{why}" in listed
         assert f"warning             i{why}" in cli("show", name).output
@@ -248,25 +233,25 @@ def test_a_first_run_put_off_for_more_than_an_interval_is_a_warning(put, cli, re
     assert {*json.loads(cli("list", "--json").stdout)["late_place"]} == {"interval", "cron", "ends"}
 
 
-def test_every_tool_names_a_clocked_entry_whose_place_is_too_late(put, cli, redis):
+def test_every_tool_names_a_clocked_entry_whose_place_is_too_late(bench, findings, cli, redis):
     """It has never run, but its only time is known: beat would run it too late, or miss it."""
     instant = datetime.fromtimestamp(time.time() // 1, UTC) + HOUR
-    entry = put(when=clocked(instant), last_run_at=None, total_run_count=0, place=(instant + HOUR).timestamp())
+    entry = put(bench, when=clocked(instant), last_run_at=None, total_run_count=0, place=(instant + HOUR).timestamp())
     redis.hdel(entry.key, "meta", "since")
     why = (
         f"ts place in {SCHEDULE} is {instant + HOUR:%Y-%m-%d %H:%M:%SZ}, later than its time, "
         f"{instant:%Y-%m-%d %H:%M:%SZ}: it does not run before its place"
     )
 
-    ((level, text),) = findings(cli, "entry e")
+    ((level, text),) = findings("entry e")
     assert (level, f"i{why}" in text) == ("problem", True)
     assert f"e: i{why}" in cli("list").output
     assert f"problem             i{why}" in cli("show", "e").output
     assert f"I{why}" in cli("explain", "e").output
 
 
-def test_the_advice_for_a_place_under_a_bare_name_names_that_member(app, put, redis, beat):
-    put()
+def test_the_advice_for_a_place_under_a_bare_name_names_that_member(app, bench, redis):
+    put(bench)
     redis.zrem(SCHEDULE, "redbeat:e")
     redis.zadd(SCHEDULE, {"e": -5})
 
@@ -276,23 +261,23 @@ def test_the_advice_for_a_place_under_a_bare_name_names_that_member(app, put, re
     assert late(app)["e"].endswith(f"ZADD {SCHEDULE} 0 redbeat:e")
 
 
-def test_no_occurrence_of_an_entry_with_two_places_stays_pending(app, put, redis, beat):
-    put(last_run_at=datetime.now(UTC) - 2 * HOUR, overlap="allow_all")
+def test_no_occurrence_of_an_entry_with_two_places_stays_pending(app, bench, redis):
+    put(bench, last_run_at=datetime.now(UTC) - 2 * HOUR, overlap="allow_all")
     redis.zadd(SCHEDULE, {"redbeat:e": 0, "e": 0})
 
-    beat.tick()
-    beat.tick()
+    bench.tick()
+    bench.tick()
 
     assert (redis.zcard("redbeat::pending"), redis.llen("celery")) == (0, 1)
     places = redis.zmscore(SCHEDULE, ["redbeat:e", "e"])
     assert places[0] == places[1] > time.time()
 
 
-def test_an_entry_that_beat_moves_on_while_it_is_read_has_no_late_place(app, put, redis, beat, monkeypatch):
-    put(last_run_at=datetime.now(UTC) - 2 * HOUR)
+def test_an_entry_that_beat_moves_on_while_it_is_read_has_no_late_place(app, bench, redis, monkeypatch):
+    put(bench, last_run_at=datetime.now(UTC) - 2 * HOUR)
     read_before = [*Schedule(app).list()]
-    beat.tick()
-    assert redis.zscore(SCHEDULE, "redbeat:e") > time.time() + 5
+    bench.tick()
+    assert bench.score() > time.time() + 5
 
     assert [*late_places(app, read_before)] == []
 
@@ -308,24 +293,21 @@ def test_an_entry_that_beat_moves_on_while_it_is_read_has_no_late_place(app, put
     assert late(app) == {}
 
 
-def test_places_are_compared_by_the_zone_of_the_last_leader(server, redis):
+def test_places_are_compared_by_the_zone_of_the_last_leader(server, redis, bench_on):
     """What comes within the hour in Lisbon comes in the early morning in Tokyo, many hours later."""
     here, last = datetime.now(ZoneInfo("Europe/Lisbon")), datetime.now(UTC) - timedelta(minutes=1)
     when = crontab(minute=(here.minute + 30) % 60, hour=(here + HOUR / 2).hour)
-    with make_app(server.celery_url, {"timezone": "Asia/Tokyo", "singlebeat_watchdog_timeout": None}) as tokyo:
-        Entry("e", f"{APP}.plain", when, args=["e"], last_run_at=last, app=tokyo).save()
-        beat = Service(tokyo, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-        beat.tick()
-        beat.close()
-    assert redis.zscore(SCHEDULE, "redbeat:e") > time.time() + 7200
+    bench = bench_on(server, timezone="Asia/Tokyo")
+    bench.put(every=when, last_run_at=last)
+    bench.tick()
+    assert bench.score() > time.time() + 7200
 
-    with make_app(server.celery_url, {"timezone": "Europe/Lisbon"}) as lisbon:
-        assert late(lisbon) == {}
+    assert late(bench.new_app(timezone="Europe/Lisbon")) == {}
 
 
-def test_the_doctor_names_ten_late_places_and_says_that_there_are_more(put, cli, redis):
+def test_the_doctor_names_ten_late_places_and_says_that_there_are_more(bench, cli):
     for number in range(12):
-        put(f"e{number}", place=time.time() + 10**6)
+        put(bench, f"e{number}", place=time.time() + 10**6)
 
     text = cli("doctor", code=1).output
 
@@ -333,9 +315,9 @@ def test_the_doctor_names_ten_late_places_and_says_that_there_are_more(put, cli,
     assert "problem  entries: more than these 10 have places that are later than their times" in text
 
 
-def test_the_places_of_a_batch_are_read_in_one_round_trip(app, put, redis):
+def test_the_places_of_a_batch_are_read_in_one_round_trip(app, bench, redis):
     for number in range(30):
-        put(f"e{number}")
+        put(bench, f"e{number}")
 
     def calls() -> int:
         return redis.info("commandstats").get("cmdstat_zmscore", {"calls": 0})["calls"]
@@ -347,20 +329,20 @@ def test_the_places_of_a_batch_are_read_in_one_round_trip(app, put, redis):
 
 
 @pytest.mark.parametrize("name", [":schedule", ":lock", ":leader"])
-def test_a_place_of_a_key_of_the_schedule_itself_is_named_with_its_removal(redis, beat, cli, name):
+def test_a_place_of_a_key_of_the_schedule_itself_is_named_with_its_removal(bench, redis, findings, cli, name):
     member = f"redbeat:{name}"
     redis.zadd(SCHEDULE, {member: 0})
-    beat.tick()
+    bench.tick()
     removal = f"remove its place with ZREM {SCHEDULE} {member}"
 
     explained = cli("explain", name).output
     assert removal in explained
     assert "celery singlebeat delete" not in explained
-    assert [removal in text for _, text in findings(cli, f"entry {name}")] == [True]
+    assert [removal in text for _, text in findings(f"entry {name}")] == [True]
 
     redis.zrem(SCHEDULE, member)
-    beat.tick()
-    assert findings(cli, f"entry {name}") == []
+    bench.tick()
+    assert findings(f"entry {name}") == []
 
 
 def test_an_entry_of_another_app_lacks_no_place(app, redis, cli):

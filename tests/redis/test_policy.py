@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery import Celery
-from celery.beat import Service
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab
 from celery.signals import after_task_publish
 from redbeat.schedules import rrule
-from redis import Redis
 
-from singlebeat import Entry, Schedule, Singleton, clocked
-from singlebeat.beat.entries.entry import PARKED, Meta
+from singlebeat import Singleton, clocked
+from singlebeat.beat.entries.entry import PARKED
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
-from singlebeat.beat.scheduler import Scheduler
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ref
-from tests.support import RedisServer
-from tests.system.apps import make_app
+from tests.support import connected
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 SCHEDULE, HISTORY, QUARANTINE = "redbeat::schedule", "redbeat::history", "redbeat::quarantine"
@@ -33,339 +26,287 @@ PENDING = "redbeat::pending"
 SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
 
 
-class Desk:
-    """An app with its schedule, a scheduler that ticks when it is told to, and a look at what was sent."""
-
-    def __init__(self, app: Celery, redis: Redis) -> None:
-        self.app, self.redis = app, redis
-        self.schedule = Schedule(app)
-        self.scheduler: Scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-
-    def put(self, *, task: str = PLAIN, every: Any = HOUR, ago: timedelta | None = 1.5 * HOUR, **more: Any) -> Entry:
-        """Store the entry ``e``: by default its next time was half an hour ago."""
-        every = schedule(every) if isinstance(every, timedelta) else every
-        last = None if ago is None else datetime.now(UTC) - ago
-        more = {"last_run_at": last, "total_run_count": 0 if ago is None else 7, "args": ["e"], **more}
-        return Entry("e", task, every, app=self.app, **more).save()
-
-    def tick(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.scheduler.tick()
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The headers of all messages in the queue, the first one first."""
-        return [json.loads(text)["headers"] for text in self.redis.lrange("celery", 0, -1)[::-1]]
-
-    @property
-    def decisions(self) -> list[str]:
-        return [record["decision"] for _, record in self.redis.xrange(HISTORY)]
-
-    @property
-    def score(self) -> float:
-        return self.redis.zscore(SCHEDULE, "redbeat:e")
-
-    @property
-    def meta(self) -> Meta:
-        return Meta.decode(self.redis.hget("redbeat:e", "meta"))
-
-    def nominal(self, message: dict[str, Any]) -> datetime:
-        return datetime.fromisoformat(message["singlebeat"]["nominal"])
-
-
-@pytest.fixture
-def desk(server: RedisServer, redis: Redis) -> Iterator[Desk]:
-    with make_app(server.celery_url, {"singlebeat_watchdog_timeout": None}) as app:
-        desk = Desk(app, redis)
-        yield desk
-        desk.scheduler.close()
-
-
 # ---------------------------------------------------------------- when
 
 
-def test_timezone_is_the_wall_clock_of_the_entry(desk):
+def test_timezone_is_the_wall_clock_of_the_entry(bench):
     tokyo = datetime.now(ZoneInfo("Asia/Tokyo")).replace(minute=0, second=0, microsecond=0)
-    desk.put(every=crontab(minute=0, hour=tokyo.hour), ago=3 * HOUR)
-    desk.tick()
-    assert desk.messages == []  # on the app's clock, which is UTC, that hour is far
+    bench.put(every=crontab(minute=0, hour=tokyo.hour), ago=3 * HOUR)
+    bench.tick()
+    assert bench.messages == []  # on the app's clock, which is UTC, that hour is far
 
-    entry = desk.schedule.get("e")
-    desk.schedule.upsert("e", PLAIN, entry.schedule, args=["e"], timezone="Asia/Tokyo")
-    desk.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 3 * HOUR, 7).encode())
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
+    entry = bench.schedule.get("e")
+    bench.schedule.upsert("e", PLAIN, entry.schedule, args=["e"], timezone="Asia/Tokyo")
+    bench.make_due(ago=3 * HOUR)
+    bench.tick()
 
-    assert [desk.nominal(message) for message in desk.messages] == [tokyo]
-    assert datetime.fromtimestamp(desk.score, UTC) == tokyo + timedelta(days=1)
+    assert [message.nominal for message in bench.messages] == [tokyo]
+    assert datetime.fromtimestamp(bench.score(), UTC) == tokyo + timedelta(days=1)
 
 
-def test_start_time_keeps_a_new_entry_waiting(desk):
+def test_start_time_keeps_a_new_entry_waiting(bench):
     start = datetime.now(UTC) + HOUR
-    desk.put(ago=None, start_time=start)
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
+    bench.put(ago=None, start_time=start)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick()
 
-    assert desk.messages == []
-    assert desk.score == start.timestamp()
+    assert bench.messages == []
+    assert bench.score() == start.timestamp()
 
 
-def test_an_interval_begins_at_its_start_time(desk):
+def test_an_interval_begins_at_its_start_time(bench):
     start = (datetime.now(UTC) - timedelta(minutes=30)).replace(microsecond=0)
-    desk.put(ago=3 * HOUR, start_time=start)
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick(2)
+    bench.put(ago=3 * HOUR, start_time=start)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick(2)
 
-    assert [desk.nominal(message) for message in desk.messages] == [start]
-    assert desk.score == (start + HOUR).timestamp()
-
-
-def test_end_time_ends_the_entry_which_is_kept(desk):
-    desk.put(end_time=datetime.now(UTC) + HOUR / 4)
-    desk.tick(2)
-
-    assert desk.decisions == ["dispatched"]
-    assert desk.score == PARKED
-    assert desk.redis.exists("redbeat:e")
+    assert [message.nominal for message in bench.messages] == [start]
+    assert bench.score() == (start + HOUR).timestamp()
 
 
-def test_a_run_after_the_end_time_is_not_sent(desk):
-    desk.put(end_time=datetime.now(UTC) - HOUR)
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
+def test_end_time_ends_the_entry_which_is_kept(bench):
+    bench.put(end_time=datetime.now(UTC) + HOUR / 4)
+    bench.tick(2)
 
-    assert (desk.messages, desk.decisions, desk.score) == ([], [], PARKED)
+    assert bench.decisions == ["dispatched"]
+    assert bench.score() == PARKED
+    assert bench.redis.exists("redbeat:e")
 
 
-def test_no_catch_up_runs_after_the_end_time(desk):
-    desk.put(end_time=datetime.now(UTC) - HOUR / 4)  # after its time, which is half an hour ago
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
+def test_a_run_after_the_end_time_is_not_sent(bench):
+    bench.put(end_time=datetime.now(UTC) - HOUR)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick()
 
-    assert (desk.messages, desk.decisions, desk.score) == ([], ["missed"], PARKED)
-    ((_, record),) = desk.redis.xrange(HISTORY)
+    assert (bench.messages, bench.decisions, bench.score()) == ([], [], PARKED)
+
+
+def test_no_catch_up_runs_after_the_end_time(bench):
+    bench.put(end_time=datetime.now(UTC) - HOUR / 4)  # after its time, which is half an hour ago
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick()
+
+    assert (bench.messages, bench.decisions, bench.score()) == ([], ["missed"], PARKED)
+    (record,) = bench.history
     assert "its end_time was" in record["reason"]
-    assert desk.meta.total_run_count == 7
+    assert bench.meta().total_run_count == 7
 
 
-def test_a_run_for_the_end_time_itself_is_not_late_for_that(desk):
-    desk.put(ago=HOUR + SECOND, end_time=datetime.now(UTC) - SECOND / 2)
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
+def test_a_run_for_the_end_time_itself_is_not_late_for_that(bench):
+    bench.put(ago=HOUR + SECOND, end_time=datetime.now(UTC) - SECOND / 2)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick()
 
-    assert desk.decisions == ["dispatched"]
+    assert bench.decisions == ["dispatched"]
 
 
-def test_a_retry_after_the_end_time_is_missed_and_a_trigger_runs(desk):
-    desk.put()
-    (stored,) = desk.scheduler.store.due(datetime.now(UTC), all_pending=False).entries
+def test_a_retry_after_the_end_time_is_missed_and_a_trigger_runs(bench):
+    bench.put()
+    (stored,) = bench.scheduler().store.due(datetime.now(UTC), all_pending=False).entries
     pending = Occurrence.of("redbeat:", "e", stored.meta.last_run_at + HOUR)
-    desk.redis.hset("redbeat:e", "pending", pending.encode())
-    desk.redis.hset("redbeat:e", "policy", EntryPolicy(end_time=datetime.now(UTC) - HOUR / 4).encode())
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": PARKED})
-    desk.redis.zadd(PENDING, {"redbeat:e": 0})
-    desk.tick()
-    assert (desk.messages, desk.decisions) == ([], ["missed"])
+    bench.redis.hset("redbeat:e", "pending", pending.encode())
+    bench.redis.hset("redbeat:e", "policy", EntryPolicy(end_time=datetime.now(UTC) - HOUR / 4).encode())
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": PARKED})
+    bench.redis.zadd(PENDING, {"redbeat:e": 0})
+    bench.tick()
+    assert (bench.messages, bench.decisions) == ([], ["missed"])
 
-    desk.schedule.trigger("e")
-    desk.tick()
-    assert desk.decisions == ["missed", "dispatched"]
+    bench.schedule.trigger("e")
+    bench.tick()
+    assert bench.decisions == ["missed", "dispatched"]
 
 
-def test_max_runs_counts_sent_runs(desk):
-    desk.put(max_runs=8, task=SINGLE)
-    backend = backend_of(desk.app)
-    desk.schedule.trigger("e")
-    desk.tick()  # the triggered one is not counted, and keeps the next one from running
-    assert desk.decisions == ["dispatched"]
-    desk.tick()
-    assert desk.decisions == ["dispatched", "skipped_overlap"]
-    assert desk.meta.total_run_count == 7
+def test_max_runs_counts_sent_runs(bench):
+    bench.put(max_runs=8, task=SINGLE)
+    backend = backend_of(bench.app)
+    bench.schedule.trigger("e")
+    bench.tick()  # the triggered one is not counted, and keeps the next one from running
+    assert bench.decisions == ["dispatched"]
+    bench.tick()
+    assert bench.decisions == ["dispatched", "skipped_overlap"]
+    assert bench.meta().total_run_count == 7
 
     backend.clear("SINGLETONLOCK_")
-    desk.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
-    assert desk.decisions == ["dispatched", "skipped_overlap", "dispatched"]
-    assert desk.meta.total_run_count == 8
+    bench.make_due()
+    bench.tick()
+    assert bench.decisions == ["dispatched", "skipped_overlap", "dispatched"]
+    assert bench.meta().total_run_count == 8
 
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
-    assert len(desk.decisions) == 3
-    assert desk.score == PARKED
-
-
-def test_a_finished_entry_goes_on_when_it_may_run_more_often(desk):
-    desk.put(max_runs=7)
-    desk.tick()
-    assert (desk.decisions, desk.score) == ([], PARKED)
-
-    desk.schedule.upsert("e", PLAIN, HOUR, args=["e"], max_runs=8)
-    desk.tick()
-
-    assert desk.score != PARKED
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick()
+    assert len(bench.decisions) == 3
+    assert bench.score() == PARKED
 
 
-def test_run_on_start_runs_a_new_entry_at_once_and_never_again(desk):
+def test_a_finished_entry_goes_on_when_it_may_run_more_often(bench):
+    bench.put(max_runs=7)
+    bench.tick()
+    assert (bench.decisions, bench.score()) == ([], PARKED)
+
+    bench.schedule.upsert("e", PLAIN, HOUR, args=["e"], max_runs=8)
+    bench.tick()
+
+    assert bench.score() != PARKED
+
+
+def test_run_on_start_runs_a_new_entry_at_once_and_never_again(bench):
     def save() -> None:
-        desk.schedule.upsert("e", PLAIN, 3600, args=["e"], run_on_start=True)
+        bench.schedule.upsert("e", PLAIN, 3600, args=["e"], run_on_start=True)
 
     save()
-    desk.tick()
-    assert desk.decisions == ["dispatched"]
+    bench.tick()
+    assert bench.decisions == ["dispatched"]
 
     save()
-    desk.schedule.upsert("e", PLAIN, 1800, args=["e"], run_on_start=True)
-    desk.tick()
-    assert desk.decisions == ["dispatched"]
+    bench.schedule.upsert("e", PLAIN, 1800, args=["e"], run_on_start=True)
+    bench.tick()
+    assert bench.decisions == ["dispatched"]
 
 
-def test_without_it_a_new_entry_waits_for_its_time(desk):
-    desk.schedule.upsert("e", PLAIN, 3600, args=["e"])
-    desk.tick()
+def test_without_it_a_new_entry_waits_for_its_time(bench):
+    bench.schedule.upsert("e", PLAIN, 3600, args=["e"])
+    bench.tick()
 
-    assert desk.decisions == []
+    assert bench.decisions == []
 
 
-def test_run_on_start_of_beat_schedule_is_no_run_of_every_start(server, redis):
+def test_run_on_start_of_beat_schedule_is_no_run_of_every_start(bench):
     entry = {"task": PLAIN, "schedule": 3600.0, "args": ["e"], "run_on_start": True}
-    conf = {"singlebeat_watchdog_timeout": None, "beat_schedule": {"e": entry}}
     for _ in range(3):
-        with make_app(server.celery_url, conf) as app:
-            desk = Desk(app, redis)
-            desk.tick(3)
-            desk.scheduler.close()
+        scheduler = bench.scheduler(beat_schedule={"e": entry})
+        bench.tick(3)
+        scheduler.close()
 
-    assert desk.decisions == ["dispatched"]
-
-
-def test_jitter_puts_the_run_off_and_leaves_its_nominal_time(desk):
-    entry = desk.put(jitter=600)
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.tick()
-    (message,) = desk.messages
-    upcoming = desk.nominal(message) + HOUR
-
-    assert abs(desk.nominal(message) - (entry.last_run_at + HOUR)) < timedelta(milliseconds=1)
-    assert upcoming.timestamp() <= desk.score < upcoming.timestamp() + 600
-    assert desk.score == pytest.approx(entry.timetable.due(entry.last_run_at + 2 * HOUR).timestamp())
+    assert bench.decisions == ["dispatched"]
 
 
-def test_a_run_delayed_by_jitter_is_not_sent_before(desk):
+def test_jitter_puts_the_run_off_and_leaves_its_nominal_time(bench):
+    entry = bench.put(jitter=600)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick()
+    (message,) = bench.messages
+    upcoming = message.nominal + HOUR
+
+    assert abs(message.nominal - (entry.last_run_at + HOUR)) < timedelta(milliseconds=1)
+    assert upcoming.timestamp() <= bench.score() < upcoming.timestamp() + 600
+    assert bench.score() == pytest.approx(entry.timetable.due(entry.last_run_at + 2 * HOUR).timestamp())
+
+
+def test_a_run_delayed_by_jitter_is_not_sent_before(bench):
     # Times that do not change: what is put off, and by how much, is a hash of them.
-    entry = desk.put(jitter=3599, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.scheduler._tick(entry.last_run_at + HOUR + SECOND, desk.scheduler.lease.acquire())
+    entry = bench.put(jitter=3599, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick(at=entry.last_run_at + HOUR + SECOND)
 
-    assert desk.messages == []
-    assert desk.score == entry.timetable.due(entry.last_run_at + HOUR).timestamp()
+    assert bench.messages == []
+    assert bench.score() == entry.timetable.due(entry.last_run_at + HOUR).timestamp()
 
 
 # ---------------------------------------------------------------- whether
 
 
 @pytest.mark.parametrize(("grace", "decision"), [(1790, "missed"), (1900, "dispatched")])
-def test_misfire_grace_time_bounds_the_lateness_of_a_run(desk, grace, decision):
-    desk.put(misfire_grace_time=grace)
-    desk.tick(2)
+def test_misfire_grace_time_bounds_the_lateness_of_a_run(bench, grace, decision):
+    bench.put(misfire_grace_time=grace)
+    bench.tick(2)
 
-    assert desk.decisions == [decision]
-    assert desk.meta.total_run_count == (8 if decision == "dispatched" else 7)
+    assert bench.decisions == [decision]
+    assert bench.meta().total_run_count == (8 if decision == "dispatched" else 7)
 
 
 @pytest.mark.parametrize(("grace", "decision"), [(-1, "missed"), (1, "dispatched")])
-def test_a_run_delayed_by_jitter_is_late_from_its_due_time(desk, grace, decision):
+def test_a_run_delayed_by_jitter_is_late_from_its_due_time(bench, grace, decision):
     # Times that do not change: what is put off, and by how much, is a hash of them.
-    entry = desk.put(jitter=1800, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
+    entry = bench.put(jitter=1800, last_run_at=datetime(2026, 3, 1, tzinfo=UTC))
     due = entry.timetable.due(entry.last_run_at + HOUR)
     now = entry.last_run_at + 2 * HOUR - SECOND
     late = (now - due).total_seconds()
     assert 600 < late < 3590
-    desk.redis.hset("redbeat:e", "policy", EntryPolicy(jitter=1800.0, misfire_grace_time=late + grace).encode())
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    desk.scheduler._tick(now, desk.scheduler.lease.acquire())
+    bench.redis.hset("redbeat:e", "policy", EntryPolicy(jitter=1800.0, misfire_grace_time=late + grace).encode())
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick(at=now)
 
-    assert desk.decisions == [decision]
+    assert bench.decisions == [decision]
 
 
-def test_paused_lets_its_times_pass_and_says_why(desk):
-    desk.put(paused=True, note="until Monday")
-    desk.tick(2)
-    ((_, record),) = desk.redis.xrange(HISTORY)
+def test_paused_lets_its_times_pass_and_says_why(bench):
+    bench.put(paused=True, note="until Monday")
+    bench.tick(2)
+    (record,) = bench.history
 
     assert (record["decision"], record["reason"]) == ("paused", "until Monday")
-    assert desk.messages == []
-    assert desk.meta.total_run_count == 7
-    assert desk.score > datetime.now(UTC).timestamp()
+    assert bench.messages == []
+    assert bench.meta().total_run_count == 7
+    assert bench.score() > datetime.now(UTC).timestamp()
 
-    desk.schedule.resume("e")
-    desk.tick(2)
-    assert desk.decisions == ["paused"]  # what has passed is not made up for
+    bench.schedule.resume("e")
+    bench.tick(2)
+    assert bench.decisions == ["paused"]  # what has passed is not made up for
 
 
-def test_of_many_missed_times_the_latest_runs_as_a_catch_up(desk):
-    entry = desk.put(ago=5.5 * HOUR)
-    desk.redis.zadd(SCHEDULE, {"redbeat:e": (entry.last_run_at + HOUR).timestamp()})
-    desk.tick(2)
-    (message,) = desk.messages
-    run = message["singlebeat"]
+def test_of_many_missed_times_the_latest_runs_as_a_catch_up(bench):
+    entry = bench.put(ago=5.5 * HOUR)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": (entry.last_run_at + HOUR).timestamp()})
+    bench.tick(2)
+    (message,) = bench.messages
+    run = message.run
 
     assert run["kind"] == "catch_up"
-    assert abs(desk.nominal(message) - (entry.last_run_at + 5 * HOUR)) < timedelta(milliseconds=1)
+    assert abs(message.nominal - (entry.last_run_at + 5 * HOUR)) < timedelta(milliseconds=1)
     assert abs(datetime.fromisoformat(run["previous"]) - entry.last_run_at) < timedelta(milliseconds=1)
-    assert run["occurrence"] == message["id"]
-    assert desk.score == pytest.approx((entry.last_run_at + 6 * HOUR).timestamp())
+    assert run["occurrence"] == message.id
+    assert bench.score() == pytest.approx((entry.last_run_at + 6 * HOUR).timestamp())
 
 
 @pytest.mark.parametrize("sent", ["sent", "no number", None])
-def test_previous_is_the_last_run_that_was_sent(desk, sent):
+def test_previous_is_the_last_run_that_was_sent(bench, sent):
     """A task that works on what is new since ``previous`` must not lose the times of skipped and paused runs."""
     at = datetime.now(UTC)
 
     def tick(decision: str) -> None:
         nonlocal at
         at += HOUR
-        desk.scheduler._tick(at, desk.scheduler.lease.acquire())
-        assert desk.decisions[-1] == decision
+        bench.tick(at=at)
+        assert bench.decisions[-1] == decision
 
-    entry = desk.put(task=SINGLE, ago=HOUR / 2)
+    entry = bench.put(task=SINGLE, ago=HOUR / 2)
     tick("dispatched")
-    (first,) = desk.messages
+    (first,) = bench.messages
     tick("skipped_overlap")
-    desk.schedule.pause("e")
+    bench.schedule.pause("e")
     tick("paused")
-    desk.redis.hdel("redbeat:e", "policy")
+    bench.redis.hdel("redbeat:e", "policy")
     if sent == "no number":
-        desk.redis.hset("redbeat:e", "sent", sent)
+        bench.redis.hset("redbeat:e", "sent", sent)
     if sent is None:  # as RedBeat stores an entry
-        desk.redis.hdel("redbeat:e", "sent")
-    backend_of(desk.app).clear("SINGLETONLOCK_")
-    last = desk.schedule.get("e").meta.last_run
-    listed = {each.name: each.meta.last_run for each in desk.schedule.list()}
+        bench.redis.hdel("redbeat:e", "sent")
+    backend_of(bench.app).clear("SINGLETONLOCK_")
+    last = bench.schedule.get("e").meta.last_run
+    listed = {each.name: each.meta.last_run for each in bench.schedule.list()}
     tick("dispatched")
 
-    expected = desk.nominal(first) if sent == "sent" else entry.last_run_at + 3 * HOUR
-    previous = datetime.fromisoformat(desk.messages[1]["singlebeat"]["previous"])
+    expected = first.nominal if sent == "sent" else entry.last_run_at + 3 * HOUR
+    previous = datetime.fromisoformat(bench.messages[1].run["previous"])
     assert [abs(each - expected) < SECOND / 100 for each in (previous, last, listed["e"])] == [True] * 3
 
 
-def test_a_run_on_time_is_scheduled(desk):
-    desk.put(ago=HOUR + SECOND)
-    desk.tick()
+def test_a_run_on_time_is_scheduled(bench):
+    bench.put(ago=HOUR + SECOND)
+    bench.tick()
 
-    assert [message["singlebeat"]["kind"] for message in desk.messages] == ["scheduled"]
+    assert [message.run["kind"] for message in bench.messages] == ["scheduled"]
 
 
 # ---------------------------------------------------------------- how
 
 
-def test_expires_counts_from_the_dispatch(desk):
-    desk.put(expires=30)
+def test_expires_counts_from_the_dispatch(bench):
+    bench.put(expires=30)
     before = datetime.now(UTC)
-    desk.tick()
-    (message,) = desk.messages
+    bench.tick()
+    (message,) = bench.messages
 
-    expires = datetime.fromisoformat(message["expires"])
+    expires = datetime.fromisoformat(message.headers["expires"])
     assert before + 30 * SECOND <= expires <= datetime.now(UTC) + 30 * SECOND
 
 
@@ -382,17 +323,16 @@ def test_expires_counts_from_the_dispatch(desk):
         ("terminate_other", "dispatched", 2),
     ],
 )
-def test_overlap_decides_about_calls_that_wait_in_the_queue(desk, task, overlap, later, waiting):
-    backend_of(desk.app).announce("w@h", ttl=60)
-    desk.put(task=task, **({"overlap": overlap} if overlap else {}))
+def test_overlap_decides_about_calls_that_wait_in_the_queue(bench, task, overlap, later, waiting):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put(task=task, **({"overlap": overlap} if overlap else {}))
     for _ in range(3):
-        desk.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
-        desk.redis.zadd(SCHEDULE, {"redbeat:e": 0})
-        desk.tick()
+        bench.make_due()
+        bench.tick()
 
-    tickets = [message.get("singlebeat_lock") or {} for message in desk.messages]
-    assert desk.decisions == ["dispatched", later, later]
-    assert len(desk.messages) == (1 if later == "skipped_overlap" else 3)
+    tickets = [message.headers.get(HEADER) or {} for message in bench.messages]
+    assert bench.decisions == ["dispatched", later, later]
+    assert len(bench.messages) == (1 if later == "skipped_overlap" else 3)
     assert sum(bool(ticket.get("waits")) for ticket in tickets) == waiting
 
 
@@ -415,108 +355,102 @@ def once(kind: str) -> Any:
         ("allow_all", {}, "dispatched"),
     ],
 )
-def test_a_one_off_waits_for_its_turn_unless_its_policy_says_otherwise(desk, kind, wish, options, decision):
-    @desk.app.task(name="own", base=Singleton, shared=False, **options)
+def test_a_one_off_waits_for_its_turn_unless_its_policy_says_otherwise(bench, kind, wish, options, decision):
+    @bench.app.task(name="own", base=Singleton, shared=False, **options)
     def own(name: str) -> None:
         pass
 
     own.delay("e")
-    desk.put(task="own", every=once(kind), **({"overlap": wish} if wish else {}))
-    desk.tick()
+    bench.scheduler(app=bench.app)
+    bench.put(task="own", every=once(kind), **({"overlap": wish} if wish else {}))
+    bench.tick()
 
-    assert desk.decisions == [decision]
-    assert len(desk.messages) == (1 if decision == "skipped_overlap" else 2)
-    waits = [message["singlebeat_lock"].get("waits", False) for message in desk.messages[1:]]
+    assert bench.decisions == [decision]
+    assert len(bench.messages) == (1 if decision == "skipped_overlap" else 2)
+    waits = [message.headers[HEADER].get("waits", False) for message in bench.messages[1:]]
     assert waits == ([] if decision == "skipped_overlap" else [wish != "allow_all"])
 
 
-def test_a_plain_task_that_comes_once_waits_for_the_run_that_was_triggered(desk):
-    backend_of(desk.app).announce("w@h", ttl=60)
-    desk.put(every=once("clocked"))
-    desk.schedule.trigger("e")
-    desk.tick(2)
+def test_a_plain_task_that_comes_once_waits_for_the_run_that_was_triggered(bench):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put(every=once("clocked"))
+    bench.schedule.trigger("e")
+    bench.tick(2)
 
-    assert desk.decisions == ["dispatched", "buffered"]
-    assert desk.messages[1]["singlebeat_lock"]["waits"]
+    assert bench.decisions == ["dispatched", "buffered"]
+    assert bench.messages[1].headers[HEADER]["waits"]
+
+
+def die(**_: Any) -> None:
+    raise SystemExit
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("overlap", ["buffer_one", "terminate_other"])
-def test_a_finished_run_is_dispatched_even_if_an_equal_call_runs_now(desk, task, overlap):
-    backend = backend_of(desk.app)
+def test_a_finished_run_is_dispatched_even_if_an_equal_call_runs_now(bench, task, overlap):
+    backend = backend_of(bench.app)
     backend.announce("w@h", ttl=60)
-    desk.put(task=task, overlap=overlap)
-    with dying_after_publish(), pytest.raises(SystemExit):
-        desk.tick()
-    (message,) = desk.messages
-    for task_id in (message["id"], "another"):
-        run = Ref(message[HEADER]["key"], task_id, nonce=f"run of {task_id}")
+    bench.put(task=task, overlap=overlap)
+    with connected(after_task_publish, die), pytest.raises(SystemExit):
+        bench.tick()
+    (message,) = bench.messages
+    for task_id in (message.id, "another"):
+        run = Ref(message.headers[HEADER]["key"], task_id, nonce=f"run of {task_id}")
         backend.begin(run, lease=60, remember_for=60, task=task, arguments="")
-        if task_id == message["id"]:
+        if task_id == message.id:
             backend.finish_many([run], remember_for=60, ran=True)
 
-    desk.redis.zadd(PENDING, {"redbeat:e": 0})
-    desk.tick()
+    bench.retry_now()
+    bench.tick()
 
-    assert desk.decisions == ["dispatched"]
-    assert [sent["id"] for sent in desk.messages] == [message["id"]]
-    assert desk.meta.total_run_count == 8
+    assert bench.decisions == ["dispatched"]
+    assert bench.ids == [message.id]
+    assert bench.meta().total_run_count == 8
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("overlap", ["skip", "buffer_all"])
-def test_a_lock_shows_the_arguments_of_an_entry_as_its_options_do(desk, task, overlap):
-    backend_of(desk.app).announce("w@h", ttl=60)
+def test_a_lock_shows_the_arguments_of_an_entry_as_its_options_do(bench, task, overlap):
+    backend_of(bench.app).announce("w@h", ttl=60)
     hidden = {"argsrepr": "('a name',)", "kwargsrepr": "{'seconds': '**'}"}
-    desk.put(task=task, overlap=overlap, args=["e"], kwargs={"seconds": 4929}, options=hidden)
+    bench.put(task=task, overlap=overlap, args=["e"], kwargs={"seconds": 4929}, options=hidden)
 
-    desk.tick()
+    bench.tick()
 
-    (lock,) = desk.redis.keys("SINGLETONLOCK_*")
-    assert desk.redis.hget(lock, "args") == "('a name',), {'seconds': '**'}"
-
-
-@contextmanager
-def dying_after_publish() -> Iterator[None]:
-    def die(**_: Any) -> None:
-        raise SystemExit
-
-    after_task_publish.connect(die, weak=False)
-    try:
-        yield
-    finally:
-        after_task_publish.disconnect(die)
+    (lock,) = bench.redis.keys("SINGLETONLOCK_*")
+    assert bench.redis.hget(lock, "args") == "('a name',), {'seconds': '**'}"
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE], ids=["plain", "Singleton"])
-def test_every_message_says_of_which_run_it_is(desk, task):
-    entry = desk.put(task=task, ago=HOUR + SECOND, options={"headers": {"mine": 1}})
-    desk.tick()
-    (message,) = desk.messages
+def test_every_message_says_of_which_run_it_is(bench, task):
+    entry = bench.put(task=task, ago=HOUR + SECOND, options={"headers": {"mine": 1}})
+    bench.tick()
+    (message,) = bench.messages
 
-    assert message["singlebeat"] == {
+    assert message.run == {
         "entry": "e",
-        "occurrence": message["id"],
+        "occurrence": message.id,
         "nominal": (entry.last_run_at + HOUR).isoformat(timespec="milliseconds"),
         "previous": entry.last_run_at.isoformat(timespec="milliseconds"),
         "kind": "scheduled",
     }
-    assert message["mine"] == 1
+    assert message.headers["mine"] == 1
 
 
 # ---------------------------------------------------------------- wrong ones
 
 
 @pytest.mark.parametrize(("lock", "overlap"), [("while_executing", "cancel_other"), ("until_executing", "buffer_all")])
-def test_an_overlap_that_contradicts_its_tasks_lock_is_recorded(desk, lock, overlap):
-    @desk.app.task(name="own", base=Singleton, lock=lock, shared=False)
+def test_an_overlap_that_contradicts_its_tasks_lock_is_recorded(bench, lock, overlap):
+    @bench.app.task(name="own", base=Singleton, lock=lock, shared=False)
     def own(name: str) -> None: ...
 
-    desk.put(task=own.name, overlap=overlap)
-    desk.tick()
+    bench.scheduler(app=bench.app)
+    bench.put(task=own.name, overlap=overlap)
+    bench.tick()
 
-    assert (desk.messages, desk.decisions) == ([], ["publish_failed"])
-    (_, record), *_ = desk.redis.xrange(HISTORY)
+    assert (bench.messages, bench.decisions) == ([], ["publish_failed"])
+    record, *_ = bench.history
     assert f"overlap={overlap} contradicts lock={lock}" in record["reason"]
 
 
@@ -535,16 +469,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("policy", "reason"), REFUSED, ids=[policy for policy, _ in REFUSED])
-def test_an_invalid_policy_quarantines_its_entry_until_it_is_fixed(desk, policy, reason):
-    entry = desk.put(options={"expires": 60} if "expires" in policy else {})
-    desk.redis.hset("redbeat:e", "policy", policy)
-    desk.tick(2)
+def test_an_invalid_policy_quarantines_its_entry_until_it_is_fixed(bench, policy, reason):
+    entry = bench.put(options={"expires": 60} if "expires" in policy else {})
+    bench.redis.hset("redbeat:e", "policy", policy)
+    bench.tick(2)
 
-    assert desk.messages == []
-    assert json.loads(desk.redis.hget(QUARANTINE, entry.key))["reason"].startswith(reason)
-    assert desk.redis.hget("redbeat:e", "policy") == policy
+    assert bench.messages == []
+    assert json.loads(bench.redis.hget(QUARANTINE, entry.key))["reason"].startswith(reason)
+    assert bench.redis.hget("redbeat:e", "policy") == policy
 
-    desk.redis.hset("redbeat:e", "policy", '{"note": "mended"}')
-    desk.tick(2)
-    assert desk.decisions == ["quarantined", "dispatched"]
-    assert not desk.redis.exists(QUARANTINE)
+    bench.redis.hset("redbeat:e", "policy", '{"note": "mended"}')
+    bench.tick(2)
+    assert bench.decisions == ["quarantined", "dispatched"]
+    assert not bench.redis.exists(QUARANTINE)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from celery import Celery
@@ -17,43 +14,35 @@ from celery.schedules import crontab, schedule
 from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 from redbeat.schedulers import acquire_distributed_beat_lock
 from redbeat.schedules import rrule
-from redis import Redis
 
-from singlebeat import Entry, Schedule, Scheduler
+from singlebeat import Entry
 from singlebeat.beat.entries.entry import Meta
 from tests.support import wait_until
-from tests.system.apps import make_app
 
 TASK = "tests.system.apps.plain"
-SCHEDULE, STATICS, LOCK, QUEUE = "redbeat::schedule", "redbeat::statics", "redbeat::lock", "celery"
+SCHEDULE, STATICS, LOCK = "redbeat::schedule", "redbeat::statics", "redbeat::lock"
 HOUR = timedelta(hours=1)
 STATIC = {"static": {"task": TASK, "schedule": 3600, "args": ["static"]}}
 
 
-def new_app(server, **conf: Any) -> Celery:
-    """Return an app as another process has it; the watchdog would end this one after its tests."""
-    return make_app(server.celery_url, {"singlebeat_watchdog_timeout": None, **conf})
-
-
 @pytest.fixture
-def theirs(server, redis) -> Iterator[Celery]:
+def theirs(bench) -> Celery:
     """An app for RedBeat: what the two keep on an app must not mix."""
-    with new_app(server) as app:
-        yield app
+    return bench.new_app()
 
 
 @pytest.fixture
-def ours(server, redis) -> Iterator[Celery]:
-    with new_app(server) as app:
-        yield app
+def ours(bench) -> Celery:
+    return bench.app
 
 
 @pytest.fixture
-def scheduler_of() -> Iterator[Any]:
+def redbeat_of() -> Iterator[Callable[[Celery], RedBeatScheduler]]:
+    """Make the scheduler of a beat of RedBeat."""
     schedulers = []
 
-    def make(app: Celery, kind: type = Scheduler) -> Any:
-        schedulers.append(Service(app, scheduler_cls=kind).get_scheduler())
+    def make(app: Celery) -> RedBeatScheduler:
+        schedulers.append(Service(app, scheduler_cls=RedBeatScheduler).get_scheduler())
         return schedulers[-1]
 
     yield make
@@ -61,15 +50,9 @@ def scheduler_of() -> Iterator[Any]:
         scheduler.close()
 
 
-def redbeat_leads(scheduler: RedBeatScheduler) -> None:
+def lead(scheduler: RedBeatScheduler) -> None:
     """Take the lock as RedBeat does when beat starts; waits until it is free."""
     acquire_distributed_beat_lock(sender=type("Service", (), {"scheduler": scheduler}))
-
-
-def names_sent(redis: Redis) -> list[Any]:
-    """The first argument of every message, the first one first."""
-    messages = (json.loads(text) for text in redis.lrange(QUEUE, 0, -1)[::-1])
-    return [json.loads(b64decode(message["body"]))[0][0] for message in messages]
 
 
 #: In the middle between two times of the schedules below, whenever in the next minutes a test looks at them.
@@ -89,7 +72,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_an_entry_saved_by_redbeat_is_loaded_and_sent(theirs, ours, redis, scheduler_of, kind):
+def test_an_entry_saved_by_redbeat_is_loaded_and_sent(theirs, bench, ours, kind):
     last = datetime.now(UTC) - 2 * HOUR
     RedBeatSchedulerEntry(
         "e",
@@ -103,73 +86,73 @@ def test_an_entry_saved_by_redbeat_is_loaded_and_sent(theirs, ours, redis, sched
     ).save()
 
     loaded = Entry.from_key("redbeat:e", app=ours)
-    scheduler = scheduler_of(ours)
+    scheduler = bench.scheduler()
     scheduler.tick()
     scheduler.tick()
 
     assert (loaded.name, loaded.task, loaded.args, loaded.kwargs) == ("e", TASK, ["e"], {"seconds": 0})
     assert (loaded.options, loaded.enabled, loaded.last_run_at) == ({"priority": 0}, True, last)
     assert loaded.schedule == SCHEDULES[kind]
-    assert names_sent(redis) == ["e"]
-    assert redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
+    assert bench.names == ["e"]
+    assert bench.score() > datetime.now(UTC).timestamp()
 
 
-def test_we_go_on_where_redbeat_has_stopped(theirs, ours, redis, scheduler_of):
+def test_we_go_on_where_redbeat_has_stopped(theirs, bench, ours):
     entry = RedBeatSchedulerEntry("e", TASK, schedule(3600), args=["e"], app=theirs).save()
     entry = entry.next()
 
-    scheduler_of(ours).tick()
+    bench.scheduler().tick()
 
-    assert names_sent(redis) == []
+    assert bench.names == []
     loaded = Entry.from_key("redbeat:e", app=ours)
     assert (loaded.last_run_at, loaded.total_run_count) == (entry.last_run_at, 1)
 
 
-def test_an_entry_that_redbeat_has_disabled_stays_so(theirs, ours, redis, scheduler_of):
+def test_an_entry_that_redbeat_has_disabled_stays_so(theirs, bench):
     last = datetime.now(UTC) - 2 * HOUR
     RedBeatSchedulerEntry("e", TASK, schedule(3600), args=["e"], enabled=False, app=theirs, last_run_at=last).save()
 
-    scheduler_of(ours).tick()
+    bench.scheduler().tick()
 
-    assert names_sent(redis) == []
+    assert bench.names == []
     assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).enabled is False
 
 
-def test_a_time_that_redbeat_has_written_too_early_is_corrected(theirs, ours, redis, scheduler_of):
+def test_a_time_that_redbeat_has_written_too_early_is_corrected(theirs, bench, redis):
     last = datetime.now(UTC) - timedelta(minutes=10)
     entry = RedBeatSchedulerEntry("e", TASK, schedule(3600), args=["e"], app=theirs, last_run_at=last).save()
     redis.zadd(SCHEDULE, {entry.key: datetime.now(UTC).timestamp() - 60})
 
-    scheduler_of(ours).tick()
+    bench.scheduler().tick()
 
-    assert names_sent(redis) == []
-    assert redis.zscore(SCHEDULE, entry.key) == pytest.approx((last + HOUR).timestamp(), abs=1e-5)
+    assert bench.names == []
+    assert bench.score() == pytest.approx((last + HOUR).timestamp(), abs=1e-5)
 
 
-def test_static_entries_of_redbeat_become_ours(server, redis, scheduler_of):
-    redbeat = scheduler_of(new_app(server, beat_schedule={**STATIC, "old": STATIC["static"]}), RedBeatScheduler)
-    redbeat_leads(redbeat)
-    before = redis.zscore(SCHEDULE, "redbeat:static"), redis.hget("redbeat:static", "meta")
+def test_static_entries_of_redbeat_become_ours(bench, redbeat_of, redis):
+    redbeat = redbeat_of(bench.new_app(beat_schedule={**STATIC, "old": STATIC["static"]}))
+    lead(redbeat)
+    before = bench.score("static"), redis.hget("redbeat:static", "meta")
     redbeat.close()
 
-    scheduler_of(new_app(server, beat_schedule=STATIC)).tick()
+    bench.scheduler(beat_schedule=STATIC).tick()
 
     assert redis.smembers(STATICS) == {"static"}
     assert redis.exists("redbeat:old") == 0
     assert redis.hget("redbeat:static", "meta") == before[1]
-    assert redis.zscore(SCHEDULE, "redbeat:static") >= before[0]
+    assert bench.score("static") >= before[0]
 
 
 # ---------------------------------------------------------------- from us to RedBeat
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_redbeat_uses_an_entry_that_we_have_saved_and_sent(theirs, ours, redis, scheduler_of, kind):
+def test_redbeat_uses_an_entry_that_we_have_saved_and_sent(theirs, bench, ours, redis, kind):
     last = datetime.now(UTC) - 2 * HOUR
     Entry("e", TASK, SCHEDULES[kind], args=["e"], kwargs={"seconds": 0}, app=ours, last_run_at=last).save()
     redis.hset("redbeat:e", "policy", '{"misfire_grace_time": 86400}')
-    scheduler_of(ours).tick()
-    assert names_sent(redis) == ["e"]
+    bench.scheduler().tick()
+    assert bench.names == ["e"]
 
     entry = RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs)
 
@@ -189,9 +172,9 @@ def test_redbeat_uses_an_entry_that_we_have_saved_and_sent(theirs, ours, redis, 
     assert redis.exists("redbeat:e", SCHEDULE) == 0
 
 
-def test_redbeat_is_not_due_for_an_entry_that_we_have_sent(theirs, ours, scheduler_of):
+def test_redbeat_is_not_due_for_an_entry_that_we_have_sent(theirs, bench, ours):
     Entry("e", TASK, schedule(7200), args=["e"], app=ours, last_run_at=datetime.now(UTC) - timedelta(hours=3)).save()
-    scheduler_of(ours).tick()
+    bench.scheduler().tick()
 
     is_due, seconds = RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).is_due()
 
@@ -200,29 +183,29 @@ def test_redbeat_is_not_due_for_an_entry_that_we_have_sent(theirs, ours, schedul
 
 
 @pytest.mark.parametrize("change", [{"schedule": 7200}, {"jitter": 30}, {"timezone": "Asia/Tokyo"}], ids=str)
-def test_redbeat_reads_an_entry_whose_times_were_changed(theirs, ours, redis, change):
+def test_redbeat_reads_an_entry_whose_times_were_changed(theirs, bench, ours, change):
     last = datetime.now(UTC) - 2 * HOUR
     Entry("e", TASK, schedule(3600), app=ours, last_run_at=last).save()
 
-    Schedule(ours).upsert("e", TASK, change.pop("schedule", 3600), **change)
+    bench.schedule.upsert("e", TASK, change.pop("schedule", 3600), **change)
 
     assert Entry.from_key("redbeat:e", app=ours).meta.since > last
     assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).last_run_at == last
 
 
-def test_redbeat_reads_an_entry_that_counts_anew_after_a_wrong_clock(theirs, ours, redis, scheduler_of):
+def test_redbeat_reads_an_entry_that_counts_anew_after_a_wrong_clock(theirs, bench, ours, redis):
     ahead = datetime.now(UTC) + timedelta(days=2)
     Entry("e", TASK, schedule(3600), app=ours, last_run_at=ahead).save()
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    scheduler_of(ours).tick()
+    bench.scheduler().tick()
 
     assert Entry.from_key("redbeat:e", app=ours).meta.since < ahead
     assert RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs).last_run_at == ahead
 
 
-def test_a_run_that_redbeat_sent_after_a_change_is_not_sent_again(theirs, ours):
-    Entry("e", TASK, schedule(3600), args=["e"], app=ours, last_run_at=datetime.now(UTC) - 2 * HOUR).save()
-    Schedule(ours).upsert("e", TASK, 7200, args=["e"])
+def test_a_run_that_redbeat_sent_after_a_change_is_not_sent_again(theirs, bench, ours):
+    bench.put(ago=2 * HOUR, total_run_count=0)
+    bench.schedule.upsert("e", TASK, 7200, args=["e"])
     assert Entry.from_key("redbeat:e", app=ours).meta.since
 
     theirs_last = next(RedBeatSchedulerEntry.from_key("redbeat:e", app=theirs)).last_run_at
@@ -230,32 +213,30 @@ def test_a_run_that_redbeat_sent_after_a_change_is_not_sent_again(theirs, ours):
     assert Entry.from_key("redbeat:e", app=ours).meta == Meta(theirs_last.astimezone(UTC), 1)
 
 
-def test_redbeat_ticks_on_all_that_we_leave_behind(server, redis, ours, scheduler_of):
-    app = new_app(server, beat_schedule=STATIC)
+def test_redbeat_ticks_on_all_that_we_leave_behind(bench, redbeat_of, redis, ours):
     for name in ("a", "b"):
-        Entry(name, TASK, schedule(3600), args=[name], app=ours, last_run_at=datetime.now(UTC) - 2 * HOUR).save()
+        bench.put(name, ago=2 * HOUR)
     redis.hset("redbeat:broken", "definition", "{")
     redis.zadd(SCHEDULE, {"redbeat:broken": 0})
-    mine = scheduler_of(app)
+    mine = bench.scheduler(beat_schedule=STATIC)
     mine.tick()
     mine.close()
-    assert sorted(names_sent(redis)) == ["a", "b"]
-    Schedule(ours).upsert("b", TASK, 7200, args=["b"])  # counts from now
+    assert sorted(bench.names) == ["a", "b"]
+    bench.schedule.upsert("b", TASK, 7200, args=["b"])  # counts from now
     redis.zadd(SCHEDULE, {"redbeat:b": 0})  # so RedBeat looks at it
-    for key in ("redbeat:a", "redbeat:static"):
-        redis.hset(key, "meta", Meta(datetime.now(UTC) - 2 * HOUR, 3).encode())
-        redis.zadd(SCHEDULE, {key: 0})
+    for name in ("a", "static"):
+        bench.make_due(name, ago=2 * HOUR)
 
-    redbeat = scheduler_of(new_app(server, beat_schedule=STATIC), RedBeatScheduler)
-    redbeat_leads(redbeat)
+    redbeat = redbeat_of(bench.new_app(beat_schedule=STATIC))
+    lead(redbeat)
     redbeat.tick()
 
-    assert sorted(names_sent(redis)) == ["a", "a", "b", "static"]
-    assert Entry.from_key("redbeat:a", app=ours).total_run_count == 4
+    assert sorted(bench.names) == ["a", "a", "b", "static"]
+    assert Entry.from_key("redbeat:a", app=ours).total_run_count == 9
 
 
-def test_the_last_run_of_the_repeated_hour_is_the_same_instant_for_redbeat(server, redis):
-    ours, theirs = (new_app(server, timezone="Europe/Berlin") for _ in range(2))
+def test_the_last_run_of_the_repeated_hour_is_the_same_instant_for_redbeat(bench):
+    ours, theirs = (bench.new_app(timezone="Europe/Berlin") for _ in range(2))
     last = datetime(2024, 10, 27, 1, 30, tzinfo=UTC).astimezone(ours.timezone)  # the second half past two
     Entry("e", TASK, schedule(3600), app=ours, last_run_at=last).save()
 
@@ -278,26 +259,26 @@ def test_saving_again_keeps_the_past(ours, redis):
     assert stored.schedule == schedule(60)
 
 
-def test_rescheduling_keeps_the_number_of_runs(ours, redis):
+def test_rescheduling_keeps_the_number_of_runs(bench, ours):
     moment = datetime.now(UTC) - timedelta(minutes=5)
     entry = next(Entry("e", TASK, schedule(3600), app=ours).save())
 
     entry.reschedule(last_run_at=moment)
 
     assert Entry.from_key("redbeat:e", app=ours).meta == Meta(moment, 1)
-    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx((moment + HOUR).timestamp(), abs=1e-5)
+    assert bench.score() == pytest.approx((moment + HOUR).timestamp(), abs=1e-5)
 
 
-def test_rescheduling_counts_even_if_the_times_were_changed_before(ours, redis):
+def test_rescheduling_counts_even_if_the_times_were_changed_before(bench, ours):
     Entry("e", TASK, schedule(3600), app=ours).save()
-    entry = Schedule(ours).upsert("e", TASK, 7200)
+    entry = bench.schedule.upsert("e", TASK, 7200)
     entry = Entry.from_key(entry.key, app=ours)
     assert entry.meta.since
 
     entry.reschedule(last_run_at=(moment := datetime.now(UTC) - timedelta(minutes=5)))
 
     assert Entry.from_key("redbeat:e", app=ours).meta == Meta(moment)
-    assert redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx((moment + 2 * HOUR).timestamp(), abs=1e-5)
+    assert bench.score() == pytest.approx((moment + 2 * HOUR).timestamp(), abs=1e-5)
 
 
 def test_only_the_time_may_be_updated(ours):
@@ -339,36 +320,36 @@ def test_the_parts_of_an_entry_read_alike(ours, theirs, redis):
 # ---------------------------------------------------------------- who leads
 
 
-def test_redbeat_keeps_us_out_until_it_leaves(theirs, ours, redis, scheduler_of, caplog):
+def test_redbeat_keeps_us_out_until_it_leaves(theirs, bench, redbeat_of, redis, caplog):
     caplog.set_level("INFO")
-    redbeat, mine = scheduler_of(theirs, RedBeatScheduler), scheduler_of(ours)
-    redbeat_leads(redbeat)
+    redbeat, mine = redbeat_of(theirs), bench.scheduler()
+    lead(redbeat)
     token = redis.get(LOCK)
-    Entry("e", TASK, schedule(3600), args=["e"], app=ours, last_run_at=datetime.now(UTC) - 2 * HOUR).save()
+    bench.put(ago=2 * HOUR)
 
     for _ in range(2):
         assert 0 < mine.tick() < 1
-    assert (names_sent(redis), redis.get(LOCK)) == ([], token)
+    assert (bench.names, redis.get(LOCK)) == ([], token)
     assert "Standing by: another beat leads" in caplog.text
     redbeat.close()
     mine.tick()
 
-    assert names_sent(redis) == ["e"]
+    assert bench.names == ["e"]
 
 
-def test_redbeat_waits_until_we_leave(theirs, ours, redis, scheduler_of):
-    redbeat, mine = scheduler_of(theirs, RedBeatScheduler), scheduler_of(ours)
+def test_redbeat_waits_until_we_leave(theirs, bench, redbeat_of, redis):
+    redbeat, mine = redbeat_of(theirs), bench.scheduler()
     redbeat.max_interval = 0.01  # how often it asks
     mine.tick()
     token = redis.get(LOCK)
     theirs_held = []
 
-    def lead() -> None:
-        redbeat_leads(redbeat)
+    def follow() -> None:
+        lead(redbeat)
         theirs_held.append(redis.get(LOCK))
         redbeat.close()  # here: redis-py's lock belongs to its thread
 
-    thread = threading.Thread(target=lead, daemon=True)
+    thread = threading.Thread(target=follow, daemon=True)
     thread.start()
 
     def asked() -> int:
@@ -385,9 +366,9 @@ def test_redbeat_waits_until_we_leave(theirs, ours, redis, scheduler_of):
     assert theirs_held[0] not in (None, token)
 
 
-def test_redbeat_cannot_prolong_a_lock_that_it_has_lost_to_us(theirs, ours, redis, scheduler_of):
-    redbeat, mine = scheduler_of(theirs, RedBeatScheduler), scheduler_of(ours)
-    redbeat_leads(redbeat)
+def test_redbeat_cannot_prolong_a_lock_that_it_has_lost_to_us(theirs, bench, redbeat_of, redis):
+    redbeat, mine = redbeat_of(theirs), bench.scheduler()
+    lead(redbeat)
     redis.delete(LOCK)
     mine.tick()
 

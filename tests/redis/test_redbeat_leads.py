@@ -14,9 +14,6 @@ from redbeat.schedulers import acquire_distributed_beat_lock
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.entry import Meta
-from singlebeat.beat.keys import Keys
-from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP, CeleryProcess, wait_until
 from tests.system.apps import make_app
@@ -24,21 +21,11 @@ from tests.system.apps import make_app
 LOCK, SCHEDULE, QUEUE = "redbeat::lock", "redbeat::schedule", "celery"
 TASK = f"{APP}.plain"
 
-pytestmark = pytest.mark.usefixtures("_no_worker_is_waited_for")
-
-
-@pytest.fixture
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 
 def put(app, name: str, every: float, **fields: object) -> Entry:
     return Entry(name, TASK, schedule(every), args=[name], app=app, **fields).save()
-
-
-def ready(app, redis) -> tuple[int, str]:
-    code, _, body = BeatMetrics(app, Lease(lambda: redis, Keys.of(app).lease, ttl=30)).answer("/readyz")
-    return code, body.decode().strip()
 
 
 @pytest.fixture
@@ -51,11 +38,11 @@ def redbeat(celery, app, redis) -> CeleryProcess:
     return process
 
 
-def test_every_tool_explains_that_redbeat_leads(redbeat, app, redis, cli):
+def test_every_tool_explains_that_redbeat_leads(redbeat, app, redis, cli, probe):
     meaning = "a beat of RedBeat leads. It knows no policy: it sends paused entries"
 
     assert ScheduleStatus.of(app).redbeat_leads
-    assert ready(app, redis) == (200, "ok")
+    assert probe() == (200, "ok")
     assert "healthy: a beat of RedBeat, which leaves no name; its lock ends in 1" in cli("health").output
     status = cli("status").output
     assert "leader      a beat of RedBeat, which leaves no name" in status
@@ -71,7 +58,7 @@ def test_every_tool_explains_that_redbeat_leads(redbeat, app, redis, cli):
     assert f"warning  beat: {meaning}" in cli("doctor", code=1).output
 
 
-def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, redis, cli):
+def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, redis, cli, probe):
     celery("beat", "-S", "singlebeat.Scheduler").wait_for("Standing by: another beat leads")
     redbeat.kill()
     redbeat.wait()
@@ -89,7 +76,7 @@ def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, 
     redis.zadd(SCHEDULE, {f"redbeat:{name}": ago.timestamp() for name in ("e", "paused")})
     assert resign in cli("health", code=1).output
     assert "healthy" in cli("health", "--max-lag", "3600").output
-    code, text = ready(app, redis)
+    code, text = probe()
     assert (code, dead in text) == (503, True)
 
     sent = redis.llen(QUEUE)

@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from unittest.mock import Mock
@@ -43,7 +42,8 @@ from singlebeat.errors import ConfigError
 from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
-from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, wait_until, without
+from tests.redis.bench import Bench
+from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, connected, wait_until, without
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
@@ -52,103 +52,6 @@ SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::
 HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
 QUARANTINE = "redbeat::quarantine"
 HOUR = timedelta(hours=1)
-
-
-class Bench:
-    """A server with its app, its schedulers, and a look at what was sent."""
-
-    def __init__(self, server: RedisServer, **conf: Any) -> None:
-        # The watchdog would end this very process after its tests.
-        self.server, self.conf = server, {"singlebeat_watchdog_timeout": None, **conf}
-        self.redis = server.client()
-        self.app = self.new_app()
-        self.schedulers: list[Scheduler] = []
-
-    def new_app(self) -> Celery:
-        """Return an app as another process would have it."""
-        return make_app(self.server.celery_url, self.conf)
-
-    def scheduler(self, *, app: Celery | None = None) -> Scheduler:
-        """Return a scheduler as of another process."""
-        scheduler = Service(app or self.new_app(), scheduler_cls="singlebeat.Scheduler").get_scheduler()
-        self.schedulers.append(scheduler)
-        return scheduler
-
-    def put(
-        self, name: str = "e", *, task: str = PLAIN, every: Any = HOUR, ago: timedelta = 1.5 * HOUR, **fields: Any
-    ) -> Entry:
-        """Store an entry whose last run is ``ago``: by default it is due, and has been for half an hour."""
-        every = every if isinstance(every, BaseSchedule) else schedule(every)
-        fields = {"args": [name], **fields}
-        last = datetime.now(UTC) - ago
-        return Entry(name, task, every, app=self.app, last_run_at=last, total_run_count=7, **fields).save()
-
-    @property
-    def sent(self) -> list[tuple[str, list[Any]]]:
-        """Task id and positional arguments of every message in the queue, the first one first."""
-        messages = [json.loads(text) for text in self.redis.lrange(QUEUE, 0, -1)[::-1]]
-        return [(message["headers"]["id"], self._body(message)[0]) for message in messages]
-
-    @property
-    def names(self) -> list[Any]:
-        """The first argument of every message: by our convention, the entry's name."""
-        return [args[0] for _, args in self.sent]
-
-    @staticmethod
-    def _body(message: dict[str, Any]) -> Any:
-        return json.loads(b64decode(message["body"]))
-
-    @property
-    def history(self) -> list[dict[str, str]]:
-        """The decisions so far."""
-        return [record for _, record in self.redis.xrange(HISTORY)]
-
-    def meta(self, name: str = "e") -> Meta:
-        return Meta.decode(self.redis.hget(f"redbeat:{name}", "meta"))
-
-    def pending(self, name: str = "e") -> Occurrence | None:
-        text = self.redis.hget(f"redbeat:{name}", "pending")
-        return Occurrence.decode(text) if text else None
-
-    def retry_now(self) -> None:
-        """Let the time come to which unconfirmed occurrences were postponed."""
-        for member in self.redis.zrange(PENDING, 0, -1):
-            self.redis.zadd(PENDING, {member: 0})
-
-    def stop(self) -> None:
-        for scheduler in self.schedulers:
-            scheduler.close()
-        self.app.close()
-
-
-@pytest.fixture
-def bench_on() -> Iterator[Callable[..., Bench]]:
-    benches = []
-
-    def make(server: RedisServer, **conf: Any) -> Bench:
-        benches.append(Bench(server, **conf))
-        return benches[-1]
-
-    yield make
-    for bench in benches:
-        bench.stop()
-
-
-@pytest.fixture
-def bench(server: RedisServer, redis: Redis, bench_on) -> Bench:
-    return bench_on(server)
-
-
-@contextmanager
-def connected(signal: Any, receiver: Callable[..., Any]) -> Iterator[None]:
-    def receive(**kwargs: Any) -> None:
-        receiver(**kwargs)
-
-    signal.connect(receive, weak=False)
-    try:
-        yield
-    finally:
-        signal.disconnect(receive)
 
 
 def python(code: str) -> Any:
@@ -264,7 +167,7 @@ def test_a_due_entry_is_sent_once_under_the_id_of_its_occurrence(bench):
     for _ in range(3):
         scheduler.tick()
 
-    assert bench.sent == [(occurrence.id, ["e"])]
+    assert [(message.id, message.args) for message in bench.messages] == [(occurrence.id, ["e"])]
     assert bench.meta() == Meta(nominal, 8)
     assert bench.pending() is None
     assert bench.redis.exists(PENDING) == 0
@@ -279,8 +182,8 @@ def test_the_next_time_stays_on_the_grid_and_lies_ahead(bench):
     bench.scheduler().tick()
 
     ahead = entry.last_run_at + timedelta(hours=6)
-    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(ahead.timestamp(), abs=1e-5)
-    assert len(bench.sent) == 1
+    assert bench.score() == pytest.approx(ahead.timestamp(), abs=1e-5)
+    assert len(bench.messages) == 1
 
 
 def test_entries_are_sent_in_the_order_of_their_times(bench):
@@ -309,7 +212,7 @@ def test_nothing_due_is_nothing_sent_and_a_sleep_until_it_is(bench):
 
     delays = [scheduler.tick() for _ in range(3)]
 
-    assert bench.sent == []
+    assert bench.messages == []
     assert all(0 < delay <= 1 for delay in delays)
     assert bench.meta().total_run_count == 7
 
@@ -320,7 +223,7 @@ def test_the_sleep_ends_when_an_entry_that_was_just_sent_is_due_again(bench):
 
     delay = bench.scheduler().tick()
 
-    assert delay <= max(0.001, bench.redis.zscore(SCHEDULE, "redbeat:e") - begun)
+    assert delay <= max(0.001, bench.score() - begun)
 
 
 def test_the_sleep_ends_when_the_next_entry_is_due(bench):
@@ -347,10 +250,10 @@ def test_a_disabled_entry_is_not_sent_and_its_time_goes_on(bench):
     scheduler.tick()
     scheduler.tick()
 
-    assert (bench.sent, bench.pending()) == ([], None)
-    assert [record["decision"] for record in bench.history] == ["paused"]
+    assert (bench.messages, bench.pending()) == ([], None)
+    assert bench.decisions == ["paused"]
     assert bench.meta() == Meta(entry.last_run_at + HOUR, bench.meta().total_run_count)
-    assert bench.redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
+    assert bench.score() > datetime.now(UTC).timestamp()
 
 
 def test_an_entry_that_is_enabled_again_does_not_run_for_the_past(bench):
@@ -363,7 +266,7 @@ def test_an_entry_that_is_enabled_again_does_not_run_for_the_past(bench):
 
     scheduler.tick()
 
-    assert bench.sent == []
+    assert bench.messages == []
 
 
 def test_an_occurrence_later_than_its_grace_is_missed_and_not_counted(bench):
@@ -373,10 +276,10 @@ def test_an_occurrence_later_than_its_grace_is_missed_and_not_counted(bench):
 
     bench.scheduler().tick()
 
-    assert (bench.sent, bench.pending()) == ([], None)
-    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert (bench.messages, bench.pending()) == ([], None)
+    assert bench.decisions == ["missed"]
     assert bench.meta() == Meta(entry.last_run_at + HOUR, before)
-    assert bench.redis.zscore(SCHEDULE, entry.key) > datetime.now(UTC).timestamp()
+    assert bench.score() > datetime.now(UTC).timestamp()
 
 
 def test_an_occurrence_within_its_grace_runs(bench):
@@ -393,7 +296,7 @@ def test_a_deleted_entry_is_not_sent(bench):
 
     bench.scheduler().tick()
 
-    assert bench.sent == []
+    assert bench.messages == []
 
 
 def test_an_entry_without_further_times_is_sent_once_and_parked(bench):
@@ -407,7 +310,7 @@ def test_an_entry_without_further_times_is_sent_once_and_parked(bench):
     scheduler.tick()
 
     assert bench.names == ["e"]
-    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == PARKED
+    assert bench.score() == PARKED
 
 
 def test_a_score_that_comes_too_early_is_corrected_and_nothing_sent(bench):
@@ -418,9 +321,9 @@ def test_a_score_that_comes_too_early_is_corrected_and_nothing_sent(bench):
 
     scheduler.tick()
 
-    assert bench.sent == []
+    assert bench.messages == []
     assert bench.meta() == before
-    assert bench.redis.zscore(SCHEDULE, entry.key) == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
+    assert bench.score() == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
 
 
 def test_a_crontab_that_has_run_today_is_not_sent_again_by_an_early_score(bench):
@@ -430,8 +333,8 @@ def test_a_crontab_that_has_run_today_is_not_sent_again_by_an_early_score(bench)
 
     bench.scheduler().tick()
 
-    assert bench.sent == []
-    assert bench.redis.zscore(SCHEDULE, entry.key) > now.timestamp()
+    assert bench.messages == []
+    assert bench.score() > now.timestamp()
 
 
 def test_a_score_ahead_is_waited_for_even_if_the_last_run_is_long_ago(bench):
@@ -441,8 +344,8 @@ def test_a_score_ahead_is_waited_for_even_if_the_last_run_is_long_ago(bench):
 
     bench.scheduler().tick()
 
-    assert bench.sent == []
-    assert bench.redis.zscore(SCHEDULE, entry.key) == ahead
+    assert bench.messages == []
+    assert bench.score() == ahead
 
 
 def test_a_parked_entry_stays_parked(bench):
@@ -451,8 +354,8 @@ def test_a_parked_entry_stays_parked(bench):
 
     bench.scheduler().tick()
 
-    assert bench.sent == []
-    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert bench.messages == []
+    assert bench.score() == PARKED
 
 
 def test_a_last_run_in_the_future_is_waited_for(bench):
@@ -461,8 +364,8 @@ def test_a_last_run_in_the_future_is_waited_for(bench):
 
     bench.scheduler().tick()
 
-    assert bench.sent == []
-    assert bench.redis.zscore(SCHEDULE, entry.key) == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
+    assert bench.messages == []
+    assert bench.score() == pytest.approx((entry.last_run_at + HOUR).timestamp(), abs=1e-5)
 
 
 def test_an_entry_whose_last_run_is_far_in_the_future_counts_from_now(bench):
@@ -471,9 +374,9 @@ def test_an_entry_whose_last_run_is_far_in_the_future_counts_from_now(bench):
     scheduler = bench.scheduler()
 
     scheduler.tick()
-    assert bench.sent == []
-    assert 0 < bench.redis.zscore(SCHEDULE, entry.key) - datetime.now(UTC).timestamp() <= 3600
-    scheduler._tick(datetime.now(UTC) + 1.5 * HOUR, scheduler.lease.acquire())
+    assert bench.messages == []
+    assert 0 < bench.score() - datetime.now(UTC).timestamp() <= 3600
+    bench.tick(at=datetime.now(UTC) + 1.5 * HOUR)
 
     assert bench.names == ["e"]
     assert bench.meta().last_run_at < datetime.now(UTC) + 2 * HOUR
@@ -486,13 +389,13 @@ def test_a_corrected_clock_that_was_days_ahead_silences_no_entry(bench, caplog):
     waits = datetime.now(UTC).timestamp() + 100 * 86400
     bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 48 * HOUR, scheduler.lease.acquire())
-    assert bench.redis.zscore(SCHEDULE, "redbeat:hourly") > datetime.now(UTC).timestamp() + 47 * 3600
+    bench.tick(at=datetime.now(UTC) + 48 * HOUR)
+    assert bench.score("hourly") > datetime.now(UTC).timestamp() + 47 * 3600
 
     scheduler.tick()
 
-    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:hourly") - datetime.now(UTC).timestamp() <= 3600
-    assert bench.redis.zscore(SCHEDULE, "redbeat:never ran") == waits  # as an operator wanted it
+    assert 0 < bench.score("hourly") - datetime.now(UTC).timestamp() <= 3600
+    assert bench.score("never ran") == waits  # as an operator wanted it
     assert bench.names == ["hourly"]
     assert "The clock was set back" in caplog.text
 
@@ -505,13 +408,13 @@ def test_a_clock_that_was_ahead_under_another_leader_silences_no_entry(bench, ca
     waits = datetime.now(UTC).timestamp() + 100 * 86400
     bench.redis.zadd(SCHEDULE, {"redbeat:never ran": waits})
     ahead = bench.scheduler()
-    ahead._tick(datetime.now(UTC) + 30 * 24 * HOUR, ahead.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 30 * 24 * HOUR)
     ahead.close()
-    others = [("redbeat:yearly", bench.redis.zscore(SCHEDULE, "redbeat:yearly")), ("redbeat:never ran", waits)]
+    others = [("redbeat:yearly", bench.score("yearly")), ("redbeat:never ran", waits)]
 
     bench.scheduler().tick()
 
-    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:hourly") - datetime.now(UTC).timestamp() <= 3600
+    assert 0 < bench.score("hourly") - datetime.now(UTC).timestamp() <= 3600
     assert bench.redis.zrange(SCHEDULE, 1, -1, withscores=True) == [others[1], others[0]]
     assert bench.names == ["hourly"]
     assert "The clock was set back" in caplog.text
@@ -525,57 +428,57 @@ def test_a_clock_that_was_ahead_under_another_leader_silences_no_entry(bench, ca
 def test_a_parked_entry_stays_parked_when_a_clock_is_set_back(bench):
     bench.put("once", every=clocked(datetime.now(UTC) + 24 * HOUR))
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 30 * 24 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 30 * 24 * HOUR)
     assert bench.names == ["once"]
 
     scheduler.tick()
 
-    assert bench.redis.zscore(SCHEDULE, "redbeat:once") == PARKED
+    assert bench.score("once") == PARKED
 
 
 def test_a_leader_whose_clock_was_behind_for_a_moment_repeats_nothing(bench):
     bench.put(ago=HOUR / 2)
-    right = bench.redis.zscore(SCHEDULE, "redbeat:e")
+    right = bench.score()
     for ahead in (0, -30 * 24, 0):
         scheduler = bench.scheduler()
-        scheduler._tick(datetime.now(UTC) + ahead * HOUR, scheduler.lease.acquire())
-        scheduler._tick(datetime.now(UTC) + ahead * HOUR, scheduler.lease.acquire())
+        bench.tick(at=datetime.now(UTC) + ahead * HOUR)
+        bench.tick(at=datetime.now(UTC) + ahead * HOUR)
         scheduler.close()
 
     assert bench.names == []
-    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == pytest.approx(right)
+    assert bench.score() == pytest.approx(right)
 
 
 def test_many_steps_back_count_as_one(bench):
     bench.put(every=HOUR)
     scheduler = bench.scheduler()
     for hours in (4, 2):
-        scheduler._tick(datetime.now(UTC) + hours * HOUR, scheduler.lease.acquire())
+        bench.tick(at=datetime.now(UTC) + hours * HOUR)
 
     scheduler.tick()
 
-    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+    assert 0 < bench.score() - datetime.now(UTC).timestamp() <= 3600
     assert bench.names == ["e"]
 
 
 def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
-    entry = bench.put(end_time=datetime.now(UTC) + 30 * 24 * HOUR)
+    bench.put(end_time=datetime.now(UTC) + 30 * 24 * HOUR)
     scheduler = bench.scheduler()
     for _ in range(2):
-        scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR, scheduler.lease.acquire())
-    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+        bench.tick(at=datetime.now(UTC) + 365 * 24 * HOUR)
+    assert bench.score() == PARKED
 
     scheduler.tick()
 
-    assert 0 < bench.redis.zscore(SCHEDULE, entry.key) - datetime.now(UTC).timestamp() <= 3600
+    assert 0 < bench.score() - datetime.now(UTC).timestamp() <= 3600
 
 
 @pytest.mark.parametrize("resumed", ["before", "after"])
 def test_a_clock_that_was_ahead_silences_no_paused_new_entry(bench, resumed):
-    api = Schedule(bench.app)
+    api = bench.schedule
     api.upsert("e", PLAIN, HOUR, args=["e"], paused=True, run_on_start=True)
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 365 * 24 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 365 * 24 * HOUR)
     assert bench.meta().last_run_at is None
 
     if resumed == "before":
@@ -583,14 +486,14 @@ def test_a_clock_that_was_ahead_silences_no_paused_new_entry(bench, resumed):
     scheduler.tick()
     api.resume("e")
 
-    assert 0 < bench.redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+    assert 0 < bench.score() - datetime.now(UTC).timestamp() <= 3600
 
 
 def test_a_retry_does_not_wait_for_the_time_of_a_wrong_clock(bench):
     entry = bench.put(every=365 * 24 * HOUR)
     scheduler = bench.scheduler()
     ahead = datetime.now(UTC) + 30 * 24 * HOUR
-    scheduler._tick(ahead, scheduler.lease.acquire())
+    bench.tick(at=ahead)
     bench.redis.hset(entry.key, "pending", Occurrence.of("redbeat:", "e", ahead).encode())
     bench.redis.zadd(PENDING, {entry.key: ahead.timestamp() + 4})
 
@@ -603,13 +506,13 @@ def test_a_retry_does_not_wait_for_the_time_of_a_wrong_clock(bench):
 def test_a_clock_that_steps_back_a_little_repeats_nothing(bench):
     bench.put()
     scheduler = bench.scheduler()
-    scheduler._tick(datetime.now(UTC) + 2 * HOUR, scheduler.lease.acquire())
-    score = bench.redis.zscore(SCHEDULE, "redbeat:e")
+    bench.tick(at=datetime.now(UTC) + 2 * HOUR)
+    score = bench.score()
 
     scheduler.tick()
 
     assert bench.names == ["e"]
-    assert bench.redis.zscore(SCHEDULE, "redbeat:e") == score
+    assert bench.score() == score
 
 
 @pytest.mark.parametrize("task", [SINGLE, PLAIN])
@@ -668,7 +571,7 @@ def test_an_occurrence_whose_task_is_still_queued_is_skipped(bench, caplog):
     scheduler = bench.scheduler()
     scheduler.tick()
 
-    assert [task_id for task_id, _ in bench.sent] == [holder.id]
+    assert bench.ids == [holder.id]
     (record,) = bench.history
     assert record["decision"] == "skipped_overlap"
     assert f"held by task {holder.id}, queued since 20" in record["reason"]
@@ -689,11 +592,11 @@ def test_a_skipped_occurrence_is_not_counted_and_not_tried_again(bench):
 
     assert bench.meta() == Meta(entry.last_run_at + HOUR, before.total_run_count)
     assert len(bench.history) == 1
-    assert bench.redis.zscore(SCHEDULE, entry.key) > datetime.now(UTC).timestamp()
+    assert bench.score() > datetime.now(UTC).timestamp()
 
 
 @pytest.mark.parametrize("overlap", [None, "buffer_one"], ids=["locked with others", "locked when it is sent"])
-def test_a_singleton_that_another_entry_has_sent_is_named_with_that_entry(bench, caplog, cli, overlap):
+def test_a_singleton_that_another_entry_has_sent_is_named_with_that_entry(bench, caplog, logged, cli, overlap):
     caplog.set_level("INFO")
     for name in ("a", "b c"):
         bench.put(name, task=SINGLE, args=["same"], **({"overlap": overlap} if overlap else {}))
@@ -707,9 +610,9 @@ def test_a_singleton_that_another_entry_has_sent_is_named_with_that_entry(bench,
     assert (skipped["holder"], skipped["holder_entry"]) == (holder, other)
     assert skipped["reason"].startswith(f"held by task {holder}, queued since 20")
     assert skipped["reason"].endswith(f"Z, of entry {other}")
-    (line,) = (r.singlebeat for r in caplog.records if getattr(r, "singlebeat", {}).get("event") == "skipped_overlap")
+    (line,) = logged("skipped_overlap")
     assert (line["holder"], line["holder_entry"], line["reason"]) == (holder, other, skipped["reason"])
-    (record,) = Schedule(bench.app).history(skipped["entry"])
+    (record,) = bench.schedule.history(skipped["entry"])
     assert record.holder_entry == other
     (lock,) = json.loads(cli("locks", "--json", app=bench.app).output)
     assert (lock["task_id"], lock["entry"]) == (holder, other)
@@ -746,8 +649,7 @@ def test_entries_of_one_plain_call_do_not_keep_one_another_from_running(bench, c
     for _ in range(2):
         for name in ("a", "b"):
             bench.put(name, args=["same"], **({"overlap": overlap} if overlap else {}))
-            bench.redis.hset(f"redbeat:{name}", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
-            bench.redis.zadd(SCHEDULE, {f"redbeat:{name}": 0})
+            bench.make_due(name)
         beat.tick()
 
     decided = {(record["entry"], record["decision"]): record for record in bench.history}
@@ -766,11 +668,10 @@ def test_an_entry_that_makes_another_plain_call_waits_for_no_run(bench, changed)
     bench.put()
     beat.tick()
     bench.put(**changed)
-    bench.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
-    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.make_due()
     beat.tick()
 
-    assert [record["decision"] for record in bench.history] == ["dispatched", "dispatched"]
+    assert bench.decisions == ["dispatched", "dispatched"]
 
 
 def test_the_same_entry_of_another_schedule_has_a_lock_of_its_own(server, redis, bench_on):
@@ -791,7 +692,7 @@ def test_a_run_that_was_asked_for_takes_the_lock_of_its_entry(bench):
     bench.put("other", args=["e"], ago=HOUR / 4)
     beat.tick()
     for name in ("e", "other"):
-        Schedule(bench.app).trigger(name)
+        bench.schedule.trigger(name)
         beat.tick()
 
     decided = [(record["entry"], record["decision"]) for record in bench.history]
@@ -840,7 +741,7 @@ def test_a_key_that_a_user_makes_is_made_anew_for_each_run(bench, own):
     bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
     beat.tick()
 
-    assert [record["decision"] for record in bench.history] == ["dispatched", "dispatched"]
+    assert bench.decisions == ["dispatched", "dispatched"]
     assert len(bench.redis.keys("SINGLETONLOCK_*")) == 2
 
 
@@ -921,7 +822,9 @@ def test_without_such_a_worker_plain_tasks_are_sent_without_a_lock(bench, caplog
 # ---------------------------------------------------------------- the broker is unreachable
 
 
-def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(server, redis, own_server, bench_on, caplog):
+def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(
+    server, redis, own_server, bench_on, caplog, logged
+):
     bench = bench_on(server, broker_url=own_server.celery_url, task_publish_retry=False)
     entry = bench.put(task=SINGLE)
     occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
@@ -946,11 +849,11 @@ def test_a_failed_publish_is_repeated_under_the_same_id_exactly_once(server, red
 
     (message,) = broker.lrange(QUEUE, 0, -1)
     assert json.loads(message)["headers"]["id"] == occurrence.id
-    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.decisions == ["dispatched"]
     assert bench.meta() == Meta(entry.last_run_at + HOUR, 8)
     assert bench.pending() is None
-    (told,) = [record for record in caplog.records if record.singlebeat["event"] == "recovered"]
-    assert (told.levelname, told.singlebeat["server"]) == ("WARNING", "the broker")
+    (told,) = logged("recovered")
+    assert (told["level"], told["server"]) == ("WARNING", "the broker")
 
 
 def test_an_unreachable_broker_is_asked_once_in_a_tick(server, redis, own_server, bench_on, caplog, monkeypatch):
@@ -983,7 +886,7 @@ def test_beat_sends_while_the_result_backend_is_down(server, redis, own_server, 
     scheduler.tick()
 
     assert bench.names == ["e"]
-    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.decisions == ["dispatched"]
 
 
 #: Options with which no message can be made, or none that the broker takes.
@@ -1046,7 +949,7 @@ def test_a_plain_task_that_cancels_another_waits_for_the_broker(server, redis, o
 
     (message,) = own_server.client().lrange(QUEUE, 0, -1)
     assert json.loads(message)["headers"]["id"] == claimed.id
-    assert [record["decision"] for record in bench.history] == ["buffered"]
+    assert bench.decisions == ["buffered"]
 
 
 class RefusedTask(Task):
@@ -1117,7 +1020,7 @@ def test_an_occurrence_stays_pending_if_a_server_is_behind_its_error(bench, monk
     scheduler.tick()
 
     assert (bench.pending("a") is not None) is passes
-    assert [record["decision"] for record in bench.history] == ([] if passes else ["publish_failed"])
+    assert bench.decisions == ([] if passes else ["publish_failed"])
 
 
 def test_an_error_that_was_raised_from_itself_is_given_up(bench, monkeypatch):
@@ -1130,14 +1033,15 @@ def test_an_error_that_was_raised_from_itself_is_given_up(bench, monkeypatch):
 
     scheduler.tick()
 
-    assert [record["decision"] for record in bench.history] == ["publish_failed"]
+    assert bench.decisions == ["publish_failed"]
 
 
 def test_a_refused_run_waits_longer_each_time_and_others_do_not(bench):
-    scheduler, waits = bench.scheduler(app=put_refused(bench, "a")), []
+    bench.scheduler(app=put_refused(bench, "a"))
+    waits = []
     for name in ("b", "c", "d", "e"):
         now = datetime.now(UTC)
-        scheduler._tick(now, scheduler.lease.acquire())
+        bench.tick(at=now)
         waits.append(bench.redis.zscore(PENDING, "redbeat:a") - now.timestamp())
         bench.put(name)
         bench.retry_now()
@@ -1174,7 +1078,7 @@ def test_a_claim_written_by_another_program_is_confirmed_once_sent(bench):
         scheduler.tick()
         bench.retry_now()
 
-    assert [task_id for task_id, _ in bench.sent] == ["another"]
+    assert bench.ids == ["another"]
     assert bench.pending() is None
     assert [record["id"] for record in bench.history] == ["another"]
 
@@ -1234,7 +1138,7 @@ def test_a_pending_occurrence_past_its_grace_is_missed_and_not_counted(server, r
     scheduler.tick()
 
     assert own_server.client().llen(QUEUE) == 0
-    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.decisions == ["missed"]
     assert bench.pending() is None
     assert bench.meta().total_run_count == before
 
@@ -1278,9 +1182,9 @@ def test_an_occurrence_that_waits_for_the_broker_holds_no_lock(server, redis, ow
 
 
 GOES = {
-    "deleted": lambda bench: Schedule(bench.app).delete("e"),
+    "deleted": lambda bench: bench.schedule.delete("e"),
     "deleted by hand": lambda bench: bench.redis.delete("redbeat:e"),
-    "edited": lambda bench: Schedule(bench.app).upsert("e", SINGLE, HOUR, args=["another"]),
+    "edited": lambda bench: bench.schedule.upsert("e", SINGLE, HOUR, args=["another"]),
     "removed from beat_schedule": lambda bench: None,
 }
 
@@ -1292,8 +1196,7 @@ def test_an_entry_removed_while_it_is_pending_keeps_no_call_waiting(server, redi
     scheduler = bench.scheduler()
     scheduler.tick()
     bench.put(task=SINGLE)
-    redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 7).encode())
-    redis.zadd(SCHEDULE, {"redbeat:e": 1})
+    bench.make_due()
     own_server.kill()
     scheduler.tick()
     assert bench.pending() is not None
@@ -1323,7 +1226,7 @@ def test_an_occurrence_that_the_locks_server_did_not_answer_leaves_no_lock(serve
     backend.unlock(key)
     own_server.pause()
     scheduler.tick()
-    Schedule(bench.app).delete("e")
+    bench.schedule.delete("e")
 
     own_server.resume()
 
@@ -1370,7 +1273,7 @@ def test_an_occurrence_that_is_tried_again_keeps_its_lock(server, redis, own_ser
     wait_until(is_sent, what="the message")
     sent.set()
     wait_until(all_undone, timeout=30)
-    assert own_server.client().hget(key, "id") == bench.sent[0][0]
+    assert own_server.client().hget(key, "id") == bench.ids[0]
 
 
 def test_the_next_occurrence_runs_in_the_tick_that_misses_the_last_one(server, redis, own_server, bench_on):
@@ -1383,9 +1286,9 @@ def test_the_next_occurrence_runs_in_the_tick_that_misses_the_last_one(server, r
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 60}')
     bench.retry_now()
 
-    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + HOUR)
 
-    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+    assert bench.decisions == ["missed", "dispatched"]
     assert own_server.client().llen(QUEUE) == 1
 
 
@@ -1406,7 +1309,7 @@ def test_a_missed_run_leaves_no_lock_acquired_without_a_reply(bench, task, behin
 
     bench.scheduler().tick()
 
-    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.decisions == ["missed"]
     assert bench.redis.keys("SINGLETONLOCK_*") == []
 
 
@@ -1422,7 +1325,7 @@ def test_a_run_given_up_leaves_no_lock_acquired_without_a_reply(bench):
 
     bench.scheduler(app=app).tick()
 
-    assert [record["decision"] for record in bench.history] == ["publish_failed"]
+    assert bench.decisions == ["publish_failed"]
     assert bench.redis.keys("SINGLETONLOCK_*") == []
 
 
@@ -1437,12 +1340,12 @@ def test_a_run_missed_when_the_next_is_due_is_not_counted(server, redis, own_ser
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 60, "max_runs": 8}')
     bench.retry_now()
 
-    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
-    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+    bench.tick(at=datetime.now(UTC) + HOUR)
+    assert bench.decisions == ["missed", "dispatched"]
     assert bench.meta() == Meta(entry.last_run_at + 2 * HOUR, 8)
-    scheduler._tick(datetime.now(UTC) + 2 * HOUR, scheduler.lease.acquire())
+    bench.tick(at=datetime.now(UTC) + 2 * HOUR)
 
-    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert bench.score() == PARKED
     assert len(bench.history) == 2
 
 
@@ -1467,10 +1370,10 @@ def test_without_leadership_an_entry_runs_no_more_often_than_it_wants(server, re
     for _ in range(2):
         second._tick(now + HOUR, second.lease.acquire())
 
-    assert bench.sent == []
+    assert bench.messages == []
     assert len(bench.history) == 1
     assert bench.meta().total_run_count == 8
-    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert bench.score() == PARKED
 
 
 def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server, redis, own_server, bench_on):
@@ -1481,15 +1384,15 @@ def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server
     scheduler.tick()
     redis.zadd(PENDING, {entry.key: datetime.now(UTC).timestamp() + 7200})
 
-    scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
-    assert redis.zscore(SCHEDULE, entry.key) != PARKED  # it may yet be missed, and another run be the last one
+    bench.tick(at=datetime.now(UTC) + HOUR)
+    assert bench.score() != PARKED  # it may yet be missed, and another run be the last one
     own_server.restart()
     bench.retry_now()
     for _ in range(2):
-        scheduler._tick(datetime.now(UTC) + HOUR, scheduler.lease.acquire())
+        bench.tick(at=datetime.now(UTC) + HOUR)
 
-    assert [record["decision"] for record in bench.history] == ["dispatched"]
-    assert redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert bench.decisions == ["dispatched"]
+    assert bench.score() == PARKED
 
 
 @pytest.mark.parametrize("state", ["running", "another's"])
@@ -1512,7 +1415,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
     bench.retry_now()
     scheduler.tick()
 
-    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.decisions == ["missed"]
     assert redis.hgetall(lock) == before
     assert not backoff.failures_of(entry.key), "its next time would come last"
 
@@ -1526,9 +1429,9 @@ def test_a_pending_occurrence_is_not_sent_once_its_entry_is_paused(server, redis
     scheduler.tick()
     assert bench.pending() is not None
     if how == "paused":
-        Schedule(bench.app).pause("e", "the audit")
+        bench.schedule.pause("e", "the audit")
     else:
-        Schedule(bench.app).upsert("e", SINGLE, HOUR, args=["e"], enabled=False)
+        bench.schedule.upsert("e", SINGLE, HOUR, args=["e"], enabled=False)
 
     own_server.restart()
     for _ in range(2):
@@ -1546,7 +1449,7 @@ def test_a_pending_occurrence_is_not_sent_once_its_entry_is_paused(server, redis
 def test_a_triggered_run_of_a_paused_entry_is_sent_after_an_outage(server, redis, own_server, bench_on):
     bench = bench_on(server, broker_url=own_server.celery_url)
     bench.put(ago=timedelta(), paused=True)
-    task_id = Schedule(bench.app).trigger("e")
+    task_id = bench.schedule.trigger("e")
     scheduler = bench.scheduler()
     own_server.kill()
     scheduler.tick()
@@ -1565,7 +1468,7 @@ def test_a_pause_between_read_and_claim_is_heard(bench, monkeypatch):
     claim = scheduler.store.claim
 
     def claim_late(*args: Any, **kwargs: Any) -> Any:
-        Schedule(bench.app).pause("e")
+        bench.schedule.pause("e")
         monkeypatch.undo()
         return claim(*args, **kwargs)
 
@@ -1573,8 +1476,8 @@ def test_a_pause_between_read_and_claim_is_heard(bench, monkeypatch):
     for _ in range(2):
         scheduler.tick()
 
-    assert bench.sent == []
-    assert [record["decision"] for record in bench.history] == ["paused"]
+    assert bench.messages == []
+    assert bench.decisions == ["paused"]
 
 
 RESUMES: dict[str, Callable[[Schedule], object]] = {
@@ -1592,16 +1495,16 @@ def _enabled(entry: Entry) -> Entry:
 @pytest.mark.parametrize("resume", RESUMES)
 def test_an_entry_that_goes_on_makes_up_for_nothing_though_no_beat_ran(bench, resume):
     entry = bench.put(ago=2.5 * HOUR, **({"enabled": False} if resume == "upsert" else {"paused": True}))
-    before = bench.redis.zscore(SCHEDULE, entry.key)
+    before = bench.score()
 
-    RESUMES[resume](Schedule(bench.app))
+    RESUMES[resume](bench.schedule)
 
     upcoming = entry.last_run_at + 3 * HOUR  # on its grid, as if a beat had let its times pass
-    assert before < bench.redis.zscore(SCHEDULE, entry.key) == upcoming.timestamp()
+    assert before < bench.score() == upcoming.timestamp()
     scheduler = bench.scheduler()
     scheduler.tick()
-    assert (bench.sent, bench.history) == ([], [])
-    scheduler._tick(upcoming, scheduler.lease.acquire())
+    assert (bench.messages, bench.history) == ([], [])
+    bench.tick(at=upcoming)
     assert bench.names == ["e"]
     assert [record["kind"] for record in bench.history] == ["scheduled"]
     assert bench.meta() == Meta(upcoming, 8)
@@ -1612,11 +1515,11 @@ def test_an_entry_that_has_never_run_and_goes_on_waits_for_its_next_time(bench):
     bench.redis.hset(entry.key, "meta", Meta(None, 0).encode())
     bench.redis.zadd(SCHEDULE, {entry.key: 5})
 
-    Schedule(bench.app).resume("e")
+    bench.schedule.resume("e")
     bench.scheduler().tick()
 
-    assert bench.sent == []
-    assert bench.redis.zscore(SCHEDULE, entry.key) > (datetime.now(UTC) + HOUR / 2).timestamp()
+    assert bench.messages == []
+    assert bench.score() > (datetime.now(UTC) + HOUR / 2).timestamp()
 
 
 @pytest.mark.parametrize("broken", [{"definition": "{"}, {"definition": "{", "meta": "{"}], ids=["definition", "both"])
@@ -1627,31 +1530,31 @@ def test_a_broken_entry_resumed_while_broken_catches_nothing_up(bench, broken):
     scheduler = bench.scheduler()
     scheduler.tick()
 
-    Schedule(bench.app).resume("e")
+    bench.schedule.resume("e")
 
-    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert bench.score() == PARKED
     bench.redis.hset(entry.key, "definition", good["definition"])
     for _ in range(3):
         scheduler.tick()
-    assert bench.sent == []
+    assert bench.messages == []
 
 
 def test_a_finished_entry_that_is_resumed_stays_finished(bench):
-    entry = bench.put(max_runs=7, paused=True)
+    bench.put(max_runs=7, paused=True)
     scheduler = bench.scheduler()
     scheduler.tick()
-    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert bench.score() == PARKED
 
-    Schedule(bench.app).resume("e")
+    bench.schedule.resume("e")
     scheduler.tick()
 
-    assert bench.redis.zscore(SCHEDULE, entry.key) == PARKED
+    assert bench.score() == PARKED
 
 
 def test_an_entry_that_is_not_paused_loses_no_time_by_resume(bench):
     bench.put()
 
-    Schedule(bench.app).resume("e")
+    bench.schedule.resume("e")
     bench.scheduler().tick()
 
     assert bench.names == ["e"]
@@ -1675,7 +1578,7 @@ def test_a_run_that_was_not_sent_is_not_recorded_as_dispatched(bench, task, over
 
     bench.scheduler().tick()
 
-    assert len(bench.sent) == (not again)
+    assert len(bench.messages) == (not again)
     (record,) = bench.history
     assert record["decision"] == ("run_before" if again else "dispatched")
     assert record["reason"] == (f"task {occurrence.id} has begun or ended before" if again else "")
@@ -1693,7 +1596,7 @@ def test_a_run_missed_while_the_locks_are_unreachable_hinders_no_tick(server, re
 
     assert scheduler.tick() > 0
 
-    assert [record["decision"] for record in bench.history] == ["missed"]
+    assert bench.decisions == ["missed"]
     assert bench.pending() is None
     assert "Trouble with Redis" not in caplog.text  # the tick went on
 
@@ -1708,7 +1611,7 @@ def test_a_run_missed_without_a_lock_backend_hinders_no_other_entry(server, redi
     bench.scheduler().tick()
 
     assert bench.names == ["due"]
-    assert [record["decision"] for record in bench.history] == ["missed", "dispatched"]
+    assert bench.decisions == ["missed", "dispatched"]
 
 
 def test_a_pending_run_sent_without_a_lock_leaves_no_lock_behind(server, redis, own_server, bench_on):
@@ -1724,7 +1627,7 @@ def test_a_pending_run_sent_without_a_lock_leaves_no_lock_behind(server, redis, 
     bench.retry_now()
     scheduler.tick()
 
-    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.decisions == ["dispatched"]
     assert redis.keys("SINGLETONLOCK_*") == []
 
 
@@ -1738,9 +1641,8 @@ def test_pending_entries_neither_hide_others_nor_keep_beat_awake(server, redis, 
     for _ in range(3):
         scheduler.tick()
     assert redis.zcard(PENDING) == 4
-    for at in range(4):  # their next times have come
-        redis.zadd(SCHEDULE, {f"redbeat:waits {at}": 1 + at})
-        redis.hset(f"redbeat:waits {at}", "meta", Meta(datetime.now(UTC) - 1.5 * HOUR, 1).encode())
+    for at in range(4):
+        bench.make_due(f"waits {at}")
     bench.put("new")
 
     delays = [scheduler.tick() for _ in range(6)]
@@ -1752,7 +1654,7 @@ def test_pending_entries_neither_hide_others_nor_keep_beat_awake(server, redis, 
     for _ in range(20):
         scheduler.tick()
     assert redis.exists(PENDING) == 0
-    decisions = [record["decision"] for record in bench.history]
+    decisions = bench.decisions
     assert decisions == ["dispatched"] * 9  # each that had waited, and the next of it
 
 
@@ -1774,14 +1676,14 @@ def test_a_claim_of_a_dead_leader_is_sent_by_the_next_one_at_once(bench):
     occurrence = Occurrence.of("redbeat:", "e", entry.last_run_at + HOUR)
     dead, heir = bench.scheduler(), bench.scheduler()
     die_in_publish(dead)
-    assert (bench.pending().id, bench.sent) == (occurrence.id, [])
+    assert (bench.pending().id, bench.messages) == (occurrence.id, [])
     assert bench.redis.zscore(PENDING, entry.key) > datetime.now(UTC).timestamp()
     bench.redis.delete(LOCK)  # as its time to live does
 
     for _ in range(3):
         heir.tick()
 
-    assert bench.sent == [(occurrence.id, ["e"])]
+    assert [(message.id, message.args) for message in bench.messages] == [(occurrence.id, ["e"])]
     assert [(r["decision"], r["term"]) for r in bench.history] == [("dispatched", "2")]
     assert bench.meta() == Meta(entry.last_run_at + HOUR, 8)
     assert bench.pending() is None
@@ -1803,8 +1705,8 @@ def test_a_run_that_a_dead_leader_has_sent_is_not_sent_again(bench, state):
 
     bench.scheduler().tick()
 
-    assert bench.sent == []
-    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.messages == []
+    assert bench.decisions == ["dispatched"]
     assert bench.pending() is None
 
 
@@ -1819,7 +1721,7 @@ def test_a_claim_of_a_dead_leader_is_skipped_if_its_lock_is_held(bench):
 
     bench.scheduler().tick()
 
-    assert [record["decision"] for record in bench.history] == ["skipped_overlap"]
+    assert bench.decisions == ["skipped_overlap"]
     assert bench.meta() == Meta(entry.last_run_at + HOUR, 7)
 
 
@@ -1886,7 +1788,7 @@ def test_a_lock_is_not_touched_that_a_worker_has_taken_amid_the_tick(bench, stat
     with connected(after_task_publish, work):
         bench.scheduler().tick()
 
-    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.decisions == ["dispatched"]
     (ttl,) = lock_ttls(bench, "a")
     assert 0 < ttl <= 20 if state == "running" else ttl < 0
 
@@ -1898,7 +1800,7 @@ def test_a_sent_run_is_confirmed_though_the_locks_server_dies_mid_tick(server, r
     with connected(after_task_publish, lambda **_: own_server.kill()):
         bench.scheduler().tick()
 
-    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.decisions == ["dispatched"]
     assert bench.pending() is None
     assert "Locks end in 60 s unless their tasks start before event=unlocked" in caplog.text
 
@@ -1936,7 +1838,7 @@ def test_one_leads_and_the_other_stands_by_and_follows(bench, caplog):
 
     assert 0 < standby.tick() < 1
     standby.tick()
-    assert bench.sent == []
+    assert bench.messages == []
     assert caplog.text.count("Standing by: ") == 1
     leader.close()
     standby.tick()
@@ -1970,22 +1872,22 @@ def test_losing_the_lease_amid_a_tick_stops_the_publishing(bench, loss):
     with connected(after_task_publish, lose):
         loser.tick()
 
-    assert len(bench.sent) == 1
+    assert len(bench.messages) == 1
     assert bench.redis.zcard(PENDING) == 2
     loser.tick()
-    assert len(bench.sent) == 1
+    assert len(bench.messages) == 1
 
     bench.redis.delete(LOCK)
     heir.tick()
     assert sorted(bench.names) == ["a", "b", "c"]
-    assert len({task_id for task_id, _ in bench.sent}) == 3
+    assert len(set(bench.ids)) == 3
 
 
 def test_losing_the_lease_between_read_and_claim_changes_nothing(bench):
     bench.put()
     scheduler = bench.scheduler()
     scheduler.tick()
-    entry = bench.put("late")
+    bench.put("late")
     before = bench.meta("late")
     bench.redis.set(LOCK, "thief", px=60_000)  # and no renewal has reported it
 
@@ -1993,7 +1895,7 @@ def test_losing_the_lease_between_read_and_claim_changes_nothing(bench):
 
     assert bench.names == ["e"]
     assert bench.meta("late") == before
-    assert bench.redis.zscore(SCHEDULE, entry.key) < datetime.now(UTC).timestamp()
+    assert bench.score("late") < datetime.now(UTC).timestamp()
 
 
 def test_a_lost_lease_is_logged_once_and_signalled(bench, caplog):
@@ -2051,11 +1953,6 @@ def test_with_the_lock_switched_off_two_beats_share_the_work(server, redis, benc
 HONOLULU, BRISBANE = "Pacific/Honolulu", "Australia/Brisbane"
 
 
-def in_zone(bench: Bench, zone: Any) -> Scheduler:
-    """Return the scheduler of a beat that was deployed with a ``timezone``."""
-    return bench.scheduler(app=make_app(bench.server.celery_url, {**bench.conf, "timezone": zone}))
-
-
 def places(redis: Redis) -> dict[str, float]:
     return {name.removeprefix("redbeat:"): score for name, score in redis.zrange(SCHEDULE, 0, -1, withscores=True)}
 
@@ -2072,7 +1969,7 @@ def test_a_changed_timezone_moves_every_wall_clock(server, redis, bench_on, zone
     rule = rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC), byhour=soon.hour, byminute=30, bysecond=0)
     rule.dtstart = rule.dtstart.astimezone(timezone(timedelta()))  # of an offset alone, so read in the app's zone
     bench = bench_on(server, beat_schedule={"static": {"task": PLAIN, "schedule": daily}})
-    old, new = (in_zone(bench, zone) for zone in zones)
+    old, new = (bench.scheduler(timezone=zone) for zone in zones)
     for entry, when, wishes in (
         ("stored", daily, {}),
         ("rule", rule, {}),
@@ -2113,7 +2010,7 @@ def test_a_changed_timezone_moves_more_entries_than_one_batch_holds(server, redi
         pipe.execute()
     redis.set("redbeat::zone", HONOLULU)
     steps: list[None] = []
-    scheduler = in_zone(bench, "UTC")
+    scheduler = bench.scheduler(timezone="UTC")
     scheduler.places._progress = lambda: steps.append(None)
 
     scheduler.tick()
@@ -2135,24 +2032,24 @@ def test_an_unchanged_timezone_costs_no_scan_of_the_entries(bench, monkeypatch):
 
 def test_a_place_in_the_zone_of_an_outgoing_beat_is_put_right(server, redis, bench_on):
     bench = bench_on(server, redbeat_lock_key=None)
-    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old, new = bench.scheduler(timezone=HONOLULU), bench.scheduler(timezone="UTC")
     soon = (datetime.now(UTC) + HOUR).replace(minute=30, second=0, microsecond=0)
     bench.put(every=crontab(hour=soon.hour, minute=30), ago=timedelta())
     new.tick()
-    assert redis.zscore(SCHEDULE, "redbeat:e") == soon.timestamp()
+    assert bench.score() == soon.timestamp()
 
     old.tick()
     redis.zadd(SCHEDULE, {"redbeat:e": (soon + 10 * HOUR).timestamp()})  # the old one has moved it on
     new._zone_turn_at = 0.0
     new.tick()
 
-    assert redis.zscore(SCHEDULE, "redbeat:e") == soon.timestamp()
+    assert bench.score() == soon.timestamp()
 
 
 def test_beats_of_two_zones_that_share_the_work_do_not_undo_it_in_turns(server, redis, bench_on, caplog):
     """A rolling deploy without leadership: the beat that starts last decides, until the others' turn comes."""
     bench = bench_on(server, redbeat_lock_key=None)
-    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old, new = bench.scheduler(timezone=HONOLULU), bench.scheduler(timezone="UTC")
     old.tick()
 
     for at in range(5):
@@ -2176,7 +2073,7 @@ def test_beats_of_two_zones_that_share_the_work_do_not_undo_it_in_turns(server, 
 def test_a_claim_that_was_decided_in_another_zone_is_refused(server, redis, bench_on):
     """Without leadership, nothing else keeps a beat of the old deploy from moving an entry on to its own time."""
     bench = bench_on(server, redbeat_lock_key=None)
-    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old, new = bench.scheduler(timezone=HONOLULU), bench.scheduler(timezone="UTC")
     old.tick()
     bench.put(every=crontab())
     claim = old.store.claim
@@ -2187,7 +2084,7 @@ def test_a_claim_that_was_decided_in_another_zone_is_refused(server, redis, benc
 
     old.store.claim = claim_late
     old.tick()
-    assert bench.sent == []
+    assert bench.messages == []
 
     new.tick()
     assert bench.names == ["e"]
@@ -2195,7 +2092,7 @@ def test_a_claim_that_was_decided_in_another_zone_is_refused(server, redis, benc
 
 def test_a_beat_that_leads_no_longer_changes_no_places(server, redis, bench_on):
     bench = bench_on(server)
-    old, new = in_zone(bench, HONOLULU), in_zone(bench, "UTC")
+    old, new = bench.scheduler(timezone=HONOLULU), bench.scheduler(timezone="UTC")
     old.tick()
     bench.put(every=crontab(hour=3), ago=timedelta())
     stale = old.lease.term()
@@ -2213,7 +2110,7 @@ def test_a_beat_that_leads_no_longer_changes_no_places(server, redis, bench_on):
 def test_beats_of_two_zones_double_nothing_and_lose_nothing(server, redis, bench_on, seed, locked):
     """A rolling deploy whose leadership flaps: in each hour one of the two ticks, for ten days."""
     bench = bench_on(server, **({} if locked else {"redbeat_lock_key": None}))
-    beats = [in_zone(bench, zone) for zone in (HONOLULU, "UTC")]
+    beats = [bench.scheduler(timezone=zone) for zone in (HONOLULU, "UTC")]
     now = datetime.now(UTC).replace(minute=30, second=0, microsecond=0) + HOUR
     bench.put(every=crontab(hour=3, minute=0))
     chance = random.Random(seed)
@@ -2230,7 +2127,7 @@ def test_beats_of_two_zones_double_nothing_and_lose_nothing(server, redis, bench
         table = Timetable("e", crontab(hour=3, minute=0), EntryPolicy(), ZoneInfo(str(beat.app.timezone)))
         assert table.latest(bench.meta().last_run_at, now) is None, "late, or lost"
 
-    sent = [task_id for task_id, _ in bench.sent]
+    sent = bench.ids
     assert len(set(sent)) == len(sent)
     assert bench.meta().total_run_count == 7 + len(sent)
     assert 10 <= len(sent) <= 20  # at three o'clock in either zone, at most
@@ -2248,7 +2145,7 @@ def test_the_leader_installs_beat_schedule(server, redis, bench_on):
     stored = Entry.from_key("redbeat:mine", app=bench.app)
     assert (stored.task, stored.args, stored.options, stored.schedule) == (PLAIN, ["x"], {"queue": "q"}, schedule(3600))
     assert redis.smembers(STATICS) == {"mine"}
-    assert bench.sent == []
+    assert bench.messages == []
 
 
 def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):
@@ -2320,12 +2217,12 @@ def test_a_static_entry_that_cannot_be_stored_keeps_its_stored_data(server, redi
     first.tick()
     first.close()
     redis.hset("redbeat:mine", mapping={"policy": '{"paused": true}', "history": "[]"})
-    before = redis.hgetall("redbeat:mine"), redis.zscore(SCHEDULE, "redbeat:mine")
+    before = redis.hgetall("redbeat:mine"), bench.score("mine")
     bench.conf["beat_schedule"] = {"mine": {**mine, **wrong}}
 
     bench.scheduler().tick()
 
-    assert (redis.hgetall("redbeat:mine"), redis.zscore(SCHEDULE, "redbeat:mine")) == before
+    assert (redis.hgetall("redbeat:mine"), bench.score("mine")) == before
     assert redis.smembers(STATICS) == {"mine"}
     assert not redis.exists("redbeat:gone"), "what has left the configuration goes"
 
@@ -2384,7 +2281,7 @@ def test_a_vanished_schedule_is_installed_again_where_it_can_be_stored(server, r
 @pytest.mark.parametrize("first", ["leader", "standby"])
 @pytest.mark.parametrize("has_statics", [True, False], ids=["with beat_schedule", "without"])
 def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
-    server, redis, bench_on, caplog, cli, first, has_statics
+    server, redis, bench_on, caplog, logged, cli, first, has_statics
 ):
     given = {"beat_schedule": {"mine": {"task": PLAIN, "schedule": 3600}}} if has_statics else {}
     bench = bench_on(server, result_expires=None, **given)
@@ -2401,7 +2298,7 @@ def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
     next_one.tick()
 
     assert next_one.lease.leader()["lost"] == "1"
-    said = [r.singlebeat for r in caplog.records if getattr(r, "singlebeat", {}).get("event") == "schedule_vanished"]
+    said = logged("schedule_vanished")
     assert len(said) == 1
     if first == "standby":
         assert said[0]["reason"].startswith("the server has forgotten term 1: it has lost all its data, or its last ")
@@ -2479,13 +2376,13 @@ def test_a_deploy_that_is_rolled_back_runs_nothing_again(bench):
 
     before = {"once": {"max_runs": 1}, "audited": {}}
     leads(**before)
-    Schedule(bench.app).pause("audited", "until the audit is over")
+    bench.schedule.pause("audited", "until the audit is over")
     leads()
     assert bench.redis.zrange(SCHEDULE, 0, -1) == []
     leads(**before)
 
     assert sorted(bench.names) == ["audited", "once"]
-    assert Schedule(bench.app).get("audited").policy.note == "until the audit is over"
+    assert bench.schedule.get("audited").policy.note == "until the audit is over"
 
 
 @pytest.mark.parametrize("name", ["bad\ud800", ":parked:e"])
@@ -2592,7 +2489,7 @@ def test_a_bad_entry_is_not_sent_over_and_over(bench, what):
             pytest.fail("it ends beat")
         bench.retry_now()
 
-    assert len(bench.sent) <= 1
+    assert len(bench.messages) <= 1
 
 
 def test_an_unknown_next_time_is_not_logged_in_every_tick(bench, caplog):
@@ -2656,7 +2553,7 @@ def test_entries_without_known_times_are_quarantined_in_few_round_trips(far_benc
     before = proxy.round_trips
 
     scheduler.tick()
-    assert (bench.redis.hlen(QUARANTINE), bench.sent) == (300, [])
+    assert (bench.redis.hlen(QUARANTINE), bench.messages) == (300, [])
     assert proxy.round_trips - before <= IN_A_TICK
 
 
@@ -2677,7 +2574,7 @@ def test_recovered_and_deleted_entries_cost_few_round_trips(far_bench):
     assert proxy.round_trips - before <= IN_A_TICK
     assert bench.redis.hlen(QUARANTINE) == 10
     scheduler.tick()
-    assert len(bench.sent) == 1  # all are one call, whose lock is held
+    assert len(bench.messages) == 1  # all are one call, whose lock is held
 
 
 def test_a_tick_reads_a_part_of_a_large_quarantine(bench, redis):
@@ -2767,7 +2664,7 @@ def test_an_outage_of_the_locks_alone_is_survived(server, redis, own_server, ben
     own_server.kill()
 
     assert scheduler.tick() > 0
-    assert bench.sent == []
+    assert bench.messages == []
     assert bench.pending() is not None
     assert "the locks' server" in caplog.text
 
@@ -2780,7 +2677,7 @@ def test_an_outage_of_the_locks_alone_is_survived(server, redis, own_server, ben
 
 @pytest.mark.parametrize("overlap", ["skip", "buffer_one"])
 def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(
-    server, redis, own_server, bench_on, caplog, overlap
+    server, redis, own_server, bench_on, caplog, logged, overlap
 ):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     backend_of(bench.app).announce("w@h", ttl=60)
@@ -2791,7 +2688,7 @@ def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(
     scheduler.tick()
     scheduler.tick()
 
-    assert bench.sent == []
+    assert bench.messages == []
     assert caplog.text.count('event=unreachable server="the locks\' server"') == 1
     assert "event=trouble" not in caplog.text
     assert "event=recovered" not in caplog.text
@@ -2800,8 +2697,8 @@ def test_a_plain_task_that_needs_a_lock_waits_for_the_locks_server(
     bench.retry_now()
     scheduler.tick()
     assert bench.names == ["e"]
-    (told,) = [record for record in caplog.records if record.singlebeat["event"] == "recovered"]
-    assert (told.levelname, told.singlebeat["server"]) == ("WARNING", "the locks' server")
+    (told,) = logged("recovered")
+    assert (told["level"], told["server"]) == ("WARNING", "the locks' server")
 
 
 @pytest.fixture
@@ -2817,12 +2714,11 @@ def refusing(server, redis, bench_on, monkeypatch):
         yield make
 
 
-def told(caplog) -> list[str]:
-    events = [record.singlebeat["event"] for record in caplog.records if hasattr(record, "singlebeat")]
-    return [event for event in events if event in {"unreachable", "recovered", "trouble"}]
+#: The events of a server that fails, and works again.
+TROUBLE = ("unreachable", "recovered", "trouble")
 
 
-def test_a_schedule_that_can_only_be_read_has_not_recovered(refusing, caplog):
+def test_a_schedule_that_can_only_be_read_has_not_recovered(refusing, logged):
     """A tick with nothing to do succeeds on a server that refuses to record what the one before has done."""
     bench, grant = refusing("redbeat_redis_url", "xadd")
     bench.put()
@@ -2830,14 +2726,14 @@ def test_a_schedule_that_can_only_be_read_has_not_recovered(refusing, caplog):
 
     for _ in range(3):
         scheduler.tick()
-    assert told(caplog) == ["trouble"]
+    assert [line["event"] for line in logged(*TROUBLE)] == ["trouble"]
 
     grant()
-    wait_until(lambda: scheduler.tick() and "recovered" in told(caplog))
-    assert told(caplog) == ["trouble", "recovered"]
+    wait_until(lambda: scheduler.tick() and logged("recovered"))
+    assert [line["event"] for line in logged(*TROUBLE)] == ["trouble", "recovered"]
 
 
-def test_locks_that_can_only_be_read_have_not_recovered(refusing, caplog):
+def test_locks_that_can_only_be_read_have_not_recovered(refusing, logged):
     """That a lock is held can be read, and says nothing about the next one that is to be taken."""
     bench, grant = refusing("singleton_backend_url", "hset")
     with make_app(bench.server.celery_url) as caller:
@@ -2848,16 +2744,16 @@ def test_locks_that_can_only_be_read_have_not_recovered(refusing, caplog):
     held = bench.put("held", task=SINGLE)
     scheduler.tick()
     assert [record["entry"] for record in bench.history] == [held.name]
-    assert told(caplog) == ["unreachable"]
+    assert [line["event"] for line in logged(*TROUBLE)] == ["unreachable"]
 
     grant()
     bench.retry_now()
     scheduler.tick()
     assert bench.names[-1] == free.name
-    assert told(caplog) == ["unreachable", "recovered"]
+    assert [line["event"] for line in logged(*TROUBLE)] == ["unreachable", "recovered"]
 
 
-def test_an_outage_is_logged_once_however_often_others_are_sent(server, redis, own_server, bench_on, caplog):
+def test_an_outage_is_logged_once_however_often_others_are_sent(server, redis, own_server, bench_on, logged):
     """Entries without a lock go on, which says nothing about the locks' server."""
     bench = bench_on(server, singleton_backend_url=own_server.url)
     bench.put("waits", task=SINGLE)
@@ -2874,8 +2770,7 @@ def test_an_outage_is_logged_once_however_often_others_are_sent(server, redis, o
     scheduler.tick()
 
     assert sorted(bench.names) == ["free0", "free1", "free2", "waits"]
-    told = [record.singlebeat["event"] for record in caplog.records]
-    assert [event for event in told if event in {"unreachable", "recovered", "trouble"}] == ["unreachable", "recovered"]
+    assert [line["event"] for line in logged(*TROUBLE)] == ["unreachable", "recovered"]
 
 
 def test_a_wrong_password_of_the_locks_server_is_logged_once(server, redis, bench_on, caplog):
@@ -2938,7 +2833,7 @@ def test_a_closed_scheduler_never_leads_again(bench):
     with pytest.raises(SystemExit):  # it was told to end, and something has swallowed that
         scheduler.tick()
 
-    assert bench.sent == []
+    assert bench.messages == []
     assert bench.redis.exists(LOCK) == 0
 
 
@@ -2950,7 +2845,7 @@ def test_closing_amid_a_tick_stops_the_publishing(bench):
     with connected(after_task_publish, lambda **_: scheduler.close()):
         scheduler.tick()
 
-    assert len(bench.sent) == 1
+    assert len(bench.messages) == 1
     assert bench.redis.exists(LOCK) == 0
     bench.scheduler().tick()
     assert sorted(bench.names) == ["a", "b", "c"]
@@ -2971,7 +2866,7 @@ def test_a_signal_that_ends_beat_amid_a_tick_loses_nothing(bench):
     bench.scheduler().tick()
 
     assert sorted(set(bench.names)) == ["a", "b", "c"]
-    assert len({task_id for task_id, _ in bench.sent}) == 3
+    assert len(set(bench.ids)) == 3
 
 
 def test_closing_without_redis_does_not_raise(own_server, bench_on):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,6 +29,7 @@ from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.connections import schedule_client
 from singlebeat.errors import ConfigError
+from tests.support import at_once, connected, contents
 from tests.system.apps import make_app
 
 TASK = "tests.system.apps.plain"
@@ -74,13 +74,6 @@ def claim_of(stored: Stored, *, nominal: datetime = NOW, count: int = 1) -> Clai
 
 def clock_of(app: Celery, client: Redis, progress: Callable[[], None] = lambda: None) -> Clock:
     return Clock(client, Keys.of(app), progress=progress)
-
-
-def contents(redis: Redis) -> dict[str, object]:
-    """Everything that the server holds, to see that nothing was written."""
-    readers = {"hash": redis.hgetall, "zset": lambda key: redis.zrange(key, 0, -1, withscores=True)}
-    readers |= {"string": redis.get, "set": redis.smembers, "stream": redis.xrange}
-    return {key: readers[redis.type(key)](key) for key in redis.scan_iter()}
 
 
 # ---------------------------------------------------------------- what is due
@@ -515,21 +508,18 @@ def test_of_two_claims_at_once_exactly_one_wins(app, put, server, redis):
         put(f"e{at}")
     stores = [Store(app, server.client()) for _ in range(2)]
     read = [due(store).entries for store in stores]
-    start, verdicts = threading.Barrier(2), []
+    verdicts = []
 
     def take(store: Store, entries: list[Stored], retry_at: datetime) -> None:
-        start.wait(10)
         for at in range(0, number, 10):
             claims = [claim_of(stored) for stored in entries[at : at + 10]]
             verdicts.append(list(zip(claims, store.claim(claims, OFF, retry_at=retry_at), strict=True)))
 
     # One goes forward and one backward: they meet, wherever that is.
-    threads = [threading.Thread(target=take, args=[stores[0], read[0], RETRY_AT])]
-    threads.append(threading.Thread(target=take, args=[stores[1], read[1][::-1], RETRY_AT + ANOTHER_TICK]))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    at_once(
+        lambda: take(stores[0], read[0], RETRY_AT),
+        lambda: take(stores[1], read[1][::-1], RETRY_AT + ANOTHER_TICK),
+    )
 
     all_of_them = [pair for batch in verdicts for pair in batch]
     won = Counter(claim.stored.member for claim, verdict in all_of_them if verdict is ClaimVerdict.CLAIMED)
@@ -637,13 +627,8 @@ def test_a_second_confirmation_does_nothing(store, claimed, redis):
 def told(app):
     """The names of the entries of which a decision was told, in turn."""
     told = []
-
-    def tell(entry: str, **_: object) -> None:
-        told.append(entry)
-
-    signals.occurrence_decided.connect(tell, sender=app)
-    yield told
-    signals.occurrence_decided.disconnect(tell, sender=app)
+    with connected(signals.occurrence_decided, lambda entry, **_: told.append(entry), sender=app):
+        yield told
 
 
 def test_a_run_that_another_beat_has_confirmed_is_signalled_once(store, claimed, app, told):
@@ -1258,6 +1243,7 @@ def test_a_name_that_another_app_has_for_something_else_is_refused(install_as, r
 
     assert json.loads(redis.hget("redbeat:both", "definition"))["task"] == "shop.bill"
     assert "app shop has another entry of this name: rename one of them" in caplog.text
+    assert "HDEL redbeat::owners both, then celery singlebeat resign" in caplog.text
     assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:both", "redbeat:mine"}
     install_as("shop", both="shop.bill", more="shop.bill")  # and changes it at will, as long as it is its own
     install_as("shop", both="shop.other")

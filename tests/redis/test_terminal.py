@@ -30,6 +30,8 @@ from singlebeat.connections import schedule_client
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
 
+pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
+
 TASK = "tests.system.apps.plain"
 RED, ANY_COLOUR, PROGRESS = "\x1b[31m", "\x1b[", "\r"
 
@@ -85,11 +87,6 @@ def on_terminal(app, monkeypatch) -> Run:
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     return run
-
-
-@pytest.fixture(autouse=True)
-def _no_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
 
 
 @pytest.fixture

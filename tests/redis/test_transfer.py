@@ -12,7 +12,6 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery.beat import Service
 from celery.schedules import crontab, schedule, solar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -314,7 +313,7 @@ def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
     assert "emoji \U0001f389 and 東京" in found
 
 
-def test_an_imported_entry_runs_as_it_did_in_django(cli, app, redis):
+def test_an_imported_entry_runs_as_it_did_in_django(cli, app, bench, redis):
     dump = json.loads(DUMP.read_text("utf-8"))
     ago = (datetime.now(UTC) - timedelta(hours=3)).isoformat()
     for row in dump:
@@ -323,12 +322,7 @@ def test_an_imported_entry_runs_as_it_did_in_django(cli, app, redis):
         if row["model"].endswith("crontabschedule"):
             row["fields"].update(minute="*", hour="*", day_of_week="*")
     cli("import", "-", stdin=json.dumps(dump))
-    app.conf.singlebeat_watchdog_timeout = None
-    scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-    try:
-        scheduler.tick()
-    finally:
-        scheduler.close()
+    bench.tick()
 
     (feed,) = (json.loads(text)["headers"] for text in redis.lrange("q", 0, -1))
     assert (feed["task"], feed["argsrepr"], feed["h"]) == ("shop.feed", "['x', 1]", 1)
@@ -340,7 +334,7 @@ def test_an_imported_entry_runs_as_it_did_in_django(cli, app, redis):
     assert mail.decision == "dispatched"
 
 
-def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis, beat):
+def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis, bench):
     """Its beat was stopped by then. A task that it has run is disabled, and keeps neither its run nor its number."""
     stored, ago, later, soon = (
         (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat() for seconds in (-90, -30, -20, 3600)
@@ -358,7 +352,7 @@ def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis
     ]
     for _ in range(2):  # it may be repeated
         cli("import", "-", stdin=json.dumps(dump))
-        beat.tick()
+        bench.tick()
 
     sent = [json.loads(text)["headers"]["singlebeat"] for text in redis.lrange("celery", 0, -1)]
     assert len(sent) == 1
@@ -366,14 +360,14 @@ def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis
     assert [entry for entry, decision in decided if decision == "dispatched"] == ["due"]
     for name in ("off", "reset"):
         cli("edit", name, "--enable")
-    beat.tick()
+    bench.tick()
     assert redis.llen("celery") == 1
     places = redis.zmscore("redbeat::schedule", ["redbeat:soon", "redbeat:bounded"])
     assert places == [datetime.fromisoformat(soon).timestamp()] * 2
 
 
 @pytest.mark.parametrize("first", ["an old run", "no run"])
-def test_a_later_dump_brings_the_runs_since_the_first(cli, app, redis, beat, first):
+def test_a_later_dump_brings_the_runs_since_the_first(cli, app, redis, bench, first):
     now = datetime.now(UTC)
     old, new, ahead = ((now + timedelta(minutes=each)).isoformat() for each in (-180, -1, 60))
     times = [row("intervalschedule", 1, every=1, period="hours")]
@@ -393,13 +387,13 @@ def test_a_later_dump_brings_the_runs_since_the_first(cli, app, redis, beat, fir
     for other in (dump(old, 3), dump(ahead, 9)):
         cli("import", "-", stdin=other)
         assert past() == (new, 5)
-    beat.tick()
+    bench.tick()
 
     assert redis.llen("celery") == 0
     assert redis.zscore("redbeat::schedule", "redbeat:e") == (now + timedelta(minutes=59)).timestamp()
 
 
-def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, beat):
+def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, bench):
     """A row without a past says nothing about runs."""
     instant = datetime.now(UTC) - timedelta(hours=1)
     past = instant - timedelta(hours=1)
@@ -408,7 +402,7 @@ def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, b
     del row["meta"]
 
     cli("import", "-", stdin=json.dumps([row]))
-    beat.tick()
+    bench.tick()
 
     assert redis.llen("celery") == 1
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from itertools import count
-from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery.beat import BeatLazyFunc, Service
+from celery.beat import BeatLazyFunc
 from celery.schedules import BaseSchedule, crontab, schedstate, schedule, solar
 from dateutil.rrule import MO
 from redbeat.schedules import rrule
-from redis import Redis
 
-from singlebeat import Entry, Schedule, Scheduler, clocked
+from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.store import quarantine
 from singlebeat.errors import ConflictError, EntryError
 from singlebeat.locks import backend_of
-from tests.support import RedisServer
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
@@ -57,42 +53,6 @@ class Estimated(Asked):
         return last_run_at + HOUR - self.now()
 
 
-@pytest.fixture
-def started(server: RedisServer, redis: Redis) -> Iterator[Callable[..., Scheduler]]:
-    """Starts a scheduler that ticks when it is told to, by default without any entry of its own."""
-    schedulers = []
-
-    def start(**beat_schedule: Any) -> Scheduler:
-        conf = {"singlebeat_watchdog_timeout": None, "result_expires": None, "beat_schedule": beat_schedule}
-        app = make_app(server.celery_url, conf)
-        schedulers.append(Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler())
-        return schedulers[-1]
-
-    yield start
-    for scheduler in schedulers:
-        scheduler.close()
-        scheduler.app.close()
-
-
-def messages(redis: Redis) -> list[dict[str, Any]]:
-    """Positional and keyword arguments and headers of all messages in the queue, the first one first."""
-    found = []
-    for text in redis.lrange("celery", 0, -1)[::-1]:
-        raw = json.loads(text)
-        args, kwargs, _ = json.loads(b64decode(raw["body"]))
-        found.append({"args": args, "kwargs": kwargs, **raw["headers"]})
-    return found
-
-
-def overdue(redis: Redis, name: str, ago: timedelta = 2 * HOUR) -> None:
-    """Let the last run of an entry lie in the past, as if time had passed."""
-    key = f"redbeat:{name}"
-    past = datetime.now(UTC) - ago
-    raw = {"last_run_at": past.isoformat(), "total_run_count": 1}
-    redis.hset(key, "meta", json.dumps(raw))
-    redis.zadd(SCHEDULE, {key: past.timestamp()})
-
-
 KINDS = {
     "clocked": clocked(datetime(2040, 1, 1, tzinfo=UTC)),
     "solar": solar("sunset", 52.5, 13.4),
@@ -103,14 +63,14 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("by", ["Entry", "Schedule", "beat_schedule"])
-def test_every_kind_of_schedule_is_kept_with_all_its_times(app, redis, started, kind, by):
+def test_every_kind_of_schedule_is_kept_with_all_its_times(app, bench, redis, kind, by):
     when = KINDS[kind]
     if by == "Entry":
         Entry("e", PLAIN, when, app=app).save()
     elif by == "Schedule":
         Schedule(app).upsert("e", PLAIN, when)
     else:
-        started(e={"task": PLAIN, "schedule": when}).tick()
+        bench.scheduler(beat_schedule={"e": {"task": PLAIN, "schedule": when}}).tick()
 
     wanted = Entry("e", PLAIN, when, app=app)
     first = wanted.timetable.next(datetime.now(UTC))
@@ -118,73 +78,73 @@ def test_every_kind_of_schedule_is_kept_with_all_its_times(app, redis, started, 
     while len(times) < 15 and times[-1] is not None:
         times.append(wanted.timetable.next(times[-1]))
     assert [*Schedule(app).next_runs("e", 15)] == [moment for moment in times if moment is not None]
-    assert redis.zscore(SCHEDULE, "redbeat:e") == first.timestamp()
+    assert bench.score() == first.timestamp()
     assert not redis.exists(QUARANTINE)
 
 
 @pytest.mark.parametrize("option", ["expires", "countdown"])
-def test_a_timedelta_in_options_is_sent_as_seconds(app, redis, started, option):
+def test_a_timedelta_in_options_is_sent_as_seconds(app, bench, option):
     Schedule(app).upsert("e", PLAIN, 3600, args=["e"], options={option: timedelta(minutes=5), "queue": "celery"})
-    overdue(redis, "e")
+    bench.make_due()
 
-    started().tick()
+    bench.scheduler().tick()
 
-    moment = datetime.fromisoformat(messages(redis)[0][{"countdown": "eta"}.get(option, option)])
+    moment = datetime.fromisoformat(bench.messages[0].headers[{"countdown": "eta"}.get(option, option)])
     assert timedelta(minutes=4) < moment - datetime.now(UTC) <= timedelta(minutes=5)
     assert Schedule(app).get("e").options == {option: 300.0, "queue": "celery"}
 
 
-def test_a_one_off_runs_once_and_stays(app, redis, started):
+def test_a_one_off_runs_once_and_stays(app, bench):
     instant = datetime.now(UTC).replace(microsecond=0) - HOUR
     Entry("e", PLAIN, clocked(instant), args=["e"], last_run_at=instant - DAY, app=app).save()
-    beat = started()
+    beat = bench.scheduler()
 
     beat.tick()
     beat.tick()
 
-    assert [datetime.fromisoformat(each["singlebeat"]["nominal"]) for each in messages(redis)] == [instant]
-    assert redis.zscore(SCHEDULE, "redbeat:e") == -1
+    assert [message.nominal for message in bench.messages] == [instant]
+    assert bench.score() == -1
     assert Schedule(app).get("e").total_run_count == 1
 
 
 @pytest.mark.parametrize("score", [0, 1])
-def test_a_one_off_written_by_hand_waits_for_its_instant(app, redis, started, score):
+def test_a_one_off_written_by_hand_waits_for_its_instant(app, bench, redis, score):
     instant = datetime.now(UTC).replace(microsecond=0) + HOUR
     raw = {"__type__": "clocked", "instant": instant.isoformat()}
     redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "args": ["e"], "schedule": raw}))
     redis.zadd(SCHEDULE, {"redbeat:e": score})
 
-    started().tick()
+    bench.scheduler().tick()
 
-    assert messages(redis) == []
-    assert redis.zscore(SCHEDULE, "redbeat:e") == instant.timestamp()
+    assert bench.messages == []
+    assert bench.score() == instant.timestamp()
     assert list(Schedule(app).next_runs("e", 5)) == [instant]
     assert Schedule(app).get("e").due_at == instant
 
 
-def test_a_new_entry_for_an_instant_that_has_passed_never_runs(app, redis, started):
+def test_a_new_entry_for_an_instant_that_has_passed_never_runs(app, bench):
     Schedule(app).upsert("e", PLAIN, clocked(datetime.now(UTC) - SECOND))
 
-    started().tick()
+    bench.scheduler().tick()
 
-    assert messages(redis) == []
-    assert redis.zscore(SCHEDULE, "redbeat:e") == -1
+    assert bench.messages == []
+    assert bench.score() == -1
 
 
 # ---------------------------------------------------------------- what only beat_schedule can give
 
 
-def test_a_schedule_of_ones_own_runs_from_beat_schedule(redis, started, app):
+def test_a_schedule_of_ones_own_runs_from_beat_schedule(bench, app):
     when = OnceAnHour()
-    beat = started(e={"task": PLAIN, "args": ["e"], "schedule": when})
+    beat = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "args": ["e"], "schedule": when}})
     beat.tick()
-    assert 3590 < redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+    assert 3590 < bench.score() - datetime.now(UTC).timestamp() <= 3600
 
-    overdue(redis, "e")
+    bench.make_due()
     beat.tick()
     beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["e"]]
+    assert [message.args for message in bench.messages] == [["e"]]
     assert Schedule(beat.app).get("e").schedule is when
     assert Schedule(beat.app).get("e").save().schedule is when
     with pytest.raises(EntryError, match=r"a .+\.OnceAnHour, which the beat_schedule of this app must give"):
@@ -193,50 +153,53 @@ def test_a_schedule_of_ones_own_runs_from_beat_schedule(redis, started, app):
 
 @pytest.mark.parametrize("every", [None, 0, -1])
 @pytest.mark.parametrize("kind", [Asked, Estimated])
-def test_a_schedule_that_is_asked_for_its_times_needs_no_interval(redis, started, kind, every):
-    beat = started(e={"task": PLAIN, "args": ["e"], "schedule": kind(every)})
+def test_a_schedule_that_is_asked_for_its_times_needs_no_interval(bench, redis, kind, every):
+    beat = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "args": ["e"], "schedule": kind(every)}})
     beat.tick()
-    assert 3590 < redis.zscore(SCHEDULE, "redbeat:e") - datetime.now(UTC).timestamp() <= 3600
+    assert 3590 < bench.score() - datetime.now(UTC).timestamp() <= 3600
 
-    overdue(redis, "e")
+    bench.make_due()
     beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["e"]]
+    assert [message.args for message in bench.messages] == [["e"]]
     assert not redis.exists(QUARANTINE)
 
 
-def test_a_schedule_that_raises_when_read_harms_no_other_entry(redis, started):
+def test_a_schedule_that_raises_when_read_harms_no_other_entry(bench, redis):
     when = Asked(60)
-    beat = started(
-        e={"task": PLAIN, "args": ["e"], "schedule": when}, f={"task": PLAIN, "args": ["f"], "schedule": 3600}
+    beat = bench.scheduler(
+        beat_schedule={
+            "e": {"task": PLAIN, "args": ["e"], "schedule": when},
+            "f": {"task": PLAIN, "args": ["f"], "schedule": 3600},
+        }
     )
     beat.tick()
     when.nowfun = lambda: 1 // 0
-    overdue(redis, "e")
-    overdue(redis, "f")
+    bench.make_due()
+    bench.make_due("f")
 
     beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["f"]]
+    assert [message.args for message in bench.messages] == [["f"]]
     assert "ZeroDivisionError" in redis.hget(QUARANTINE, "redbeat:e")
     when.nowfun = None
     beat.tick()
     beat.tick()
-    assert [message["args"] for message in messages(redis)] == [["f"], ["e"]]
+    assert [message.args for message in bench.messages] == [["f"], ["e"]]
 
 
 @pytest.mark.parametrize("every", [None, 0, -1])
-def test_an_interval_that_is_none_sets_its_entry_aside(redis, started, every):
-    beat = started(f={"task": PLAIN, "args": ["f"], "schedule": 3600})
+def test_an_interval_that_is_none_sets_its_entry_aside(bench, redis, every):
+    beat = bench.scheduler(beat_schedule={"f": {"task": PLAIN, "args": ["f"], "schedule": 3600}})
     beat.tick()
     raw = {"__type__": "interval", "every": every, "relative": False}
     redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "args": ["e"], "schedule": raw}))
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
-    overdue(redis, "f")
+    bench.make_due("f")
 
     beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["f"]]
+    assert [message.args for message in bench.messages] == [["f"]]
     assert redis.hexists(QUARANTINE, "redbeat:e")
 
 
@@ -246,83 +209,92 @@ def test_a_schedule_of_ones_own_can_only_come_from_beat_schedule(app, redis):
     assert not redis.exists("redbeat:e")
 
 
-def test_a_beat_with_the_schedule_recovers_an_entry_quarantined_without(redis, started):
-    first = started(e={"task": PLAIN, "args": ["e"], "schedule": OnceAnHour()}, f={"task": PLAIN, "schedule": 60})
+def test_a_beat_with_the_schedule_recovers_an_entry_quarantined_without(bench, redis):
+    first = bench.scheduler(
+        beat_schedule={
+            "e": {"task": PLAIN, "args": ["e"], "schedule": OnceAnHour()},
+            "f": {"task": PLAIN, "schedule": 60},
+        }
+    )
     first.tick()
-    overdue(redis, "e")
+    bench.make_due()
     first.close()
-    poor = started()
+    poor = bench.scheduler()
     poor.app.main = "another"  # whose statics are not ours to remove
     poor.tick()
     assert "OnceAnHour" in redis.hget(QUARANTINE, "redbeat:e")
     poor.close()
 
-    rich = started(e={"task": PLAIN, "args": ["e"], "schedule": OnceAnHour()})
+    rich = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "args": ["e"], "schedule": OnceAnHour()}})
     rich.tick()
     rich.tick()
 
     assert not redis.exists(QUARANTINE)
-    assert [message["args"] for message in messages(redis)] == [["e"]]
+    assert [message.args for message in bench.messages] == [["e"]]
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_a_lazy_argument_is_computed_by_beat_for_each_run(redis, started, task):
+def test_a_lazy_argument_is_computed_by_beat_for_each_run(bench, redis, task):
     numbers = count()
     lazy = BeatLazyFunc(lambda: next(numbers))
-    beat = started(e={"task": task, "args": ["e"], "kwargs": {"seconds": lazy}, "schedule": 3600})
+    beat = bench.scheduler(
+        beat_schedule={"e": {"task": task, "args": ["e"], "kwargs": {"seconds": lazy}, "schedule": 3600}}
+    )
     beat.tick()
     assert json.loads(redis.hget("redbeat:e", "definition"))["kwargs"] == {"seconds": {"__type__": "given"}}
 
     for _ in range(2):
-        overdue(redis, "e")
+        bench.make_due()
         beat.tick()
 
-    assert [message["kwargs"] for message in messages(redis)] == [{"seconds": 0}, {"seconds": 1}]
+    assert [message.kwargs for message in bench.messages] == [{"seconds": 0}, {"seconds": 1}]
     assert Schedule(beat.app).get("e").kwargs == {"seconds": lazy}
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_the_lock_of_a_run_is_that_of_its_computed_arguments(redis, started, task):
-    beat = started(e={"task": task, "args": ["e", BeatLazyFunc(abs, -3)], "schedule": 3600})
+def test_the_lock_of_a_run_is_that_of_its_computed_arguments(bench, task):
+    beat = bench.scheduler(beat_schedule={"e": {"task": task, "args": ["e", BeatLazyFunc(abs, -3)], "schedule": 3600}})
     backend_of(beat.app).announce("w@h", ttl=60)
     beat.tick()
     for _ in range(2):
-        overdue(redis, "e")
+        bench.make_due()
         beat.tick()
 
-    decisions = [record["decision"] for _, record in redis.xrange("redbeat::history")]
-    assert decisions == ["dispatched", "skipped_overlap"]
+    assert bench.decisions == ["dispatched", "skipped_overlap"]
 
 
-def test_a_lazy_argument_may_be_positional(redis, started):
-    beat = started(e={"task": PLAIN, "args": ("e", BeatLazyFunc(abs, -3)), "schedule": 3600})
+def test_a_lazy_argument_may_be_positional(bench):
+    beat = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "args": ("e", BeatLazyFunc(abs, -3)), "schedule": 3600}})
     beat.tick()
-    overdue(redis, "e")
+    bench.make_due()
     beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["e", 3]]
+    assert [message.args for message in bench.messages] == [["e", 3]]
 
 
-def test_a_lazy_argument_that_fails_harms_no_other_entry(redis, started):
+def test_a_lazy_argument_that_fails_harms_no_other_entry(bench):
     wrong = BeatLazyFunc(lambda: 1 // 0)
-    beat = started(
-        e={"task": PLAIN, "args": [wrong], "schedule": 3600}, f={"task": PLAIN, "args": ["f"], "schedule": 3600}
+    beat = bench.scheduler(
+        beat_schedule={
+            "e": {"task": PLAIN, "args": [wrong], "schedule": 3600},
+            "f": {"task": PLAIN, "args": ["f"], "schedule": 3600},
+        }
     )
     beat.tick()
-    overdue(redis, "e")
-    overdue(redis, "f")
+    bench.make_due()
+    bench.make_due("f")
     beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["f"]]
-    decided = {record["entry"]: record["decision"] for _, record in redis.xrange("redbeat::history")}
+    assert [message.args for message in bench.messages] == [["f"]]
+    decided = {record["entry"]: record["decision"] for record in bench.history}
     assert decided == {"e": "publish_failed", "f": "dispatched"}
 
 
 @pytest.mark.parametrize("halt", ["paused", "disabled"])
-def test_a_removed_lazy_argument_leaves_an_entry_its_past_and_halted(redis, started, app, halt):
-    first = started(e={"task": PLAIN, "args": (BeatLazyFunc(abs, -3),), "schedule": 3600})
+def test_a_removed_lazy_argument_leaves_an_entry_its_past_and_halted(bench, app, halt):
+    first = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "args": (BeatLazyFunc(abs, -3),), "schedule": 3600}})
     first.tick()
-    overdue(redis, "e")
+    bench.make_due()
     first.tick()
     if halt == "paused":
         Schedule(first.app).pause("e", "for now")
@@ -330,14 +302,14 @@ def test_a_removed_lazy_argument_leaves_an_entry_its_past_and_halted(redis, star
         entry = Schedule(first.app).get("e")
         entry.enabled = False
         entry.save()
-    past, score = Schedule(first.app).get("e").meta, redis.zscore(SCHEDULE, "redbeat:e")
+    past, score = Schedule(first.app).get("e").meta, bench.score()
     first.close()
 
-    started(e={"task": PLAIN, "args": (), "schedule": 3600}).tick()
+    bench.scheduler(beat_schedule={"e": {"task": PLAIN, "args": (), "schedule": 3600}}).tick()
 
     entry = Schedule(app).get("e")
-    assert (entry.args, entry.meta, redis.zscore(SCHEDULE, "redbeat:e")) == ([], past, score)
-    assert past.total_run_count == 2
+    assert (entry.args, entry.meta, bench.score()) == ([], past, score)
+    assert past.total_run_count == 1
     if halt == "paused":
         assert (entry.policy.paused, entry.policy.note) == (True, "for now")
     else:
@@ -346,21 +318,23 @@ def test_a_removed_lazy_argument_leaves_an_entry_its_past_and_halted(redis, star
 
 @pytest.mark.parametrize("overlap", ["skip", "buffer_one", "buffer_all", "allow_all"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
-def test_an_unsendable_computed_argument_harms_no_other_entry(redis, started, task, overlap):
-    beat = started(
-        e={"task": task, "args": [BeatLazyFunc(object)], "schedule": 3600},
-        f={"task": PLAIN, "args": ["f"], "schedule": 3600},
+def test_an_unsendable_computed_argument_harms_no_other_entry(bench, redis, task, overlap):
+    beat = bench.scheduler(
+        beat_schedule={
+            "e": {"task": task, "args": [BeatLazyFunc(object)], "schedule": 3600},
+            "f": {"task": PLAIN, "args": ["f"], "schedule": 3600},
+        }
     )
     backend_of(beat.app).announce("w@h", ttl=60)
     beat.tick()
     redis.hset("redbeat:e", "policy", json.dumps({"overlap": overlap}))
-    overdue(redis, "e", 3 * HOUR)
-    overdue(redis, "f")
+    bench.make_due("e", ago=3 * HOUR)
+    bench.make_due("f")
 
     beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["f"]]
-    decided = {record["entry"]: record["decision"] for _, record in redis.xrange("redbeat::history")}
+    assert [message.args for message in bench.messages] == [["f"]]
+    decided = {record["entry"]: record["decision"] for record in bench.history}
     assert decided == {"e": "publish_failed", "f": "dispatched"}
 
 
@@ -413,16 +387,16 @@ def test_a_zone_that_another_language_gave_a_rule_survives_a_save(app, redis):
     assert {run.astimezone(BERLIN).hour for run in runs} == {9}
 
 
-def test_a_changed_rule_counts_from_now_though_rules_compare_equal(app, redis):
+def test_a_changed_rule_counts_from_now_though_rules_compare_equal(app, bench):
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     Schedule(app).upsert("e", PLAIN, rrule("YEARLY", dtstart=noon))
-    before = redis.zscore(SCHEDULE, "redbeat:e")
+    before = bench.score()
 
     Schedule(app).upsert("e", PLAIN, rrule("YEARLY", dtstart=noon), args=["x"])
-    assert redis.zscore(SCHEDULE, "redbeat:e") == before
+    assert bench.score() == before
     Schedule(app).upsert("e", PLAIN, rrule("HOURLY", dtstart=noon))
 
-    assert redis.zscore(SCHEDULE, "redbeat:e") <= datetime.now(UTC).timestamp() + 3600
+    assert bench.score() <= datetime.now(UTC).timestamp() + 3600
 
 
 # ---------------------------------------------------------------- concurrent edits, and enabled
@@ -457,13 +431,13 @@ def test_an_entry_that_was_deleted_can_be_saved_again(app):
 
 
 @pytest.mark.parametrize("enabled", ["yes", "false", "", 2, [], {}])
-def test_an_entry_with_an_invalid_enabled_is_quarantined(redis, started, enabled):
+def test_an_entry_with_an_invalid_enabled_is_quarantined(bench, redis, enabled):
     redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": 60, "enabled": enabled}))
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
 
-    started().tick()
+    bench.scheduler().tick()
 
-    assert messages(redis) == []
+    assert bench.messages == []
     assert "enabled is neither true nor false" in redis.hget(QUARANTINE, "redbeat:e")
 
 
@@ -484,8 +458,10 @@ NEVER = {
 
 
 @pytest.mark.parametrize("what", NEVER)
-def test_a_schedule_without_a_next_time_harms_no_other_static_entry(redis, started, caplog, what):
-    beat = started(e={"task": PLAIN, "schedule": NEVER[what]}, f={"task": PLAIN, "schedule": 60})
+def test_a_schedule_without_a_next_time_harms_no_other_static_entry(bench, redis, caplog, what):
+    beat = bench.scheduler(
+        beat_schedule={"e": {"task": PLAIN, "schedule": NEVER[what]}, "f": {"task": PLAIN, "schedule": 60}}
+    )
 
     beat.tick()
 
@@ -509,19 +485,21 @@ class Forgetful(BaseSchedule):  # type: ignore[misc]
         return schedstate(is_due=False, next=3600)
 
 
-def test_600_entries_whose_schedules_fail_starve_no_other_entry(redis, started, caplog):
+def test_600_entries_whose_schedules_fail_starve_no_other_entry(bench, redis, caplog):
     given = {f"bad {n}": {"task": PLAIN, "schedule": Forgetful()} for n in range(600)}
-    beat = started(good={"task": PLAIN, "schedule": schedule(HOUR), "args": ["good"]}, **given)
+    beat = bench.scheduler(
+        beat_schedule={"good": {"task": PLAIN, "schedule": schedule(HOUR), "args": ["good"]}, **given}
+    )
     beat.tick()
     caplog.clear()
     for name in given:
-        overdue(redis, name, ago=2 * HOUR)
-    overdue(redis, "good", ago=1.5 * HOUR)
+        bench.make_due(name, ago=2 * HOUR)
+    bench.make_due("good", ago=1.5 * HOUR)
 
     for _ in range(10):
         beat.tick()
 
-    assert [message["args"] for message in messages(redis)] == [["good"]]
+    assert [message.args for message in bench.messages] == [["good"]]
     assert redis.zcount(SCHEDULE, 0, "+inf") == 1, "only the good one is due again"
     aside = redis.hgetall(QUARANTINE)
     assert len(aside) == 600
@@ -539,32 +517,32 @@ def test_600_entries_whose_schedules_fail_starve_no_other_entry(redis, started, 
         ("meta", json.dumps({"last_run_at": None, "total_run_count": 0})),
     ],
 )
-def test_an_entry_whose_schedule_failed_recovers_when_it_has_changed(redis, started, field, text):
-    beat = started(e={"task": PLAIN, "schedule": Forgetful(), "args": ["mended"]})
+def test_an_entry_whose_schedule_failed_recovers_when_it_has_changed(bench, redis, field, text):
+    beat = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "schedule": Forgetful(), "args": ["mended"]}})
     beat.tick()
-    overdue(redis, "e")
+    bench.make_due()
     beat.tick()
     assert redis.hexists(QUARANTINE, "redbeat:e")
-    assert messages(redis) == []
+    assert bench.messages == []
 
     redis.hset("redbeat:e", field, text)
     beat.tick()
     beat.tick()
 
     assert not redis.exists(QUARANTINE)
-    assert [message["args"] for message in messages(redis)] == [["mended"]]
+    assert [message.args for message in bench.messages] == [["mended"]]
 
 
-def test_a_schedule_that_failed_for_a_moment_recovers(redis, started, monkeypatch):
+def test_a_schedule_that_failed_for_a_moment_recovers(bench, redis, monkeypatch):
     failing = True
 
     class AsksSomebody(Forgetful):
         def is_due(self, last_run_at: datetime) -> schedstate:
             return super().is_due(last_run_at) if failing else schedstate(is_due=True, next=1800)
 
-    beat = started(e={"task": PLAIN, "schedule": AsksSomebody(), "args": ["mended"]})
+    beat = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "schedule": AsksSomebody(), "args": ["mended"]}})
     beat.tick()
-    overdue(redis, "e")
+    bench.make_due()
     beat.tick()
     monkeypatch.setattr(quarantine, "RETRY_AFTER", timedelta(0))
     beat.tick()
@@ -575,25 +553,25 @@ def test_a_schedule_that_failed_for_a_moment_recovers(redis, started, monkeypatc
     beat.tick()
 
     assert not redis.exists(QUARANTINE)
-    assert [message["args"] for message in messages(redis)] == [["mended"]]
+    assert [message.args for message in bench.messages] == [["mended"]]
 
 
-def test_an_entry_whose_schedule_failed_is_retried_by_a_beat_of_new_code(redis, started, monkeypatch):
+def test_an_entry_whose_schedule_failed_is_retried_by_a_beat_of_new_code(bench, redis, monkeypatch):
     conf = {"task": PLAIN, "schedule": Forgetful(), "args": ["mended"]}
-    beat = started(e=conf)
+    beat = bench.scheduler(beat_schedule={"e": conf})
     beat.tick()
-    overdue(redis, "e")
+    bench.make_due()
     beat.tick()
     beat.close()
     assert redis.hexists(QUARANTINE, "redbeat:e")
 
     monkeypatch.setattr(Forgetful, "is_due", OnceAnHour().is_due)
-    other = started(e=conf)
+    other = bench.scheduler(beat_schedule={"e": conf})
     other.tick()
     other.tick()
 
     assert not redis.exists(QUARANTINE)
-    assert [message["args"] for message in messages(redis)] == [["mended"]]
+    assert [message.args for message in bench.messages] == [["mended"]]
 
 
 AT = "2026-01-01"
@@ -604,10 +582,10 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_command_is_not_ended_by_an_entry_whose_schedule_fails(redis, started, cli, command):
-    beat = started(e={"task": PLAIN, "schedule": Forgetful()})
+def test_a_command_is_not_ended_by_an_entry_whose_schedule_fails(bench, cli, command):
+    beat = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "schedule": Forgetful()}})
     beat.tick()
-    overdue(redis, "e")
+    bench.make_due()
     beat.tick()
 
     output = cli(*command, app=beat.app, code=None).output

@@ -52,11 +52,6 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def findings(cli, about: str) -> list[tuple[str, str]]:
-    rows = strict(cli("doctor", "--json", code=None).stdout)
-    return [(row["level"], row["text"]) for row in rows if row["about"] == about]
-
-
 # ---------------------------------------------------------------- names
 
 
@@ -188,14 +183,14 @@ def test_all_json_is_strict_whatever_an_entry_holds(put, redis, cli, number):
         ({"policy": "{"}, "policy cannot be read"),
     ],
 )
-def test_an_unusable_entry_is_named_before_its_time_comes(app, put, redis, cli, beat, fields, why):
-    put("nightly", options={"expires": 60})
-    beat.tick()
+def test_an_unusable_entry_is_named_before_its_time_comes(bench, redis, findings, cli, fields, why):
+    bench.put("nightly", ago=timedelta(), options={"expires": 60})
+    bench.tick()
     redis.hset("redbeat:nightly", mapping=fields)
-    beat.tick()
+    bench.tick()
     later = "when its time comes"
 
-    ((level, text),) = findings(cli, "entry nightly")
+    ((level, text),) = findings("entry nightly")
     assert (level, why in text, later in text) == ("problem", True, True)
     explained = cli("explain", "nightly").output
     assert why in explained
@@ -212,7 +207,7 @@ def test_an_unusable_entry_is_named_before_its_time_comes(app, put, redis, cli, 
     assert strict(cli("status", "--json").stdout)["quarantined"] == 0
 
     redis.zadd(SCHEDULE, {"redbeat:nightly": 0})
-    beat.tick()
+    bench.tick()
 
     listed, shown = cli("list").output, cli("show", "nightly").output
     assert f"nightly: quarantined: {why}" in listed
@@ -220,7 +215,7 @@ def test_an_unusable_entry_is_named_before_its_time_comes(app, put, redis, cli, 
     assert "state               quarantined" in shown
     data = strict(cli("list", "--json").stdout)
     assert ([*data["quarantine"]], data["unusable"]) == (["nightly"], {})
-    assert len(findings(cli, "entry nightly")) == 1
+    assert len(findings("entry nightly")) == 1
 
 
 def test_status_counts_the_quarantined_entries_that_it_names(redis, cli):
@@ -232,12 +227,12 @@ def test_status_counts_the_quarantined_entries_that_it_names(redis, cli):
     assert state["quarantined"] == len(state["quarantine"]) == 1
 
 
-def test_a_key_of_another_type_is_explained_like_an_unusable_entry(redis, cli, beat):
+def test_a_key_of_another_type_is_explained_like_an_unusable_entry(bench, redis, cli):
     redis.set("redbeat:tick 7", "mine")
     redis.zadd(SCHEDULE, {"redbeat:tick 7": 2e9})
     assert "its key holds something else" in cli("explain", "tick 7").output
     redis.zadd(SCHEDULE, {"redbeat:tick 7": 0})
-    beat.tick()
+    bench.tick()
 
     explained = cli("explain", "tick 7").output
 
@@ -248,12 +243,11 @@ def test_a_key_of_another_type_is_explained_like_an_unusable_entry(redis, cli, b
     assert cli("history", "tick 7", "--json").exit_code == 0
 
 
-def test_a_dropped_entry_is_explained_as_parked(app, redis, cli, beat):
-    given = {"task": TASK, "schedule": 3600.0}
-    app.conf.beat_schedule = {"feed": given}
-    beat.tick()
-    app.conf.beat_schedule = {}
-    beat.setup_schedule()
+def test_a_dropped_entry_is_explained_as_parked(bench, app, cli):
+    scheduler = bench.scheduler(beat_schedule={"feed": {"task": TASK, "schedule": 3600.0}})
+    scheduler.tick()
+    scheduler.app.conf.beat_schedule = {}
+    scheduler.setup_schedule()
 
     for command in ("explain", "history", "show", "pause"):
         text = cli(command, "feed", code=1).output

@@ -144,8 +144,8 @@ def make_app(url: str, conf: Mapping[str, Any] | None = None, *, set_as_current:
 
 
 @dataclass
-class Served:
-    """A server of its own with a worker, for the cases of a module; and what they need to ask."""
+class Stage:
+    """A server of its own with a worker and apps to send from; all cases of a module share it."""
 
     server: RedisServer
     worker: CeleryProcess
@@ -203,14 +203,14 @@ class Served:
 
 
 @contextmanager
-def served(directory: Path, *args: str, app: str = __name__, **options: Any) -> Iterator[Served]:
-    """Serve many cases with one worker: an expensive start happens once; options as for ``CeleryLauncher``."""
+def open_stage(directory: Path, *args: str, app: str = __name__, **options: Any) -> Iterator[Stage]:
+    """Open a stage for many cases: its worker, which starts slowly, starts once; options as for ``CeleryLauncher``."""
     with RedisServer() as server, ExitStack() as stack:
         start = CeleryLauncher(server, f"{server.url}?db={ORACLE_DB}", directory)
         stack.callback(start.stop)
         worker = start("worker", *args, app=app, **options).ready()
         records = server.client(db=ORACLE_DB)
-        yield Served(server, worker, start, server.client(), records, Oracle(records), stack)
+        yield Stage(server, worker, start, server.client(), records, Oracle(records), stack)
         gc.collect()  # results end their subscriptions, which they cannot once the server is gone
 
 

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from singlebeat import Singleton
 from tests.matrix import CELL
-from tests.support import wait_until
+from tests.support import connected, wait_until
 from tests.system.scene import LEASE, PATIENCE, Config, Scene, Stage, dead
 
 POOLS = ("prefork", "threads", "solo", "gevent")
@@ -687,12 +687,8 @@ def _(s: Scene) -> None:
     def interrupt(**_: Any) -> None:
         raise Unsendable
 
-    before_task_publish.connect(interrupt, weak=False)
-    try:
-        with pytest.raises(Unsendable):
-            s.task("succeed").delay(s.name)
-    finally:
-        before_task_publish.disconnect(interrupt)
+    with connected(before_task_publish, interrupt), pytest.raises(Unsendable):
+        s.task("succeed").delay(s.name)
     assert not s.stage.locks()
     s.measured(0)
 

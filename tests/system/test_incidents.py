@@ -55,7 +55,7 @@ from singlebeat.cli import doctor as doctor_module
 from singlebeat.locks import backend_of
 from tests.support import APP, ROOT, CeleryProcess, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
-from tests.system.singles import PATIENCE, Served, served
+from tests.system.singles import PATIENCE, Stage, open_stage
 from tests.system.tools import Beat, Incident, Said, Tools, log
 from tests.system.topologies import PASSWORD, Sentinels, ask, each_decided_and_started_once, prove
 from tests.system.topologies import running as running_on
@@ -159,8 +159,8 @@ def test_b1_a_leader_that_is_stopped_or_killed_is_replaced(beat, app, redis):
     incident.until(
         tools.say("health", "Error: no beat leads", code=1),
         tools.say("status", "leader +none$"),
-        tools.say("doctor", "problem  beat: no beat leads: nothing is sent until one is started", code=1),
-        tools.say("explain steady", "No beat leads: nothing is sent until one is started"),
+        tools.say("doctor", "problem  beat: no beat leads: singlebeat sends nothing until one is started", code=1),
+        tools.say("explain steady", "No beat leads: singlebeat sends nothing until one is started"),
     )
 
 
@@ -466,7 +466,7 @@ def test_b7_a_wrong_password_or_a_missing_right_is_named(beat, server, own_serve
 
 
 @dataclass(kw_only=True)
-class Shop(Served):
+class Shop(Stage):
     """A worker that reads ``celery``, one without tasks that reads ``other``, a beat, and the commands."""
 
     beat: Beat
@@ -483,11 +483,11 @@ class Shop(Served):
 @pytest.fixture(scope="module")
 def shop_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     port, name = free_port(), "tests.system.apps"
-    with served(tmp_path_factory.mktemp("shop"), "-c", "1", "-Q", "celery", app=name) as at:
-        at.start("worker", "-c", "1", "-P", "threads", "-Q", "other", app=f"{name}:nameless")
-        beat = at.start("beat", "-l", "WARNING", app=name, conf={"singlebeat_metrics_port": port})
-        wait_until(lambda: ScheduleStatus.of(at.app()).leader, timeout=30, what="a leader")
-        yield Shop(**vars(at), beat=Beat(beat, port), tools=Tools(at.app()))
+    with open_stage(tmp_path_factory.mktemp("shop"), "-c", "1", "-Q", "celery", app=name) as stage:
+        stage.start("worker", "-c", "1", "-P", "threads", "-Q", "other", app=f"{name}:nameless")
+        beat = stage.start("beat", "-l", "WARNING", app=name, conf={"singlebeat_metrics_port": port})
+        wait_until(lambda: ScheduleStatus.of(stage.app()).leader, timeout=30, what="a leader")
+        yield Shop(**vars(stage), beat=Beat(beat, port), tools=Tools(stage.app()))
 
 
 @pytest.fixture
@@ -922,8 +922,10 @@ def test_b16_beats_that_share_the_work_are_healthy(beat, server, redis):
         Incident(f"B16 all beats killed ({SILENT_AFTER - 5:g} s are skipped)").until(
             tools.say("health", r"^Error: no beat works: there was no sign of one for 3\d s", code=1),
             tools.say("status", "^leader +none: beats share the work .* a beat was last seen 3. s ago"),
-            tools.say("doctor", "^problem  beat: no beat works.*: nothing is sent until one is started", code=1),
-            tools.say("explain steady", "^No beat works: nothing is sent until one is started"),
+            tools.say(
+                "doctor", "^problem  beat: no beat works.*: singlebeat sends nothing until one is started", code=1
+            ),
+            tools.say("explain steady", "^No beat works: singlebeat sends nothing until one is started"),
             timeout=60,
         )
 
@@ -985,7 +987,7 @@ def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, b
 def test_a_run_is_missed_while_no_beat_was_there(beat, app):
     began, tools = datetime.now(UTC) - timedelta(minutes=30), Tools(app)
     nightly(app, schedule=schedule(3600 / 2 - 60), last_run_at=began, misfire_grace_time=30, run_on_start=False)
-    assert "No beat leads: nothing is sent until one is started" in tools.ask("explain", "nightly")
+    assert "No beat leads: singlebeat sends nothing until one is started" in tools.ask("explain", "nightly")
 
     running = beat()
     Incident("missed run").until(

@@ -16,126 +16,126 @@ from singlebeat.locks.key import behind_key, turn_key
 from singlebeat.locks.modes import LockMode
 from singlebeat.overlap import Overlap
 from tests.support import wait_until
-from tests.system.singles import PATIENCE, served, task_name
+from tests.system.singles import PATIENCE, open_stage, task_name
 
 #: Seconds of the worker's lease: renewals come every third of it.
 LEASE = 4.0
 
 
 @pytest.fixture(scope="module")
-def at(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("kinds"), "-c", "4", conf={"singlebeat_lock_lease": LEASE}) as at:
-        yield at
+def stage(tmp_path_factory):
+    with open_stage(tmp_path_factory.mktemp("kinds"), "-c", "4", conf={"singlebeat_lock_lease": LEASE}) as stage:
+        yield stage
 
 
 # ---------------------------------------------------------------- lock: when a call excludes its equals
 
 
-def test_until_executed_excludes_from_the_call_to_the_end_of_the_run(at, name):
-    task = at.task("until_executed")
+def test_until_executed_excludes_from_the_call_to_the_end_of_the_run(stage, name):
+    task = stage.task("until_executed")
     first = task.apply_async((name,), queue=name)
     assert task.delay(name) == first, "while it waits"
 
-    at.consume(name)
-    at.oracle.wait_started(1, name)
+    stage.consume(name)
+    stage.oracle.wait_started(1, name)
     assert task.delay(name) == first, "while it runs"
 
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     first.get(timeout=PATIENCE)
     second = task.delay(name, seconds=60)
     assert second != first
-    at.oracle.let_go(name)
-    at.over(name, [first.id, second.id])
-    assert at.oracle.max_concurrent(name) == 1
+    stage.oracle.let_go(name)
+    stage.over(name, [first.id, second.id])
+    assert stage.oracle.max_concurrent(name) == 1
 
 
-def test_until_executing_excludes_from_the_call_to_the_start_of_the_run(at, name):
-    task = at.task("until_executing")
+def test_until_executing_excludes_from_the_call_to_the_start_of_the_run(stage, name):
+    task = stage.task("until_executing")
     first = task.apply_async((name,), queue=name)
     assert task.delay(name) == first, "while it waits"
 
-    at.consume(name)
-    at.oracle.wait_started(1, name)
+    stage.consume(name)
+    stage.oracle.wait_started(1, name)
     second = task.delay(name)
     assert second != first
-    at.oracle.wait_started(2, name)
-    assert at.oracle.max_concurrent(name) == 2
+    stage.oracle.wait_started(2, name)
+    assert stage.oracle.max_concurrent(name) == 2
 
-    at.oracle.let_go(name, 2)
-    at.over(name, [first.id, second.id])
-    at.free(at.lock("until_executing", name))
+    stage.oracle.let_go(name, 2)
+    stage.over(name, [first.id, second.id])
+    stage.free(stage.lock("until_executing", name))
 
 
-def test_until_expired_excludes_until_its_expiry_after_its_run(at, name):
-    task, lock = at.task("until_expired"), at.lock("until_expired", name)
+def test_until_expired_excludes_until_its_expiry_after_its_run(stage, name):
+    task, lock = stage.task("until_expired"), stage.lock("until_expired", name)
     first = task.apply_async((name,), queue=name)
     assert task.delay(name) == first, "while it waits"
 
-    at.consume(name)
-    at.oracle.wait_started(1, name)
+    stage.consume(name)
+    stage.oracle.wait_started(1, name)
     assert task.delay(name) == first, "while it runs"
 
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     first.get(timeout=PATIENCE)
     assert task.delay(name) == first, "when it has ended"
-    assert 0 < at.redis.pttl(lock) <= 600_000
-    at.over(name, [first.id])
+    assert 0 < stage.redis.pttl(lock) <= 600_000
+    stage.over(name, [first.id])
 
 
-def test_until_expired_excludes_no_longer_than_its_expiry(at, name):
-    task = at.task("until_soon_expired")
+def test_until_expired_excludes_no_longer_than_its_expiry(stage, name):
+    task = stage.task("until_soon_expired")
     first = task.delay(name)
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
 
-    at.free(at.lock("until_soon_expired", name))
+    stage.free(stage.lock("until_soon_expired", name))
     second = task.delay(name)
 
     assert second != first
-    at.oracle.wait_started(2, name)
-    at.oracle.let_go(name, 2)
-    at.over(name, [first.id, second.id])
+    stage.oracle.wait_started(2, name)
+    stage.oracle.let_go(name, 2)
+    stage.over(name, [first.id, second.id])
 
 
-def test_while_executing_excludes_from_the_start_to_the_end_of_the_run(at, name):
-    task = at.task("while_executing")
+def test_while_executing_excludes_from_the_start_to_the_end_of_the_run(stage, name):
+    task = stage.task("while_executing")
     first = task.apply_async((name,), queue=name)
-    at.consume(name)
-    at.oracle.wait_started(1, name)
+    stage.consume(name)
+    stage.oracle.wait_started(1, name)
 
     second = task.delay(name)
     assert second.id != first.id
     with pytest.raises(TaskRevokedError, match=f"held by task {first.id}"):
         second.get(timeout=PATIENCE)
 
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     first.get(timeout=PATIENCE)
     third = task.delay(name)
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     third.get(timeout=PATIENCE)
-    at.over(name, [first.id, third.id])
-    at.free(at.lock("while_executing", name))
+    stage.over(name, [first.id, third.id])
+    stage.free(stage.lock("while_executing", name))
 
 
-def test_while_executing_does_not_exclude_calls_that_wait(at, name):
-    task = at.task("while_executing_in_turn")
+def test_while_executing_does_not_exclude_calls_that_wait(stage, name):
+    task = stage.task("while_executing_in_turn")
     results = [task.apply_async((name,), queue=name) for _ in range(2)]
     assert results[0].id != results[1].id
     assert not any(result.is_duplicate for result in results)
 
-    at.consume(name)
-    at.oracle.let_go(name, 2)
+    stage.consume(name)
+    stage.oracle.let_go(name, 2)
 
-    at.over(name, [result.id for result in results])
-    assert at.oracle.max_concurrent(name) == 1
+    stage.over(name, [result.id for result in results])
+    assert stage.oracle.max_concurrent(name) == 1
 
 
-def test_until_and_while_executing_lets_one_run_and_one_wait(at, name):
-    task = at.task("until_and_while_executing")
+def test_until_and_while_executing_lets_one_run_and_one_wait(stage, name):
+    task = stage.task("until_and_while_executing")
     first = task.apply_async((name,), queue=name)
     assert task.delay(name) == first, "while it waits"
 
-    at.consume(name)
-    at.oracle.wait_started(1, name)
+    stage.consume(name)
+    stage.oracle.wait_started(1, name)
     second = task.delay(name)
     assert second != first
     assert not second.is_duplicate
@@ -143,248 +143,248 @@ def test_until_and_while_executing_lets_one_run_and_one_wait(at, name):
     assert third == second
     assert third.is_duplicate
 
-    at.oracle.let_go(name, 2)
-    at.over(name, [first.id, second.id])
-    assert at.oracle.max_concurrent(name) == 1
-    lock = at.lock("until_and_while_executing", name)
-    at.free(lock, behind_key(lock))
+    stage.oracle.let_go(name, 2)
+    stage.over(name, [first.id, second.id])
+    assert stage.oracle.max_concurrent(name) == 1
+    lock = stage.lock("until_and_while_executing", name)
+    stage.free(lock, behind_key(lock))
 
 
 # ---------------------------------------------------------------- overlap: what becomes of a call that meets its equal
 
 
 @pytest.fixture(params=["by the task", "by the call", "by the app"])
-def call(request, at):
+def call(request, stage):
     """Sends a call under a policy that is its task's, its own or the app's; its value makes it no other call."""
 
     def call(overlap, name, value=None, **options):
         if request.param == "by the task":
-            return at.task(overlap).apply_async((name, value), **options)
+            return stage.task(overlap).apply_async((name, value), **options)
         if request.param == "by the call":
-            return at.task("single").apply_async((name, value), overlap=overlap, **options)
-        return at.task("single", singlebeat_overlap=overlap).apply_async((name, value), **options)
+            return stage.task("single").apply_async((name, value), overlap=overlap, **options)
+        return stage.task("single", singlebeat_overlap=overlap).apply_async((name, value), **options)
 
     def lock(overlap, name):
-        return at.lock(overlap if request.param == "by the task" else "single", name)
+        return stage.lock(overlap if request.param == "by the task" else "single", name)
 
     call.lock = lock
     return call
 
 
-def test_skip_sends_nothing_and_returns_the_result_of_the_other(at, call, name):
+def test_skip_sends_nothing_and_returns_the_result_of_the_other(stage, call, name):
     first = call("skip", name, 1)
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     second = call("skip", name, 2)
 
     assert second == first
     assert (first.is_duplicate, second.is_duplicate) == (False, True)
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     assert second.get(timeout=PATIENCE) == 1
-    at.over(name, [first.id])
-    at.free(call.lock("skip", name))
+    stage.over(name, [first.id])
+    stage.free(call.lock("skip", name))
 
 
-def test_raise_sends_nothing_and_names_the_other(at, call, name):
+def test_raise_sends_nothing_and_names_the_other(stage, call, name):
     first = call("raise", name, 1)
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
 
     with pytest.raises(DuplicateTaskError, match=first.id) as caught:
         call("raise", name, 2)
 
     assert caught.value.task_id == first.id
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     assert first.get(timeout=PATIENCE) == 1
-    at.over(name, [first.id])
-    at.free(call.lock("raise", name))
+    stage.over(name, [first.id])
+    stage.free(call.lock("raise", name))
 
 
-def test_buffer_one_runs_once_more_with_the_latest_arguments(at, call, name):
+def test_buffer_one_runs_once_more_with_the_latest_arguments(stage, call, name):
     first = call("buffer_one", name, 1)
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     second, third, fourth = (call("buffer_one", name, value) for value in (2, 3, 4))
 
     assert second != first
     assert third == fourth == second
     assert [result.is_duplicate for result in (first, second, third, fourth)] == [False, False, True, True]
-    at.oracle.let_go(name, 2)
+    stage.oracle.let_go(name, 2)
     assert first.get(timeout=PATIENCE) == 1
     assert second.get(timeout=PATIENCE) == 4
-    at.over(name, [first.id, second.id])
-    assert at.oracle.max_concurrent(name) == 1
+    stage.over(name, [first.id, second.id])
+    assert stage.oracle.max_concurrent(name) == 1
     lock = call.lock("buffer_one", name)
-    at.free(lock, behind_key(lock))
+    stage.free(lock, behind_key(lock))
 
 
 @pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other"])
-def test_the_last_run_is_never_that_of_an_older_call(at, name, overlap):
-    task = at.task(overlap)
+def test_the_last_run_is_never_that_of_an_older_call(stage, name, overlap):
+    task = stage.task(overlap)
     first = task.apply_async((name, 1))
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     older = task.apply_async((name, 2))
-    at.postponed(older.id, 4)  # it sleeps for seconds by now
-    at.oracle.let_go(name, 3)
+    stage.postponed(older.id, 4)  # it sleeps for seconds by now
+    stage.oracle.let_go(name, 3)
     first.get(timeout=PATIENCE)
 
     latest = task.apply_async((name, 3))  # while the older one sleeps between two tries
 
     assert latest.get(timeout=PATIENCE) == 3
-    at.quiet(name)
-    assert at.oracle.runs(name)[-1].id == latest.id
-    assert at.oracle.max_concurrent(name) == 1
-    lock = at.lock(overlap, name)
-    at.free(lock, behind_key(lock))
+    stage.quiet(name)
+    assert stage.oracle.runs(name)[-1].id == latest.id
+    assert stage.oracle.max_concurrent(name) == 1
+    lock = stage.lock(overlap, name)
+    stage.free(lock, behind_key(lock))
 
 
-def test_newer_calls_do_not_starve_a_call_that_waits_for_its_turn(at, name):
-    task = at.task("single")
+def test_newer_calls_do_not_starve_a_call_that_waits_for_its_turn(stage, name):
+    task = stage.task("single")
     first = task.apply_async((name, 1))
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     waiting = task.apply_async((name, 2), overlap="buffer_all")
-    at.postponed(waiting.id, 4)  # it sleeps for seconds by now
-    at.oracle.let_go(name)
+    stage.postponed(waiting.id, 4)  # it sleeps for seconds by now
+    stage.oracle.let_go(name)
     first.get(timeout=PATIENCE)
 
     newer = task.apply_async((name, 3), overlap="skip")
 
     assert (newer.id, newer.is_duplicate) == (waiting.id, True)
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     assert waiting.get(timeout=PATIENCE) == 2
 
 
-def test_a_revoked_call_leaves_its_turn_to_the_next_one(at, name):
-    task = at.task("single")
+def test_a_revoked_call_leaves_its_turn_to_the_next_one(stage, name):
+    task = stage.task("single")
     first = task.apply_async((name, 1))
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     waiting = task.apply_async((name, 2), overlap="buffer_all")
-    at.postponed(waiting.id, 2)
+    stage.postponed(waiting.id, 2)
     waiting.revoke()
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     first.get(timeout=PATIENCE)
     with pytest.raises(TaskRevokedError):
         waiting.get(timeout=PATIENCE)
-    at.free(turn_key(at.lock("single", name)))
+    stage.free(turn_key(stage.lock("single", name)))
 
     newer = task.apply_async((name, 3))
 
     assert not newer.is_duplicate
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     assert newer.get(timeout=PATIENCE) == 3
 
 
-def test_a_run_that_another_call_waits_for_goes_on_with_its_retry(at, name):
-    task = at.task("retry_after")
+def test_a_run_that_another_call_waits_for_goes_on_with_its_retry(stage, name):
+    task = stage.task("retry_after")
     first = task.apply_async((name, 1, 0.5))
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     second = task.apply_async((name, 2), overlap="cancel_other")
-    at.oracle.let_go(name, 3)
+    stage.oracle.let_go(name, 3)
 
     assert first.get(timeout=PATIENCE) == 1
     assert second.get(timeout=PATIENCE) == 2
-    assert at.oracle.max_concurrent(name) == 1
+    assert stage.oracle.max_concurrent(name) == 1
 
 
-def test_buffer_all_lets_each_wait_for_its_turn(at, call, name):
+def test_buffer_all_lets_each_wait_for_its_turn(stage, call, name):
     first = call("buffer_all", name, 1)
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     results = [first, *(call("buffer_all", name, value) for value in (2, 3, 4))]
 
     assert len({result.id for result in results}) == 4
-    at.oracle.let_go(name, 4)
+    stage.oracle.let_go(name, 4)
     assert [result.get(timeout=PATIENCE) for result in results] == [1, 2, 3, 4]
-    at.over(name, [result.id for result in results])
-    assert at.oracle.max_concurrent(name) == 1
-    at.free(call.lock("buffer_all", name))
+    stage.over(name, [result.id for result in results])
+    assert stage.oracle.max_concurrent(name) == 1
+    stage.free(call.lock("buffer_all", name))
 
 
-def test_cancel_other_runs_after_a_run_that_has_begun(at, call, name):
+def test_cancel_other_runs_after_a_run_that_has_begun(stage, call, name):
     first = call("cancel_other", name, 1)
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     second = call("cancel_other", name, 2)
 
     assert second != first
     assert not second.is_duplicate
-    at.oracle.let_go(name, 2)
+    stage.oracle.let_go(name, 2)
     assert second.get(timeout=PATIENCE) == 2
-    at.over(name, [first.id, second.id])
-    assert at.oracle.max_concurrent(name) == 1
+    stage.over(name, [first.id, second.id])
+    assert stage.oracle.max_concurrent(name) == 1
     lock = call.lock("cancel_other", name)
-    at.free(lock, behind_key(lock))
+    stage.free(lock, behind_key(lock))
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
-def test_a_call_evicts_a_call_that_has_not_begun(at, call, name, overlap):
+def test_a_call_evicts_a_call_that_has_not_begun(stage, call, name, overlap):
     first = call(overlap, name, 1, queue=name)
     second = call(overlap, name, 2, queue=name)
 
     assert second != first
-    at.consume(name)
+    stage.consume(name)
     with pytest.raises(TaskRevokedError):
         first.get(timeout=PATIENCE)
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     assert second.get(timeout=PATIENCE) == 2
-    at.over(name, [second.id])
-    at.free(call.lock(overlap, name))
+    stage.over(name, [second.id])
+    stage.free(call.lock(overlap, name))
 
 
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
-def test_an_evicted_call_does_not_run_after_the_call_that_evicted_it(at, name, overlap):
-    first = at.task(overlap).apply_async((name, 1), queue=name)
-    second = at.task(overlap).apply_async((name, 2, 0))
+def test_an_evicted_call_does_not_run_after_the_call_that_evicted_it(stage, name, overlap):
+    first = stage.task(overlap).apply_async((name, 1), queue=name)
+    second = stage.task(overlap).apply_async((name, 2, 0))
     assert second.get(timeout=PATIENCE) == 2
 
-    at.consume(name)
-    at.oracle.let_go(name)
+    stage.consume(name)
+    stage.oracle.let_go(name)
     with pytest.raises(TaskRevokedError):
         first.get(timeout=PATIENCE)
-    at.over(name, [second.id])
+    stage.over(name, [second.id])
 
 
-def test_terminate_other_ends_the_run_and_begins_after_it(at, call, name):
+def test_terminate_other_ends_the_run_and_begins_after_it(stage, call, name):
     first = call("terminate_other", name, 1)
-    (begun,) = at.oracle.wait_started(1, name)
+    (begun,) = stage.oracle.wait_started(1, name)
     second = call("terminate_other", name, 2)
 
     assert second != first
     with pytest.raises(TaskRevokedError, match="terminated"):
         first.get(timeout=PATIENCE)
-    at.oracle.wait_started(2, name)
+    stage.oracle.wait_started(2, name)
     assert not begun.lives
-    at.oracle.let_go(name)
+    stage.oracle.let_go(name)
     assert second.get(timeout=PATIENCE) == 2
-    assert [run.id for run in at.oracle.runs(name)] == [first.id, second.id]
-    assert at.oracle.max_concurrent(name) == 1
+    assert [run.id for run in stage.oracle.runs(name)] == [first.id, second.id]
+    assert stage.oracle.max_concurrent(name) == 1
     lock = call.lock("terminate_other", name)
-    at.free(lock, behind_key(lock))
+    stage.free(lock, behind_key(lock))
 
 
-def test_allow_all_runs_beside_the_other(at, call, name):
+def test_allow_all_runs_beside_the_other(stage, call, name):
     first = call("allow_all", name, 1)
     second = call("allow_all", name, 2)
 
     assert second != first
-    assert {run.id for run in at.oracle.wait_started(2, name)} == {first.id, second.id}
-    assert at.oracle.max_concurrent(name) == 2
-    at.oracle.let_go(name, 2)
+    assert {run.id for run in stage.oracle.wait_started(2, name)} == {first.id, second.id}
+    assert stage.oracle.max_concurrent(name) == 2
+    stage.oracle.let_go(name, 2)
     assert [first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)] == [1, 2]
-    at.over(name, [first.id, second.id])
+    stage.over(name, [first.id, second.id])
 
 
-def test_a_calls_policy_precedes_its_tasks_and_its_tasks_the_apps(at, name):
+def test_a_calls_policy_precedes_its_tasks_and_its_tasks_the_apps(stage, name):
     conf = {"singlebeat_overlap": "buffer_all"}
-    first = at.task("raise", **conf).delay(name)
+    first = stage.task("raise", **conf).delay(name)
 
-    assert at.task("raise", **conf).apply_async((name,), overlap="skip") == first
+    assert stage.task("raise", **conf).apply_async((name,), overlap="skip") == first
     with pytest.raises(DuplicateTaskError):
-        at.task("raise", **conf).delay(name)
+        stage.task("raise", **conf).delay(name)
 
-    at.oracle.let_go(name)
-    at.over(name, [first.id])
+    stage.oracle.let_go(name)
+    stage.over(name, [first.id])
 
 
-def test_an_app_policy_that_contradicts_a_lock_leaves_its_tasks_alone(at, name):
-    first = at.task("until_executing", singlebeat_overlap="terminate_other").apply_async((name,), queue=name)
+def test_an_app_policy_that_contradicts_a_lock_leaves_its_tasks_alone(stage, name):
+    first = stage.task("until_executing", singlebeat_overlap="terminate_other").apply_async((name,), queue=name)
 
-    again = at.task("until_executing", singlebeat_overlap="terminate_other").delay(name)
+    again = stage.task("until_executing", singlebeat_overlap="terminate_other").delay(name)
 
     assert again == first
     assert again.is_duplicate
@@ -456,11 +456,11 @@ def define(**options):
 
 
 @pytest.mark.parametrize(("lock", "overlap"), CONTRADICTIONS)
-def test_a_call_whose_policy_contradicts_the_lock_of_its_task_is_not_sent(at, name, lock, overlap):
+def test_a_call_whose_policy_contradicts_the_lock_of_its_task_is_not_sent(stage, name, lock, overlap):
     with pytest.raises(ConfigError, match=f"overlap={overlap} contradicts lock={lock}"):
-        at.task(lock).apply_async((name,), overlap=overlap)
+        stage.task(lock).apply_async((name,), overlap=overlap)
 
-    assert not at.redis.exists(at.lock(lock, name))
+    assert not stage.redis.exists(stage.lock(lock, name))
 
 
 # ---------------------------------------------------------------- unique_on: what makes two calls equal
@@ -479,110 +479,110 @@ def test_a_call_whose_policy_contradicts_the_lock_of_its_task_is_not_sent(at, na
         ("on_a_function", "apple", "avocado", "banana"),
     ],
 )
-def test_unique_on_decides_which_calls_are_equal(at, name, task, value, equal, other):
-    task = at.task(task)
+def test_unique_on_decides_which_calls_are_equal(stage, name, task, value, equal, other):
+    task = stage.task(task)
     first = task.delay(name, value)
 
     assert task.delay(value=equal, name=name, seconds=30) == first
     second = task.delay(name, other)
     assert second != first
 
-    at.oracle.let_go(name, 2)
+    stage.oracle.let_go(name, 2)
     assert [first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)] == [value, other]
-    at.over(name, [first.id, second.id])
+    stage.over(name, [first.id, second.id])
 
 
-def test_an_empty_unique_on_makes_all_calls_equal(at, name):
-    task = at.task("on_nothing")
+def test_an_empty_unique_on_makes_all_calls_equal(stage, name):
+    task = stage.task("on_nothing")
     first = task.delay(name, 1)
 
     assert task.delay("another name", 2) == first
 
-    at.oracle.let_go(name)
-    at.over(name, [first.id])
-    at.free(at.lock("on_nothing", name))
+    stage.oracle.let_go(name)
+    stage.over(name, [first.id])
+    stage.free(stage.lock("on_nothing", name))
 
 
 # ---------------------------------------------------------------- the run: who holds the lock, and how long
 
 
-def test_a_call_that_is_sent_by_name_takes_its_lock_at_the_start(at, name):
-    first = at.app().send_task(task_name("until_executed"), (name,))
-    at.oracle.wait_started(1, name)
+def test_a_call_that_is_sent_by_name_takes_its_lock_at_the_start(stage, name):
+    first = stage.app().send_task(task_name("until_executed"), (name,))
+    stage.oracle.wait_started(1, name)
 
-    assert at.task("until_executed").delay(name) == first
-    second = at.app().send_task(task_name("until_executed"), (name,))
+    assert stage.task("until_executed").delay(name) == first
+    second = stage.app().send_task(task_name("until_executed"), (name,))
     with pytest.raises(TaskRevokedError, match=f"held by task {first.id}"):
         second.get(timeout=PATIENCE)
 
-    at.oracle.let_go(name)
-    at.over(name, [first.id])
-    at.free(at.lock("until_executed", name))
+    stage.oracle.let_go(name)
+    stage.over(name, [first.id])
+    stage.free(stage.lock("until_executed", name))
 
 
-def test_a_message_of_which_no_key_can_be_made_does_not_stop_its_worker(at, name):
+def test_a_message_of_which_no_key_can_be_made_does_not_stop_its_worker(stage, name):
     short = task_name("on_a_path")
-    with at.app().producer_pool.acquire(block=True) as producer:
+    with stage.app().producer_pool.acquire(block=True) as producer:
         headers = {"task": short, "id": uuid()}
         producer.publish(([], ["no", "mapping"], {}), headers=headers, routing_key="celery")
-    at.worker.wait_for(rf"{short}\[{headers['id']}\] runs without its lock", timeout=PATIENCE)
+    stage.worker.wait_for(rf"{short}\[{headers['id']}\] runs without its lock", timeout=PATIENCE)
 
-    header = {"id": uuid(), "key": at.lock("single", name), "waited": "often"}
-    at.app().send_task(task_name("single"), (name, 1, 0), task_id=header["id"], headers={HEADER: header})
+    header = {"id": uuid(), "key": stage.lock("single", name), "waited": "often"}
+    stage.app().send_task(task_name("single"), (name, 1, 0), task_id=header["id"], headers={HEADER: header})
 
-    at.over(name, [header["id"]])
-    assert at.worker.returncode is None
+    stage.over(name, [header["id"]])
+    assert stage.worker.returncode is None
 
 
-def test_lock_expiry_counts_from_the_call_through_all_retries(at, name):
-    task, lock = at.task("retry_once"), at.lock("retry_once", name)
+def test_lock_expiry_counts_from_the_call_through_all_retries(stage, name):
+    task, lock = stage.task("retry_once"), stage.lock("retry_once", name)
     first = task.apply_async((name,), countdown=0.2)
-    until = at.redis.hget(lock, "until")
+    until = stage.redis.hget(lock, "until")
     assert until
 
     for runs in (1, 2):
-        at.oracle.wait_started(runs, name)
-        assert at.redis.hmget(lock, "id", "until") == [first.id, until]
-        at.oracle.let_go(name)
-    at.over(name, [first.id, first.id])
-    at.free(lock)
+        stage.oracle.wait_started(runs, name)
+        assert stage.redis.hmget(lock, "id", "until") == [first.id, until]
+        stage.oracle.let_go(name)
+    stage.over(name, [first.id, first.id])
+    stage.free(lock)
 
 
-def test_the_fence_rises_from_run_to_run(at, name):
-    task, fences = at.task("report"), []
+def test_the_fence_rises_from_run_to_run(stage, name):
+    task, fences = stage.task("report"), []
     for _ in range(3):
-        at.oracle.let_go(name)
+        stage.oracle.let_go(name)
         run = task.delay(name).get(timeout=PATIENCE)
         assert run["lost"] is False
         fences.append(run["fence"])
     # Also when nothing is left that remembers the last one.
-    at.redis.delete(at.lock("report", name), at.lock("report", name) + ":done")
-    at.oracle.let_go(name)
+    stage.redis.delete(stage.lock("report", name), stage.lock("report", name) + ":done")
+    stage.oracle.let_go(name)
     fences.append(task.delay(name).get(timeout=PATIENCE)["fence"])
 
     assert fences[0] > 0
     assert fences == sorted(set(fences))
 
 
-def test_a_run_that_loses_its_lock_knows_it_and_its_worker_logs_it(at, name):
-    task, lock = at.task("report"), at.lock("report", name)
+def test_a_run_that_loses_its_lock_knows_it_and_its_worker_logs_it(stage, name):
+    task, lock = stage.task("report"), stage.lock("report", name)
     first = task.delay(name)
-    at.oracle.wait_started(1, name)
-    _wait_for_renewal(at.redis, lock)
+    stage.oracle.wait_started(1, name)
+    _wait_for_renewal(stage.redis, lock)
 
     task.unlock(lock)
 
-    at.worker.wait_for(rf"{first.id}\] runs on without its lock: it was lost")
-    at.worker.wait_for(rf"lock_lost: {task.name} {first.id}")
+    stage.worker.wait_for(rf"{first.id}\] runs on without its lock: it was lost")
+    stage.worker.wait_for(rf"lock_lost: {task.name} {first.id}")
     second = task.delay(name)
     assert second != first
-    at.oracle.wait_started(2, name)
-    at.oracle.let_go(name, 2)
+    stage.oracle.wait_started(2, name)
+    stage.oracle.let_go(name, 2)
     one, other = first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)
     assert (one["lost"], other["lost"]) == (True, False)
     assert other["fence"] > one["fence"]
-    at.over(name, [first.id, second.id])
-    at.free(lock)
+    stage.over(name, [first.id, second.id])
+    stage.free(lock)
 
 
 def _wait_for_renewal(redis, lock):
@@ -598,15 +598,15 @@ def _wait_for_renewal(redis, lock):
     wait_until(risen, timeout=PATIENCE, what="a renewal")
 
 
-def test_a_body_that_makes_its_own_call_again_meets_itself(at, name):
-    first = at.task("again").delay(name)
+def test_a_body_that_makes_its_own_call_again_meets_itself(stage, name):
+    first = stage.task("again").delay(name)
 
     assert first.get(timeout=PATIENCE) == first.id
-    at.over(name, [first.id])
+    stage.over(name, [first.id])
 
 
-def test_an_eager_body_that_makes_its_own_call_again_meets_itself(at, name, monkeypatch):
-    monkeypatch.setenv("SB_TEST_ORACLE_URL", f"{at.server.url}?db=15")
-    first = at.task("again", task_always_eager=True).delay(name)
+def test_an_eager_body_that_makes_its_own_call_again_meets_itself(stage, name, monkeypatch):
+    monkeypatch.setenv("SB_TEST_ORACLE_URL", f"{stage.server.url}?db=15")
+    first = stage.task("again", task_always_eager=True).delay(name)
 
     assert first.get() == first.id

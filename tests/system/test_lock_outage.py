@@ -13,7 +13,7 @@ from singlebeat.locks import late_release
 from singlebeat.locks.base import HEADER
 from singlebeat.locks.redis import RedisBackend
 from tests.support import APP, RedisServer, wait_until, without
-from tests.system.singles import PATIENCE, make_app, served, task_name
+from tests.system.singles import PATIENCE, make_app, open_stage, task_name
 
 #: Seconds that one call to a server may take, and that a call of a task may then last: it may ask more than once.
 #: With the default of 5 s for the first it would last longer.
@@ -122,80 +122,80 @@ def test_a_call_that_cannot_get_its_lock_is_sent_without_it_if_so_asked(policy, 
 
 
 @pytest.fixture
-def at(request, locks, tmp_path):
+def stage(request, locks, tmp_path):
     """A worker whose policy is the test's; broker and results are on another server than the locks."""
-    with served(tmp_path, "-c", "4", conf=settings(locks, request.node.callspec.params["policy"])) as at:
-        at.conf = settings(locks, request.node.callspec.params["policy"])
-        yield at
+    with open_stage(tmp_path, "-c", "4", conf=settings(locks, request.node.callspec.params["policy"])) as stage:
+        stage.conf = settings(locks, request.node.callspec.params["policy"])
+        yield stage
 
 
 @pytest.mark.parametrize(("policy", "outage"), [(None, "mute")], indirect=["outage"])
-def test_calls_that_wait_for_a_run_wait_on_through_an_outage(policy, at, outage, name):
+def test_calls_that_wait_for_a_run_wait_on_through_an_outage(policy, stage, outage, name):
     words = ("buffer_all", "buffer_one", "cancel_other")
-    tasks = {f"{name}, {word}": at.task(word, **at.conf) for word in words}
-    at.consume(name)
+    tasks = {f"{name}, {word}": stage.task(word, **stage.conf) for word in words}
+    stage.consume(name)
     for case, task in tasks.items():
         task.apply_async((case, 1), queue=name)
-        at.oracle.wait_started(1, case)
+        stage.oracle.wait_started(1, case)
     calls = [task.apply_async((case, 2), queue=name) for case, task in tasks.items()]
-    by_name = at.app(**at.conf).send_task(task_name("buffer_all"), (f"{name}, buffer_all", 3), queue=name)
+    by_name = stage.app(**stage.conf).send_task(task_name("buffer_all"), (f"{name}, buffer_all", 3), queue=name)
     for call in (*calls, by_name):
-        at.postponed(call.id, 1)
+        stage.postponed(call.id, 1)
     outage.begin()
 
     for call in (*calls, by_name):
-        at.worker.wait_for(rf"{call.id}\] waits for its turn .* does not answer")
-    assert {case: at.oracle.started(case) for case in tasks} == dict.fromkeys(tasks, 1)
+        stage.worker.wait_for(rf"{call.id}\] waits for its turn .* does not answer")
+    assert {case: stage.oracle.started(case) for case in tasks} == dict.fromkeys(tasks, 1)
 
     for case in tasks:
-        at.oracle.let_go(case, 3)
-        at.oracle.wait_ended(1, case)
+        stage.oracle.let_go(case, 3)
+        stage.oracle.wait_ended(1, case)
     outage.end()
     for case in tasks:
-        at.oracle.wait_ended(3 if "buffer_all" in case else 2, case, timeout=PATIENCE)
-        assert at.oracle.max_concurrent(case) == 1
+        stage.oracle.wait_ended(3 if "buffer_all" in case else 2, case, timeout=PATIENCE)
+        assert stage.oracle.max_concurrent(case) == 1
 
 
 @pytest.mark.parametrize(("policy", "outage"), [(None, "mute"), ("run", "gone")], indirect=["outage"])
-def test_a_task_whose_lock_cannot_be_asked_for_runs_once_without_it(policy, at, outage, locks, name):
-    task = at.task("until_executed", **at.conf)
+def test_a_task_whose_lock_cannot_be_asked_for_runs_once_without_it(policy, stage, outage, locks, name):
+    task = stage.task("until_executed", **stage.conf)
     lock = task.generate_lock(task.name, (name, 0, 0))
     first = task.apply_async((name, 0, 0), queue=name)
     outage.begin()
 
-    at.consume(name)
+    stage.consume(name)
     assert first.get(timeout=PATIENCE) == 0
-    at.worker.wait_for(rf"{first.id}\] runs without its lock .* does not answer")
+    stage.worker.wait_for(rf"{first.id}\] runs without its lock .* does not answer")
 
     outage.end()
     with locks.client() as client:
-        at.free(lock, on=client)
+        stage.free(lock, on=client)
     second = task.delay(name, 0, 0)
     assert second != first
     assert second.get(timeout=PATIENCE) == 0
-    at.over(name, [first.id, second.id])
+    stage.over(name, [first.id, second.id])
 
 
 @pytest.mark.parametrize("policy", ["raise"])
-def test_a_task_may_wait_until_its_lock_server_answers_again(policy, at, outage, locks, name):
-    task = at.task("until_executed", **at.conf)
+def test_a_task_may_wait_until_its_lock_server_answers_again(policy, stage, outage, locks, name):
+    task = stage.task("until_executed", **stage.conf)
     lock = task.generate_lock(task.name, (name,))
     first = task.apply_async((name,), queue=name)
     outage.begin()
 
-    at.consume(name)
-    at.worker.wait_for(rf"{first.id}\] waits for its turn .* does not answer")
-    assert not at.oracle.runs(name)
+    stage.consume(name)
+    stage.worker.wait_for(rf"{first.id}\] waits for its turn .* does not answer")
+    assert not stage.oracle.runs(name)
 
     outage.end()
-    at.oracle.wait_started(1, name)
+    stage.oracle.wait_started(1, name)
     with locks.client() as client:
         assert client.hmget(lock, "id", "state") == [first.id, "running"]
         assert task.delay(name) == first
-        at.oracle.let_go(name)
+        stage.oracle.let_go(name)
         assert first.get(timeout=PATIENCE) is None
-        at.free(lock, on=client)
-    at.over(name, [first.id])
+        stage.free(lock, on=client)
+    stage.over(name, [first.id])
 
 
 def test_a_worker_recovers_when_it_frees_locks_again_and_not_before(celery, server, app, oracle):

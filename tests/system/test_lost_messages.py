@@ -242,7 +242,7 @@ def test_a_purged_message_is_explained_and_its_lock_freed(celery, app, ask, redi
     assert f"To free it now: celery singlebeat unlock {first.task_id}" in gone
     ask(
         "doctor",
-        until=f"problem  locks: 1 locks wait for messages that are lost, such as task {first.task_id} ({APP}.plain)",
+        until=f"problem  locks: 1 lock waits for a message that is lost, such as task {first.task_id} ({APP}.plain)",
     )
     rows = json.loads(ask("unlock", "--stale", "--json", until="message_lost"))
     assert [row["task_id"] for row in rows] == [first.task_id]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 from celery import Celery, chord
-from celery.beat import Service
+from celery.beat import SchedulingError, Service
 from celery.schedules import schedule
 from kombu import Exchange, Queue
 
-from singlebeat import Entry, Schedule
+from singlebeat import Entry, Schedule, Scheduler
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
@@ -35,7 +36,7 @@ def rabbit() -> Iterator[RabbitMQ]:
         yield rabbit
 
 
-class Scene:
+class Stage:
     """Workers, beats and a sender whose broker is RabbitMQ."""
 
     def __init__(self, celery: CeleryLauncher, oracle: Oracle, conf: Mapping[str, Any]) -> None:
@@ -49,13 +50,13 @@ class Scene:
         return make_app(self.conf["broker_url"], self.conf)
 
 
-def beat_worker_and_singleton(scene: Scene) -> None:
+def beat_worker_and_singleton(stage: Stage) -> None:
     """Beat sends, the worker runs, a call meets its equal; schedule and locks are in Redis."""
     tick = {"task": SINGLE, "schedule": schedule(0.5), "args": ["tick"]}
-    scene.start("worker", "-c", "2").ready()
-    scene.start("beat", beat_schedule={"tick": tick})
-    oracle = scene.oracle
-    with scene.app() as app:
+    stage.start("worker", "-c", "2").ready()
+    stage.start("beat", beat_schedule={"tick": tick})
+    oracle = stage.oracle
+    with stage.app() as app:
         single = app.tasks[SINGLE]
         oracle.wait_ended(3, "tick", timeout=60)
         first = single.delay("one", seconds=60)
@@ -69,17 +70,17 @@ def beat_worker_and_singleton(scene: Scene) -> None:
     assert oracle.max_concurrent("one") == oracle.started("one") == oracle.max_concurrent("tick") == 1
 
 
-def a_message_of_a_killed_worker(scene: Scene) -> None:
+def a_message_of_a_killed_worker(stage: Stage) -> None:
     """RabbitMQ delivers it again at once, under the lease of the dead run: it waits, and then runs once more."""
     late = {"task_acks_late": True, "worker_prefetch_multiplier": 1, "singlebeat_lock_lease": 6}
-    oracle = scene.oracle
-    scene.conf = {**scene.conf, **late}
-    doomed = scene.start("worker", "-c", "1").ready()
-    with scene.app() as app:
+    oracle = stage.oracle
+    stage.conf = {**stage.conf, **late}
+    doomed = stage.start("worker", "-c", "1").ready()
+    with stage.app() as app:
         single = app.tasks[SINGLE]
         call = single.delay("one", seconds=60)
         oracle.wait_started(1, "one")
-        heir = scene.start("worker", "-c", "1").ready()
+        heir = stage.start("worker", "-c", "1").ready()
 
         doomed.kill_group()
 
@@ -93,57 +94,57 @@ def a_message_of_a_killed_worker(scene: Scene) -> None:
         assert single.delay("one").get(timeout=60) == "one", "its lock is free"
 
 
-def calls_that_wait_for_their_turn(scene: Scene) -> None:
+def calls_that_wait_for_their_turn(stage: Stage) -> None:
     """They run one after the other; early acknowledgement leaves them nowhere but in the message that is sent again."""
-    scene.start("worker", "-c", "4").ready()
-    with scene.app() as app:
+    stage.start("worker", "-c", "4").ready()
+    with stage.app() as app:
         in_turn = app.tasks[IN_TURN]
         calls = [in_turn.delay("one", seconds=60) for _ in range(3)]
         for count in (1, 2, 3):
-            scene.oracle.wait_started(count, "one", timeout=60)
-            scene.oracle.let_go("one")
+            stage.oracle.wait_started(count, "one", timeout=60)
+            stage.oracle.let_go("one")
         assert [call.get(timeout=60) for call in calls] == ["one"] * 3
-    assert scene.oracle.max_concurrent("one") == 1
+    assert stage.oracle.max_concurrent("one") == 1
 
 
-def a_chord_of_two_equal_calls(scene: Scene) -> None:
+def a_chord_of_two_equal_calls(stage: Stage) -> None:
     """Neither is a duplicate of the other, because the chord waits for both: the second waits for its turn."""
-    scene.start("worker", "-c", "4").ready()
-    with scene.app() as app:
+    stage.start("worker", "-c", "4").ready()
+    with stage.app() as app:
         single, plain = app.tasks[SINGLE], app.tasks[f"{APP}.plain"]
         result = chord([single.s("one", seconds=60), single.s("one", seconds=60)])(plain.si("both"))
         for count in (1, 2):
-            scene.oracle.wait_started(count, "one", timeout=60)
-            scene.oracle.let_go("one")
+            stage.oracle.wait_started(count, "one", timeout=60)
+            stage.oracle.let_go("one")
         assert result.get(timeout=60) == "both"
-    assert scene.oracle.max_concurrent("one") == 1
+    assert stage.oracle.max_concurrent("one") == 1
 
 
-def a_late_call_that_waits_longer_than_it_may_be_delivered(scene: Scene) -> None:
+def a_late_call_that_waits_longer_than_it_may_be_delivered(stage: Stage) -> None:
     """It is sent again rather than put back: a quorum queue drops what it has delivered too often."""
-    scene.conf = {**scene.conf, "task_acks_late": True}
-    worker = scene.start("worker", "-c", "4").ready()
-    with scene.app() as app:
+    stage.conf = {**stage.conf, "task_acks_late": True}
+    worker = stage.start("worker", "-c", "4").ready()
+    with stage.app() as app:
         in_turn = app.tasks[IN_TURN]
         first = in_turn.delay("one", seconds=60)
-        scene.oracle.wait_started(1, "one", timeout=60)
+        stage.oracle.wait_started(1, "one", timeout=60)
         second = in_turn.delay("two")
         worker.wait_for(rf"{second.id}\] waits for its turn", count=MOST_DELIVERIES + 2, timeout=60)
-        scene.oracle.let_go("one")
+        stage.oracle.let_go("one")
         assert [first.get(timeout=60), second.get(timeout=60)] == ["one", "two"]
     assert not worker.matches("cannot be sent again")
 
 
-def a_purged_queue(scene: Scene) -> None:
+def a_purged_queue(stage: Stage) -> None:
     """The lock of a message stays while it waits in a queue or is delayed, and no longer."""
-    scene.conf = {**scene.conf, "singlebeat_lost_after": 1.5}
-    later = scene.conf["task_default_queue"] + "_later"
+    stage.conf = {**stage.conf, "singlebeat_lost_after": 1.5}
+    later = stage.conf["task_default_queue"] + "_later"
     busy = {"task": SINGLE, "schedule": schedule(0.5), "args": ["busy", 60], "options": {"countdown": 3}}
     purged = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["purged"], "options": {"queue": later}}
-    scene.start("worker", "-c", "1").ready()
-    with scene.app() as app:
+    stage.start("worker", "-c", "1").ready()
+    with stage.app() as app:
         wait_until(backend_of(app).workers_seen, timeout=60, what="the worker to say that it looks after locks")
-        beat = scene.start("beat", beat_schedule={"purged": purged, "busy": busy})
+        beat = stage.start("beat", beat_schedule={"purged": purged, "busy": busy})
         sent = beat.wait_for(r"event=dispatched entry=purged .* id=(\S+)", timeout=60).group(1)
         beat.wait_for(f"holder={sent}", count=4, timeout=60)
         with app.connection_for_write() as connection:
@@ -151,15 +152,15 @@ def a_purged_queue(scene: Scene) -> None:
 
         beat.wait_for(rf"event=message_lost .*id={sent}", timeout=60)
         beat.wait_for(r"event=dispatched entry=purged", count=2, timeout=60)
-    scene.oracle.wait_started(1, "busy", timeout=60)
+    stage.oracle.wait_started(1, "busy", timeout=60)
     assert not beat.matches(r"event=message_lost .*entry=busy")
     assert len(beat.matches(r"event=dispatched entry=busy")) == 1
 
 
-def no_redis_at_all(scene: Scene) -> None:
+def no_redis_at_all(stage: Stage) -> None:
     """Equal runs exclude one another by asking the workers through RabbitMQ; results go there as well."""
-    scene.conf = {
-        **scene.conf,
+    stage.conf = {
+        **stage.conf,
         "result_backend": "rpc://",
         "redbeat_redis_url": None,
         "singleton_backend_url": None,
@@ -167,11 +168,11 @@ def no_redis_at_all(scene: Scene) -> None:
         "singleton_backend_kwargs": {"timeout": 3, "settle": 0.5},
         "worker_prefetch_multiplier": 1,
     }
-    oracle = scene.oracle
-    workers = [scene.start("worker", "-c", "2") for _ in range(2)]
+    oracle = stage.oracle
+    workers = [stage.start("worker", "-c", "2") for _ in range(2)]
     for worker in workers:
         worker.ready()
-    with scene.app() as app:
+    with stage.app() as app:
         single = app.tasks[SINGLE]
         calls = [single.delay("one", seconds=60) for _ in range(3)]
         oracle.wait_started(1, "one", timeout=60)
@@ -184,7 +185,7 @@ def no_redis_at_all(scene: Scene) -> None:
     assert not [line for worker in workers for line in worker.lines if "redis" in line.lower()]
 
 
-CASES: dict[str, Callable[[Scene], None]] = {
+CASES: dict[str, Callable[[Stage], None]] = {
     "beat, worker and Singleton": beat_worker_and_singleton,
     "a message of a killed worker": a_message_of_a_killed_worker,
     "calls that wait for their turn": calls_that_wait_for_their_turn,
@@ -209,20 +210,91 @@ def test_beat_outlives_an_alarm_of_rabbitmq(
         "singlebeat_socket_timeout": 1,
         "singlebeat_watchdog_timeout": 20,
     }
-    scene = Scene(celery, oracle, conf)
-    scene.start("worker", "-c", "2").ready()
-    before = scene.start("beat", broker_transport_options={"confirm_publish": True, "read_timeout": 600})
+    stage = Stage(celery, oracle, conf)
+    stage.start("worker", "-c", "2").ready()
+    before = stage.start("beat", broker_transport_options={"confirm_publish": True, "read_timeout": 600})
     oracle.wait_ended(2, "tick", timeout=60)
     with rabbit.alarm():
         before.wait_for("event=unreachable", timeout=60)
         before.terminate()
         assert before.wait() == 0
-        meanwhile = scene.start("beat")
+        meanwhile = stage.start("beat")
         meanwhile.wait_for("event=unreachable", timeout=60)
     oracle.wait_ended(oracle.ended("tick") + 3, "tick", timeout=60)
     assert meanwhile.returncode is None
     ids = [run.id for run in oracle.runs("tick")]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("bound", [{}, {"read_timeout": 600}], ids=["bounded reads", "unbounded reads, as with TLS"])
+def test_an_alarm_of_rabbitmq_doubles_no_message_for_each_try(bound, rabbit, celery, oracle, server, redis):
+    """When the alarm ends, RabbitMQ delivers what waits on blocked connections, also on those that are closed."""
+    lockless = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["tick"], "overlap": "allow_all"}
+    conf = {**conf_of(rabbit, server), **on_classic_queue("blocked"), "beat_schedule": {"tick": lockless}}
+    stage = Stage(celery, oracle, {**conf, "singlebeat_socket_timeout": 1, "broker_transport_options": bound})
+    tries = set[float]()
+
+    def has_tried_for_long() -> bool:
+        tries.update(score for _, score in redis.zrange("redbeat::pending", 0, -1, withscores=True))
+        return len(tries) >= 5  # four tries or five, for seven seconds or more
+
+    stage.start("worker", "-c", "2").ready()
+    beat = stage.start("beat")
+    oracle.wait_ended(2, "tick", timeout=60)
+    with rabbit.alarm():
+        beat.wait_for("event=unreachable", timeout=60)
+        wait_until(has_tried_for_long, timeout=60, what="many tries")
+    beat.wait_for("event=recovered", timeout=15)
+    oracle.wait_ended(oracle.ended("tick") + 3, "tick", timeout=15)
+    with rabbit.alarm():
+        beat.wait_for("event=unreachable", count=2, timeout=60)
+        beat.terminate()
+        assert beat.wait(timeout=15) == 0
+
+    repeated = [count for count in Counter(run.id for run in oracle.runs("tick")).values() if count > 1]
+    assert repeated in ([], [2]), "the message that was held, and the one that was sent after the alarm"
+    assert len(beat.matches("event=unreachable .*RabbitMQ takes no messages until its alarm ends")) == 2
+
+
+def test_one_message_of_a_connection_waits_for_the_end_of_an_alarm(rabbit, server, redis):
+    conf = {**conf_of(rabbit, server), **on_classic_queue("waiting"), "singlebeat_socket_timeout": 1}
+    with make_app(rabbit.url, {**conf, "singlebeat_watchdog_timeout": None}) as app:
+        entry = Entry("e", f"{APP}.plain", schedule(60), ["x"], options={"retry": False}, app=app)
+        scheduler = Scheduler(app)
+        scheduler.publish(entry)
+        with rabbit.alarm():
+            for _ in range(5):
+                with pytest.raises(SchedulingError):
+                    scheduler.publish(entry)
+                scheduler.forget_broker()
+        wait_until(scheduler.reaches_broker, what="the end of the alarm")
+        scheduler.publish(entry)
+        scheduler.close()
+        with app.connection_for_write() as connection:
+            waiting = connection.default_channel.queue_declare("waiting", passive=True).message_count
+        assert waiting <= 3, "two that were confirmed, and one that was held"
+
+
+def test_a_blocked_connection_that_rabbitmq_ends_is_forgotten(rabbit, server, redis):
+    conf = {**conf_of(rabbit, server), **on_classic_queue("ended"), "singlebeat_socket_timeout": 1}
+    with make_app(rabbit.url, {**conf, "singlebeat_watchdog_timeout": None}) as app:
+        entry = Entry("e", f"{APP}.plain", schedule(60), ["x"], options={"retry": False}, app=app)
+        scheduler = Scheduler(app)
+
+        def is_sent() -> bool:
+            try:
+                scheduler.publish(entry)
+            except SchedulingError:
+                scheduler.forget_broker()
+                return False
+            return True
+
+        with rabbit.alarm():
+            assert not is_sent()
+            with rabbit.outage():
+                assert not is_sent()
+        wait_until(is_sent, what="a message over a new connection")
+        scheduler.close()
 
 
 def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(
@@ -236,10 +308,10 @@ def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(
         conf = {**conf_of(rabbit, redis), **on_classic_queue("outage"), "result_backend": server.celery_url}
         conf |= {"redbeat_lock_timeout": 3, "singlebeat_socket_timeout": 1, "singlebeat_metrics_port": port}
         conf |= {"broker_connection_max_retries": None}
-        scene = Scene(celery, oracle, conf)
-        worker = scene.start("worker", "-c", "2", singlebeat_metrics_port=None).ready()
-        beat = Beat(scene.start("beat", "-l", "WARNING", beat_schedule={"steady": steady}), port)
-        tools = Tools(scene.app())
+        stage = Stage(celery, oracle, conf)
+        worker = stage.start("worker", "-c", "2", singlebeat_metrics_port=None).ready()
+        beat = Beat(stage.start("beat", "-l", "WARNING", beat_schedule={"steady": steady}), port)
+        tools = Tools(stage.app())
         oracle.wait_ended(2, "steady", timeout=60)
         waits = "is claimed and waits to be sent, as task .*: the broker .* does not answer"
         with rabbit.outage():
@@ -341,7 +413,7 @@ def on_quorum_queue(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("on_queue", [on_classic_queue, on_quorum_queue], ids=["rabbitmq: classic", "rabbitmq: quorum"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_rabbitmq_is_a_broker_like_any_other(
-    case: Callable[[Scene], None],
+    case: Callable[[Stage], None],
     on_queue: Callable[[str], dict[str, Any]],
     rabbit: RabbitMQ,
     celery: CeleryLauncher,
@@ -349,7 +421,7 @@ def test_rabbitmq_is_a_broker_like_any_other(
     server: RedisServer,
 ) -> None:
     queue = on_queue(f"{on_queue.__name__}_{list(CASES.values()).index(case)}")
-    case(Scene(celery, oracle, {**conf_of(rabbit, server), **queue}))
+    case(Stage(celery, oracle, {**conf_of(rabbit, server), **queue}))
 
 
 @pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])
@@ -360,9 +432,9 @@ def test_a_dead_lettered_message_that_comes_back_runs_again(task, rabbit, celery
     queue = {"exchange": work, "routing_key": work, "queue_arguments": back}
     conf = {"broker_url": rabbit.url, "result_backend": server.celery_url, "singleton_backend_url": server.url}
     conf |= {"task_default_queue": work, "task_queues": {work: queue}, "singlebeat_lock_lease": 300}
-    scene = Scene(celery, oracle, conf)
-    worker = scene.start("worker", "-c", "2").ready()
-    with scene.app() as app:
+    stage = Stage(celery, oracle, conf)
+    worker = stage.start("worker", "-c", "2").ready()
+    with stage.app() as app:
         there = {"x-message-ttl": 300, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": work}
         with app.connection_for_write() as connection:
             Queue(waiting, Exchange(""), waiting, queue_arguments=there, channel=connection).declare()

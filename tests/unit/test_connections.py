@@ -31,7 +31,7 @@ from singlebeat.connections import (
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks import backend_of, new_backend
 from singlebeat.locks.redis import RedisBackend
-from tests.support import ROOT, RedisServer, wait_until
+from tests.support import ROOT, RedisServer, at_once, wait_until
 
 URL = "redis://127.0.0.1:1/0"  # no server is there, and none is asked
 OTHER = "redis://127.0.0.1:1/1"
@@ -572,18 +572,7 @@ def test_one_url_has_one_client_in_a_process():
 
 
 def test_all_threads_share_the_client():
-    found: list[Any] = []
-    barrier = threading.Barrier(8)
-
-    def look() -> None:
-        barrier.wait(10)
-        found.append(shared("redis://127.0.0.1:1/7", timeout=1))
-
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    found = at_once(*[lambda: shared("redis://127.0.0.1:1/7", timeout=1)] * 8)
 
     assert len(found) == 8
     assert len(set(map(id, found))) == 1

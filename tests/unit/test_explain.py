@@ -10,6 +10,7 @@ from celery import Celery
 from celery.schedules import schedule
 
 from singlebeat import Entry
+from singlebeat.beat.delivery import Busy, Delivery, Reader
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
@@ -172,3 +173,22 @@ def test_a_killed_redbeat_is_explained_with_a_remedy():
     assert "A beat of RedBeat holds the lock, which has no name, and 2 entries are overdue, the first by 42 s" in text
     assert "Its lock ends by itself in 900 s. If no process of RedBeat runs any more, end it now: " in text
     assert "Beat is behind" not in text
+
+
+def test_a_skipped_run_names_the_workers_that_free_no_lock():
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    queued, running = (HeldLock("k", "x", state, 20.0, 30.0) for state in ("queued", "running"))
+    named = "No singlebeat is in old@vm, or its settings name no server for locks"
+
+    assert named in said(skip, locks={"x": queued}, without_singlebeat=["old@vm"])
+    assert named not in said(skip, locks={"x": running}, without_singlebeat=["old@vm"])
+    assert "No singlebeat" not in said(skip, locks={"x": queued})
+
+
+def test_a_paused_entry_waits_for_no_slot():
+    busy = Delivery.of(
+        "celery", {"w1@h": Reader(frozenset({"celery"}), frozenset({"t"}), 1, [Busy("t", "other", NOON)])}
+    )
+
+    assert "a message there waits" in said(record(NOON), delivery=busy)
+    assert "a message there waits" not in said(record(NOON, "paused", task_id=""), delivery=busy)

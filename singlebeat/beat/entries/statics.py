@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...clients import RedisClient
     from .entry import Entry
 
-__all__ = ("Statics", "owner_of", "signature_of")
+__all__ = ("OPERATORS", "Statics", "owner_of", "signature_of")
 
 log = Log("celery.beat")
 
@@ -126,6 +126,7 @@ class Statics:
                 if not isinstance(fields, str) and fields[0] and not _is_same(entries[name], fields[0], fields[2]):
                     why = f"app {', '.join(sorted(others[name]))} has another entry of this name"
                     hint = f"rename one of them, or, if that app is gone, HDEL {shlex.join((self.keys.owners, name))}"
+                    hint += ", then celery singlebeat resign"  # entries are installed when a term begins
                     refused[name] = EntryError(f"{why}: {hint}")
         return refused
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,7 @@ class Lease:
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
         self._share_at = 0.0  #: when to give the next sign of life; 0: at once
+        self._lost_since = ""  #: in our term, the time since which the server has lost changes
         self._not_renewed = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -131,7 +133,7 @@ class Lease:
         self.server_time.heard(shown, asked)
         if not number:
             return None
-        self._standby = self._since = ""
+        self._standby = self._since = self._lost_since = ""
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
         self._term = Term(number, token, self._known if number <= self._known else 0)
         self._known = number
@@ -193,7 +195,8 @@ class Lease:
             return term is not None
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term)
-        args = (term.token, round(self.ttl * 1000), f"{self.server_time.host_ahead:.1f}", term.number)
+        ahead = f"{self.server_time.host_ahead:.1f}"
+        args = (term.token, round(self.ttl * 1000), ahead, term.number, self._lost_since)
         if script(__package__, "renew")(self._client, keys, args):
             left = self._trusted_until - self._clock()
             self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
@@ -205,6 +208,13 @@ class Lease:
         if self._term is term:
             self._term = None
         return False
+
+    def note_loss(self, since: datetime) -> None:
+        """Let the next renewals tell operators, in the leader's record, since when the server has lost changes.
+
+        Of several losses in one term, the first one counts.
+        """
+        self._lost_since = self._lost_since or since.isoformat(timespec="seconds")
 
     def release(self) -> None:
         """Stop leading or standing by, for good; may be called in a signal handler, at any moment, and repeatedly.
@@ -236,7 +246,7 @@ class Lease:
         self._token = self._last_token = ""
 
     def leader(self) -> Mapping[str, str]:
-        """Return the record of the leader (host, pid, since, term, perhaps lost), empty if no beat leads."""
+        """Return the record of the leader (host, pid, since, term, perhaps lost, lost_since), empty if none leads."""
         client = self._client or self._connect()
         record: Mapping[str, str] = client.hgetall(self.keys.leader)
         number = record.get("term", "")

@@ -38,6 +38,7 @@ __all__ = (
     "schedule_refusal",
     "schedule_server_says",
     "ticks_refusal",
+    "with_advice",
 )
 
 _EXPIRE = ("PEXPIRE", "60000")
@@ -146,18 +147,18 @@ def lock_place(app: Celery) -> str:
 def schedule_server_says(app: Celery, exc: RedisError) -> str:
     """Return an error of the schedule's server, and what to do; if its user lacks a right, name all missing rights."""
     refused = schedule_refusal(app, exc) if _is_denied(str(exc)) else ""
-    return refused or f"{str(exc).rstrip('.')}{advice(exc)}"
+    return refused or with_advice(exc)
 
 
 def schedule_error(app: Celery, exc: RedisError) -> str:
     """Return an error of the schedule's server for a log, with the server's name; does not ask the server."""
-    return f"the schedule's server {schedule_place(app)} {what_it_does(exc)}: {str(exc).rstrip('.')}{advice(exc)}"
+    return f"the schedule's server {schedule_place(app)} {what_it_does(exc)}: {with_advice(exc)}"
 
 
 def lock_server_says(app: Celery, exc: LockBackendError) -> str:
     """Return an error of the locks' server, with its name, and what to do or which rights its user lacks."""
     refused = lock_refusal(app, exc) if _is_denied(str(exc)) else ""
-    return f"the locks' server {lock_place(app)}: {refused}" if refused else f"{str(exc).rstrip('.')}{advice(exc)}"
+    return f"the locks' server {lock_place(app)}: {refused}" if refused else with_advice(exc)
 
 
 def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | None) -> str:
@@ -174,7 +175,7 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
     except ResponseError as exc:  # the server refuses every command, even the login
         command = _command_of(str(exc))
         if not command:
-            return f"it refuses the script that tries the needed commands: {exc}{advice(exc)}"
+            return f"it refuses the script that tries the needed commands: {with_advice(exc)}"
         denied, errors = denied | {command}, {}
     except RedisError:  # the server does not answer, which is another finding
         return ""
@@ -252,6 +253,11 @@ def advice(exc: Exception) -> str:
     if any(text in str(exc) for text in _NO_LOGIN):
         return f". {_LOGIN}"
     return acl_hint(exc) or _advice(str(exc))
+
+
+def with_advice(exc: Exception) -> str:
+    """Return an error of a server, and the advice about it."""
+    return f"{str(exc).rstrip('.')}{advice(exc)}"
 
 
 def acl_hint(exc: Exception) -> str:
