@@ -19,32 +19,32 @@ class Backoff:
 
     def __init__(self) -> None:
         self._failures = 0  #: in a row: failures of the server, and first failures of entries
-        self._by_member = Counter[str]()
+        self._by_key = Counter[str]()
 
-    def failures_of(self, member: str) -> int:
+    def failures_of(self, key: str) -> int:
         """Return how many attempts of an entry have failed in a row."""
-        return self._by_member[member]
+        return self._by_key[key]
 
-    def failed(self, member: str = "") -> bool:
+    def failed(self, key: str = "") -> bool:
         """Record a failed attempt, of the server if no entry is given; return whether it is worth logging."""
-        if member:
-            self._by_member[member] += 1
-        if self._by_member[member] > 1:  # a repeated failure of one entry shows nothing new about the server
+        if key:
+            self._by_key[key] += 1
+        if self._by_key[key] > 1:  # a repeated failure of one entry shows nothing new about the server
             return False
         self._failures += 1
         return self._failures == 1
 
-    def succeeded(self, member: str) -> None:
+    def succeeded(self, key: str) -> None:
         """Record that the server answers, and forget the failures of this entry."""
         self._failures = 0
-        self.forget(member)
+        self.forget(key)
 
-    def forget(self, *members: str) -> None:
+    def forget(self, *keys: str) -> None:
         """Forget the failures of entries; this says nothing about the server."""
-        for member in members:
-            self._by_member.pop(member, None)
+        for key in keys:
+            self._by_key.pop(key, None)
 
-    def seconds(self, member: str) -> float:
+    def seconds(self, key: str) -> float:
         """Return the seconds until the retry of an entry that has failed, or has waited behind a failed entry."""
-        times = self._by_member.get(member, self._failures)
+        times = self._by_key.get(key, self._failures)
         return float(min(LAST_RETRY, FIRST_RETRY * 2 ** min(max(times, 1) - 1, 10)))

@@ -160,7 +160,7 @@ class Dispatcher:
         self._release(*(lock for message, _ in wrong for lock in message.locks))
         decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
         unsent, asked = list[str](), outage is None
-        messages.sort(key=lambda message: self._backoff.failures_of(message.stored.member))
+        messages.sort(key=lambda message: self._backoff.failures_of(message.entry.key))
         try:
             holders: Mapping[str, Holder] = {}
             try:
@@ -171,7 +171,7 @@ class Dispatcher:
                 outage = exc
             ready = messages
             if outage is not None:
-                unsent.extend(message.stored.member for message in messages if message.call is not None)
+                unsent.extend(message.entry.key for message in messages if message.call is not None)
                 ready = [message for message in messages if message.call is None]
             if outage is not None and unsent:
                 self._note_failure(outage)
@@ -201,29 +201,29 @@ class Dispatcher:
         """Send messages one after the other, for as long as this beat may; yield the confirmation of each.
 
         Args:
-            unsent: receives the members of the entries whose messages a server does not take now.
+            unsent: receives the keys of the entries whose messages a server does not take now.
         """
         broker_is_down, patience = False, Config.of(self.app).singlebeat_socket_timeout
         for message in messages:
-            member = message.stored.member
+            key = message.entry.key
             self._progress()
             if not self._publisher.may_publish(term) or time.monotonic() > deadline:
                 return
             if broker_is_down:  # each further message would wait for the broker again
-                unsent.append(member)
+                unsent.append(key)
                 continue
             began = time.monotonic()
             try:
                 settled = self._settle(message, holders.get(message.occurrence.id))
-                self._backoff.succeeded(member)
+                self._backoff.succeeded(key)
                 if settled.decision.is_sent:
                     self._note_answer(BROKER)
             except Exception as exc:  # claiming and sending run a task's own code and the broker's driver
                 if not self._publisher.may_publish(term):
                     return
                 if _is_transient(exc):
-                    unsent.append(member)
-                    self._note_failure(exc, member)
+                    unsent.append(key)
+                    self._note_failure(exc, key)
                     patience -= time.monotonic() - began
                     # The cause may be this message alone. A broker that hangs may still accept connections.
                     broker_is_down = patience <= 0 or not self._publisher.reaches_broker()
@@ -267,11 +267,11 @@ class Dispatcher:
             waits_for = granted.note_sent(message.task) if granted.replacing is not None else granted.ticket.waits_for
         return Published(DecisionType.DISPATCHED) if waits_for is None else Published(DecisionType.BUFFERED, waits_for)
 
-    def _note_failure(self, exc: Exception, member: str = "") -> None:
+    def _note_failure(self, exc: Exception, key: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
         server = LOCKS if is_of_locks else BROKER
         self._publisher.forget_broker()
-        if self._backoff.failed(member) and server not in self._unreachable:
+        if self._backoff.failed(key) and server not in self._unreachable:
             self._unreachable.add(server)
             refuses = any(what_it_does(cause) == "refuses" for cause in _causes(exc))
             until = "takes it" if refuses else "answers"
@@ -286,7 +286,7 @@ class Dispatcher:
 
     def _give_up(self, message: Message, exc: Exception) -> Confirmation:
         """Log that a message can never be sent, and return its confirmation as ``publish_failed``."""
-        self._backoff.forget(message.stored.member)
+        self._backoff.forget(message.entry.key)
         entry, why = message.entry, safe_repr(exc.__context__ or exc)
         decision = Decision(entry.name, entry.task, message.occurrence, DecisionType.PUBLISH_FAILED, why)
         log_decision(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)))
@@ -309,7 +309,7 @@ class Dispatcher:
 
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Free the locks of occurrences that are not to be sent after all."""
-        self._backoff.forget(*(each.stored.member for each in claimed))
+        self._backoff.forget(*(each.stored.entry.key for each in claimed))
         self._free_locks(claimed)
 
     def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:

@@ -81,6 +81,7 @@ class Facts:
     running: Mapping[str, str] | None  #: task id -> worker, of all workers that answer; None if none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
+    is_possible: bool = True  #: whether an entry can have that name; its key may be one of the schedule itself
     unusable: str = ""  #: why beat cannot use it, even before beat has found that; empty if it is usable
     delivery: Delivery | None = None  #: of the queue of its task; None if unknown
     late_place: str = ""  #: why beat does not check it in time, and what to do; empty if its place is not late
@@ -104,10 +105,11 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     quarantined = facts.state.quarantine.get(facts.name)
     if quarantined is not None:
         yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
-        yield (
-            "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by itself; "
-            f"to delete it: celery singlebeat delete {shlex.quote(facts.name)}"
-        )
+        if facts.is_possible:
+            yield (
+                "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by "
+                f"itself; to delete it: celery singlebeat delete {shlex.quote(facts.name)}"
+            )
     elif facts.unusable:
         yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
     yield from _leadership(facts)

@@ -17,6 +17,7 @@ from .calendar.zone import app_zone
 from .decide import claim_for
 from .entries.entry import Entry
 from .entries.fields import BATCH, read_fields
+from .entries.timetable import Timetable
 from .keys import Keys
 from .leadership.clock_guard import LAST_INSTANT, LONGEST_STEP_BACK, latest_shown
 from .server_time import server_now
@@ -39,10 +40,11 @@ class LatePlace:
     """The place of an entry that means never, is later than the entry's time, or comes from a clock that was ahead."""
 
     schedule: str  #: key of the sorted set
-    key: str  #: of the entry
+    member: str  #: of the entry there: its key, or its bare name
     score: float
     due_at: datetime  #: when the entry is due by its timetable
     counts_from: datetime | None  #: None if the entry has never run: then its place may be its first time on purpose
+    first_at: datetime | None  #: the first time of the timetable from now on, None if there is none
     now: datetime
 
     @property
@@ -55,8 +57,16 @@ class LatePlace:
         """Whether the place is certainly a mistake."""
         return self.counts_from is not None or self.at is None
 
+    @property
+    def level(self) -> str:
+        """How grave that is: problem, warning, or fine for a first run that is put off by less than one interval."""
+        if self.is_wrong or self.at is None:
+            return "problem"
+        is_put_off = self.first_at is None or self.at - self.first_at > timedelta(seconds=OVERDUE_AFTER)
+        return "warning" if is_put_off else "fine"
+
     def __str__(self) -> str:
-        place = shlex.join((self.schedule, "0", self.key))
+        place = shlex.join((self.schedule, "0", self.member))
         advice = f"to let beat correct it: ZADD {place}"
         if self.score < 0:
             return (
@@ -75,9 +85,12 @@ class LatePlace:
                 return f"{ahead}; {advice}"
             return f"{ahead}, and the entry waits until then; to run it now: celery singlebeat trigger"
         if self.counts_from is None:
+            times = ""
+            if self.level == "warning":
+                times = f", although its next time is {self.first_at:{MOMENT}}" if self.first_at else ", after its end"
             return (
-                f"it has never run, and by its place in {self.schedule} it does not run before {self.at:{MOMENT}}; to "
-                f"run it at once: ZADD {place}"
+                f"it has never run, and by its place in {self.schedule} it does not run before {self.at:{MOMENT}}"
+                f"{times}; to run it at once: ZADD {place}"
             )
         return (
             f"its place in {self.schedule} is {self.at:{MOMENT}}, later than its time, {self.due_at:{MOMENT}}: it does "
@@ -102,16 +115,16 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
     now, zone = server_now(client, keys.schedule), _zone(client.get(keys.zone)) or app_zone(app)
     shown = latest_shown(client, keys)  # until the clock shows it again, entries wait on purpose
     while batch := [*islice(left, BATCH)]:
-        found = _compare(keys, batch, _scores(client, keys, [entry.name for entry in batch]), now, zone, shown)
+        found = _compare(keys, batch, _places(client, keys, [entry.name for entry in batch]), now, zone, shown)
         names = [name for name, _ in found]
         if not names:
             continue
         # A place that is the same before and after the entry was read belongs to the entry as it was read.
-        before = _scores(client, keys, names)
+        before = _places(client, keys, names)
         quarantined = _quarantined_names(client, keys, names)
         again = [*_read(app, client, keys, names)]
-        after = _scores(client, keys, names)
-        same = {n: score for n, score in before.items() if score == after.get(n) and n not in quarantined}
+        after = _places(client, keys, names)
+        same = {n: place for n, place in before.items() if place == after.get(n) and n not in quarantined}
         yield from _compare(keys, again, same, server_now(client, keys.schedule), zone, shown)
 
 
@@ -123,18 +136,23 @@ def _zone(name: str | None) -> tzinfo | None:
         return None
 
 
-def _scores(client: RedisClient, keys: Keys, names: Sequence[str]) -> Mapping[str, float]:
+#: A place in the schedule: a score, and the member that has it.
+_Place = tuple[float, str]
+
+
+def _places(client: RedisClient, keys: Keys, names: Sequence[str]) -> Mapping[str, _Place]:
     """Return the places of the entries: each under its key or its bare name, or the earlier of both."""
     if not names:
         return {}
-    scores = client.zmscore(keys.schedule, [*(keys.prefix + name for name in names), *names])
-    both = zip(names, scores[: len(names)], scores[len(names) :], strict=True)
-    places = {name: [score for score in pair if score is not None] for name, *pair in both}
-    return {name: _first(scores) for name, scores in places.items() if scores}
+    members = [*(keys.prefix + name for name in names), *names]
+    found = [*zip(client.zmscore(keys.schedule, members), members, strict=True)]
+    both = zip(names, found[: len(names)], found[len(names) :], strict=True)
+    places = {name: [place for place in pair if place[0] is not None] for name, *pair in both}
+    return {name: _first(pair) for name, pair in places.items() if pair}
 
 
-def _first(scores: Sequence[float]) -> float:
-    return min((score for score in scores if score >= 0), default=max(scores))  # a negative score means never
+def _first(places: Sequence[_Place]) -> _Place:
+    return min((place for place in places if place[0] >= 0), default=max(places))  # a negative score means never
 
 
 def _quarantined_names(client: RedisClient, keys: Keys, names: Sequence[str]) -> Collection[str]:
@@ -154,20 +172,21 @@ def _read(app: Celery, client: RedisClient, keys: Keys, names: Sequence[str]) ->
 
 
 def _compare(
-    keys: Keys, entries: Iterable[Entry], scores: Mapping[str, float], now: datetime, zone: tzinfo, shown: datetime
+    keys: Keys, entries: Iterable[Entry], places: Mapping[str, _Place], now: datetime, zone: tzinfo, shown: datetime
 ) -> Sequence[tuple[str, LatePlace]]:
     late = list[tuple[str, LatePlace]]()
     for entry in entries:
-        score = scores.get(entry.name)
+        score, member = places.get(entry.name, (None, ""))
         if score is None or not entry.enabled or entry.policy.paused or 0 <= score <= now.timestamp() + OVERDUE_AFTER:
             continue
         with suppress(Exception):  # a user's own schedule may raise anything, which a tick logs
             due_at = _due_at(entry, now, zone)
-            since = entry.meta.counts_from
+            times = Timetable(entry.name, entry.schedule, entry.policy, zone)
+            since = times.since(entry.meta.counts_from)
             is_ahead = since is not None and since - max(now, shown) > timedelta(seconds=OVERDUE_AFTER)
             if due_at is not None and (score < 0 or score > due_at + OVERDUE_AFTER or is_ahead):
-                at = datetime.fromtimestamp(due_at, UTC)
-                late.append((entry.name, LatePlace(keys.schedule, entry.key, score, at, since, now)))
+                at, first = datetime.fromtimestamp(due_at, UTC), times.next(now)
+                late.append((entry.name, LatePlace(keys.schedule, member, score, at, since, first, now)))
     return late
 
 

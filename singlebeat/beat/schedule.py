@@ -334,9 +334,13 @@ class Schedule:
         return entries, unusable
 
     def no_place(self, name: str) -> str:
-        """Return that an entry has no place in the sorted set, and what to do; empty if it has a place."""
+        """Return that an entry has no place in the sorted set, and what to do; empty if it has a place.
+
+        An entry of another app, whose prefix is longer, has its place in the schedule of that app.
+        """
         key = self.keys.named(name)
-        if any(score is not None for score in self._client.zmscore(self.keys.schedule, [key, name])):
+        scores = self._client.zmscore(self.keys.schedule, [key, name])
+        if any(score is not None for score in scores) or self._is_placed_elsewhere(name):
             return ""
         return (
             f"it has no place in {self.keys.schedule}: it never runs; to let it run at once and then as scheduled: "

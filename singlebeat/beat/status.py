@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..connections import schedule_client
-from .entries.entry import Entry
+from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
 from .entries.statics import owner_of
 from .keys import Keys
@@ -33,7 +33,8 @@ OVERDUE_AFTER = 5.0
 #: Seconds by which an entry may be overdue before its schedule is not healthy.
 MAX_LAG = 60.0
 
-#: Most entries that are read to leave out those that RedBeat does not send yet, although their places have passed.
+#: Most entries that are read: to leave out those that RedBeat does not send yet, although their places have passed, and
+#: to see whether an entry waits for a clock that was set back.
 MOST_READ = 1000
 
 #: Where beats share the work: seconds without a sign of life after which no beat works. Each beat gives one every 10 s.
@@ -78,7 +79,8 @@ class ScheduleStatus:
     silent: float | None = None  #: since a beat has last noted the time by which it decides; None if no beat ever has
     now: float = 0.0  #: seconds since 1970
     host_ahead: float = 0.0  #: by which the clock of this host is ahead of the server's
-    set_back: float = 0.0  #: by which the server's clock is behind the latest time by which a beat has decided
+    #: by which the server's clock is behind the latest time by which a beat has decided; 0 if no entry waits for that
+    set_back: float = 0.0
     other_app: str = ""  #: app whose beat sends our entries; empty if there is none, or if we share on purpose
 
     @property
@@ -234,6 +236,8 @@ class ScheduleStatus:
         set_back = _number(clock) - now
         if not DIFFERS_FROM < set_back <= LONGEST_STEP_BACK.total_seconds():
             set_back = 0.0  # by more, no entry waits: the leader lets entries count from now
+        if set_back and not _has_waiting(app, client, keys, now, now + set_back):
+            set_back = 0.0  # nothing was decided while the clock was ahead
         records = {
             member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
         }
@@ -262,6 +266,30 @@ class ScheduleStatus:
             set_back=set_back,
             other_app=", ".join(sorted(apps)),
         )
+
+
+def _has_waiting(app: Celery, client: RedisClient, keys: Keys, now: float, shown: float) -> bool:
+    """Return whether an entry waits until the server's clock shows a time again by which beat has decided.
+
+    Such an entry counts from a time that is yet to come. While the clock was ahead, beat moved it on beyond ``shown``.
+    The first entries after that are read, ``MOST_READ`` at most.
+    """
+    members = client.zrangebyscore(keys.schedule, shown, "+inf", start=0, num=MOST_READ)
+    found = [keys.entry(member) for member in members]
+    rows = zip(found, read_fields(client, found), strict=True) if found else ()
+    return any(_waits(app, key, fields, now + DIFFERS_FROM) for key, fields in rows)
+
+
+def _waits(app: Celery, key: str, fields: StoredFields, now: float) -> bool:
+    try:
+        definition, meta, policy, since, *_ = fields
+        counts_from = Meta.decode(meta, since).counts_from
+        if counts_from is None or counts_from.timestamp() <= now:
+            return False
+        entry = Entry.from_fields(key, definition, meta, policy, since, app=app)
+    except Exception:  # a user's own schedule may do anything
+        return False
+    return entry.enabled and not entry.policy.paused
 
 
 def _count_idle(app: Celery, client: RedisClient, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:

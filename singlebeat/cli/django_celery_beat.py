@@ -76,12 +76,14 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
         "note": fields.get("description") or "",
     }
     last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
-    past = {"last_run_at": last, "total_run_count": count}
-    if last is None and when["__type__"] == "clocked":
+    past, changed = {"last_run_at": last, "total_run_count": count}, _moment(fields.get("date_changed"), zone)
+    is_clocked = when["__type__"] == "clocked"
+    if last is None and is_clocked and changed is None:
         past = {}  # as for an entry that the import creates
-    elif last is None and start is None:
-        # django-celery-beat lets a task that has never run count from its last change.
-        past["since"] = _moment(fields.get("date_changed"), zone)
+    elif last is None and (start is None or is_clocked):
+        # django-celery-beat lets a task that has never run count from its last change. It changes a task of one time
+        # once more when it has run it, and forgets that run.
+        past["since"] = changed
     return {"name": name, "definition": definition, "policy": policy, "meta": past}
 
 

@@ -337,11 +337,13 @@ def _entries(app: Celery, schedule: _Read) -> Iterator[Finding]:
 
 def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
     """Check for entries whose place in the schedule is later than their next time."""
-    wrong = ((name, place) for name, place in late_places(app, entries) if place.is_wrong)
-    for name, place in islice(wrong, MOST_NAMED):
-        yield Finding("problem", f"entry {name}", str(place))
-    if next(wrong, None):
-        yield Finding("problem", "entries", f"more than these {MOST_NAMED} have places that are later than their times")
+    found = [(name, place) for name, place in late_places(app, entries) if place.level != "fine"]
+    found.sort(key=lambda each: each[1].level)  # problems before warnings
+    for name, place in found[:MOST_NAMED]:
+        yield Finding(place.level, f"entry {name}", str(place))
+    if found[MOST_NAMED:]:
+        text = f"more than these {MOST_NAMED} have places that are later than their times"
+        yield Finding(found[MOST_NAMED][1].level, "entries", text)
 
 
 def _leadership(app: Celery, schedule: _Read) -> Iterator[Finding]:

@@ -139,11 +139,11 @@ def _store(
         fail(f"there is an entry {name!r} already: use edit or --replace, or delete the entry first")
     except ValueError as exc:  # a value that JSON cannot hold
         raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
-    upcoming = next(iter(entries.next_runs(name, 1)), None)
-    state = f"next {moment(upcoming)}" if entries.get(name).enabled else "disabled"
+    upcoming, entry = next(iter(entries.next_runs(name, 1)), None), entries.get(name)
+    off = "paused" if entry.policy.paused else "" if entry.enabled else "disabled"
     kept = fields in ({}, {"enabled": False}) and wishes.keys() <= set(OPERATORS)
     back = "" if kept else _comes_back(app, name, "replaces these values")
-    _done(as_json, f"{name}: {state}{back}", name=name, next=upcoming)
+    _done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
 
 
 def _comes_back(app: Celery, name: str, what: str) -> str:

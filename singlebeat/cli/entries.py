@@ -102,7 +102,7 @@ def list_(app: Celery, as_json: bool) -> None:
                 "quarantine": quarantine,
                 "unusable": unusable,
                 "no_place": [*no_place],
-                "late_place": [name for name, place in late.items() if place.is_wrong],
+                "late_place": [name for name, place in late.items() if place.level != "fine"],
                 **led,
             }
         )
@@ -126,8 +126,8 @@ def list_(app: Celery, as_json: bool) -> None:
     for name, why in no_place.items():
         click.echo(marked(f"{name}: {why}", "problem"))
     for name, place in late.items():
-        if place.is_wrong:
-            click.echo(marked(f"{name}: {place}", "problem"))
+        if place.level != "fine":
+            click.echo(marked(f"{name}: {place}", place.level))
 
 
 @command("show", click.argument("name"))
@@ -153,7 +153,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         problem, upcoming, state = no_place, None, "no place"
     elif late is not None and late.is_wrong:
         problem = str(late)
-    warnings = [text for text in (entry.ignored, found.redbeat_leads and REDBEAT_LEADS) if text]
+    put_off = str(late) if late is not None and late.level == "warning" else ""
+    warnings = [text for text in (entry.ignored, put_off, found.redbeat_leads and REDBEAT_LEADS) if text]
     if as_json:
         why = {"reason": problem} if problem else {}
         why |= {"warning": "; ".join(warnings)} if warnings else {}

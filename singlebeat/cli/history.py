@@ -159,6 +159,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
     return Facts(
         name=name,
         entry=entry,
+        is_possible=entries.keys.is_possible(name),
         unusable=unusable,
         state=state,
         records=records,

@@ -36,12 +36,15 @@ FIELDS = ("name", "definition", "policy", "meta")
 def export_(app: Celery, as_json: bool) -> None:
     """Print all entries as JSON, for ``import``; name unusable entries, leave them out, and exit with code 1.
 
-    Entries without a place in the schedule are printed, too, and named: an import gives them a place.
+    Entries without a place in the schedule are printed, too, and named: an import gives them a place. Unknown fields,
+    which beat ignores, are named and left out.
     """
     entries, found, problems, warnings = Schedule(app), [], dict[str, EntryError](), dict[str, str]()
 
     def add(entry: Entry) -> None:
         row = as_mapping(entry)
+        if entry.ignored:
+            warnings[entry.name] = f"{entry.ignored}, and left out"
         if is_strict(row):
             found.append(row)
         else:
@@ -59,7 +62,8 @@ def export_(app: Celery, as_json: bool) -> None:
         except EntryError as exc:
             problems[name] = exc
         else:
-            warnings[name] = f"it has no place in {entries.keys.schedule} and never runs; an import gives it a place"
+            text = f"it has no place in {entries.keys.schedule} and never runs; an import gives it a place"
+            warnings[name] = "; ".join(filter(None, (warnings.get(name), text)))
     show_json(found)
     _name(problems)
     _name(warnings, "warning")
@@ -70,9 +74,9 @@ def export_(app: Celery, as_json: bool) -> None:
 def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
-    An entry of the same name is replaced and keeps its past; a new entry gets the past from the file. Entries that
-    cannot be stored are named, and the others are stored. RedBeat's entries need no import: singlebeat uses them in
-    place.
+    An entry of the same name is replaced and keeps its past, unless the file has a later run; a new entry gets the past
+    from the file. Entries that cannot be stored are named, and the others are stored. RedBeat's entries need no import:
+    singlebeat uses them in place.
     """
     source = getattr(file, "name", "standard input")
     try:

@@ -83,5 +83,9 @@ while argument <= #ARGV do
   replies[#replies + 1] = send()
 end
 local all = "[" .. table.concat(replies, ",") .. "]"
-redis.call("SET", sent, request .. all, "PX", keep_ms)
+if #replies == 0 then
+  redis.pcall("DEL", sent) -- no call: the sender wants to know whether the broker is here
+else
+  redis.call("SET", sent, request .. all, "PX", keep_ms)
+end
 return all

@@ -971,6 +971,8 @@ def test_a_disabled_entry_is_answered_without_a_next_time(cli, put):
     assert cli("edit", "e", "--disable").output == "e: disabled\n"
     assert "To go on: celery singlebeat edit e --enable" in cli("explain", "e").output
     assert cli("edit", "e", "--enable").output.startswith("e: next 20")
+    cli("pause", "e")
+    assert cli("edit", "e", "--every", "60").output == "e: paused\n"
 
 
 def test_a_part_of_an_entry_that_is_no_policy_names_its_option(cli):

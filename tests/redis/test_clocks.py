@@ -8,6 +8,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from celery.schedules import schedule
 
 from singlebeat import Entry
 from singlebeat.beat.server_time import ServerTime
@@ -319,6 +320,43 @@ def test_no_tool_says_that_entries_wait_after_a_clock_was_days_ahead(set_back, f
     cli("health")
     assert (probe()[0], gauge(probe, "singlebeat_clock_set_back_seconds")) == (200, 0)
     assert "waits for the clock" not in cli("explain", "e").output
+
+
+@pytest.mark.parametrize("entries", ["none", "due later", "paused", "stored since"])
+def test_no_tool_says_that_entries_wait_if_none_does(beat_on, app, redis, cli, findings, probe, entries):
+    """While the clock was ahead, beat has decided about no entry that goes on."""
+    if entries == "due later":
+        Entry("e", f"{APP}.plain", schedule(10_000), args=["e"], app=app).save()
+    if entries == "paused":
+        Entry("e", f"{APP}.plain", schedule(2), args=["e"], run_on_start=True, paused=True, app=app).save()
+    beat = beat_on()
+    beat._tick(datetime.now(UTC) + timedelta(hours=2), beat.lease.acquire())
+    beat.tick()
+    if entries == "stored since":
+        Entry("e", f"{APP}.plain", schedule(2), args=["e"], run_on_start=True, app=app).save()
+        Entry("rare", f"{APP}.plain", schedule(86_400), args=["e"], app=app).save()
+        beat.tick()
+        assert redis.llen("celery") == 1
+
+    assert float(redis.get("redbeat::clock")) > time.time() + 7000, "the guard knows of it"
+    assert findings("clock") == []
+    assert "clock" not in cli("status").output
+    cli("health")
+    assert (probe()[0], gauge(probe, "singlebeat_clock_set_back_seconds")) == (200, 0)
+
+
+def test_one_entry_that_waits_among_many_that_do_not_is_told(set_back, app, cli, findings, probe):
+    set_back(7200)
+    for number in range(20):
+        Entry(f"soon {number}", f"{APP}.plain", schedule(600), args=["e"], app=app).save()
+        Entry(f"rare {number}", f"{APP}.plain", schedule(86_400), args=["e"], app=app).save()
+
+    assert [level for level, _ in findings("clock")] == ["problem"]
+    cli("health", code=1)
+    assert probe()[0] == 503
+
+    cli("pause", "e")
+    assert probe()[0] == 200
 
 
 def test_an_occurrence_is_tried_again_at_once_after_the_clock_was_set_back(set_back, redis):

@@ -9,13 +9,14 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery.schedules import BaseSchedule, crontab
+from celery.schedules import BaseSchedule, crontab, schedule
 
-from singlebeat import Schedule, clocked
+from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat import late_places as placement
 from singlebeat.beat.late_places import late_places
 from tests.redis.bench import Bench
 from tests.support import APP
+from tests.system.apps import make_app
 
 SCHEDULE = "redbeat::schedule"
 WEEK, HOUR = timedelta(days=7), timedelta(hours=1)
@@ -30,6 +31,7 @@ def put(bench: Bench, name: str = "e", when: BaseSchedule | None = None, *, plac
     entry = bench.put(name, every=when or HOUR, ago=timedelta(minutes=1), **fields)
     if place is not None:
         bench.redis.zadd(SCHEDULE, {entry.key: place})
+    return entry
 
 
 def late(app) -> dict[str, str]:
@@ -195,7 +197,7 @@ def test_an_entry_whose_past_lies_days_ahead_has_a_late_place(app, bench, redis)
     assert bench.score() < time.time() + 3601
 
 
-@pytest.mark.parametrize("later", [HOUR / 2, WEEK])
+@pytest.mark.parametrize("later", [HOUR / 2, HOUR])
 def test_a_first_run_that_another_program_puts_off_is_no_problem(bench, findings, cli, redis, later):
     put(bench, last_run_at=None, total_run_count=0, run_on_start=True)
     at = datetime.fromtimestamp(time.time() // 1, UTC) + later
@@ -209,6 +211,66 @@ def test_a_first_run_that_another_program_puts_off_is_no_problem(bench, findings
     assert (row["state"], row["next"]) == ("active", at.isoformat())
     assert "place" not in cli("list").output
     assert findings("entry e") == []
+
+
+def test_a_first_run_put_off_for_more_than_an_interval_is_a_warning(bench, findings, cli, redis):
+    """A program may want that. It may also have made a mistake, and the entry does not run for so long."""
+    new = {"last_run_at": None, "total_run_count": 0, "run_on_start": True}
+    at = datetime.fromtimestamp(time.time() // 1, UTC) + WEEK
+    put(bench, "interval", place=at.timestamp(), **new)
+    put(bench, "cron", crontab(minute="*"), place=at.timestamp(), **new)
+    put(bench, "ends", place=at.timestamp(), end_time=datetime.now(UTC) + HOUR / 2, **new)
+    why = f"t has never run, and by its place in {SCHEDULE} it does not run before {at:%Y-%m-%d %H:%M:%SZ}, a"
+
+    listed = cli("list").output
+    for name in ("interval", "cron", "ends"):
+        ((level, text),) = findings(f"entry {name}")
+        assert (level, f"i{why}" in text) == ("warning", True)
+        assert f"{name}: i{why}" in listed
+        assert f"warning             i{why}" in cli("show", name).output
+        assert f"I{why}" in cli("explain", name).output
+        assert f"to run it at once: ZADD {SCHEDULE} 0 redbeat:{name}" in text
+    assert {*json.loads(cli("list", "--json").stdout)["late_place"]} == {"interval", "cron", "ends"}
+
+
+def test_every_tool_names_a_clocked_entry_whose_place_is_too_late(bench, findings, cli, redis):
+    """It has never run, but its only time is known: beat would run it too late, or miss it."""
+    instant = datetime.fromtimestamp(time.time() // 1, UTC) + HOUR
+    entry = put(bench, when=clocked(instant), last_run_at=None, total_run_count=0, place=(instant + HOUR).timestamp())
+    redis.hdel(entry.key, "meta", "since")
+    why = (
+        f"ts place in {SCHEDULE} is {instant + HOUR:%Y-%m-%d %H:%M:%SZ}, later than its time, "
+        f"{instant:%Y-%m-%d %H:%M:%SZ}: it does not run before its place"
+    )
+
+    ((level, text),) = findings("entry e")
+    assert (level, f"i{why}" in text) == ("problem", True)
+    assert f"e: i{why}" in cli("list").output
+    assert f"problem             i{why}" in cli("show", "e").output
+    assert f"I{why}" in cli("explain", "e").output
+
+
+def test_the_advice_for_a_place_under_a_bare_name_names_that_member(app, bench, redis):
+    put(bench)
+    redis.zrem(SCHEDULE, "redbeat:e")
+    redis.zadd(SCHEDULE, {"e": -5})
+
+    assert late(app)["e"].endswith(f"ZADD {SCHEDULE} 0 e")
+
+    redis.zadd(SCHEDULE, {"redbeat:e": time.time() + 10**6})
+    assert late(app)["e"].endswith(f"ZADD {SCHEDULE} 0 redbeat:e")
+
+
+def test_no_occurrence_of_an_entry_with_two_places_stays_pending(app, bench, redis):
+    put(bench, last_run_at=datetime.now(UTC) - 2 * HOUR, overlap="allow_all")
+    redis.zadd(SCHEDULE, {"redbeat:e": 0, "e": 0})
+
+    bench.tick()
+    bench.tick()
+
+    assert (redis.zcard("redbeat::pending"), redis.llen("celery")) == (0, 1)
+    places = redis.zmscore(SCHEDULE, ["redbeat:e", "e"])
+    assert places[0] == places[1] > time.time()
 
 
 def test_an_entry_that_beat_moves_on_while_it_is_read_has_no_late_place(app, bench, redis, monkeypatch):
@@ -264,3 +326,28 @@ def test_the_places_of_a_batch_are_read_in_one_round_trip(app, bench, redis):
 
     assert [*late_places(app, entries)] == []
     assert calls() == before + 1
+
+
+@pytest.mark.parametrize("name", [":schedule", ":lock", ":leader"])
+def test_a_place_of_a_key_of_the_schedule_itself_is_named_with_its_removal(bench, redis, findings, cli, name):
+    member = f"redbeat:{name}"
+    redis.zadd(SCHEDULE, {member: 0})
+    bench.tick()
+    removal = f"remove its place with ZREM {SCHEDULE} {member}"
+
+    explained = cli("explain", name).output
+    assert removal in explained
+    assert "celery singlebeat delete" not in explained
+    assert [removal in text for _, text in findings(f"entry {name}")] == [True]
+
+    redis.zrem(SCHEDULE, member)
+    bench.tick()
+    assert findings(f"entry {name}") == []
+
+
+def test_an_entry_of_another_app_lacks_no_place(app, redis, cli):
+    with make_app(app.conf.broker_url, {"redbeat_key_prefix": "redbeat:a:"}) as other:
+        Entry("job", f"{APP}.plain", schedule(60), app=other).save()
+
+    for command in ("show", "explain"):
+        assert "no place" not in cli(command, "a:job").output

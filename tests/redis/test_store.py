@@ -26,7 +26,7 @@ from singlebeat.beat.entries.statics import Statics
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import Clock
 from singlebeat.beat.leadership.lease import Term
-from singlebeat.beat.store.claims import Claim, ClaimVerdict, Confirmation, Due, Store, Stored
+from singlebeat.beat.store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.connections import schedule_client
 from singlebeat.errors import ConfigError
 from tests.support import at_once, connected, contents
@@ -261,7 +261,7 @@ def test_a_bare_name_in_the_schedule_means_the_entry_of_that_name(store, put, re
     assert (stored.member, stored.entry.name) == ("e", "e")
     assert store.claim([claim_of(stored)], OFF, retry_at=RETRY_AT) == [ClaimVerdict.CLAIMED]
     assert dict(redis.zrange(SCHEDULE, 0, -1, withscores=True)) == {"e": LATER.timestamp()}
-    assert redis.zrange(PENDING, 0, -1) == ["e"]
+    assert redis.zrange(PENDING, 0, -1) == ["redbeat:e"], "as of an entry with a place under its key"
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 1)
 
 
@@ -273,6 +273,36 @@ def test_an_occurrence_pending_under_both_members_is_recovered_once(store, put, 
 
     assert [stored.entry.name for stored in recovered] == ["e"]
     assert redis.zrange(PENDING, 0, -1) == [stored.member for stored in recovered]
+
+
+@pytest.mark.parametrize("first", ["redbeat:e", "e"])
+def test_an_entry_with_two_places_is_decided_about_once(store, put, redis, first):
+    put("e", meta=Meta(NOW - timedelta(hours=1), 1).encode())
+    redis.zadd(SCHEDULE, {"redbeat:e": 2, "e": 2} | {first: 1})
+
+    (stored,) = due(store).entries
+    claim = claim_of(stored)
+    store.claim([claim], OFF, retry_at=RETRY_AT)
+    store.confirm([claim.claimed.confirmation(Decision("e", TASK, claim.occurrence, DecisionType.DISPATCHED))], OFF)
+
+    assert stored.member == first
+    assert redis.zcard(PENDING) == 0
+    (second,) = due(store).entries
+    assert (second.member, second.pending) == (({"redbeat:e", "e"} - {first}).pop(), None)
+
+
+def test_a_bare_name_that_an_older_beat_made_pending_is_dropped(store, put, redis):
+    occurrence = Occurrence.of("redbeat:", "e", NOW)
+    put("e", meta=Meta(NOW, 1).encode(), pending=occurrence.encode())
+    redis.zadd(PENDING, {"e": 1})
+
+    (stored,) = store.retake(due(store).recovered, OFF, retry_at=RETRY_AT)
+    decision = Decision("e", TASK, occurrence, DecisionType.DISPATCHED)
+    store.confirm([ClaimedOccurrence(stored, occurrence, stored.meta).confirmation(decision)], OFF)
+    due(store, now=RETRY_AT)
+
+    assert redis.hget("redbeat:e", "pending") is None
+    assert redis.zcard(PENDING) == 0
 
 
 def test_it_is_noticed_that_the_statics_are_gone(store, redis):

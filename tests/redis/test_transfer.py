@@ -253,6 +253,23 @@ def test_an_export_names_the_entries_that_it_leaves_out(cli, app, redis):
     assert set(json.loads(cli("list", "--json").stdout)["unusable"]) == {"bad"}
 
 
+@pytest.mark.parametrize("placed", [True, False])
+def test_an_export_names_the_unknown_fields_that_it_leaves_out(cli, app, redis, placed):
+    entry = Entry("e", TASK, schedule(60), args=["x"], app=app).save()
+    definition = json.loads(redis.hget(entry.key, "definition"))
+    redis.hset(entry.key, "definition", json.dumps({**definition, "arg": [1], "foo": 1}))
+    if not placed:
+        redis.zrem("redbeat::schedule", entry.key)
+
+    result = cli("export")
+
+    (row,) = json.loads(result.stdout)
+    assert row["definition"] == definition
+    for field in ("arg", "foo"):
+        assert f"the definition's field '{field}' is unknown and ignored" in result.stderr
+    assert ("it has no place" in result.stderr) is not placed
+
+
 # ---------------------------------------------------------------- from django-celery-beat
 
 
@@ -315,6 +332,79 @@ def test_an_imported_entry_runs_as_it_did_in_django(cli, app, bench, redis):
     assert not redis.exists("redbeat::quarantine")
     mail = next(record for record in Schedule(app).history("mail"))
     assert mail.decision == "dispatched"
+
+
+def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis, bench):
+    """Its beat was stopped by then. A task that it has run is disabled, and keeps neither its run nor its number."""
+    stored, ago, later, soon = (
+        (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat() for seconds in (-90, -30, -20, 3600)
+    )
+    never = {"task": "t", "one_off": True, "last_run_at": None, "total_run_count": 0, "date_changed": stored}
+    dump = [
+        row("clockedschedule", 1, clocked_time=ago),
+        row("clockedschedule", 2, clocked_time=soon),
+        row("periodictask", 1, name="due", clocked=1, **never),
+        row("periodictask", 2, name="soon", clocked=2, **never),
+        row("periodictask", 3, name="off", clocked=1, enabled=False, **never),
+        row("periodictask", 4, name="ran", clocked=1, **(never | {"last_run_at": ago, "total_run_count": 1})),
+        row("periodictask", 5, name="reset", clocked=1, enabled=False, **(never | {"date_changed": later})),
+        row("periodictask", 6, name="bounded", clocked=2, start_time=stored, **never),
+    ]
+    for _ in range(2):  # it may be repeated
+        cli("import", "-", stdin=json.dumps(dump))
+        bench.tick()
+
+    sent = [json.loads(text)["headers"]["singlebeat"] for text in redis.lrange("celery", 0, -1)]
+    assert len(sent) == 1
+    decided = [(record.entry, record.decision) for record in Schedule(app).history()]
+    assert [entry for entry, decision in decided if decision == "dispatched"] == ["due"]
+    for name in ("off", "reset"):
+        cli("edit", name, "--enable")
+    bench.tick()
+    assert redis.llen("celery") == 1
+    places = redis.zmscore("redbeat::schedule", ["redbeat:soon", "redbeat:bounded"])
+    assert places == [datetime.fromisoformat(soon).timestamp()] * 2
+
+
+@pytest.mark.parametrize("first", ["an old run", "no run"])
+def test_a_later_dump_brings_the_runs_since_the_first(cli, app, redis, bench, first):
+    now = datetime.now(UTC)
+    old, new, ahead = ((now + timedelta(minutes=each)).isoformat() for each in (-180, -1, 60))
+    times = [row("intervalschedule", 1, every=1, period="hours")]
+
+    def dump(last: str | None, count: int) -> str:
+        task = {"task": TASK, "interval": 1, "args": '["x"]', "date_changed": old}
+        task |= {"last_run_at": last, "total_run_count": count}
+        return json.dumps([*times, row("periodictask", 1, name="e", **task)])
+
+    def past() -> tuple[str, int]:
+        meta = Schedule(app).get("e").meta
+        return meta.counts_from.isoformat(), meta.total_run_count
+
+    cli("import", "-", stdin=dump(old if first == "an old run" else None, 3 if first == "an old run" else 0))
+    cli("import", "-", stdin=dump(new, 5))
+    assert past() == (new, 5)
+    for other in (dump(old, 3), dump(ahead, 9)):
+        cli("import", "-", stdin=other)
+        assert past() == (new, 5)
+    bench.tick()
+
+    assert redis.llen("celery") == 0
+    assert redis.zscore("redbeat::schedule", "redbeat:e") == (now + timedelta(minutes=59)).timestamp()
+
+
+def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, bench):
+    """A row without a past says nothing about runs."""
+    instant = datetime.now(UTC) - timedelta(hours=1)
+    past = instant - timedelta(hours=1)
+    Entry("e", TASK, clocked(instant), args=["x"], app=app, last_run_at=past).save()
+    (row,) = exported(cli)
+    del row["meta"]
+
+    cli("import", "-", stdin=json.dumps([row]))
+    bench.tick()
+
+    assert redis.llen("celery") == 1
 
 
 def test_every_task_of_a_dump_that_cannot_be_brought_over_is_named(cli, app):

@@ -22,13 +22,19 @@ from tests.support import wait_until
 from tests.system.singles import app, task_name
 
 VICTIM = "SB_TEST_VICTIM"
+#: Set if a sender is to send its calls in two writes.
+TWO_WRITES = "SB_TEST_TWO_WRITES"
 
 #: The method at each place, how it is told which task it is for, and whether to die before or after it.
 OF_A_SENDER = {
+    "before the write": (RedisBackend, "send", lambda sendings, _: sendings[0].call.ref.task_id, "before"),
+    "after the write": (RedisBackend, "send", lambda sendings, _: sendings[0].call.ref.task_id, "after"),
     "before the lock is taken": (RedisBackend, "acquire_many", lambda calls, **_: calls[0].ref.task_id, "before"),
     "between lock and message": (RedisBackend, "acquire_many", lambda calls, **_: calls[0].ref.task_id, "after"),
     "after the message": (Task, "apply_async", lambda *_, task_id, **__: task_id, "after"),
 }
+#: The places in the way of a call whose lock and message are two writes, as with a broker on another server.
+OF_TWO_WRITES = ("before the lock is taken", "between lock and message")
 OF_A_RUN = {
     "before its lock is taken": (RedisBackend, "begin", lambda ref, **_: ref.task_id, "before"),
     "between lock and body": (RedisBackend, "begin", lambda ref, **_: ref.task_id, "after"),
@@ -65,6 +71,9 @@ def _lay_trap(place: str, cls: type, method: str, task_of: Callable[..., str], w
 
     setattr(cls, method, trapped)
 
+
+if TWO_WRITES in os.environ:
+    RedisBackend.sends = False  # type: ignore[assignment,method-assign]
 
 if VICTIM in os.environ:
     for place, trap in {**OF_A_SENDER, **OF_A_RUN}.items():

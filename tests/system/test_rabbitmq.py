@@ -231,15 +231,15 @@ def test_an_alarm_of_rabbitmq_doubles_no_message_for_each_try(bound, rabbit, cel
     """When the alarm ends, RabbitMQ delivers what waits on blocked connections, also on those that are closed."""
     lockless = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["tick"], "overlap": "allow_all"}
     conf = {**conf_of(rabbit, server), **on_classic_queue("blocked"), "beat_schedule": {"tick": lockless}}
-    scene = Scene(celery, oracle, {**conf, "singlebeat_socket_timeout": 1, "broker_transport_options": bound})
+    stage = Stage(celery, oracle, {**conf, "singlebeat_socket_timeout": 1, "broker_transport_options": bound})
     tries = set[float]()
 
     def has_tried_for_long() -> bool:
         tries.update(score for _, score in redis.zrange("redbeat::pending", 0, -1, withscores=True))
         return len(tries) >= 5  # four tries or five, for seven seconds or more
 
-    scene.start("worker", "-c", "2").ready()
-    beat = scene.start("beat")
+    stage.start("worker", "-c", "2").ready()
+    beat = stage.start("beat")
     oracle.wait_ended(2, "tick", timeout=60)
     with rabbit.alarm():
         beat.wait_for("event=unreachable", timeout=60)

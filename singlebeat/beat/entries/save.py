@@ -1,4 +1,4 @@
-"""Stores entries in batches: an existing entry keeps its past, an unchanged entry also its next time."""
+"""Stores entries in batches: an existing entry keeps its past, if no later one is given, and often its next time."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def _plan(
             results[name] = None
             wanted = entry.encode()
             is_same = (wanted, entry.policy.encode()) == (definition, policy or "")
-            if is_same and score is not None and meta and _read(Meta.decode, meta, since):
+            stored = _read(Meta.decode, meta, since) if meta else None
+            if is_same and score is not None and stored is not None and not _has_later_past(entry, stored, now):
                 entry.version = wanted, policy or ""
             else:
                 wish = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
@@ -154,6 +155,9 @@ def _wish(
     wanted = _read(EntryPolicy.decode, policy or "")
     whole = _read(Meta.decode, meta, since) if meta else None
     past = whole or (_read(Meta.decode, meta) if meta else None)
+    has_run_since = past is not None and _has_later_past(entry, past, now)
+    if has_run_since:
+        past = entry.meta
     if stored is not None:
         when, enabled = stored.schedule, stored.enabled
     else:
@@ -184,7 +188,7 @@ def _wish(
     elif definition and goes_on:
         past = entry.timetable.passed(past, now)
     is_broken = (definition and stored is None) or (meta and whole is None)
-    moved = not same_times or goes_on or score is None or is_broken  # a broken entry may be parked
+    moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
     writes_past = moved or not meta
     return _Wish(
@@ -198,6 +202,17 @@ def _wish(
         ),
         repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
+
+
+def _has_later_past(entry: Entry, stored: Meta, now: datetime) -> bool:
+    """Return whether an entry that was read elsewhere has run there since the stored past.
+
+    A run that is yet to come is of a wrong clock.
+    """
+    if entry.version is not None or not entry.has_past:
+        return False
+    there, here = entry.meta.last_run_at, stored.counts_from
+    return there is not None and there <= now and (here is None or there > here)
 
 
 def _check(entry: Entry, wish: _Wish, now: datetime) -> None:

@@ -5,12 +5,12 @@
 --
 -- KEYS[1]     lock        string: the leader's token; where leadership is switched off: the zone of the schedule
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
--- KEYS[3]     pending     zset: members with an occurrence that is claimed and not confirmed, by time of next try (s)
+-- KEYS[3]     pending     zset: keys of entries with an occurrence that is claimed and not confirmed, by next try (s)
 -- KEYS[4...]  entries     hashes: definition, meta, policy, since, pending
 -- ARGV[1]     token       what lock must hold, else another beat leads, or decides in another zone; empty: any value
 -- ARGV[2]     retry_at    when to retry the occurrences if they are not confirmed (s); no other call has the same value
 -- ARGV[3]     claims      JSON, one array for each entry:
---             member      of the entry in schedule and pending
+--             member      of the entry in schedule: its key, or its bare name
 --             score       that we have read and decided on
 --             sha         SHA-1 of the fields that we have decided on: all five, joined by NUL; an absent one is empty
 --             next        score of the next occurrence, as a string; negative: there is none
@@ -49,7 +49,7 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
   end
 
   local at = score_of(schedule, member)
-  local is_ours = f[5] == occurrence and score_of(pending, member) == tonumber(retry_at)
+  local is_ours = f[5] == occurrence and score_of(pending, entry) == tonumber(retry_at)
   if occurrence == "" then
     is_ours = at == tonumber(next_score) and (meta == "" or (leads and f[2] == meta and f[4] == since))
   end
@@ -57,7 +57,7 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
     return "claimed"  -- by this call: its reply was lost
   end
   if at == score and occurrence ~= "" and f[5] ~= "" then
-    redis.call("ZADD", pending, "NX", retry_at, member)  -- else it would never be retried, nor the next one claimed
+    redis.call("ZADD", pending, "NX", retry_at, entry)  -- else it would never be retried, nor the next one claimed
     return "pending"
   end
   if at ~= score or redis.sha1hex(table.concat(f, "\0")) ~= sha then
@@ -66,7 +66,7 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
 
   if occurrence ~= "" then
     redis.call("HSET", entry, "pending", occurrence, "meta", meta)
-    taken[#taken + 1], taken[#taken + 2] = retry_at, member
+    taken[#taken + 1], taken[#taken + 2] = retry_at, entry
   elseif meta ~= "" then
     redis.call("HSET", entry, "meta", meta)
   end

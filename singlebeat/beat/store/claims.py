@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
+    from ..entries.fields import StoredFields
     from ..leadership.lease import Term
 
 __all__ = ("Claim", "ClaimVerdict", "ClaimedOccurrence", "Confirmation", "Due", "Store", "Stored")
@@ -226,8 +227,10 @@ class Store:
         if forgotten:  # their entries were deleted, or created again
             self._progress()
             self.client.zrem(keys.pending, *forgotten)
+        # An entry with two places is decided about once: the next tick sees from its past that it has moved on.
+        first = {keys.entry(member): member for member in reversed(scores)}
         return Due(
-            entries=[stored[member] for member in scores if member in stored],
+            entries=[stored[member] for member in scores if member in stored and member == first[keys.entry(member)]],
             recovered=[replace(stored[member], pending_score=pending[member]) for member in waits.values()],
             next_score=upcoming[0][1] if upcoming else None,
             more=len(members) == BATCH,
@@ -245,9 +248,7 @@ class Store:
         for member, reply in zip(members, replies, strict=True):
             self._progress()
             try:
-                if isinstance(reply, str):
-                    raise EntryError(f"its key holds something else than a hash: {reply}")  # noqa: TRY301
-                definition, meta, policy, since, pending, sent = reply
+                definition, meta, policy, since, pending, sent = self._fields_of(member, reply)
                 if not definition and member not in scores and member not in quarantined:
                     continue  # deleted while its last occurrence waited
                 if not definition:
@@ -258,7 +259,7 @@ class Store:
                 wishes = EntryPolicy.decode(policy)
                 if why := wishes.contradicts(entry.options):
                     raise EntryError(why)  # noqa: TRY301
-                fields = [field or "" for field in reply[:5]]
+                fields = [field or "" for field in (definition, meta, policy, since, pending)]
                 stored = Stored(member, score, fields, entry, past, wishes, taken)
                 if why := self.quarantine.why_failing(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
@@ -273,18 +274,21 @@ class Store:
                 yield stored
         self.quarantine.settle()
 
+    def _fields_of(self, member: str, reply: StoredFields) -> StoredFields:
+        if self.keys.entry(member) in self.keys.own:
+            place = shlex.join((self.keys.schedule, member))
+            raise EntryError(f"its key belongs to the schedule itself: remove its place with ZREM {place}")
+        if isinstance(reply, str):
+            raise EntryError(f"its key holds something else than a hash: {reply}")
+        return reply
+
     def _decode(self, member: str, definition: str, now: datetime) -> Entry:
         entry = self._decoded.get((member, definition))
         if entry is None:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
-            key = self.keys.entry(member)
-            if key in self.keys.own:
-                raise EntryError(
-                    "its key belongs to the schedule itself: remove its place with ZREM "
-                    f"{shlex.join((self.keys.schedule, member))}"
-                )
-            entry = self._decoded[member, definition] = Entry.usable(key, definition, self.app, now)
+            entry = Entry.usable(self.keys.entry(member), definition, self.app, now)
+            self._decoded[member, definition] = entry
             if entry.ignored:
                 about = {"entry": entry.name, "reason": entry.ignored}
                 log.warning("beat: Entry %(entry)s has an unknown field", event="field_ignored", **about)
@@ -315,7 +319,7 @@ class Store:
         """Record the decisions about claimed occurrences, which are pending no longer; one round trip."""
         rows = [
             _Row(
-                each.stored.member,
+                each.stored.entry.key,
                 each.decision,
                 each.decision.occurrence.encode(),
                 each.past_json,
@@ -356,8 +360,8 @@ class Store:
         return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
 
     def postpone(self, retries: Mapping[str, datetime]) -> None:
-        """Set other times for the retries of pending occurrences, by member."""
+        """Set other times for the retries of pending occurrences, by the keys of their entries."""
         if retries:
             self._progress()
-            scores = {member: retry_at.timestamp() for member, retry_at in retries.items()}
+            scores = {key: retry_at.timestamp() for key, retry_at in retries.items()}
             self.client.zadd(self.keys.pending, scores, xx=True)

@@ -3,14 +3,14 @@
 -- A repetition of the call, after its reply was lost, returns "recorded" again and writes nothing, because the last
 -- record in the history of the entry is the same. If no history is kept, it returns "confirmed".
 --
--- KEYS[1]     pending     zset: members with an occurrence that is claimed and not confirmed
+-- KEYS[1]     pending     zset: keys of entries with an occurrence that is claimed and not confirmed
 -- KEYS[2]     history     stream: one record per decision
 -- KEYS[3...]  entries     hashes: definition, meta, pending; sent: nominal time of the last run that was sent (s);
 --                         history: their last records, a JSON array per line
 -- ARGV[1]     limit       records to keep in the stream; 0: keep none
 -- ARGV[2]     bytes       to keep of the history of each entry: a busy entry must not evict the records of a rare one
 -- ARGV[3]     decisions   JSON, one array for each entry:
---             member      of the entry in pending
+--             member      of the entry in pending: its key
 --             occurrence  JSON of the occurrence, as it was claimed; empty: no occurrence was claimed
 --             meta        new value; empty: leave it
 --             record      values, in the order of the names below

@@ -157,12 +157,12 @@ class Quarantine:
                     texts[member] = json.dumps(record)
                 pipe.hset(self.keys.quarantine, mapping=texts)
                 pipe.zadd(self.keys.schedule, dict.fromkeys(problems, PARKED), xx=True)
-                pipe.zrem(self.keys.pending, *problems)
+                pipe.zrem(self.keys.pending, *problems, *map(self.keys.entry, problems))
             if gone := [*deleted, *recovered]:
                 pipe.hdel(self.keys.quarantine, *gone)
             if recovered:
                 pipe.zadd(self.keys.schedule, dict.fromkeys(recovered, 0), xx=True)
-            if waiting := [member for member, has_pending in recovered.items() if has_pending]:
+            if waiting := [self.keys.entry(member) for member, has_pending in recovered.items() if has_pending]:
                 pipe.zadd(self.keys.pending, dict.fromkeys(waiting, 0), nx=True)
             pipe.execute()
         for member, problem in problems.items():
