@@ -25,8 +25,9 @@ ended, so that a late copy of their messages does not run.
 ``base`` names the verbs, which each backend does in one step: ``redis`` (the default; each verb a Lua script whose
 header is its contract), ``memory`` (eager calls), ``inspect`` (no server: asks the workers), ``legacy`` (a backend
 written for celery-singleton). ``acquire`` gets the lock of a call before it is sent, by lock mode and overlap policy
-(``modes``); ``send`` acquires it and sends the call in one script where broker and locks are one Redis server
-(``singlebeat.outbox`` keeps the message until then), else in two writes; ``late_release`` frees a lock whose server was unreachable when the call was refused.
+(``modes``). ``send`` acquires it and sends the call in one script if broker and locks are one Redis server, for which
+``singlebeat.outbox`` keeps the message back, and else in two writes. ``late_release`` frees a lock whose server was
+unreachable when the call was refused.
 
 Tests: ``tests/redis/test_locks.py`` (each script), ``tests/redis/test_backends_agree.py`` (Redis and memory give the
 same answers), ``tests/model/test_lock_machine.py`` (any history keeps the promises, also with lost replies). In the
