@@ -18,7 +18,7 @@ occurrence      one nominal time of an entry, with an id computed from both: the
 decision        what beat has decided about an occurrence: dispatched, buffered, skipped, missed, ...
 run             the execution of a task for one message
 run outcome     how a run ended: success, failure, expired, message_lost, ...
-due             its nominal time has come, and it is not decided
+due             its nominal time and its jitter have passed, and it is not decided
 pending         claimed, and not yet confirmed: its message may or may not have been sent
 claim           take an occurrence in Redis: moves its entry on, and makes it pending; once for each occurrence
 confirm         record the decision about a pending occurrence, which ends its being pending

@@ -72,7 +72,7 @@ def takes_outbox(channel: object) -> bool:
 
 @contextmanager
 def collecting(producer: Producer, full: Callable[[Outbox], object]) -> Iterator[None]:
-    """Let a producer put its next message into an outbox, and send no message that ``full`` does not send."""
+    """Let a producer put its next message into an outbox, for ``full`` to send; later ones go out as usual."""
     channel = producer.channel
     channel.create_publish_batch = lambda max_size: Outbox(channel, full)
     try:

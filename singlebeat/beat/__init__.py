@@ -11,7 +11,8 @@ Rooms, from the bottom up::
     scheduler     Celery's scheduler: takes a role in each tick, and does its work
     schedule      the same schedule for programs; needs no beat
 
-A tick of the leader (``Scheduler.tick``), in batches of 500, one round trip for each step:
+A tick of the leader (``Scheduler.tick``), in batches of 500; a step takes one round trip, or two, for all of
+a batch, but a publish takes one for each message:
 
 1. Lead: campaign for the lease, or keep it (``lease``). A standby's tick ends here, after 0.3 s.
 2. Read due entries, and pending occurrences that are to be retried (``store.claims``). An entry that cannot be decoded
@@ -35,8 +36,9 @@ The states of an occurrence::
 
 What keeps this true:
 
-- *Two leaders.* A beat that was suspended may believe that it leads. Each write of a leader names its term, and Redis
-  refuses that of a term which is over; a publish asks the lease first.
+- *Two leaders.* A beat that was suspended may believe that it leads. A claim and a retake name the term, and Redis
+  refuses them once the term is over; a publish asks the lease first; a confirmation counts only while the occurrence
+  is pending.
 - *The broker is unreachable.* A claimed occurrence stays pending. It is retried after 1, 2, then 4 s under the same id,
   by this leader or the next one, until its ``misfire_grace_time`` is over. It holds no lock meanwhile. An entry with a
   pending occurrence gets no other: later times wait behind it, and the latest of them runs as a catch-up.

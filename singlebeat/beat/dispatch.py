@@ -183,7 +183,7 @@ class Dispatcher:
             self._keep_locks({each.decision.occurrence.id for each in decided if each.decision.is_sent}, messages, now)
             self.store.confirm(decided, term)
             self.store.postpone({each: now + timedelta(seconds=self._backoff.seconds(each)) for each in unsent})
-            # After that another beat may hold the same locks for the same task ids.
+            # Only until then: afterwards another beat may hold these locks for the same task ids.
             if asked and self._publisher.may_publish(term) and time.monotonic() < taken_until:
                 over = {each.decision.occurrence.id for each in decided}
                 left = [message for message in messages if message.occurrence.id not in over]
@@ -233,7 +233,7 @@ class Dispatcher:
             yield settled
 
     def _check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
-        """Return whether workers free the locks of the plain tasks here; if not, free the locks of pending ones.
+        """Return whether workers free the locks of the plain tasks here; if not, free those of tasks that were pending.
 
         Raises:
             LockBackendError: the locks' server does not answer.

@@ -66,7 +66,7 @@ class Message:
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
         if not is_singleton(task):
             if hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
-                return  # a task of celery-singleton acquires its lock itself
+                return  # it needs no lock, or acquires it itself, as a task of celery-singleton does
             task = PlainTask(app, entry.task, entry.options, entry.name)
         try:
             self.key = self._key(task)

@@ -47,12 +47,12 @@ class Tick:
     ) -> None:
         self.app, self.store, self.dispatcher = app, store, dispatcher
         self._progress, self._timestamp = progress, timestamp
-        #: Due entries that are blocked by an earlier occurrence which is not sent yet. They keep their places at the
-        #: head of the due entries, so the next tick reads on behind them, until it reaches the end.
+        #: Number of due entries that are blocked by an earlier occurrence which is not sent yet. They keep their places
+        #: at the head of the due entries, so the next tick reads on behind them, until it reaches the end.
         self._blocked = 0
 
     def read(self, now: datetime, *, all_pending: bool) -> Due:
-        """Read one batch of due entries, and the pending occurrences to be retried, or all of them."""
+        """Read one batch of due entries, and the pending occurrences to be retried, or all pending ones."""
         return self.store.due(now, all_pending=all_pending, start=self._blocked)
 
     def work_off(self, due: Due, term: Term, now: datetime) -> list[float]:

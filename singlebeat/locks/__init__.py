@@ -17,7 +17,7 @@ queued  the message of a call     ``singlebeat_queued_ttl`` plus its countdown, 
 running one delivery of it        ``singlebeat_lock_lease``; its worker renews it
 ======= ========================= ==========================================================================
 
-Three keys belong to a lock. ``<lock>`` is the record itself; ``<lock>:next`` is the place of the one call that waits
+Four keys belong to a lock. ``<lock>`` is the record itself; ``<lock>:next`` is the place of the one call that waits
 behind it (``buffer_one``, ``cancel_other``, ``until_and_while_executing``); ``<lock>:turn`` is the turn of the oldest
 call that waits and runs by itself (``buffer_all``, calls with continuations). ``<lock>:done`` remembers ids that have
 ended, so that a late copy of their messages does not run.

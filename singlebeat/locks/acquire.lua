@@ -27,8 +27,8 @@
 --          if_held    what to do if another id holds the lock: "join" gives the payload to a queued call, or else waits
 --                     behind the run; "replace" evicts queued calls, and waits behind the run; empty: nothing
 --          entry      name of the schedule's entry that sends the call, for people; empty: a program sends it
---          only       the one verdict, "acquired" or "waiting", with which the call may take its place; empty: both,
---                     as it must be with "replace"
+--          only       the one verdict, "acquired" or "waiting", with which the call may take its place, or another word
+--                     if it may take none; empty: both, as with "replace"
 --
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms; 0: not known, because the
 --          clock was set back), fence, ttl (ms), payload, entry]

@@ -70,7 +70,7 @@ class Granted:
     lock: Ref | None = None  #: the acquired lock, which is freed if the call cannot be sent
     #: The request that evicts other calls. It is made after the publish, because a call that fails must evict none.
     replacing: Call | None = None
-    wait: float = 0.0  #: seconds that the message may wait for its start, if the lock ends earlier; else 0
+    wait: float = 0.0  #: seconds that the lock is to last once the message is sent; 0: it lasts so long already
     terminates: bool = False  #: whether the call terminates the run that it waits for
 
     def give_up(self, task: LockableTask) -> None:

@@ -44,7 +44,7 @@ Headers = Mapping[str, object]
 #: The options of a message, by the names of ``Task.apply_async``.
 Options = Mapping[str, Any]
 
-#: The message header that carries a lock's key and the task id that owns it.
+#: The message header that carries a ``Ticket``.
 HEADER = "singlebeat_lock"
 
 #: The message header that names the entry and the occurrence of a run: ``self.request.singlebeat``.
@@ -188,7 +188,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The data of a message about its locks; the ticket travels in a header, and is never computed again."""
+    """The data of a message about its locks; the ticket travels in a header, and its keys are never computed again."""
 
     task_id: str
     key: str  #: key of the lock that the task holds while it runs

@@ -1,4 +1,4 @@
---- send: acquire the locks of calls, and send the message of each call whose lock is granted: both or neither.
+--- send: acquire the locks of calls, and send the message of each call whose lock is granted.
 --
 -- It uses acquire. A repetition, after its reply was lost, gives the same reply, and writes nothing.
 --

@@ -148,7 +148,8 @@ class _OneWrite:
         """Send the call; return its result, or None if it must be sent in two writes.
 
         Raises:
-            LockBackendError: the locks' server does not answer, so the call may be sent; or its lock is unusable.
+            LockBackendError: the locks' server does not answer, so it is unknown whether the call was sent; or its lock
+                cannot be read.
             Exception: the message cannot be made.
         """
         try:
@@ -206,7 +207,7 @@ class _OneWrite:
             with collecting(self.producer, write):
                 result = self.publish(granted.ticket, producer=self.producer, retry=False)
         except _NotSentError:
-            self.task.app.AsyncResult(granted.ticket.task_id)  # its end tells Celery to await this result no longer
+            self.task.app.AsyncResult(granted.ticket.task_id)  # its ``__del__`` ends Celery's wait for this result
             return None, answer
         except self.producer.connection.recoverable_connection_errors:
             if answer is None:  # the broker failed before the write
@@ -214,7 +215,7 @@ class _OneWrite:
             raise
         if answer is None:  # another producer has sent it: it was asked for by an option, or by the user's own code
             self.broker.rule_out(time.monotonic())
-            acquire(self.task, self.plan)
+            acquire(self.task, self.plan)  # if it is refused, so is the message at its start
         elif granted.replacing is not None:
             result.waits_for = granted.note_replaced(self.task, answer)
         else:

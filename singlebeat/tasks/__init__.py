@@ -19,7 +19,7 @@ In threads, gevent, eventlet and solo both are one process; the code is the same
    result and before callbacks: their receivers may call the task again at once. The main process frees it when the
    request is over, which is also true of runs whose process was killed, of revoked and expired messages, and of any
    other end that no code in the task's process sees. The second release finds nothing to do.
-4. *Death of a worker.* Nothing runs, so nothing is renewed: the lock ends with its lease. If the broker delivers the
+4. *Death of a worker.* Its locks are renewed no longer, and end with their leases. If the broker delivers the
    message again, ``begin`` takes over.
 
 A run may free its own lock alone: the nonce and the generation tell. A retry takes the lock over with a higher

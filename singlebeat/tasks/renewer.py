@@ -70,10 +70,11 @@ class _Handover(NamedTuple):
 
 
 class Renewer:
-    """The thread that renews the locks of all requests of this worker: every third of a lease, in one pipeline.
+    """The thread that renews the locks of all requests of this worker: every third of a lease, by one script.
 
     The set of requests is weak. When a request is gone for any reason, its renewal stops, and its lock ends with the
-    lease. The same thread frees locks, so that the worker's event loop never waits for Redis.
+    lease. The same thread frees locks. The worker's event loop itself asks Redis only to begin plain tasks, to
+    requeue and to retire.
     """
 
     def __init__(self, app: Celery) -> None:

@@ -249,7 +249,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
 
     def free_if_acknowledged(self) -> None:
-        """Free the lock if the message is acknowledged, so that the broker will not deliver it again."""
+        """Free the lock if the broker does not deliver the message again: do what ``lock_action`` says."""
         if self.ticket is None or self._over:
             return
         action = lock_action(

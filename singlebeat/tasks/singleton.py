@@ -189,7 +189,7 @@ class Singleton(Task):  # type: ignore[misc]
         if own is not None and own.nonce:
             return self._hand_over_and_send(own, options, publish)
         if own is not None:
-            return publish()  # beat, the author of this header, has acquired the lock already, in a batch
+            return publish()  # beat, the author of this header, has acquired what the call needs, in a batch
         try:
             given = {**options, "link": link, "link_error": link_error}
             plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
