@@ -339,7 +339,14 @@ def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis
     stored, ago, later, soon = (
         (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat() for seconds in (-90, -30, -20, 3600)
     )
-    never = {"task": TASK, "one_off": True, "last_run_at": None, "total_run_count": 0, "date_changed": stored}
+    never = {
+        "task": TASK,
+        "args": '["x"]',
+        "one_off": True,
+        "last_run_at": None,
+        "total_run_count": 0,
+        "date_changed": stored,
+    }
     dump = [
         row("clockedschedule", 1, clocked_time=ago),
         row("clockedschedule", 2, clocked_time=soon),
