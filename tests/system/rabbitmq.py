@@ -75,6 +75,7 @@ class RabbitMQ(Server):
         """Let the server take no messages for a while, as when memory or disk are short."""
         self._control("set_vm_memory_high_watermark", "0.000001")
         try:
+            wait_until(lambda: "memory" in self._control("eval", "rabbit_alarm:get_alarms()."), what="the alarm")
             yield
         finally:
             self._control("set_vm_memory_high_watermark", "0.4")
@@ -88,9 +89,10 @@ class RabbitMQ(Server):
         finally:
             self._control("start_app")
 
-    def _control(self, *command: str) -> None:
+    def _control(self, *command: str) -> str:
         control = Path(find_rabbitmq()[0]).with_name("rabbitmqctl")
-        subprocess.run([str(control), *command], env=self._environment, check=True, capture_output=True)
+        done = subprocess.run([str(control), *command], env=self._environment, check=True, capture_output=True)
+        return done.stdout.decode()
 
     def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
         with (self.directory / "log").open("ab") as log:
