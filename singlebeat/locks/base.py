@@ -339,6 +339,13 @@ class BaseBackend(ABC):
         """Whether it can send the message of a call together with the acquisition of its lock."""
         return False
 
+    def ask(self, call: Call) -> Holder:
+        """Return what ``acquire_many`` would answer to a call, without a place for the call; one that joins has joined.
+
+        Only a backend that ``sends`` is asked.
+        """
+        raise NotImplementedError(f"{self.name} sends no messages")
+
     def send(self, sendings: Sequence[Sending], broker: Broker) -> list[Holder] | None:
         """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
 

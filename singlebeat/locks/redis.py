@@ -136,6 +136,14 @@ class RedisBackend(BaseBackend):
         """Whether the locks are on one server, which may be the broker's."""
         return not isinstance(self.redis, RedisCluster)
 
+    def ask(self, call: Call) -> Holder:
+        """Return what ``acquire_many`` would answer to a call, without taking a place; a call that joins has joined."""
+        refs, rows = [call.ref], [_row(call, "nothing")]
+        (holder,) = self._run_before_deadline(
+            lambda deadline: self._run_many("acquire", refs, 0, deadline, rows=rows, keys_of=_all_keys)
+        )
+        return holder
+
     def send(self, sendings: Sequence[Sending], broker: Broker) -> list[Holder] | None:
         """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ("send_call", "why_two_writes")
 
-#: In place of the verdict of a call that asks for its lock, and does not take it.
-NOTHING = "nothing"
-
 #: Messages that are made for one call until it is sent in two writes, because its lock has changed before each write.
 MOST_MESSAGES = 4
 
@@ -63,11 +60,19 @@ def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Produc
         LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         Exception: any error of the broker.
     """
-    if plan.call is not None and not plan.is_of_beat and _may_be_one_write(task):
+    if (call := plan.call) is not None and not plan.is_of_beat and _may_be_one_write(task):
+        # A call that is probably refused asks first: its message would be made in vain.
+        answer = answered(task, call, task.singleton_backend.ask(call)) if _was_refused(call.ref.key) else None
+        if (
+            answer is not None
+            and not left_behind(call, answer)
+            and isinstance(refused := plan.outcome(answer), Refused)
+        ):
+            return refused
         with task.app.producer_or_acquire(producer) as own:
-            outcome = _OneWrite(task, plan, publish, own).send(plan.call)
+            outcome = _OneWrite(task, plan, publish, own).send(call, answer)
         if outcome is not None:
-            _remember(plan.call.ref.key, is_refused=isinstance(outcome, Refused))
+            _remember(call.ref.key, is_refused=isinstance(outcome, Refused))
             return outcome
     granted = acquire(task, plan)
     if isinstance(granted, Refused):
@@ -144,8 +149,11 @@ class _OneWrite:
         self.task, self.plan, self.publish, self.producer = task, plan, publish, producer
         self.broker = _broker_of(task.app, producer.connection)
 
-    def send(self, call: Call) -> AsyncResult | Refused | None:
+    def send(self, call: Call, answer: Holder | None) -> AsyncResult | Refused | None:
         """Send the call; return its result, or None if it must be sent in two writes.
+
+        Args:
+            answer: of the locks' server, if it was asked before.
 
         Raises:
             LockBackendError: the locks' server does not answer, so it is unknown whether the call was sent; or its lock
@@ -160,10 +168,7 @@ class _OneWrite:
             return None
         for place in places_of(call):
             cancel_release(place)
-        key, expected = call.ref.key, Verdict.ACQUIRED
-        granted, sending = self.plan.granted, Sending(call, only=expected)
-        # A call that is probably refused asks first: its message would be made in vain.
-        answer = self._answer(Sending(call, only=NOTHING)) if _was_refused(key) else None
+        granted, sending = self.plan.granted, Sending(call, only=Verdict.ACQUIRED)
         for _ in range(MOST_MESSAGES):
             if answer is not None:
                 outcome = self.plan.outcome(answer)
