@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
     from .clients import RedisClient
 
-__all__ = ("Broker", "Command", "Outbox", "collecting", "database", "senders", "takes_outbox")
+__all__ = ("SENT_FOR", "SENT_KEY", "Command", "Outbox", "Server", "collecting", "database", "senders", "takes_outbox")
 
-#: Seconds for which the marker proves that the broker is a certain server, and after which it is written again: the
-#: name of a broker may be given to another server at any time.
+#: Seconds for which the marker proves that a connection leads to a certain server, and after which it is written again:
+#: the name of a server may be given to another one at any time.
 MARKER_TTL, MARKED_FOR = 90.0, 30.0
 
-#: Seconds for which messages are sent in two steps after the broker was found to be another server.
+#: Seconds for which there is no one write after a connection was found to lead to another server.
 ELSEWHERE_FOR = 600.0
+
+#: Prefix of the keys of the last replies to senders, and seconds for which a reply is kept: longer than any repetition.
+SENT_KEY, SENT_FOR = "singlebeat:sent:", 60.0
 
 
 class Command(NamedTuple):
@@ -37,30 +40,45 @@ class Command(NamedTuple):
 class Outbox:
     """The publish batch of a producer: kombu gives it each message, and it keeps the commands that would send it.
 
+    It keeps one message, and sends the later ones as if there were no outbox: the event about the message, for example.
+
     Args:
         channel: of the producer, of kombu's Redis transport.
-        full: called with the outbox when it has got a message; later messages are sent as if there were no outbox.
+        full: called with the outbox when it has got a message.
     """
 
-    def __init__(self, channel: Any, full: Callable[[Outbox], object]) -> None:
+    def __init__(self, channel: Any, full: Callable[[Outbox], object] = lambda _: None) -> None:
         self.channel, self.commands, self._full = channel, list[Command](), full
-        self._is_full = False
+        self.is_full = False
+
+    def expect(self, full: Callable[[Outbox], object]) -> None:
+        """Keep one more message, and call ``full`` with it."""
+        self.commands, self._full, self.is_full = [], full, False
 
     def publish(self, message: object, **kwargs: object) -> None:
         """Keep the commands of a message."""
-        if self._is_full:  # the event about the message that was sent
+        if self.is_full:
             self.channel.basic_publish(message, **kwargs)
             return
         self.channel.basic_publish(message, _publish_batch=self, **kwargs)
-        self._is_full = True
+        self.is_full = True
         self._full(self)
 
     def add(self, name: str, key: str, argument: str | int) -> None:
         """Keep a command; kombu calls it for each queue of a message."""
         self.commands.append(Command(name, f"{self.channel.global_keyprefix}{key}", argument))
 
+    @property
+    def queue(self) -> str:
+        """The queue of the message; empty if it has none, or several."""
+        queues = {command.key for command in self.commands if command.name == "lpush"}
+        if len(queues) != 1:
+            return ""
+        name: str = queues.pop().removeprefix(self.channel.global_keyprefix)
+        return name.partition(self.channel.sep)[0]  # behind it, the priority
+
     def flush(self) -> None:
-        """Do nothing: the script has sent the message."""
+        """Do nothing: the script sends the message."""
 
     discard = close = flush
 
@@ -71,62 +89,67 @@ def takes_outbox(channel: object) -> bool:
 
 
 @contextmanager
-def collecting(producer: Producer, full: Callable[[Outbox], object]) -> Iterator[None]:
+def collecting(producer: Producer, full: Callable[[Outbox], object] = lambda _: None) -> Iterator[Outbox]:
     """Let a producer put its next message into an outbox, for ``full`` to send; later ones go out as usual."""
     channel = producer.channel
-    channel.create_publish_batch = lambda max_size: Outbox(channel, full)
+    outbox = Outbox(channel, full)
+    channel.create_publish_batch = lambda max_size: outbox
     try:
         with producer.batch():
-            yield
+            yield outbox
     finally:
         del channel.create_publish_batch
 
 
 @dataclass(slots=True)
-class Broker:
-    """What this process knows of the broker's server: whether the locks are on the same one.
+class Server:
+    """What this process knows of a connection: whether it leads to the server that is to write everything.
 
-    A marker proves it: a string of a random name, which is written over the connection of the broker, and read by the
-    script. It stays true behind aliases, sentinels and sockets, and tells two servers apart that were restored from
-    the same snapshot.
+    A marker proves it: a string of a random name, which is written over that connection, and read by the script. It
+    stays true behind aliases, sentinels and sockets, and tells two servers apart that were restored from the same
+    snapshot.
     """
 
     marker: str = field(default_factory=lambda: f"singlebeat:marker:{uuid4().hex}")
     value: str = field(default_factory=lambda: uuid4().hex)
     pid: int = field(default_factory=os.getpid)
-    key: str = ""  #: of the marker, with the prefix of the broker's keys
+    key: str = ""  #: of the marker, with the prefix of the connection's keys
     db: int = 0
     marked_at: float = -MARKED_FOR  #: monotonic
     elsewhere_until: float = 0.0  #: monotonic
 
     def may_be_here(self, now: float) -> bool:
-        """Return whether the broker has not been found to be another server lately."""
+        """Return whether it has not been found to be another server lately."""
         return now >= self.elsewhere_until
 
-    def mark(self, channel: Any, now: float, *, anew: bool = False) -> bool:
-        """Write the marker over the connection of the broker, unless this was done lately; return whether it did.
+    def mark(self, client: RedisClient, now: float, *, prefix: str = "", anew: bool = False) -> bool:
+        """Write the marker over a connection, unless this was done lately; return whether it did.
 
         Args:
-            anew: the marker may have gone with the broker's data; what was written in this second has not.
+            prefix: that the client puts before its keys.
+            anew: the marker may have gone with the server's data; what was written in this second has not.
 
         Raises:
-            Exception: any error of the broker's driver.
+            Exception: any error of the server's driver.
         """
         age = now - self.marked_at
         if age < (1.0 if anew else MARKED_FOR):
             return False
-        client: RedisClient = channel.client
         client.set(self.marker, self.value, px=round(MARKER_TTL * 1000))
-        self.key, self.db = f"{channel.global_keyprefix}{self.marker}", database(client)
+        self.key, self.db = f"{prefix}{self.marker}", database(client)
         self.marked_at = now
         return True
 
-    def forget(self, channel: Any) -> None:
+    def mark_broker(self, channel: Any, now: float, *, anew: bool = False) -> bool:
+        """Write the marker over the connection of a channel, as ``mark`` does."""
+        return self.mark(channel.client, now, prefix=channel.global_keyprefix, anew=anew)
+
+    def forget(self, client: RedisClient) -> None:
         """Delete the marker."""
-        channel.client.delete(self.marker)
+        client.delete(self.marker)
 
     def rule_out(self, now: float) -> None:
-        """Note that the broker is another server."""
+        """Note that it is another server."""
         self.elsewhere_until, self.marked_at = now + ELSEWHERE_FOR, -MARKED_FOR
 
 

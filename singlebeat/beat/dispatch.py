@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .store.claims import ClaimedOccurrence, Confirmation, Store
 
 
-__all__ = ("RETRY_AFTER", "Dispatcher")
+__all__ = ("RETRY_AFTER", "Dispatcher", "Published", "delay_of", "not_published")
 
 log = Log("celery.beat")
 
@@ -111,6 +111,11 @@ class Published(NamedTuple):
     type: DecisionType
     holder: Holder | None = None  #: the other run that holds its lock; None if there is none
 
+    @classmethod
+    def under(cls, waits_for: Holder | None) -> Published:
+        """Return the outcome of a message that is sent, and waits for the end of another run, or for none."""
+        return cls(DecisionType.DISPATCHED) if waits_for is None else cls(DecisionType.BUFFERED, waits_for)
+
 
 class Dispatcher:
     """Sends claimed occurrences, each under its lock and under its own task id.
@@ -133,7 +138,7 @@ class Dispatcher:
         suspect: Callable[..., object],
     ) -> None:
         self.app, self.store, self._timestamp, self._suspect = app, store, timestamp, suspect
-        self._publisher, self._progress = publisher, progress
+        self._publisher, self.progress = publisher, progress
         self._said_unlocked = False
         self._unreachable = set[str]()  #: the servers that were logged as unreachable
         self._backoff = Backoff()
@@ -153,10 +158,10 @@ class Dispatcher:
         deadline = taken_until - RETRY_AFTER * (1 - PUBLISH_SHARE)
         outage: LockBackendError | None = None
         try:
-            looked_after = self._check_workers(claimed)
+            looked_after = self.check_workers(claimed)
         except LockBackendError as exc:
             outage, looked_after = exc, True  # messages that may need a lock wait
-        messages, wrong = prepare(self.app, self._report_each(claimed), looked_after=looked_after)
+        messages, wrong = prepare(self.app, self.report_each(claimed), looked_after=looked_after)
         self._release(*(lock for message, _ in wrong for lock in message.locks))
         decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
         unsent, asked = list[str](), outage is None
@@ -206,7 +211,7 @@ class Dispatcher:
         broker_is_down, patience = False, Config.of(self.app).singlebeat_socket_timeout
         for message in messages:
             key = message.entry.key
-            self._progress()
+            self.progress()
             if not self._publisher.may_publish(term) or time.monotonic() > deadline:
                 return
             if broker_is_down:  # each further message would wait for the broker again
@@ -232,7 +237,7 @@ class Dispatcher:
                 settled = self._give_up(message, exc)
             yield settled
 
-    def _check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
+    def check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
         """Return whether workers free the locks of the plain tasks here; if not, free those of tasks that were pending.
 
         Raises:
@@ -249,23 +254,29 @@ class Dispatcher:
             self._free_locks([each for each in plain if each.stored.pending is not None])
         return looked_after
 
-    def _report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
+    def report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
+        """Yield occurrences, and report progress at each."""
         for each in claimed:  # a task's own key function may take long
-            self._progress()
+            self.progress()
             yield each
 
-    def _publish(self, message: Message, granted: Granted | None) -> Published:
-        """Send the task of an entry."""
-        entry = message.entry
+    def publish(self, message: Message, granted: Granted | None) -> None:
+        """Send the task of an entry.
+
+        Raises:
+            SchedulingError: it could not be sent.
+        """
+        options = message.entry.options
         if granted is not None:
-            entry.options["headers"][HEADER] = granted.ticket.header()
-        self._publisher.publish(entry)
-        about = {"task": entry.task, "id": message.occurrence.id}
-        log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
+            options["headers"] = {**options["headers"], HEADER: granted.ticket.header()}
+        self._publisher.publish(message.entry)
+
+    def _publish(self, message: Message, granted: Granted | None) -> Published:
+        self.publish(message, granted)
         waits_for = None
         if granted is not None and message.task is not None:
             waits_for = granted.note_sent(message.task) if granted.replacing is not None else granted.ticket.waits_for
-        return Published(DecisionType.DISPATCHED) if waits_for is None else Published(DecisionType.BUFFERED, waits_for)
+        return Published.under(waits_for)
 
     def _note_failure(self, exc: Exception, key: str = "") -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
@@ -295,7 +306,7 @@ class Dispatcher:
     def _release(self, *locks: Ref) -> None:
         if not locks:
             return
-        self._progress()
+        self.progress()
         try:
             backend_of(self.app).finish_many(locks, remember_for=Config.of(self.app).singlebeat_queued_ttl)
         except LockBackendError:
@@ -313,12 +324,12 @@ class Dispatcher:
         self._free_locks(claimed)
 
     def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:
-        messages, _ = prepare(self.app, self._report_each(claimed), looked_after=True)
+        messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
         self._release(*(lock for message in messages for lock in message.locks))
 
     def _ask_for_workers(self) -> bool:
         """Return whether a worker was seen that frees the locks of plain tasks, which else would stay for an hour."""
-        self._progress()
+        self.progress()
         try:
             seen, why = backend_of(self.app).workers_seen(), "no worker with singlebeat installed was seen"
         except ConfigError as exc:
@@ -348,19 +359,19 @@ class Dispatcher:
 
         A lock that a worker has begun or freed meanwhile stays as it is.
         """
-        refs, ttl = defaultdict[float, dict[Ref, str]](dict), Config.of(self.app).singlebeat_queued_ttl
+        refs = defaultdict[float, dict[Ref, str]](dict)
         for message in messages:
             if message.occurrence.id not in sent:
                 continue
             seconds = message.plan.wait if message.plan is not None else 0.0
-            delay = time_to_start({**message.entry.options, "expires": None}, queued_ttl=ttl, now=now) - ttl
+            delay = delay_of(message, self.app, now)
             queue = self._queues.get(message.occurrence.id, "")
             for ref in message.locks:
                 refs[seconds][ref] = note(ref, queue=queue, delay=delay)
         self._queues.clear()
         for seconds, locks in refs.items():  # one round trip, unless countdowns differ
             if seconds > UNSENT_TTL:
-                self._progress()
+                self.progress()
                 keep(backend_of(self.app), locks, seconds)
 
     def _acquire(self, messages: Sequence[Message]) -> Mapping[str, Holder]:
@@ -368,7 +379,7 @@ class Dispatcher:
         for call in calls:
             for place in places_of(call):
                 cancel_release(place)
-        self._progress()
+        self.progress()
         holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
@@ -379,15 +390,19 @@ class Dispatcher:
             Exception: the occurrence could not be sent, or its lock could not be acquired: any error of the broker or
                 of a task's code.
         """
-        entry, occurrence = message.entry, message.occurrence
-        outcome = self._outcome(message, holder)
-        if not isinstance(outcome, Refused):
-            published = self._publish(message, outcome)
-        elif outcome.holder.task_id == occurrence.id:
-            published = _published_before(message)
+        outcome = self.outcome(message, holder)
+        if isinstance(outcome, Refused):
+            decision = self.decide(message, not_published(message, outcome))
         else:
-            published = Published(DecisionType.SKIPPED_OVERLAP, outcome.holder)
-        kind, other = published
+            decision = self.decide(message, self._publish(message, outcome))
+            about = {"task": message.entry.task, "id": message.occurrence.id}
+            log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
+        log_decision(decision, self._timestamp())
+        return message.claimed.confirmation(decision)
+
+    def decide(self, message: Message, published: Published) -> Decision:
+        """Return the decision about an occurrence; have its lock checked if the message of the holder may be lost."""
+        entry, occurrence, (kind, other) = message.entry, message.occurrence, published
         if other is not None and other.state == "queued":
             self._suspect(*(lock.key for lock in message.locks))
         reason = f"task {occurrence.id} has begun or ended before" if kind is DecisionType.RUN_BEFORE else ""
@@ -396,12 +411,24 @@ class Dispatcher:
             shown = replace(other, entry="") if other.entry == entry.name else other
             reason = f"{'waits for' if kind is DecisionType.BUFFERED else 'held by'} {shown}"
         about = (other.task_id, other.entry) if other is not None else ("", "")
-        decision = Decision(entry.name, entry.task, occurrence, kind, reason, *about)
-        log_decision(decision, self._timestamp())
-        return message.claimed.confirmation(decision)
+        return Decision(entry.name, entry.task, occurrence, kind, reason, *about)
 
-    def _outcome(self, message: Message, holder: Holder | None) -> Granted | Refused | None:
-        """Return what the answer of the locks' server means for a message; None if beat acquires no lock for it."""
+    def report(self, message: Message, decision: Decision) -> None:
+        """Log a decision that is written."""
+        self._backoff.succeeded(message.entry.key)
+        if decision.is_sent:
+            self._note_answer(BROKER)
+            self._note_answer(LOCKS)
+            about = {"task": decision.task, "id": decision.occurrence.id}
+            log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
+        log_decision(decision, self._timestamp())
+
+    def outcome(self, message: Message, holder: Holder | None) -> Granted | Refused | None:
+        """Return what the answer of the locks' server means for a message; None if beat acquires no lock for it.
+
+        Raises:
+            UnusableLockError: the lock cannot be read, and the message could not wait for its turn.
+        """
         if message.plan is None:
             return None
         if holder is None:
@@ -417,6 +444,18 @@ class Dispatcher:
         return message.plan.outcome(replace(holder, task_id=message.occurrence.id) if done else holder)
 
 
-def _published_before(message: Message) -> Published:
-    """Return the outcome of an occurrence whose id has run before: an earlier try or an earlier claim has sent it."""
+def not_published(message: Message, refused: Refused) -> Published:
+    """Return what became of an occurrence that is not sent."""
+    if refused.holder.task_id != message.occurrence.id:
+        return Published(DecisionType.SKIPPED_OVERLAP, refused.holder)
+    # An earlier try or an earlier claim has sent it.
     return Published(DecisionType.DISPATCHED if message.stored.pending is not None else DecisionType.RUN_BEFORE)
+
+
+def delay_of(message: Message, app: Celery, now: datetime) -> float:
+    """Return the seconds from now until a message may start."""
+    options = message.entry.options
+    if not {"countdown", "eta"} & options.keys():
+        return 0.0
+    ttl = Config.of(app).singlebeat_queued_ttl
+    return time_to_start({**options, "expires": None}, queued_ttl=ttl, now=now) - ttl

@@ -42,6 +42,7 @@ class Message:
     task: LockableTask | None = None  #: whose lock beat acquires; None: it has none, or acquires it itself
     plan: Plan | None = None  #: how its lock is acquired
     key: str = ""  #: of its lock; empty if it has none
+    locks_itself: bool = False  #: its task acquires a lock when it is sent, as a task of celery-singleton does
 
     @property
     def stored(self) -> Stored:
@@ -65,8 +66,9 @@ class Message:
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
         if not is_singleton(task):
-            if hasattr(task, "generate_lock") or not looked_after or overlap is Overlap.ALLOW_ALL:
-                return  # it needs no lock, or acquires it itself, as a task of celery-singleton does
+            self.locks_itself = hasattr(task, "generate_lock")
+            if self.locks_itself or not looked_after or overlap is Overlap.ALLOW_ALL:
+                return
             task = PlainTask(app, entry.task, entry.options, entry.name)
         try:
             self.key = self._key(task)

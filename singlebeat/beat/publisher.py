@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
@@ -10,11 +11,13 @@ from celery.beat import Scheduler, SchedulingError
 from celery.result import denied_join_result
 
 from ..config import Config
+from ..outbox import collecting, takes_outbox
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
     from kombu import Connection, Producer
 
+    from ..outbox import Outbox
     from .entries.entry import Entry
 
 __all__ = ("BrokerAccess", "bounded")
@@ -42,6 +45,7 @@ def bounded(connection: Connection, timeout: float) -> Connection:
 class BrokerAccess(Scheduler):  # type: ignore[misc]
     """Celery's scheduler with a broker that may be unreachable."""
 
+    _collecting: Producer | None = None  #: that puts messages into an outbox
     _blocked = False  #: RabbitMQ has an alarm: it reads nothing from our connection until it announces the end there
 
     def apply_async(
@@ -53,7 +57,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             SchedulingError: it could not be sent.
         """
         try:
-            producer = producer or self.producer
+            producer = producer or self._collecting or self.producer
         except Exception as exc:
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
         try:
@@ -73,6 +77,24 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             SchedulingError: it could not be sent.
         """
         return self.apply_async(entry, advance=False)
+
+    @contextmanager
+    def collecting(self) -> Iterator[Outbox]:
+        """Let ``publish`` put each message into an outbox.
+
+        Raises:
+            NotImplementedError: the broker's transport, or this version of kombu, has no messages for an outbox.
+            Exception: the broker is not reached.
+        """
+        producer = self.producer
+        if not takes_outbox(producer.channel):
+            raise NotImplementedError("only kombu 5.7 and newer, with Redis as the broker, hands messages over")
+        with collecting(producer) as outbox:
+            self._collecting = producer
+            try:
+                yield outbox
+            finally:
+                self._collecting = None
 
     @cached_property
     def connection(self) -> Connection:

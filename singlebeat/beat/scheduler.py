@@ -36,6 +36,7 @@ from .leadership.lease import Lease, Term
 from .leadership.watchdog import Watchdog, is_orphan
 from .lost_messages import LostMessages
 from .metrics import BeatMetrics
+from .one_write import OneWrite
 from .publisher import BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
@@ -175,7 +176,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def work(self) -> Tick:
         """The work of each tick while this beat leads."""
         timestamp = self.server_time.timestamp
-        return Tick(self.app, self.store, self.dispatcher, progress=self._report_progress, timestamp=timestamp)
+        one_write = OneWrite(self.app, self.store, self.dispatcher, self)
+        return Tick(
+            self.app, self.store, self.dispatcher, one_write, progress=self._report_progress, timestamp=timestamp
+        )
 
     def may_publish(self, term: Term) -> bool:
         """Return whether this beat still leads in a term; another beat may have the next one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from .calendar.zone import app_zone
 from .decide import claim_for, dropped
 from .decision_log import log_decision
 from .dispatch import RETRY_AFTER, Dispatcher
+from .one_write import OneWrite
 from .store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
 
 if TYPE_CHECKING:
@@ -41,11 +42,12 @@ class Tick:
         app: Celery,
         store: Store,
         dispatcher: Dispatcher,
+        one_write: OneWrite,
         *,
         progress: Callable[[], None],
         timestamp: Callable[[], float],
     ) -> None:
-        self.app, self.store, self.dispatcher = app, store, dispatcher
+        self.app, self.store, self.dispatcher, self.one_write = app, store, dispatcher, one_write
         self._progress, self._timestamp = progress, timestamp
         #: Number of due entries that are blocked by an earlier occurrence which is not sent yet. They keep their places
         #: at the head of the due entries, so the next tick reads on behind them, until it reaches the end.
@@ -60,12 +62,15 @@ class Tick:
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self._retake(due, term, retry_at)
         over = self._drop(retaken, term, now)
-        claims = self._claim(due, self._decide(_without(due.entries, over), now), term, retry_at)
-        self._record(over, claims, term)
         dropped_ids = {confirmation.decision.occurrence.id for confirmation in over}
         ready = [claimed for claimed in retaken if claimed.occurrence.id not in dropped_ids]
+        wanted = list(self._decide(_without(due.entries, over), now))
+        self.store.quarantine.settle()
+        settled = self.one_write.send(ready, wanted, term, now, retry_at=retry_at)
+        claims = self._claim(due, wanted, settled, term, retry_at)
+        self._record(over, claims, term)
         ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
-        self.dispatcher.dispatch(ready, term, now)
+        self.dispatcher.dispatch([each for each in ready if each.occurrence.id not in settled], term, now)
         return [claim.next_score for claim in claims if claim.next_score >= 0]
 
     def _retake(self, due: Due, term: Term, retry_at: datetime) -> list[ClaimedOccurrence]:
@@ -96,11 +101,18 @@ class Tick:
             except Exception as exc:  # a user's own schedule class may raise anything
                 self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
 
-    def _claim(self, due: Due, wanted: Iterator[Claim], term: Term, retry_at: datetime) -> list[Claim]:
-        """Return the claims that Redis has granted."""
-        claims = list(wanted)
-        self.store.quarantine.settle()
-        verdicts = self.store.claim(claims, term, retry_at=retry_at)
+    def _claim(
+        self, due: Due, claims: Sequence[Claim], settled: Mapping[str, ClaimVerdict], term: Term, retry_at: datetime
+    ) -> list[Claim]:
+        """Return the claims that Redis has granted.
+
+        Args:
+            settled: the verdicts of those that have been decided about, by the ids of their occurrences.
+        """
+        verdicts = [settled.get(claim.occurrence.id) if claim.occurrence is not None else None for claim in claims]
+        left = [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is None]
+        answers = iter(self.store.claim(left, term, retry_at=retry_at))
+        verdicts = [verdict or next(answers) for verdict in verdicts]
         self._blocked = self._blocked + verdicts.count(ClaimVerdict.PENDING) if due.more else 0
         return [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is ClaimVerdict.CLAIMED]
 

@@ -12,7 +12,7 @@
 --             turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
 --             (if_held, in lock and behind: that of their call; a call with an empty if_held keeps its own arguments;
 --             uncut (ms): time until which the message may wait, if until is earlier; taken (ms), in behind: time since
---             which this call, or a call that it evicted, has had the place; renewed (ms): as in renew)
+--             which this call, or a call that it evicted, has had the place; renewed (ms) and sent: as in renew)
 -- ARGV[1]  again      1: the ids may have been sent before, so refuse ids that have ended; 0: the ids are new
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
@@ -28,7 +28,8 @@
 --                     behind the run; "replace" evicts queued calls, and waits behind the run; empty: nothing
 --          entry      name of the schedule's entry that sends the call, for people; empty: a program sends it
 --          only       the one verdict, "acquired" or "waiting", with which the call may take its place, or another word
---                     if it may take none; empty: both, as with "replace"
+--                     if it may take none; empty: both
+--          note       a note of the sender, for the field "sent" of its lock; empty: none
 --
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms; 0: not known, because the
 --          clock was set back), fence, ttl (ms), payload, entry]
@@ -74,7 +75,7 @@ local function replace(lock, done, holder, ttl)
 end
 
 --- Write the record of a free lock, or leave the record of the same id; return the lifetime of the lock (ms).
-local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held, entry)
+local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held, entry, note)
   if not is_ours then
     redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
       "task", task, "args", args, "entry", entry, "since", now_text, "payload", "", "if_held", if_held)
@@ -82,6 +83,9 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
       bound = now + expiry
       redis.call("HSET", lock, "until", string.format("%.0f", bound))
     end
+  end
+  if note ~= "" then
+    redis.call("HSET", lock, "sent", note)
   end
   if bound then
     redis.call("HSET", lock, "uncut", string.format("%.0f", now + ttl))
@@ -91,7 +95,7 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
-local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only)
+local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only, note)
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
@@ -117,13 +121,12 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   shorten(turn, "queued", by_itself[2])
 
   local in_turn = by_itself[1] ~= id and by_itself[1]
-  if waits == id and holder ~= id then
-    if if_held ~= "replace" or in_turn or (holder and state == "running") then
-      hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args)
-      redis.call("HSET", behind, "if_held", if_held)
-      return reply("waiting", lock, id)
-    end
-    redis.call("DEL", behind)
+  local leaves_place = waits == id and holder ~= id
+  if leaves_place and (if_held ~= "replace" or in_turn or (holder and state == "running")) then
+    hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args, if_held, entry, note)
+    redis.call("HSET", behind, "if_held", if_held)
+    return reply("waiting", lock, id)
+  elseif leaves_place then
     waits = false
   end
   local is_held = (holder and holder ~= id) or ((waits or in_turn) and not holder)
@@ -146,15 +149,10 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
       return reply("held", stands_for_us, id)
     end
   end
-  if is_held and if_held == "replace" then
-    if waits then
-      replace(behind, done, waits, ttl)
-    end
-    if holder and state == "queued" then
-      replace(lock, done, holder, ttl)
-      holder, bound = false, false
-    end
-    is_held = holder or in_turn
+  local evicts = is_held and if_held == "replace"
+  local evicts_holder = evicts and holder and state == "queued"
+  if evicts then
+    is_held = (holder and not evicts_holder) or in_turn
   end
   if not is_held and holder and state == "running" then
     return reply("running", lock, id)
@@ -165,6 +163,16 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     return reply(verdict, lock, id)
   end
 
+  if evicts and waits then
+    replace(behind, done, waits, ttl)
+  end
+  if evicts_holder then
+    replace(lock, done, holder, ttl)
+    holder, bound = false, false
+  end
+  if leaves_place then
+    redis.call("DEL", behind)
+  end
   if has_ended and (is_held or not holder) then
     redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
   end
@@ -173,11 +181,11 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   if is_held then
     redis.call("DEL", behind) -- drops the fields of a waiting call with an empty if_held
-    hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry)
+    hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry, note)
     redis.call("HSET", behind, "taken", taken or now_text)
     return reply("waiting", lock, id)
   end
-  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held, entry)
+  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held, entry, note)
   return holder and reply("acquired", lock, id) or {"acquired", id, "queued", now_text, "0", ttl, "", entry}
 end
 

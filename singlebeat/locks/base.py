@@ -16,7 +16,7 @@ from .key import check_sendable, done_key, turn_key
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..outbox import Broker, Command
+    from ..outbox import Command, Server
 
 __all__ = (
     "HEADER",
@@ -339,14 +339,14 @@ class BaseBackend(ABC):
         """Whether it can send the message of a call together with the acquisition of its lock."""
         return False
 
-    def ask(self, call: Call) -> Holder:
-        """Return what ``acquire_many`` would answer to a call, without a place for the call; one that joins has joined.
+    def ask(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
+        """Return what ``acquire_many`` would answer to calls, without places for them; calls that join have joined.
 
         Only a backend that ``sends`` is asked.
         """
         raise NotImplementedError(f"{self.name} sends no messages")
 
-    def send(self, sendings: Sequence[Sending], broker: Broker) -> list[Holder] | None:
+    def send(self, sendings: Sequence[Sending], broker: Server) -> list[Holder] | None:
         """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
 
         Returns:

@@ -18,7 +18,7 @@ from ..connections import RedisError, lock_server, masked, private, same_slot, s
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
-from ..outbox import Broker, database, senders
+from ..outbox import SENT_FOR, SENT_KEY, Server, database, senders
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Sending, Verdict, from_ms, unusable
 from .key import behind_key, done_key, is_done_key, turn_key
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..clients import RedisClient
 
-__all__ = ("RedisBackend", "escaped")
+__all__ = ("SCRIPTS", "RedisBackend", "escaped", "holder_of")
 
 #: Number of keys in one step of SCAN, and of locks that are read in one round trip.
 SCAN_COUNT = 500
@@ -38,9 +38,6 @@ SUSPECTED_FOR = 600.0
 #: Age in seconds that the entry of a retired worker is set to: longer than a lease, at most a day.
 RETIRED = 12 * 3600
 
-#: Prefix of the keys of the last replies to senders, and seconds for which a reply is kept: longer than any repetition.
-SENT_KEY, SENT_FOR = "singlebeat:sent:", 60.0
-
 #: Fields of a lock's record that are shown to people. Every record, and no other hash, has all of the first three.
 SHOWN = (
     *("id", "gen", "state", "nonce", "fence", "task", "args", "since", "until", "entry"),
@@ -49,8 +46,8 @@ SHOWN = (
 
 # Read before there are threads and forks: reading a file of a package acquires a lock of the import system. A child
 # that is forked meanwhile would wait for that lock for ever.
-_SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "finish", "promise", "renew", "rotate")}
-_SCRIPTS["send"] = Script(__package__, "send", uses=[_SCRIPTS["acquire"]])
+SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "finish", "promise", "renew", "rotate")}
+SCRIPTS["send"] = Script(__package__, "send", uses=[SCRIPTS["acquire"]])
 
 
 def _lock_and_done(lock: str) -> tuple[str, ...]:
@@ -125,8 +122,11 @@ class RedisBackend(BaseBackend):
 
         A server that runs the script only after the timeout leaves the locks alone: the caller has given up by then.
         """
+        return self._acquire(calls, may_be_resent=may_be_resent)
+
+    def _acquire(self, calls: Sequence[Call], only: str = "", *, may_be_resent: bool) -> list[Holder]:
         refs = [call.ref for call in calls]
-        rows = [_row(call) for call in calls]
+        rows = [_row(call, only) for call in calls]
         return self._run_before_deadline(
             lambda deadline: self._run_many("acquire", refs, int(may_be_resent), deadline, rows=rows, keys_of=_all_keys)
         )
@@ -136,15 +136,16 @@ class RedisBackend(BaseBackend):
         """Whether the locks are on one server, which may be the broker's."""
         return not isinstance(self.redis, RedisCluster)
 
-    def ask(self, call: Call) -> Holder:
-        """Return what ``acquire_many`` would answer to a call, without taking a place; a call that joins has joined."""
-        refs, rows = [call.ref], [_row(call, "nothing")]
-        (holder,) = self._run_before_deadline(
-            lambda deadline: self._run_many("acquire", refs, 0, deadline, rows=rows, keys_of=_all_keys)
-        )
-        return holder
+    def ask(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
+        """Return what ``acquire_many`` would answer to calls, without taking places; calls that join have joined."""
+        return self._acquire(calls, "nothing", may_be_resent=may_be_resent)
 
-    def send(self, sendings: Sequence[Sending], broker: Broker) -> list[Holder] | None:
+    @staticmethod
+    def request(call: Call, only: Verdict | str = "", note: str = "") -> tuple[Sequence[str], str]:
+        """Return the keys and the request of a call as ``acquire.lua`` takes them, for a script that uses it."""
+        return _all_keys(call.ref.key), packed([_row(call, only, note)])
+
+    def send(self, sendings: Sequence[Sending], broker: Server) -> list[Holder] | None:
         """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
 
         A server that runs the script only after the timeout does nothing, as in ``acquire_many``.
@@ -156,8 +157,9 @@ class RedisBackend(BaseBackend):
         keys = [broker.key, ""]
         values: list[str | int] = []
         for each in sendings:
-            keys += (*_all_keys(each.call.ref.key), *(command.key for command in each.commands))
-            values += (packed([_row(each.call, each.only)]), len(each.commands))
+            places, request = self.request(each.call, each.only)
+            keys += (*places, *(command.key for command in each.commands))
+            values += (request, len(each.commands))
             values += (part for command in each.commands for part in (command.name, command.argument))
         where = broker.value, "" if broker.db == db else broker.db, db
         with senders.one() as sender:
@@ -187,7 +189,7 @@ class RedisBackend(BaseBackend):
             run: function of the deadline: the server's time (ms) after which no caller waits for the reply.
         """
         for _ in range(2):  # the first reply corrects a wrong guess of the server's time
-            holders = [_holder(reply) for reply in run(_ms(time.monotonic() + self._ahead + self.timeout))]
+            holders = [holder_of(reply) for reply in run(_ms(time.monotonic() + self._ahead + self.timeout))]
             late = [holder.since.timestamp() for holder in holders if holder.verdict is Verdict.LATE and holder.since]
             if not late:
                 return holders
@@ -222,7 +224,7 @@ class RedisBackend(BaseBackend):
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand a run's lock over to a waiting message of the same task id."""
         args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for))
-        return _holder(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
+        return holder_of(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Renew the locks of live requests."""
@@ -353,7 +355,7 @@ class RedisBackend(BaseBackend):
 
     def _run(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
         with self._reaching():
-            return _SCRIPTS[name](self.redis, keys, args)
+            return SCRIPTS[name](self.redis, keys, args)
 
     def _run_many(
         self,
@@ -403,13 +405,14 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
     return [(ref.task_id, str(ref.generation), ref.nonce) for ref in refs]
 
 
-def _row(call: Call, only: str = "") -> tuple[str | int, ...]:
+def _row(call: Call, only: str = "", note: str = "") -> tuple[str | int, ...]:
     """Return a call as ``acquire.lua`` takes it."""
     owner, times = (call.ref.task_id, str(call.ref.generation)), (_ms(call.ttl), _ms(call.expiry))
-    return (*owner, *times, call.task, call.arguments, call.payload, call.if_held, call.entry, only)
+    return (*owner, *times, call.task, call.arguments, call.payload, call.if_held, call.entry, only, note)
 
 
-def _holder(reply: Sequence[Any]) -> Holder:
+def holder_of(reply: Sequence[Any]) -> Holder:
+    """Return the holder that a script of locks has replied."""
     verdict, task_id, state, since, fence, ttl_ms, *more = reply
     ttl = max(0, int(ttl_ms)) / 1000
     if verdict in {Verdict.UNUSABLE, Verdict.REFUSED}:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from celery.signals import after_task_publish, before_task_publish
 
-from ..outbox import Broker, collecting, takes_outbox
+from ..outbox import Server, collecting, takes_outbox
 from . import backend_of
 from .acquire import Refused, acquire, answered, left_behind, places_of
 from .base import Sending, Verdict
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .base import Call, Holder, Ticket
     from .task import LockableTask
 
-__all__ = ("send_call", "why_two_writes")
+__all__ = ("remember", "send_call", "was_refused", "why_two_writes")
 
 #: Messages that are made for one call until it is sent in two writes, because its lock has changed before each write.
 MOST_MESSAGES = 4
@@ -37,7 +37,7 @@ REFUSED_FOR, MOST_REFUSED = 60.0, 10_000
 
 _refused: dict[str, float] = {}
 #: By app, because two apps may use one broker and have their locks on different servers, and by connection.
-_brokers: WeakKeyDictionary[Celery, WeakKeyDictionary[Connection, Broker]] = WeakKeyDictionary()
+_brokers: WeakKeyDictionary[Celery, WeakKeyDictionary[Connection, Server]] = WeakKeyDictionary()
 
 
 class Publish(Protocol):
@@ -62,7 +62,7 @@ def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Produc
     """
     if (call := plan.call) is not None and not plan.is_of_beat and _may_be_one_write(task):
         # A call that is probably refused asks first: its message would be made in vain.
-        answer = answered(task, call, task.singleton_backend.ask(call)) if _was_refused(call.ref.key) else None
+        answer = answered(task, call, task.singleton_backend.ask([call])[0]) if was_refused(call.ref.key) else None
         if (
             answer is not None
             and not left_behind(call, answer)
@@ -72,7 +72,7 @@ def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Produc
         with task.app.producer_or_acquire(producer) as own:
             outcome = _OneWrite(task, plan, publish, own).send(call, answer)
         if outcome is not None:
-            _remember(call.ref.key, is_refused=isinstance(outcome, Refused))
+            remember(call.ref.key, is_refused=isinstance(outcome, Refused))
             return outcome
     granted = acquire(task, plan)
     if isinstance(granted, Refused):
@@ -98,16 +98,16 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
         LockBackendError: the locks' server does not answer.
         Exception: any error of the broker.
     """
-    backend, channel, broker = backend_of(app), connection.default_channel, Broker()
+    backend, channel, broker = backend_of(app), connection.default_channel, Server()
     if not backend.sends:
         return f"the locks are in {backend.name}, or in a Redis Cluster"
     if not takes_outbox(channel):
         return "only kombu 5.7 and newer, with Redis as the broker, hands messages over to a script"
-    broker.mark(channel, time.monotonic())
+    broker.mark_broker(channel, time.monotonic())
     try:
         return "the broker is not on the server of the locks" if backend.send([], broker) is None else ""
     finally:
-        broker.forget(channel)
+        broker.forget(channel.client)
 
 
 def _may_be_one_write(task: LockableTask) -> bool:
@@ -118,21 +118,21 @@ def _may_be_one_write(task: LockableTask) -> bool:
     return not before_task_publish.receivers and not after_task_publish.receivers and task.singleton_backend.sends
 
 
-def _broker_of(app: Celery, connection: Connection) -> Broker:
+def _broker_of(app: Celery, connection: Connection) -> Server:
     """Return what is known of the server of a connection."""
     known = _brokers.setdefault(app, WeakKeyDictionary())
     broker = known.get(connection)
     if broker is None or broker.pid != os.getpid():
-        broker = known[connection] = Broker()
+        broker = known[connection] = Server()
     return broker
 
 
-def _was_refused(key: str) -> bool:
+def was_refused(key: str) -> bool:
     """Return whether a call with this lock was refused lately, and none was sent since."""
     return time.monotonic() - _refused.get(key, -REFUSED_FOR) < REFUSED_FOR
 
 
-def _remember(key: str, *, is_refused: bool) -> None:
+def remember(key: str, *, is_refused: bool) -> None:
     """Remember whether a call with this lock was refused."""
     if not is_refused:
         _refused.pop(key, None)
@@ -163,7 +163,7 @@ class _OneWrite:
         try:
             if not self.broker.may_be_here(time.monotonic()) or not takes_outbox(self.producer.channel):
                 return None
-            self.broker.mark(self.producer.channel, time.monotonic())
+            self.broker.mark_broker(self.producer.channel, time.monotonic())
         except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
             return None
         for place in places_of(call):
@@ -187,7 +187,7 @@ class _OneWrite:
     def _answer(self, sending: Sending) -> Holder | None:
         """Run the write, and return the answer to its call; None if nothing is sent in one write for now."""
         holders = self.task.singleton_backend.send([sending], self.broker)
-        if holders is None and self.broker.mark(self.producer.channel, time.monotonic(), anew=True):
+        if holders is None and self.broker.mark_broker(self.producer.channel, time.monotonic(), anew=True):
             holders = self.task.singleton_backend.send([sending], self.broker)
         if holders is None or holders[0].verdict is Verdict.REFUSED:
             self.broker.rule_out(time.monotonic())

@@ -2534,7 +2534,7 @@ def test_many_entries_are_quarantined_in_few_round_trips(far_bench, number):
     bench.put("good", task=SINGLE)
     steps, before = [], proxy.round_trips
     (scheduler,) = bench.schedulers
-    scheduler.store._progress = scheduler.store.quarantine._progress = lambda: steps.append(None)
+    scheduler.store.report_progress = scheduler.store.quarantine._progress = lambda: steps.append(None)
 
     scheduler.tick()
 

@@ -35,9 +35,22 @@ if TYPE_CHECKING:
     from ..entries.fields import StoredFields
     from ..leadership.lease import Term
 
-__all__ = ("Claim", "ClaimVerdict", "ClaimedOccurrence", "Confirmation", "Due", "Store", "Stored")
+__all__ = (
+    "CLAIM",
+    "CONFIRM",
+    "HISTORY_BYTES",
+    "Claim",
+    "ClaimVerdict",
+    "ClaimedOccurrence",
+    "Confirmation",
+    "Due",
+    "Store",
+    "Stored",
+)
 
 log = Log("celery.beat")
+
+CLAIM, CONFIRM = script(__package__, "claim"), script(__package__, "confirm")
 
 #: Bytes that an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
@@ -99,6 +112,14 @@ class Claim:
     decision: Decision | None = None  #: to be recorded at once, if no occurrence is claimed
 
     @property
+    def row(self) -> tuple[str | float, ...]:
+        """The claim as ``claim.lua`` takes it."""
+        stored = self.stored
+        past = (self.meta.encode(), self.meta.encode_since()) if self.meta else ("", "")
+        occurrence = self.occurrence.encode() if self.occurrence else ""
+        return (stored.member, stored.score, stored.sha, repr(self.next_score), *past, occurrence)
+
+    @property
     def claimed(self) -> ClaimedOccurrence | None:
         """The occurrence that is to be sent once the claim is granted, None if there is none."""
         if self.occurrence is None:
@@ -114,9 +135,28 @@ class ClaimedOccurrence:
     occurrence: Occurrence
     past: Meta  #: of its entry, in which it is counted
 
+    @property
+    def row(self) -> tuple[str | float, ...]:
+        """A claim that ``claim.lua`` grants only if the occurrence is claimed already."""
+        return ("", -1, "", "-1", "", "", self.occurrence.encode())
+
     def confirmation(self, decision: Decision) -> Confirmation:
         """Return the confirmation of a decision about it; an occurrence that was not sent is counted no longer."""
         return Confirmation(self.stored, decision, None if decision.is_sent else self.past.without(self.occurrence))
+
+
+class _Row(NamedTuple):
+    """A decision as ``confirm.lua`` takes it."""
+
+    member: str
+    decision: Decision
+    occurrence: str = ""  #: that is pending; empty if none was claimed
+    meta: str = ""  #: empty if it stays as it is
+
+    def values(self, term: Term) -> tuple[object, ...]:
+        """Return the row itself."""
+        decision = self.decision
+        return (self.member, self.occurrence, self.meta, decision.values(term.number, term.leader), decision.sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +168,10 @@ class Confirmation:
     past: Meta | None = None  #: of its entry, in which it is not counted; None if the past stays as it is
 
     @property
-    def past_json(self) -> str:
-        """The past as it is stored, empty if it stays as it is."""
-        return "" if self.past is None else self.past.encode()
+    def row(self) -> _Row:
+        """The decision as ``confirm.lua`` takes it."""
+        past = "" if self.past is None else self.past.encode()
+        return _Row(self.stored.entry.key, self.decision, self.decision.occurrence.encode(), past)
 
 
 class ClaimVerdict(StrEnum):
@@ -140,15 +181,6 @@ class ClaimVerdict(StrEnum):
     FENCED = "fenced"
     MOVED = "moved"
     PENDING = "pending"
-
-
-class _Row(NamedTuple):
-    """A decision as ``confirm.lua`` takes it."""
-
-    member: str
-    decision: Decision
-    occurrence: str = ""  #: that is pending; empty if none was claimed
-    meta: str = ""  #: empty if it stays as it is
 
 
 class Store:
@@ -168,7 +200,7 @@ class Store:
         progress: Callable[[], object] = lambda: None,
         server_time: ServerTime | None = None,
     ) -> None:
-        self.app, self.client, self._progress = app, client, progress
+        self.app, self.client, self.report_progress = app, client, progress
         self._time = server_time or ServerTime()
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
@@ -202,7 +234,7 @@ class Store:
             start: leave out this number of entries, those that have been due for the longest time.
             all_pending: return every pending occurrence, not only those whose time for a retry has come.
         """
-        self._progress()
+        self.report_progress()
         keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
         with self.client.pipeline(transaction=False) as pipe:
             # Not eval(), which redis-py refuses in the pipelines of clusters.
@@ -225,7 +257,7 @@ class Store:
         waits = {keys.entry(member): member for member in pending if member in stored and stored[member].pending}
         forgotten = set(pending) - set(waits.values())
         if forgotten:  # their entries were deleted, or created again
-            self._progress()
+            self.report_progress()
             self.client.zrem(keys.pending, *forgotten)
         # An entry with two places is decided about once: the next tick sees from its past that it has moved on.
         first = {keys.entry(member): member for member in reversed(scores)}
@@ -243,10 +275,10 @@ class Store:
     ) -> Iterable[Stored]:
         if not members:
             return
-        self._progress()
+        self.report_progress()
         replies = read_fields(self.client, [self.keys.entry(member) for member in members])
         for member, reply in zip(members, replies, strict=True):
-            self._progress()
+            self.report_progress()
             try:
                 definition, meta, policy, since, pending, sent = self._fields_of(member, reply)
                 if not definition and member not in scores and member not in quarantined:
@@ -298,35 +330,20 @@ class Store:
         """Move entries on, each in one step that only one beat can take; one round trip."""
         if not claims:
             return []
-        self._progress()
-        keys = self.keys
+        self.report_progress()
+        keys, (lock, token) = self.keys, self.fence(term)
+        touched = [lock, keys.schedule, keys.pending, *(keys.entry(claim.stored.member) for claim in claims)]
+        args = (token, repr(retry_at.timestamp()), packed(claim.row for claim in claims), int(bool(keys.lock)))
+        return [ClaimVerdict(verdict) for verdict in json.loads(CLAIM(self.client, touched, args))]
+
+    def fence(self, term: Term) -> tuple[str, str]:
+        """Return a key, and what it holds for as long as this beat may claim occurrences."""
         # Where leadership is switched off, beats of one zone share the work. A claim from another zone is refused.
-        lock, token = (keys.lock, term.token) if keys.lock else (keys.zone, str(app_zone(self.app)))
-        touched = [lock, keys.schedule, keys.pending]
-        wishes = []
-        for claim in claims:
-            stored = claim.stored
-            touched.append(keys.entry(stored.member))
-            wish = (stored.member, stored.score, stored.sha, repr(claim.next_score))
-            past = (claim.meta.encode(), claim.meta.encode_since()) if claim.meta else ("", "")
-            wishes.append((*wish, *past, claim.occurrence.encode() if claim.occurrence else ""))
-        args = (token, repr(retry_at.timestamp()), packed(wishes), int(bool(keys.lock)))
-        return [
-            ClaimVerdict(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))
-        ]
+        return (self.keys.lock, term.token) if self.keys.lock else (self.keys.zone, str(app_zone(self.app)))
 
     def confirm(self, confirmations: Sequence[Confirmation], term: Term) -> None:
         """Record the decisions about claimed occurrences, which are pending no longer; one round trip."""
-        rows = [
-            _Row(
-                each.stored.entry.key,
-                each.decision,
-                each.decision.occurrence.encode(),
-                each.past_json,
-            )
-            for each in confirmations
-        ]
-        self._record(rows, term)
+        self._record([each.row for each in confirmations], term)
 
     def record(self, decisions: Sequence[Decision], term: Term) -> None:
         """Record decisions about occurrences that were not claimed; one round trip."""
@@ -336,25 +353,25 @@ class Store:
     def _record(self, rows: Sequence[_Row], term: Term) -> None:
         if not rows:
             return
-        self._progress()
+        self.report_progress()
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(row.member) for row in rows)]
-        values = packed(
-            (row.member, row.occurrence, row.meta, row.decision.values(term.number, term.leader), row.decision.sent)
-            for row in rows
-        )
-        replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, values))
+        values = packed(row.values(term) for row in rows)
+        replies = CONFIRM(self.client, keys, (self.history_limit, HISTORY_BYTES, values))
         for row, reply in zip(rows, json.loads(replies), strict=True):
-            if reply == "confirmed":  # the beat that had retaken it has sent the signal
-                continue
-            signals.occurrence_decided.send(sender=self.app, entry=row.decision.entry, decision=row.decision)
+            self.signal(row.decision, reply)
+
+    def signal(self, decision: Decision, reply: str) -> None:
+        """Send the signal about a decision, unless the beat that had retaken its occurrence has sent it."""
+        if reply != "confirmed":
+            signals.occurrence_decided.send(sender=self.app, entry=decision.entry, decision=decision)
 
     def retake(self, recovered: Sequence[Stored], term: Term, *, retry_at: datetime) -> list[Stored]:
         """Retake pending occurrences, and return those that no other beat has retaken before; one round trip."""
         if not recovered:
             return []
-        self._progress()
+        self.report_progress()
         keys = self.keys
-        wishes = packed((stored.member, stored.pending_score) for stored in recovered)
+        wishes = packed((stored.member, stored.pending_score, keys.entry(stored.member)) for stored in recovered)
         touched, args = (keys.lock or keys.lease.leader, keys.pending), (term.token, repr(retry_at.timestamp()), wishes)
         replies = json.loads(script(__package__, "retake")(self.client, touched, args))
         return [stored for stored, taken in zip(recovered, replies, strict=True) if taken]
@@ -362,6 +379,6 @@ class Store:
     def postpone(self, retries: Mapping[str, datetime]) -> None:
         """Set other times for the retries of pending occurrences, by the keys of their entries."""
         if retries:
-            self._progress()
+            self.report_progress()
             scores = {key: retry_at.timestamp() for key, retry_at in retries.items()}
             self.client.zadd(self.keys.pending, scores, xx=True)

@@ -6,25 +6,28 @@
 -- KEYS[2]  pending   zset: members with an occurrence that is claimed and not confirmed, by time of the next try (s)
 -- ARGV[1]  token     of our term; empty: leadership is switched off
 -- ARGV[2]  retry_at  when to retry them if they are not confirmed (s); no other call has the same value
--- ARGV[3]  wishes    JSON, one array for each: [member of the entry in pending, score that we have read]
+-- ARGV[3]  wishes    JSON, one array for each: [member of the entry in pending, score that we have read, key of the
+--                    entry, which replaces a bare name in pending]
 --
 -- returns  JSON, for each whether we may send it; if not, another beat leads or has retaken it
 
 local lock, pending, token, retry_at = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local fenced = token ~= "" and redis.call("GET", lock) ~= token
 
-local function retake(member, score)
+local function retake(member, score, entry)
   if fenced then
     return false
   end
-  local at = tonumber(redis.call("ZSCORE", pending, member) or "nan")
-  if at == tonumber(retry_at) then
+  if tonumber(redis.call("ZSCORE", pending, entry) or "nan") == tonumber(retry_at) then
     return true  -- by this call: its reply was lost
   end
-  if at ~= score then
+  if tonumber(redis.call("ZSCORE", pending, member) or "nan") ~= score then
     return false
   end
-  redis.call("ZADD", pending, retry_at, member)
+  if member ~= entry then
+    redis.call("ZREM", pending, member)
+  end
+  redis.call("ZADD", pending, retry_at, entry)
   return true
 end
 

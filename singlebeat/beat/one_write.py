@@ -1,0 +1,370 @@
+"""From due entries to their messages in one write, where schedule, locks and broker are on one Redis server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
+
+from celery.signals import after_task_publish, before_task_publish
+from redis import RedisCluster
+
+from ..connections import RedisError, ResponseError
+from ..errors import ConfigError, LockBackendError
+from ..locks import backend_of
+from ..locks.acquire import Refused, places_of
+from ..locks.base import Verdict
+from ..locks.late_release import cancel_release
+from ..locks.redis import RedisBackend
+from ..locks.send import remember, was_refused
+from ..log import Log
+from ..outbox import Server
+from .dispatch import Published, delay_of, not_published
+from .lost_messages import note
+from .message import prepare
+from .store.claims import ClaimVerdict
+from .store.dispatches import Dispatch, Dispatches
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from celery import Celery
+
+    from ..locks.acquire import Granted
+    from ..locks.base import Call, Holder
+    from ..outbox import Outbox
+    from .dispatch import Dispatcher
+    from .leadership.lease import Term
+    from .message import Message
+    from .store.claims import Claim, ClaimedOccurrence, Store
+    from .store.dispatches import Answer, Request
+
+__all__ = ("OneWrite",)
+
+log = Log("celery.beat")
+
+#: Entries, and characters of their messages, that are written at once: the server does nothing else meanwhile.
+MOST_ENTRIES, MOST_CHARACTERS = 100, 1_000_000
+
+#: Messages that are made for one occurrence until it is sent in several writes, because its lock has changed before
+#: each write.
+MOST_MESSAGES = 3
+
+
+class Collector(Protocol):
+    """The scheduler as this module needs it."""
+
+    def collecting(self) -> AbstractContextManager[Outbox]:
+        """Let ``publish`` put each message into an outbox.
+
+        Raises:
+            Exception: the broker is not reached, or its transport has no outbox.
+        """
+
+    def may_publish(self, term: Term) -> bool:
+        """Return whether this beat still leads in a term."""
+
+
+class _NotSentError(Exception):
+    """Ends a publish before Celery reports the message as sent."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A message, and all that is to be written with it."""
+
+    message: Message
+    dispatch: Dispatch
+    granted: Granted | None = None
+    has_message: bool = True  #: else there is only a decision
+
+
+class OneWrite:
+    """Claims occurrences, acquires their locks, sends their messages and records the decisions in one write.
+
+    Args:
+        dispatcher: does the same in several writes, by the same rules.
+        collector: makes the messages.
+    """
+
+    def __init__(self, app: Celery, store: Store, dispatcher: Dispatcher, collector: Collector) -> None:
+        self.app, self.store, self.dispatcher, self.collector = app, store, dispatcher, collector
+        self._broker, self._locks = Server(), Server()
+        self.dispatches = Dispatches(store, (self._broker, self._locks))
+        self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
+
+    def send(
+        self,
+        retaken: Sequence[ClaimedOccurrence],
+        claims: Sequence[Claim],
+        term: Term,
+        now: datetime,
+        *,
+        retry_at: datetime,
+    ) -> dict[str, ClaimVerdict]:
+        """Send occurrences.
+
+        Args:
+            retaken: they are claimed already.
+            retry_at: when another beat may retake an occurrence that is claimed and not sent.
+
+        Returns:
+            The verdicts of the occurrences that are sent, or that are not to be sent by this beat, by their ids. The
+            others must be sent in several writes.
+
+        Raises:
+            RedisError: the server does not answer, or replies with an error; the next call finds out what it has done.
+        """
+        self._recall()
+        wanted = [*retaken, *(claimed for claim in claims if (claimed := claim.claimed) is not None)]
+        if not wanted or not self._may_be_possible():
+            return {}
+        by_id: dict[str, Claim | ClaimedOccurrence] = {each.occurrence.id: each for each in retaken}
+        by_id |= {claim.occurrence.id: claim for claim in claims if claim.occurrence is not None}
+        with ExitStack() as stack:
+            try:
+                looked_after = self.dispatcher.check_workers(wanted)
+                outbox = stack.enter_context(self.collector.collecting())
+                self.mark(outbox)
+            except Exception:  # a server is unreachable, for example: several writes find out what to do about it
+                return {}
+            messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
+            sending = _Sending(self, outbox, by_id, term, now, retry_at)
+            return sending.send([message for message in messages if not message.locks_itself])
+
+    def _may_be_possible(self) -> bool:
+        """Return whether nothing forbids one write as far as this process knows."""
+        if self.app.conf.task_always_eager or isinstance(self.store.client, RedisCluster):
+            return False
+        try:
+            backend = backend_of(self.app)
+        except ConfigError:  # there are no locks
+            return False
+        now = time.monotonic()
+        is_known = self._broker.may_be_here(now) and self._locks.may_be_here(now)
+        return is_known and isinstance(backend, RedisBackend) and backend.sends
+
+    def mark(self, outbox: Outbox, *, anew: bool = False) -> bool:
+        """Mark the servers of broker and locks, unless this was done lately; return whether it is done.
+
+        Raises:
+            Exception: any error of their drivers.
+        """
+        now, backend = time.monotonic(), cast("RedisBackend", backend_of(self.app))
+        is_marked = self._broker.mark_broker(outbox.channel, now, anew=anew)
+        return self._locks.mark(backend.redis, now, anew=anew) or is_marked
+
+    def rule_out(self) -> None:
+        """Note that broker or locks are on another server."""
+        for server in (self._broker, self._locks):
+            server.rule_out(time.monotonic())
+
+    def write(self, attempts: Sequence[_Attempt], request: Request) -> Sequence[Answer] | None:
+        """Write attempts, and report those that are sent; return the answers, or None if this server cannot do it.
+
+        Raises:
+            RedisError: as of ``send``.
+        """
+        self._unanswered = attempts, request
+        try:
+            answers = self.dispatches.write(request)
+        except ResponseError:
+            self._unanswered = None
+            raise
+        self._unanswered = None
+        for attempt, answer in zip(attempts, answers or (), strict=answers is not None):
+            self._report(attempt, answer)
+        return answers
+
+    def _recall(self) -> None:
+        """Find out what became of a request without a reply: the server repeats the reply, or does it now."""
+        if self._unanswered is not None:
+            self.write(*self._unanswered)
+
+    def _report(self, attempt: _Attempt, answer: Answer) -> None:
+        """Report what has become of an attempt."""
+        message, decision = attempt.message, attempt.dispatch.decision
+        if answer.refusal:
+            about = {"entry": message.entry.name, "reason": answer.refusal}
+            log.warning("beat: The server refuses a part of the dispatch of %(entry)s", event="refused", **about)
+            if "NOPERM" in answer.refusal:
+                self.rule_out()
+        if not answer.recorded:
+            return
+        self.dispatcher.report(message, decision)
+        self.store.signal(decision, answer.recorded)
+        granted, holder = attempt.granted, answer.holder
+        if message.key:
+            remember(message.key, is_refused=not decision.is_sent)
+        if granted is not None and granted.replacing is not None and holder is not None and message.task is not None:
+            granted.note_replaced(message.task, holder)
+
+
+class _Sending:
+    """The sending of the occurrences of one tick.
+
+    Args:
+        claims: by the ids of their occurrences.
+    """
+
+    def __init__(
+        self,
+        one_write: OneWrite,
+        outbox: Outbox,
+        claims: dict[str, Claim | ClaimedOccurrence],
+        term: Term,
+        now: datetime,
+        retry_at: datetime,
+    ) -> None:
+        self.one_write, self.outbox, self.claims = one_write, outbox, claims
+        self.term, self.now, self.retry_at = term, now, retry_at
+        self.dispatcher, app = one_write.dispatcher, one_write.app
+        #: Celery reports each message when it is published: it is written before that.
+        self.writes_each = bool(
+            before_task_publish.receivers or after_task_publish.receivers or app.conf.task_send_sent_event
+        )
+        self._batch, self._characters = list[_Attempt](), 0
+        self._answers: dict[str, Holder] = {}  #: of the locks' server, by task id
+        self._again: list[Message] = []  #: their locks are not held as they were when the messages were made
+        self._settled = dict[str, ClaimVerdict]()
+        self._error: RedisError | None = None  #: that has ended a write inside of a publish
+        self._is_possible = True
+
+    def send(self, messages: Sequence[Message]) -> dict[str, ClaimVerdict]:
+        """Send messages; return the verdicts as ``OneWrite.send`` does."""
+        self._ask([message.call for message in messages if message.call is not None and was_refused(message.key)])
+        for _ in range(MOST_MESSAGES):
+            for message in messages:
+                if not self._is_possible:
+                    return self._settled
+                self._add(message)
+                if len(self._batch) >= MOST_ENTRIES or self._characters >= MOST_CHARACTERS:
+                    self._write()
+            self._write()
+            messages, self._again = self._again, []
+        return self._settled
+
+    def _ask(self, calls: Sequence[Call]) -> None:
+        """Ask for the locks of calls that are probably refused: their messages would be made in vain."""
+        try:
+            holders = backend_of(self.one_write.app).ask(calls, may_be_resent=True) if calls else []
+        except LockBackendError:
+            return
+        self._answers |= {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
+
+    def _add(self, message: Message) -> None:
+        """Make the message of an occurrence, if it is to be sent."""
+        self.dispatcher.progress()
+        try:
+            attempt = self._attempt(message, self._answers.get(message.occurrence.id))
+            if attempt.has_message:
+                self.outbox.expect(partial(self._take, attempt))
+                self.dispatcher.publish(message, attempt.granted)
+        except Exception:  # several writes find out what to do about it
+            if self._error is not None:
+                raise self._error from None
+            return
+        if attempt.has_message and not self.outbox.is_full:  # the task has sent it by its own means
+            self.one_write.rule_out()
+        elif attempt.has_message and self.writes_each:
+            return
+        self._batch.append(attempt)
+        self._characters += attempt.dispatch.size
+
+    def _attempt(self, message: Message, holder: Holder | None) -> _Attempt:
+        """Return what is to be written about an occurrence.
+
+        Args:
+            holder: of its lock; None: the lock is taken to be free.
+
+        Raises:
+            UnusableLockError: as of ``Dispatcher.outcome``.
+        """
+        outcome = self.dispatcher.outcome(message, holder)
+        call, only, waits_for = None, Verdict.ACQUIRED, None
+        if isinstance(outcome, Refused):
+            published = not_published(message, outcome)
+        else:
+            if outcome is not None:
+                waits_for = outcome.ticket.waits_for
+                if outcome.replacing is not None and holder is not None:
+                    call, waits_for = outcome.replacing, holder if holder.state == "running" else None
+                    only = Verdict.WAITING if waits_for else Verdict.ACQUIRED
+                elif message.call is not None and outcome.lock is not None and not _is_unusable(holder):
+                    call, only = replace(message.call, ttl=outcome.wait), holder.verdict if holder else only
+            published = Published.under(waits_for)
+        for place in places_of(call) if call is not None else ():
+            cancel_release(place)
+        decision = self.dispatcher.decide(message, published)
+        dispatch = Dispatch(self.claims[message.occurrence.id], message.claimed, decision, call, only)
+        if isinstance(outcome, Refused):
+            return _Attempt(message, dispatch, has_message=False)
+        return _Attempt(message, dispatch, outcome)
+
+    def _take(self, attempt: _Attempt, outbox: Outbox) -> None:
+        """Take the message that kombu has made."""
+        dispatch = attempt.dispatch
+        dispatch.commands = outbox.commands
+        if dispatch.call is not None:
+            delay = delay_of(attempt.message, self.one_write.app, self.now)
+            dispatch.note = note(dispatch.call.ref, queue=outbox.queue, delay=delay)
+        if self.writes_each and not self._write_at_once(attempt):
+            raise _NotSentError
+
+    def _write_at_once(self, attempt: _Attempt) -> bool:
+        """Write one attempt; return whether it is sent."""
+        self._batch.append(attempt)
+        try:
+            answers = self._write()
+        except RedisError as exc:
+            self._error = exc  # Celery wraps what is raised inside of a publish
+            raise
+        return bool(answers and answers[-1].recorded)
+
+    def _write(self) -> Sequence[Answer]:
+        """Write the batch, and return the answers."""
+        batch, self._batch, self._characters = self._batch, [], 0
+        one_write = self.one_write
+        if not batch or not self._is_possible:
+            return ()
+        self._is_possible = one_write.collector.may_publish(self.term)
+        if not self._is_possible:
+            return ()
+        answers = one_write.write(batch, self._request(batch))
+        if answers is None and self._marks_anew():
+            answers = one_write.write(batch, self._request(batch))
+        if answers is None:
+            one_write.rule_out()
+            self._is_possible = False
+            return ()
+        for attempt, answer in zip(batch, answers, strict=True):
+            self._settle(attempt.message, answer)
+        return answers
+
+    def _request(self, batch: Sequence[_Attempt]) -> Request:
+        dispatches = [attempt.dispatch for attempt in batch]
+        return self.one_write.dispatches.request(dispatches, self.term, retry_at=self.retry_at)
+
+    def _marks_anew(self) -> bool:
+        """Mark the servers again, because they may have lost the markers; return whether it is done."""
+        try:
+            return self.one_write.mark(self.outbox, anew=True)
+        except Exception:  # their drivers may raise anything
+            return False
+
+    def _settle(self, message: Message, answer: Answer) -> None:
+        task_id = message.occurrence.id
+        if answer.recorded or answer.verdict not in {ClaimVerdict.CLAIMED, None}:
+            self._settled[task_id] = answer.verdict or ClaimVerdict.CLAIMED
+        elif answer.holder is not None and not answer.refusal:
+            self._answers[task_id] = answer.holder
+            self._again.append(message)
+
+
+def _is_unusable(holder: Holder | None) -> bool:
+    """Return whether a lock cannot be read."""
+    return holder is not None and holder.verdict is Verdict.UNUSABLE

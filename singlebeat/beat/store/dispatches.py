@@ -1,0 +1,117 @@
+"""One write for everything about an occurrence: its claim, its lock, its message and the decision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+from redis.exceptions import NoPermissionError
+
+from ...locks.base import Verdict
+from ...locks.redis import SCRIPTS, RedisBackend, holder_of
+from ...lua import packed, script
+from ...outbox import SENT_FOR, SENT_KEY, database
+from .claims import CLAIM, CONFIRM, HISTORY_BYTES, ClaimVerdict
+
+if TYPE_CHECKING:
+    from ...locks.base import Call, Holder
+    from ...outbox import Command, Server
+    from ..entries.occurrence import Decision
+    from ..leadership.lease import Term
+    from .claims import Claim, ClaimedOccurrence, Store
+
+__all__ = ("Answer", "Dispatch", "Dispatches", "Request")
+
+DISPATCH = script(__package__, "dispatch", CLAIM, SCRIPTS["acquire"], CONFIRM)
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """An occurrence, and all that is to be written about it."""
+
+    claim: Claim | ClaimedOccurrence  #: the latter: it is claimed already
+    claimed: ClaimedOccurrence
+    decision: Decision
+    call: Call | None = None  #: for its lock; None if it needs none
+    only: Verdict = Verdict.ACQUIRED  #: the one answer to its call with which it is sent
+    commands: Sequence[Command] = ()  #: that send its message; empty: it is not sent
+    note: str = ""  #: for its lock
+
+    @property
+    def size(self) -> int:
+        """Characters of its message."""
+        return sum(len(str(command.argument)) for command in self.commands)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What has become of a dispatch."""
+
+    verdict: ClaimVerdict | None  #: of its claim; None: the server refuses it
+    holder: Holder | None  #: the answer to its call
+    recorded: str  #: the reply of ``confirm.lua``; empty: it is not sent
+    refusal: str  #: why the server refuses a step; empty if it refuses none
+
+    @classmethod
+    def of(cls, reply: Sequence[Any]) -> Answer:
+        """Read the reply of ``dispatch.lua``."""
+        verdict, holder, recorded, refusal = reply
+        claimed = ClaimVerdict(verdict) if verdict else None
+        return cls(claimed, holder_of(holder) if holder else None, recorded, refusal)
+
+
+class Request(NamedTuple):
+    """Keys and arguments of ``dispatch.lua``."""
+
+    keys: Sequence[str]
+    arguments: Sequence[str | int]
+
+
+class Dispatches:
+    """The dispatches of one beat.
+
+    Args:
+        servers: that of the broker, and that of the locks.
+    """
+
+    def __init__(self, store: Store, servers: tuple[Server, Server]) -> None:
+        self.store, self.servers = store, servers
+        self._sender, self._numbers = uuid4().hex, count(1)
+
+    def request(self, dispatches: Sequence[Dispatch], term: Term, *, retry_at: datetime) -> Request:
+        """Return a request to write dispatches."""
+        store, keys, db = self.store, self.store.keys, database(self.store.client)
+        fence, token = store.fence(term)
+        touched = [server.key for server in self.servers]
+        touched += (f"{SENT_KEY}{self._sender}", fence, keys.schedule, keys.pending, keys.history)
+        values: list[str | int] = [" ".join(server.value for server in self.servers)]
+        values += ("" if server.db == db else server.db for server in self.servers)
+        values += (db, next(self._numbers), round(SENT_FOR * 1000), token, repr(retry_at.timestamp()))
+        values += (int(bool(keys.lock)), store.history_limit, HISTORY_BYTES)
+        for each in dispatches:
+            decision = each.claimed.confirmation(each.decision).row.values(term)
+            touched.append(each.claimed.stored.entry.key)
+            places, call = RedisBackend.request(each.call, each.only, each.note) if each.call is not None else ((), "")
+            touched += (*places, *(command.key for command in each.commands))
+            values += (packed([each.claim.row]), call, each.only, len(each.commands))
+            values += (part for command in each.commands for part in (command.name, command.argument))
+            values.append(packed([decision]))
+        return Request(touched, values)
+
+    def write(self, request: Request) -> list[Answer] | None:
+        """Write a request, in one round trip; a repetition gives the same answers, and writes nothing.
+
+        Returns:
+            The answer to each dispatch; None if broker or locks are on another server, so that nothing was done.
+        """
+        self.store.report_progress()
+        try:
+            reply = DISPATCH(self.store.client, *request)
+        except NoPermissionError:  # the server has checked the keys first
+            return None
+        return None if reply == "elsewhere" else [Answer.of(each) for each in json.loads(reply)]
