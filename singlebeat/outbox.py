@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,9 +84,15 @@ class Outbox:
     discard = close = flush
 
 
-def takes_outbox(channel: object) -> bool:
-    """Return whether messages over a channel are Redis commands that an outbox can keep: with kombu 5.7 and newer."""
-    return hasattr(channel, "create_publish_batch") and hasattr(channel, "global_keyprefix")
+def takes_outbox(producer: Producer) -> bool:
+    """Return whether the messages of a producer are Redis commands that an outbox can keep: with kombu 5.7 and newer.
+
+    Those of a producer whose user collects them in a batch are not.
+    """
+    if not getattr(producer, "supports_batch_publish", False) or not hasattr(producer.channel, "global_keyprefix"):
+        return False
+    with producer.batch() as batch:
+        return bool(batch.is_outermost)
 
 
 @contextmanager
@@ -116,6 +123,7 @@ class Server:
     key: str = ""  #: of the marker, with the prefix of the connection's keys
     db: int = 0
     marked_at: float = -MARKED_FOR  #: monotonic
+    channel: weakref.ref[Any] | None = None  #: over which the marker of a broker was written
     elsewhere_until: float = 0.0  #: monotonic
 
     def may_be_here(self, now: float) -> bool:
@@ -141,7 +149,9 @@ class Server:
         return True
 
     def mark_broker(self, channel: Any, now: float, *, anew: bool = False) -> bool:
-        """Write the marker over the connection of a channel, as ``mark`` does."""
+        """Write the marker over the connection of a channel, as ``mark`` does; another channel may lead elsewhere."""
+        if self.channel is None or self.channel() is not channel:
+            self.channel, self.value, self.marked_at = weakref.ref(channel), uuid4().hex, -MARKED_FOR
         return self.mark(channel.client, now, prefix=channel.global_keyprefix, anew=anew)
 
     def forget(self, client: RedisClient) -> None:

@@ -375,7 +375,8 @@ class Dispatcher:
                 keep(backend_of(self.app), locks, seconds)
 
     def _acquire(self, messages: Sequence[Message]) -> Mapping[str, Holder]:
-        calls = [message.call for message in messages if message.call is not None]
+        plans = [message.plan for message in messages if message.plan is not None]
+        calls = [call for plan in plans if (call := plan.unsent) is not None]
         for call in calls:
             for place in places_of(call):
                 cancel_release(place)

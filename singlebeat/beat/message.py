@@ -90,6 +90,11 @@ class Message:
         return key
 
     @property
+    def goes_its_own_way(self) -> bool:
+        """Whether its task acquires a lock itself, or an option names another connection."""
+        return self.locks_itself or self.entry.options.get("connection") is not None
+
+    @property
     def call(self) -> Call | None:
         """The request for its lock; None if it needs none before it is sent."""
         return None if self.plan is None else self.plan.call

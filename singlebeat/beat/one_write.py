@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -134,7 +134,7 @@ class OneWrite:
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
             sending = _Sending(self, outbox, by_id, term, now, retry_at)
-            return sending.send([message for message in messages if not message.locks_itself])
+            return sending.send([message for message in messages if not message.goes_its_own_way])
 
     def _may_be_possible(self) -> bool:
         """Return whether nothing forbids one write as far as this process knows."""
@@ -295,7 +295,7 @@ class _Sending:
                     call, waits_for = outcome.replacing, holder if holder.state == "running" else None
                     only = Verdict.WAITING if waits_for else Verdict.ACQUIRED
                 elif message.call is not None and outcome.lock is not None and not _is_unusable(holder):
-                    call, only = replace(message.call, ttl=outcome.wait), holder.verdict if holder else only
+                    call, only = message.call, holder.verdict if holder else only
             published = Published.under(waits_for)
         for place in places_of(call) if call is not None else ():
             cancel_release(place)

@@ -87,7 +87,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             Exception: the broker is not reached.
         """
         producer = self.producer
-        if not takes_outbox(producer.channel):
+        if not takes_outbox(producer):
             raise NotImplementedError("only kombu 5.7 and newer, with Redis as the broker, hands messages over")
         with collecting(producer) as outbox:
             self._collecting = producer

@@ -77,6 +77,7 @@ end
 --- Write the record of a free lock, or leave the record of the same id; return the lifetime of the lock (ms).
 local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held, entry, note)
   if not is_ours then
+    redis.call("PEXPIRE", lock, 1) -- if this is forbidden, nothing is written: a lock without an end would stay
     redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
       "task", task, "args", args, "entry", entry, "since", now_text, "payload", "", "if_held", if_held)
     if expiry > 0 then

@@ -112,7 +112,9 @@ class Granted:
         about = {"task": task.name, "id": self.ticket.task_id}
         if self.terminates and holder.state == "running":
             try:
-                task.app.control.revoke(holder.task_id, terminate=True)
+                # Celery holds this connection while it takes a producer with another one from a pool, which may be empty.
+                with task.app.connection_for_write() as connection:
+                    task.app.control.revoke(holder.task_id, terminate=True, connection=connection)
             except Exception as exc:  # transports raise any exception
                 log.warning(
                     "%(task)s[%(id)s] waits for its turn: the run of task %(holder)s could not be terminated",
@@ -150,6 +152,13 @@ class Plan:
     overlap: Overlap = Overlap.SKIP
     wait: float = 0.0  #: seconds that its message may wait for its start
     is_of_beat: bool = False  #: beat sends it: its lock ends early until the message is sent, and it may be sent again
+
+    @property
+    def unsent(self) -> Call | None:
+        """The request for its lock in a write of its own, before the message is sent."""
+        if self.call is None or not self.is_of_beat:
+            return self.call
+        return dataclasses.replace(self.call, ttl=min(self.wait, UNSENT_TTL))
 
     @property
     def granted(self) -> Granted:
@@ -208,7 +217,6 @@ def plan_call(
     must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
     call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
     wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
-    call = dataclasses.replace(call, ttl=min(wait, UNSENT_TTL) if is_of_beat else wait)
     match task.lock:
         case LockMode.UNTIL_EXECUTING:
             ticket = Ticket(task_id, otherwise.key, key)
@@ -231,16 +239,20 @@ def plan_call(
     return Plan(ticket, call, otherwise if must_be_sent else None, overlap, wait, is_of_beat)
 
 
-def acquire(task: LockableTask, plan: Plan) -> Granted | Refused:
+def acquire(task: LockableTask, plan: Plan, *, may_have_run: bool = False) -> Granted | Refused:
     """Acquire the lock that a call needs before it is sent.
+
+    Args:
+        may_have_run: the call may have been sent before; if it has ended by now, it is refused.
 
     Raises:
         LockBackendError: the locks' server does not answer, or the lock's key holds other data.
     """
-    if plan.call is None:
+    call = plan.unsent
+    if call is None:
         return plan.granted
     # Beat computes its task ids. It sends the same id again if it cannot know whether the message was sent.
-    return plan.outcome(_acquire(task, plan.call, may_be_resent=plan.is_of_beat))
+    return plan.outcome(_acquire(task, call, may_be_resent=plan.is_of_beat or may_have_run))
 
 
 def _check_backend(task: LockableTask, overlap: Overlap) -> None:

@@ -141,9 +141,14 @@ class RedisBackend(BaseBackend):
         return self._acquire(calls, "nothing", may_be_resent=may_be_resent)
 
     @staticmethod
-    def request(call: Call, only: Verdict | str = "", note: str = "") -> tuple[Sequence[str], str]:
-        """Return the keys and the request of a call as ``acquire.lua`` takes them, for a script that uses it."""
-        return _all_keys(call.ref.key), packed([_row(call, only, note)])
+    def keys_of(call: Call) -> Sequence[str]:
+        """Return the keys of a call as ``acquire.lua`` takes them, for a script that uses it."""
+        return _all_keys(call.ref.key)
+
+    @staticmethod
+    def requests(calls: Iterable[tuple[Call, str, str]]) -> str:
+        """Return calls, each with its ``only`` and its note, as ``acquire.lua`` takes them."""
+        return packed(_row(*call) for call in calls)
 
     def send(self, sendings: Sequence[Sending], broker: Server) -> list[Holder] | None:
         """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
@@ -157,9 +162,8 @@ class RedisBackend(BaseBackend):
         keys = [broker.key, ""]
         values: list[str | int] = []
         for each in sendings:
-            places, request = self.request(each.call, each.only)
-            keys += (*places, *(command.key for command in each.commands))
-            values += (request, len(each.commands))
+            keys += (*self.keys_of(each.call), *(command.key for command in each.commands))
+            values += (self.requests([(each.call, each.only, "")]), len(each.commands))
             values += (part for command in each.commands for part in (command.name, command.argument))
         where = broker.value, "" if broker.db == db else broker.db, db
         with senders.one() as sender:

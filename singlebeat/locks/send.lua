@@ -47,7 +47,7 @@ if type(kept) == "string" and string.sub(kept, 1, #request) == request then
 end
 local may_keep = redis.pcall("SET", sent, "", "PX", keep_ms) -- before all other writes: a right may be missing
 if may_keep.err then
-  return "elsewhere"
+  return string.find(may_keep.err, "NOPERM", 1, true) and "elsewhere" or may_keep
 end
 
 local key, argument = 3, 8 -- of the next call, in KEYS and ARGV

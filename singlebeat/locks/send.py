@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 from celery.signals import after_task_publish, before_task_publish
+from kombu import Producer
 
 from ..outbox import Server, collecting, takes_outbox
 from . import backend_of
@@ -19,7 +20,7 @@ from .late_release import cancel_release
 if TYPE_CHECKING:
     from celery import Celery
     from celery.result import AsyncResult
-    from kombu import Connection, Producer
+    from kombu import Connection
 
     from ..outbox import Outbox
     from .acquire import Granted, Plan
@@ -50,17 +51,22 @@ class _NotSentError(Exception):
     """Ends a publish before Celery reports the message as sent."""
 
 
-def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Producer | None) -> AsyncResult | Refused:
+def send_call(
+    task: LockableTask, plan: Plan, publish: Publish, producer: Producer | None, *, is_redirected: bool = False
+) -> AsyncResult | Refused:
     """Acquire the lock of a call, and send the call.
 
     Where broker and locks are one Redis server, both happen in one write, or neither. Else the lock is acquired first;
     if the process dies before it sends the message, the lock ends by itself.
 
+    Args:
+        is_redirected: an option of the call names a connection, over which Celery sends it without this producer.
+
     Raises:
         LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         Exception: any error of the broker.
     """
-    if (call := plan.call) is not None and not plan.is_of_beat and _may_be_one_write(task):
+    if (call := plan.call) is not None and not plan.is_of_beat and not is_redirected and _may_be_one_write(task):
         # A call that is probably refused asks first: its message would be made in vain.
         answer = answered(task, call, task.singleton_backend.ask([call])[0]) if was_refused(call.ref.key) else None
         if (
@@ -70,10 +76,11 @@ def send_call(task: LockableTask, plan: Plan, publish: Publish, producer: Produc
         ):
             return refused
         with task.app.producer_or_acquire(producer) as own:
-            outcome = _OneWrite(task, plan, publish, own).send(call, answer)
+            write = _OneWrite(task, plan, publish, own)
+            outcome = write.send(call, answer)
         if outcome is not None:
             remember(call.ref.key, is_refused=isinstance(outcome, Refused))
-            return outcome
+            return outcome if isinstance(outcome, Refused) else write.replaced(outcome)
     granted = acquire(task, plan)
     if isinstance(granted, Refused):
         return granted
@@ -101,8 +108,11 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
     backend, channel, broker = backend_of(app), connection.default_channel, Server()
     if not backend.sends:
         return f"the locks are in {backend.name}, or in a Redis Cluster"
-    if not takes_outbox(channel):
-        return "only kombu 5.7 and newer, with Redis as the broker, hands messages over to a script"
+    if not takes_outbox(Producer(channel)):
+        return (
+            "only kombu 5.7 and newer hands messages over to a script, with Redis as the broker, and without "
+            "retry_on_timeout in broker_transport_options"
+        )
     broker.mark_broker(channel, time.monotonic())
     try:
         return "the broker is not on the server of the locks" if backend.send([], broker) is None else ""
@@ -148,6 +158,7 @@ class _OneWrite:
     def __init__(self, task: LockableTask, plan: Plan, publish: Publish, producer: Producer) -> None:
         self.task, self.plan, self.publish, self.producer = task, plan, publish, producer
         self.broker = _broker_of(task.app, producer.connection)
+        self._replaced: tuple[Granted, Holder] | None = None  #: the answer to a call that evicts others
 
     def send(self, call: Call, answer: Holder | None) -> AsyncResult | Refused | None:
         """Send the call; return its result, or None if it must be sent in two writes.
@@ -161,7 +172,7 @@ class _OneWrite:
             Exception: the message cannot be made.
         """
         try:
-            if not self.broker.may_be_here(time.monotonic()) or not takes_outbox(self.producer.channel):
+            if not self.broker.may_be_here(time.monotonic()) or not takes_outbox(self.producer):
                 return None
             self.broker.mark_broker(self.producer.channel, time.monotonic())
         except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
@@ -184,15 +195,31 @@ class _OneWrite:
                 return result
         return None
 
+    def replaced(self, result: AsyncResult) -> AsyncResult:
+        """Return the result of the sent call; terminate the run that it waits for, if the call does that.
+
+        This needs another producer, so the caller has freed its own: that may be the only one of its pool.
+        """
+        if self._replaced is not None:
+            granted, holder = self._replaced
+            result.waits_for = granted.note_replaced(self.task, holder)
+        return result
+
     def _answer(self, sending: Sending) -> Holder | None:
         """Run the write, and return the answer to its call; None if nothing is sent in one write for now."""
         holders = self.task.singleton_backend.send([sending], self.broker)
-        if holders is None and self.broker.mark_broker(self.producer.channel, time.monotonic(), anew=True):
+        if holders is None and self._mark_anew():
             holders = self.task.singleton_backend.send([sending], self.broker)
         if holders is None or holders[0].verdict is Verdict.REFUSED:
             self.broker.rule_out(time.monotonic())
             return None
         return answered(self.task, sending.call, holders[0])
+
+    def _mark_anew(self) -> bool:
+        try:
+            return self.broker.mark_broker(self.producer.channel, time.monotonic(), anew=True)
+        except Exception:  # two writes find out what to do about it
+            return False
 
     def _write(self, granted: Granted, sending: Sending) -> tuple[AsyncResult | None, Holder | None]:
         """Make the message of a call, and send it if the lock is granted.
@@ -218,11 +245,12 @@ class _OneWrite:
             if answer is None:  # the broker failed before the write
                 return None, None
             raise
-        if answer is None:  # another producer has sent it: it was asked for by an option, or by the user's own code
+        if answer is None:  # the user's own code has sent it over another producer
             self.broker.rule_out(time.monotonic())
-            acquire(self.task, self.plan)  # if it is refused, so is the message at its start
-        elif granted.replacing is not None:
-            result.waits_for = granted.note_replaced(self.task, answer)
-        else:
-            result.waits_for = granted.ticket.waits_for
+            # If it is refused, so is the message at its start. It may have run already.
+            acquire(self.task, self.plan, may_have_run=True)
+            return result, None
+        result.waits_for = granted.ticket.waits_for
+        if granted.replacing is not None:
+            self._replaced = granted, answer
         return result, answer

@@ -193,7 +193,7 @@ class Singleton(Task):  # type: ignore[misc]
         try:
             given = {**options, "link": link, "link_error": link_error}
             plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
-            sent = send_call(self, plan, publish, producer)
+            sent = send_call(self, plan, publish, producer, is_redirected=options.get("connection") is not None)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise

@@ -11,7 +11,7 @@ import sys
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +23,12 @@ from kombu.messaging import Producer
 from redis import Redis
 
 from singlebeat import Singleton
-from singlebeat.errors import LockBackendError
+from singlebeat.errors import DuplicateTaskError, LockBackendError
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ref
 from singlebeat.locks.key import behind_key
 from singlebeat.locks.redis import RedisBackend
-from singlebeat.locks.send import _refused
+from singlebeat.locks.send import _refused, why_two_writes
 from singlebeat.outbox import Senders
 from tests.proxy import LossyProxy
 from tests.support import ROOT, wait_until
@@ -311,6 +313,72 @@ def test_a_call_over_a_connection_of_ones_own_goes_there(server, redis, own_serv
     assert (again.id, again.is_duplicate) == (result.id, True)
 
 
+@pytest.mark.parametrize("overlap", ["skip", "raise"])
+def test_a_duplicate_over_a_connection_of_ones_own_is_not_sent(app, server, redis, overlap):
+    task = define(app, overlap=overlap)
+    first = task.delay(1)
+
+    with app.connection_for_write(server.celery_url) as connection, suppress(DuplicateTaskError):
+        assert task.apply_async([1], connection=connection).id == first.id
+
+    assert values(redis) == [1]
+
+
+def test_a_transport_that_keeps_no_messages_gets_them_in_two_writes(server, redis):
+    """With this option, kombu publishes at once whatever it is asked for."""
+    with apps(server.celery_url, broker_transport_options={"retry_on_timeout": True}) as app:
+        task = define(app)
+        assert [task.delay(1).is_duplicate for _ in range(2)] == [False, True]
+        with app.connection_for_write() as connection:
+            assert "retry_on_timeout" in why_two_writes(app, connection)
+
+    assert values(redis) == [1]
+
+
+def test_a_call_after_a_failover_of_the_broker_goes_where_the_worker_is(server, redis, own_server):
+    """The first server is back by then, with its data."""
+    with apps(own_server.celery_url, broker_url=f"{own_server.celery_url};{server.celery_url}") as app:
+        task = define(app, ignore_result=True)
+        task.delay(0)
+        own_server.client().save()
+        own_server.kill()
+        app.tasks["tests.system.apps.plain"].apply_async([1], ignore_result=True)
+        own_server.start()
+
+        task.delay(2)
+
+    assert values(redis) == [1, 2]
+    with own_server.client() as first:
+        assert values(first) == [0]
+
+
+def test_a_call_that_was_sent_otherwise_and_is_over_leaves_no_lock(app, redis, monkeypatch):
+    task, send = define(app), app.send_task
+
+    def elsewhere(*args: Any, producer: Any = None, **options: Any) -> Any:
+        with app.connection_for_write() as connection:
+            result = send(*args, producer=app.amqp.Producer(connection), **options)
+        key = task.generate_lock(task.name, [1])
+        backend_of(app).finish_many([Ref(key, result.id)], remember_for=60, ran=True)
+        return result
+
+    monkeypatch.setattr(app, "send_task", elsewhere)
+    task.delay(1)
+
+    assert locks(redis) == set()
+
+
+def test_a_call_that_terminates_a_run_needs_one_connection(server, redis):
+    with apps(server.celery_url, broker_pool_limit=1) as app:
+        task = define(app, overlap="terminate_other")
+        first = task.delay(1)
+        redis.hset(task.generate_lock(task.name, [1]), "state", "running")
+
+        assert task.delay(1).waits_for.task_id == first.id
+
+    assert values(redis) == [1, 1]
+
+
 def test_a_call_of_a_users_own_sender_is_locked_all_the_same(app, redis, monkeypatch):
     """As one that sends all tasks of an app over a producer of its own."""
     task, send = define(app), app.send_task
@@ -414,6 +482,35 @@ def test_a_full_server_takes_neither_lock_nor_message(own_server):
         assert locks(redis) == ids(redis)
 
 
+def test_a_server_that_refuses_writes_is_the_locks_error(own_server, monkeypatch):
+    with apps(own_server.celery_url) as app, own_server.client() as redis:
+        task = define(app, ignore_result=True)
+        task.delay(0)
+        own_server.client().config_set("min-replicas-to-write", 1)
+        later = time.monotonic() + 2  # so the marker would be written again
+        monkeypatch.setattr("singlebeat.locks.send.time", SimpleNamespace(monotonic=lambda: later))
+
+        with pytest.raises(LockBackendError, match="NOREPLICAS"):
+            task.delay(1)
+
+        redis.config_set("min-replicas-to-write", 0)
+        assert values(redis) == [0]
+
+
+def test_a_user_that_may_not_limit_a_lock_writes_none(server, redis):
+    redis.acl_setuser(
+        "endless", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-pexpire"]
+    )
+    try:
+        url = server.url.replace("://", "://endless:pw@", 1)
+        with apps(server.celery_url, singleton_backend_url=url) as app, pytest.raises(LockBackendError):
+            define(app).delay(1)
+    finally:
+        redis.acl_deluser("endless")
+
+    assert locks(redis) == set()
+
+
 def test_a_write_that_comes_too_late_sends_nothing(server, redis, monkeypatch):
     with apps(server.celery_url) as app:
         task = define(app)
@@ -480,6 +577,19 @@ def test_a_users_own_batch_of_messages_is_left_alone(app, redis):
         assert values(redis) == [1]
 
     assert values(redis) == [1, "in the batch"]
+
+
+def test_a_duplicate_in_a_users_own_batch_ends_it_not(app, redis):
+    task, plain = define(app), app.tasks["tests.system.apps.plain"]
+    first = task.delay(1)
+    with app.producer_pool.acquire() as producer, producer.batch():
+        assert task.apply_async([1], producer=producer).id == first.id
+        plain.apply_async([2], producer=producer)
+        assert task.apply_async([1], producer=producer).id == first.id
+        task.apply_async([3], producer=producer)
+        assert values(redis) == [1]
+
+    assert values(redis) == [1, 2, 3]
 
 
 def test_a_forked_child_proves_the_broker_by_a_marker_of_its_own(app, redis):

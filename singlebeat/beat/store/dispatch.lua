@@ -1,7 +1,7 @@
 --- dispatch: claim occurrences, acquire their locks, send their messages, and record the decisions about them.
 --
--- It uses claim, acquire and confirm. Each occurrence ends at the first step that is denied; after "claimed", such an
--- occurrence is pending. A repetition, after its reply was lost, gives the same reply, and writes nothing.
+-- It uses claim, acquire and confirm. An occurrence ends at the first step that is denied; if it is claimed by then, it
+-- is pending. A repetition, after its reply was lost, gives the same reply, and writes nothing.
 --
 -- KEYS[1]    broker    string in the broker's database: its value proves that the broker is this server
 -- KEYS[2]    locks     string in the database of the locks: the same for the locks
@@ -10,9 +10,8 @@
 -- KEYS[5]    schedule  as in claim
 -- KEYS[6]    pending   as in claim and confirm
 -- KEYS[7]    history   as in confirm
--- KEYS[8...] for each occurrence
---            entry     as in claim and confirm
---            four keys, as in acquire, in the database of the locks, if the occurrence needs a lock
+-- KEYS[8...] entries   as in claim and confirm, one for each occurrence
+--            locks     in their database, four for each occurrence that needs a lock, as in acquire
 --            queues    in the broker's database, one for each command
 -- ARGV[1]    values    of broker and locks, with a space between
 -- ARGV[2]    broker    number of the broker's database; empty: that of the schedule
@@ -25,13 +24,12 @@
 -- ARGV[9]    leads     as in claim
 -- ARGV[10]   limit     as in confirm
 -- ARGV[11]   bytes     as in confirm
--- ARGV[12...] for each occurrence
---            claim     JSON: an array with the array of the claim, as in claim
---            call      JSON: an array with the array of the call, as in acquire; empty: it needs no lock
---            only      the one verdict of acquire with which it goes on
---            count     number of the commands that send its message; 0: it is not sent
---            commands  for each command: its name (lpush, pexpire, publish) and its argument
---            decision  JSON: an array with the array of the decision, as in confirm
+-- ARGV[12]   claims    as in claim
+-- ARGV[13]   calls     as in acquire, of the occurrences that need a lock
+-- ARGV[14]   decisions as in confirm
+-- ARGV[15]   messages  JSON, for each occurrence: [the one verdict of acquire with which it goes on; empty: it needs no
+--                      lock, number of the commands that send its message; 0: it is not sent]
+-- ARGV[16...] commands for each: its name (lpush, pexpire, publish) and its argument
 --
 -- returns  JSON, for each occurrence an array: [verdict of claim or "", reply of acquire or "", reply of confirm or "",
 --          why the server refuses a step or ""]; the reply of confirm is empty if the message is not sent, and
@@ -77,51 +75,90 @@ if may_keep.err then
   return string.find(may_keep.err, "NOPERM", 1, true) and "elsewhere" or may_keep
 end
 
-local key, argument = 8, 12 -- of the next occurrence, in KEYS and ARGV
+local messages = cjson.decode(ARGV[15])
+local count, replies, goes_on = #messages, {}, {}
 
-local function dispatch()
-  local entry, wish, call, only, count = KEYS[key], unpack(ARGV, argument, argument + 3)
-  local lock, queue = key + 1, key + (call == "" and 1 or 5)
-  local command, decision = argument + 4, argument + 4 + 2 * count
-  key, argument = queue + count, decision + 1
-
-  local claimed, refused =
-    inside("", claim, {KEYS[4], KEYS[5], KEYS[6], entry}, {ARGV[7], ARGV[8], wish, ARGV[9]})
-  local verdict = claimed and cjson.decode(claimed)[1] or ""
-  if verdict ~= "claimed" then
-    return {verdict, "", "", refused or ""}
+--- Return the rows of some occurrences from the JSON of all.
+local function pick(json, total, numbers)
+  if #numbers == total then
+    return json
   end
-  local answer = ""
-  if call ~= "" then
-    local reply
-    reply, refused = inside(in_locks, acquire, {unpack(KEYS, lock, lock + 3)}, {"1", "0", call})
-    if not reply then
-      return {verdict, "", "", refused}
-    end
-    answer = cjson.decode(reply)[1]
-    if answer[1] ~= only then
-      return {verdict, answer, "", ""}
-    end
+  local all, some = cjson.decode(json), {}
+  for i, number in ipairs(numbers) do
+    some[i] = all[number]
   end
-  local reason = ""
-  for i = 0, count - 1 do
-    local done
-    done, refused =
-      inside(in_broker, redis.pcall, ARGV[command + 2 * i], KEYS[queue + i], ARGV[command + 2 * i + 1])
-    if not done and i == 0 then
-      return {verdict, answer, "", refused}
-    end
-    reason = refused or reason -- the message is in a queue already
-  end
-  local recorded
-  recorded, refused = inside("", confirm, {KEYS[6], KEYS[7], entry}, {ARGV[10], ARGV[11], ARGV[decision]})
-  return {verdict, answer, recorded and cjson.decode(recorded)[1] or "unrecorded", refused or reason}
+  return cjson.encode(some)
 end
 
-local replies = {}
-while argument <= #ARGV do
-  replies[#replies + 1] = dispatch()
+local function claim_all()
+  local keys = {KEYS[4], KEYS[5], KEYS[6], unpack(KEYS, 8, 7 + count)}
+  local verdicts, refused = inside("", claim, keys, {ARGV[7], ARGV[8], ARGV[12], ARGV[9]})
+  verdicts = verdicts and cjson.decode(verdicts)
+  for i = 1, count do
+    replies[i] = {verdicts and verdicts[i] or "", "", "", refused or ""}
+    goes_on[i] = replies[i][1] == "claimed"
+  end
 end
+
+local calls = 0 -- number of the occurrences that need a lock
+
+local function acquire_all()
+  local keys, numbers, askers = {}, {}, {}
+  for i, message in ipairs(messages) do
+    calls = calls + (message[1] ~= "" and 1 or 0)
+    if message[1] ~= "" and goes_on[i] then
+      numbers[#numbers + 1], askers[#askers + 1] = calls, i
+      for key = 4 * calls - 3, 4 * calls do
+        keys[#keys + 1] = KEYS[7 + count + key]
+      end
+    end
+  end
+  if #numbers == 0 then
+    return
+  end
+  local answers, refused = inside(in_locks, acquire, keys, {"1", "0", pick(ARGV[13], calls, numbers)})
+  answers = answers and cjson.decode(answers)
+  for n, i in ipairs(askers) do
+    replies[i][2], replies[i][4] = answers and answers[n] or "", refused or ""
+    goes_on[i] = answers and answers[n][1] == messages[i][1]
+  end
+end
+
+local function send_all()
+  local queue, command = 7 + count + 4 * calls, 16
+  for i, message in ipairs(messages) do
+    for sent_before = 0, message[2] - 1 do
+      queue = queue + 1
+      if goes_on[i] then
+        local done, refused = inside(in_broker, redis.pcall, ARGV[command], KEYS[queue], ARGV[command + 1])
+        replies[i][4] = refused or replies[i][4]
+        goes_on[i] = done or sent_before > 0 -- it is in one queue already
+      end
+      command = command + 2
+    end
+  end
+end
+
+local function confirm_all()
+  local keys, numbers = {KEYS[6], KEYS[7]}, {}
+  for i = 1, count do
+    if goes_on[i] then
+      numbers[#numbers + 1] = i
+      keys[#keys + 1] = KEYS[7 + i]
+    end
+  end
+  local records, refused = inside("", confirm, keys, {ARGV[10], ARGV[11], pick(ARGV[14], count, numbers)})
+  records = records and cjson.decode(records)
+  for n, i in ipairs(numbers) do
+    replies[i][3] = records and records[n] or "unrecorded"
+    replies[i][4] = refused or replies[i][4]
+  end
+end
+
+claim_all()
+acquire_all()
+send_all()
+confirm_all()
 local all = cjson.encode(replies)
 redis.call("SET", sent, request .. all, "PX", keep_ms)
 return all

@@ -93,14 +93,17 @@ class Dispatches:
         values += ("" if server.db == db else server.db for server in self.servers)
         values += (db, next(self._numbers), round(SENT_FOR * 1000), token, repr(retry_at.timestamp()))
         values += (int(bool(keys.lock)), store.history_limit, HISTORY_BYTES)
-        for each in dispatches:
-            decision = each.claimed.confirmation(each.decision).row.values(term)
-            touched.append(each.claimed.stored.entry.key)
-            places, call = RedisBackend.request(each.call, each.only, each.note) if each.call is not None else ((), "")
-            touched += (*places, *(command.key for command in each.commands))
-            values += (packed([each.claim.row]), call, each.only, len(each.commands))
-            values += (part for command in each.commands for part in (command.name, command.argument))
-            values.append(packed([decision]))
+        calls = [(each.call, each.only, each.note) for each in dispatches if each.call is not None]
+        values.append(packed(each.claim.row for each in dispatches))
+        values.append(RedisBackend.requests(calls))
+        values.append(packed(each.claimed.confirmation(each.decision).row.values(term) for each in dispatches))
+        values.append(packed((each.only if each.call is not None else "", len(each.commands)) for each in dispatches))
+        touched += (each.claimed.stored.entry.key for each in dispatches)
+        for call, *_ in calls:
+            touched += RedisBackend.keys_of(call)
+        for command in (command for each in dispatches for command in each.commands):
+            touched.append(command.key)
+            values += (command.name, command.argument)
         return Request(touched, values)
 
     def write(self, request: Request) -> list[Answer] | None:
