@@ -386,6 +386,7 @@ def contents(client: Redis, *, but: Collection[str] = ()) -> dict[str, object]:
     """Return everything that a server holds, but for some keys: to see that nothing was written."""
     readers = {"hash": client.hgetall, "zset": lambda key: client.zrange(key, 0, -1, withscores=True)}
     readers |= {"string": client.get, "set": client.smembers, "stream": client.xrange}
+    readers |= {"list": lambda key: client.lrange(key, 0, -1)}
     return {key: readers[client.type(key)](key) for key in client.scan_iter() if key not in but}
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .store.claims import ClaimedOccurrence, Confirmation, Store
 
 
-__all__ = ("RETRY_AFTER", "Dispatcher", "Published", "delay_of", "not_published")
+__all__ = ("RETRY_AFTER", "Dispatcher", "Published", "delay_of", "is_transient", "not_published")
 
 log = Log("celery.beat")
 
@@ -60,7 +60,7 @@ UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 UNUSABLE = (LookupError, TypeError, ValueError, DataError)
 
 
-def _is_transient(exc: Exception) -> bool:
+def is_transient(exc: Exception) -> bool:
     """Return whether an attempt failed because a server is unreachable, so that a retry may succeed."""
     return any(isinstance(cause, UNREACHABLE) and not _is_of_message(cause) for cause in _causes(exc))
 
@@ -165,7 +165,7 @@ class Dispatcher:
         self._release(*(lock for message, _ in wrong for lock in message.locks))
         decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
         unsent, asked = list[str](), outage is None
-        messages.sort(key=lambda message: self._backoff.failures_of(message.entry.key))
+        messages = self.by_failures(messages)
         try:
             holders: Mapping[str, Holder] = {}
             try:
@@ -194,6 +194,10 @@ class Dispatcher:
                 left = [message for message in messages if message.occurrence.id not in over]
                 locks = [lock for message in left for lock in message.locks]
                 self._release(*locks) if outage is None else self._release_later(locks)
+
+    def by_failures(self, messages: Iterable[Message]) -> list[Message]:
+        """Return messages in another order: those that have failed most often come last."""
+        return sorted(messages, key=lambda message: self._backoff.failures_of(message.entry.key))
 
     def _send_each(
         self,
@@ -226,7 +230,7 @@ class Dispatcher:
             except Exception as exc:  # claiming and sending run a task's own code and the broker's driver
                 if not self._publisher.may_publish(term):
                     return
-                if _is_transient(exc):
+                if is_transient(exc):
                     unsent.append(key)
                     self._note_failure(exc, key)
                     patience -= time.monotonic() - began

@@ -23,11 +23,11 @@ from ..locks.redis import RedisBackend
 from ..locks.send import remember, was_refused
 from ..log import Log
 from ..outbox import Server
-from .dispatch import Published, delay_of, not_published
+from .dispatch import Published, delay_of, is_transient, not_published
 from .lost_messages import note
 from .message import prepare
 from .store.claims import ClaimVerdict
-from .store.dispatches import Dispatch, Dispatches
+from .store.dispatches import UNRECORDED, Dispatch, Dispatches
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -133,8 +133,9 @@ class OneWrite:
             except Exception:  # a server is unreachable, for example: several writes find out what to do about it
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
+            messages = [message for message in messages if not message.goes_its_own_way]
             sending = _Sending(self, outbox, by_id, term, now, retry_at)
-            return sending.send([message for message in messages if not message.goes_its_own_way])
+            return sending.send(self.dispatcher.by_failures(messages))
 
     def _may_be_possible(self) -> bool:
         """Return whether nothing forbids one write as far as this process knows."""
@@ -155,7 +156,9 @@ class OneWrite:
             Exception: any error of their drivers.
         """
         now, backend = time.monotonic(), cast("RedisBackend", backend_of(self.app))
+        self.store.report_progress()
         is_marked = self._broker.mark_broker(outbox.channel, now, anew=anew)
+        self.store.report_progress()
         return self._locks.mark(backend.redis, now, anew=anew) or is_marked
 
     def rule_out(self) -> None:
@@ -178,6 +181,9 @@ class OneWrite:
         self._unanswered = None
         for attempt, answer in zip(attempts, answers or (), strict=answers is not None):
             self._report(attempt, answer)
+        for answer in answers or ():
+            if answer.recorded == UNRECORDED:
+                raise ResponseError(answer.refusal)
         return answers
 
     def _recall(self) -> None:
@@ -264,9 +270,10 @@ class _Sending:
             if attempt.has_message:
                 self.outbox.expect(partial(self._take, attempt))
                 self.dispatcher.publish(message, attempt.granted)
-        except Exception:  # several writes find out what to do about it
+        except Exception as exc:  # several writes find out what to do about it
             if self._error is not None:
                 raise self._error from None
+            self._is_possible = self._is_possible and not is_transient(exc)  # each further try may take as long
             return
         if attempt.has_message and not self.outbox.is_full:  # the task has sent it by its own means
             self.one_write.rule_out()

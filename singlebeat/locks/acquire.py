@@ -112,7 +112,7 @@ class Granted:
         about = {"task": task.name, "id": self.ticket.task_id}
         if self.terminates and holder.state == "running":
             try:
-                # Celery holds this connection while it takes a producer with another one from a pool, which may be empty.
+                # Celery holds this connection while it takes a producer with another one from a pool, maybe the last.
                 with task.app.connection_for_write() as connection:
                     task.app.control.revoke(holder.task_id, terminate=True, connection=connection)
             except Exception as exc:  # transports raise any exception

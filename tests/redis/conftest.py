@@ -14,6 +14,7 @@ from redis import Redis
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.metrics import BeatMetrics
+from singlebeat.beat.one_write import OneWrite
 from singlebeat.cli import main
 from tests.redis.bench import Bench
 from tests.support import RedisServer
@@ -79,6 +80,12 @@ def bench_on() -> Iterator[Callable[..., Bench]]:
 def bench(server: RedisServer, redis: Redis, bench_on) -> Bench:
     """A bench on the server of this test process."""
     return bench_on(server)
+
+
+@pytest.fixture
+def several_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let beats claim, lock, send and confirm in writes of their own, as where the broker is on another server."""
+    monkeypatch.setattr(OneWrite, "_may_be_possible", lambda _: False)
 
 
 @pytest.fixture

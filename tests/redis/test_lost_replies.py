@@ -14,6 +14,7 @@ from redis import Redis
 from singlebeat import signals
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.leadership.lease import resign
+from singlebeat.beat.store.dispatches import DISPATCH
 from singlebeat.lua import Script, packed, script
 from tests.proxy import LossyProxy
 from tests.redis.bench import Bench
@@ -48,7 +49,7 @@ def claim(
 def retake(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.set(LOCK, "t")
     redis.zadd(PENDING, {"redbeat:e": 5})
-    return [LOCK, PENDING], ["t", "30.123456", packed([("redbeat:e", 5)])]
+    return [LOCK, PENDING], ["t", "30.123456", packed([("redbeat:e", 5, "redbeat:e")])]
 
 
 def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], list[Any]]:
@@ -62,6 +63,24 @@ def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], 
         600,
         packed([("redbeat:e", pending, "", record, "5.5" if pending else "")]),
     ]
+
+
+def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple[list[str], list[Any]]:
+    """A run with a lock, and one without."""
+    keys, (_, retry_at, claims, leads) = claim(redis, occurrence="o")
+    redis.set(LOCK, fence)
+    redis.hset("redbeat:f", "definition", "d")
+    redis.zadd(SCHEDULE, {"redbeat:f": 5})
+    rows = [*json.loads(claims), ("redbeat:f", 5, sha_of(redis, "redbeat:f"), "7.25", "new", "", "p")]
+    record = [PLAIN, "2030-01-01", "scheduled", "dispatched", "", "id", "3", "", "host:1", ""]
+    decisions = [(f"redbeat:{name}", pending, "", [name, *record], "5.5") for name, pending in (("e", "o"), ("f", "p"))]
+    call = ("id", "0", 9000, 0, PLAIN, "", "", "", "e", only, "note")
+    redis.mset({"broker": "1", "locks": "2"})
+    where = ["broker", "locks", "sent", *keys[:3], HISTORY, "redbeat:e", "redbeat:f"]
+    args = ["1 2", "", "", 0, "7", 9000, "t", retry_at, leads, 10, 600, packed(rows), packed([call])]
+    messages = packed([(only, 1), ("", 1)])
+    sent = ["lpush", "first", "lpush", "second"]
+    return [*where, "lock", "done", "behind", "turn", "celery", "celery"], [*args, packed(decisions), messages, *sent]
 
 
 def save(redis: Redis, found: list[Any], fields: list[Any]) -> tuple[list[str], list[Any]]:
@@ -126,6 +145,9 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "claim, moved on without a new past": lambda redis: claim(redis, meta="", token="", leads=0),
     "confirm": lambda redis: confirm(redis, pending="o"),
     "confirm, not claimed": lambda redis: confirm(redis, pending=""),
+    "dispatch": dispatch,
+    "dispatch, another lock than expected": lambda redis: dispatch(redis, only="waiting"),
+    "dispatch, another leads": lambda redis: dispatch(redis, fence="another"),
     "park": parked,
     "place": placed,
     "probe": lambda _: (["redbeat::doctor"], ['[["SET", "1"], ["DEL"]]']),
@@ -151,7 +173,7 @@ SAY_SOMETHING_ELSE = {"park", "unpark"}
 
 
 def beat_script(name: str) -> Script:
-    return script(SCRIPTS[name], name)
+    return DISPATCH if name == "dispatch" else script(SCRIPTS[name], name)
 
 
 def without_time(call: str, reply: Any) -> Any:

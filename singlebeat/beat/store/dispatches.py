@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from ..leadership.lease import Term
     from .claims import Claim, ClaimedOccurrence, Store
 
-__all__ = ("Answer", "Dispatch", "Dispatches", "Request")
+__all__ = ("DISPATCH", "UNRECORDED", "Answer", "Dispatch", "Dispatches", "Request")
+
+#: The reply of ``dispatch.lua`` for an occurrence that is sent, and whose decision the server refuses to record.
+UNRECORDED = "unrecorded"
 
 DISPATCH = script(__package__, "dispatch", CLAIM, SCRIPTS["acquire"], CONFIRM)
 
@@ -54,7 +57,7 @@ class Answer:
 
     verdict: ClaimVerdict | None  #: of its claim; None: the server refuses it
     holder: Holder | None  #: the answer to its call
-    recorded: str  #: the reply of ``confirm.lua``; empty: it is not sent
+    recorded: str  #: the reply of ``confirm.lua``, or ``UNRECORDED``; empty: it is not sent
     refusal: str  #: why the server refuses a step; empty if it refuses none
 
     @classmethod
