@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -29,8 +30,19 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership import lease as lease_module
 from singlebeat.beat.leadership.lease import MARGIN, Lease, Term
 from singlebeat.beat.store import claims as store_module
-from singlebeat.beat.store.claims import Claim, ClaimVerdict, Confirmation, Due, Store, Stored
+from singlebeat.beat.store import dispatches as dispatches_module
+from singlebeat.beat.store.claims import (
+    Claim,
+    ClaimedOccurrence,
+    ClaimVerdict,
+    Confirmation,
+    Due,
+    Store,
+    Stored,
+)
+from singlebeat.beat.store.dispatches import DISPATCH, Dispatch, Dispatches
 from singlebeat.lua import Script
+from singlebeat.outbox import Command, Server
 from tests.system.apps import make_app
 
 #: Seconds of a lease in the machine's time; real ones are too few to end it.
@@ -41,6 +53,8 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 #: Speeds of the beats' monotonic clocks, which the margin of the lease must bear.
 SPEEDS = (0.95, 1.05)
+
+QUEUE = "celery"
 
 beats = st.integers(0, len(SPEEDS) - 1)
 delays = st.sampled_from([0, 0, 0, 20, 150, 280])
@@ -98,6 +112,11 @@ class Repeating:
             self.redis.evalsha(*args)
         return self.redis.evalsha(*args)
 
+    def eval(self, *args: Any) -> Any:  # the server has not seen the script yet
+        if self.repeats:
+            self.redis.eval(*args)
+        return self.redis.eval(*args)
+
 
 class LeaseMachine(RuleBasedStateMachine):
     """Two beats with the real lease, store and scripts on a real server.
@@ -121,6 +140,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.delay, self.lost = (0.0, 0.0), ""
         self.takes = 0
         self.claimed: Counter[str] = Counter()
+        self.written: dict[str, bool] = {}  #: occurrences that were sent in one write
         self.retaken: Counter[tuple[str, float]] = Counter()
         self.terms: set[int] = set()
         self.ledger_is_new = False
@@ -252,6 +272,40 @@ class LeaseMachine(RuleBasedStateMachine):
         ]
         store.confirm(confirmations, hands.term)
 
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), repeated=st.booleans(), late=st.booleans())
+    def dispatch(self, data, repeated, late):
+        """Claim, send and confirm in one write."""
+        store, hands = data.draw(st.sampled_from(self.hands))
+        store.client.repeats = repeated
+        self.ledger_is_new = True
+        claims: list[Claim | ClaimedOccurrence] = [self.claim_for(stored, hands.now) for stored in hands.due.entries]
+        claims += [ClaimedOccurrence(stored, occurrence, stored.meta) for stored, occurrence in hands.taken]
+        rows = []
+        for claim in claims:
+            claimed = claim if isinstance(claim, ClaimedOccurrence) else claim.claimed
+            entry, occurrence = claimed.stored.entry, claimed.occurrence
+            decision = Decision(entry.name, entry.task, occurrence, DecisionType.DISPATCHED)
+            rows.append(Dispatch(claim, claimed, decision, commands=[Command("lpush", QUEUE, occurrence.id)]))
+        here = Server()
+        here.mark(self.redis, 0.0)
+        writer = Dispatches(store, (here, here))
+        request = writer.request(rows, hands.term, retry_at=self.retry_at())
+        fenced = self.is_fenced(hands.term)
+
+        def write() -> None:
+            self.ledger_is_new = True
+            for row, answer in zip(rows, writer.write(request), strict=True):
+                assert late or not fenced or answer.verdict is ClaimVerdict.FENCED
+                assert (answer.verdict is ClaimVerdict.CLAIMED) == bool(answer.recorded)
+                if answer.recorded and isinstance(row.claim, Claim):
+                    self.written[row.claimed.occurrence.id] = True
+
+        if late:
+            self.late.append((write, ()))
+        else:
+            write()
+
     # ------------------------------------------------ the world
 
     @rule(at=beats, what=st.sampled_from(["crash", "stop", "lock is deleted"]))
@@ -279,6 +333,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def no_occurrence_is_claimed_twice(self):
         assert not {id_: count for id_, count in self.claimed.items() if count > 1}
+        assert not self.claimed.keys() & self.written.keys()
 
     @invariant()
     def no_occurrence_is_taken_up_twice_at_a_time(self):
@@ -292,7 +347,10 @@ class LeaseMachine(RuleBasedStateMachine):
         members = self.redis.zrange(self.keys.pending, 0, -1)
         pending = Counter(Occurrence.decode(self.redis.hget(member, "pending")).id for member in members)
         decided = Counter(record["id"] for _, record in self.redis.xrange(self.keys.history))
-        assert pending + decided == Counter(set(self.claimed))
+        assert pending + decided == Counter({*self.claimed, *self.written})
+        sent = Counter(self.redis.lrange(QUEUE, 0, -1))
+        assert not {id_: count for id_, count in sent.items() if count > 1}
+        assert self.written.keys() <= sent.keys() <= decided.keys()
 
     @invariant()
     def who_trusts_in_its_term_leads(self):
@@ -337,7 +395,7 @@ MUTANTS = {
     "a retake of what was taken up before": (
         store_module,
         "retake",
-        "at ~= score",
+        'tonumber(redis.call("ZSCORE", pending, member) or "nan") ~= score',
     ),
     "a repetition of a claim": (store_module, "claim", "is_ours"),
     "a second decision": (
@@ -345,6 +403,17 @@ MUTANTS = {
         "confirm",
         'occurrence ~= "" and stored[1] ~= occurrence',
         'last and "[" .. last == line',  # which knows a repetition of the call
+    ),
+    "a dispatch after the end of the term": (dispatches_module, "dispatch", "fenced"),
+    "a dispatch of what was claimed before": (
+        dispatches_module,
+        "dispatch",
+        'at ~= score or redis.sha1hex(table.concat(f, "\\0")) ~= sha',
+    ),
+    "a repeated dispatch": (
+        dispatches_module,
+        "dispatch",
+        'type(kept) == "string" and string.sub(kept, 1, #request) == request',
     ),
     "a campaign against a leader": (lease_module, "campaign", "holder and holder ~= last"),
     "a renewal of another one's term": (
@@ -358,11 +427,12 @@ MUTANTS = {
 
 def break_script(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, *checks: str) -> None:
     assert module.__package__ is not None
-    script, original = Script(module.__package__, name), module.script
+    script, original = copy.copy(DISPATCH) if name == "dispatch" else Script(module.__package__, name), module.script
     for check in checks:
         assert f"if {check} then" in script.text
         script.text = script.text.replace(f"if {check} then", "if false then")
     script.sha = hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
+    monkeypatch.setattr(dispatches_module, "DISPATCH", script if name == "dispatch" else DISPATCH)
     monkeypatch.setattr(module, "script", lambda package, asked: script if asked == name else original(package, asked))
 
 

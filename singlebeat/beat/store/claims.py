@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ..leadership.lease import Term
 
 __all__ = (
-    "CLAIM",
-    "CONFIRM",
     "HISTORY_BYTES",
     "Claim",
     "ClaimVerdict",
@@ -49,8 +47,6 @@ __all__ = (
 )
 
 log = Log("celery.beat")
-
-CLAIM, CONFIRM = script(__package__, "claim"), script(__package__, "confirm")
 
 #: Bytes that an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
@@ -334,7 +330,9 @@ class Store:
         keys, (lock, token) = self.keys, self.fence(term)
         touched = [lock, keys.schedule, keys.pending, *(keys.entry(claim.stored.member) for claim in claims)]
         args = (token, repr(retry_at.timestamp()), packed(claim.row for claim in claims), int(bool(keys.lock)))
-        return [ClaimVerdict(verdict) for verdict in json.loads(CLAIM(self.client, touched, args))]
+        return [
+            ClaimVerdict(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))
+        ]
 
     def fence(self, term: Term) -> tuple[str, str]:
         """Return a key, and what it holds for as long as this beat may claim occurrences."""
@@ -356,7 +354,7 @@ class Store:
         self.report_progress()
         keys = [self.keys.pending, self.keys.history, *(self.keys.entry(row.member) for row in rows)]
         values = packed(row.values(term) for row in rows)
-        replies = CONFIRM(self.client, keys, (self.history_limit, HISTORY_BYTES, values))
+        replies = script(__package__, "confirm")(self.client, keys, (self.history_limit, HISTORY_BYTES, values))
         for row, reply in zip(rows, json.loads(replies), strict=True):
             self.signal(row.decision, reply)
 

@@ -16,7 +16,7 @@ from ...locks.base import Verdict
 from ...locks.redis import SCRIPTS, RedisBackend, holder_of
 from ...lua import packed, script
 from ...outbox import SENT_FOR, SENT_KEY, database
-from .claims import CLAIM, CONFIRM, HISTORY_BYTES, ClaimVerdict
+from .claims import HISTORY_BYTES, ClaimVerdict
 
 if TYPE_CHECKING:
     from ...locks.base import Call, Holder
@@ -30,7 +30,9 @@ __all__ = ("DISPATCH", "UNRECORDED", "Answer", "Dispatch", "Dispatches", "Reques
 #: The reply of ``dispatch.lua`` for an occurrence that is sent, and whose decision the server refuses to record.
 UNRECORDED = "unrecorded"
 
-DISPATCH = script(__package__, "dispatch", CLAIM, SCRIPTS["acquire"], CONFIRM)
+DISPATCH = script(
+    __package__, "dispatch", script(__package__, "claim"), SCRIPTS["acquire"], script(__package__, "confirm")
+)
 
 
 @dataclass(slots=True)
