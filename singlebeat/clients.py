@@ -122,6 +122,20 @@ class _Retry(Retry):
             self._busy = False
 
 
+class _Serializer(PythonRespSerializer):
+    """The serializer of redis-py, for commands that go to the socket in one piece: it makes one of each 6 KB.
+
+    Python's own, because that of hiredis refuses bytes that are not UTF-8.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__(BUFFER_BYTES, encoder.encode)
+
+    def pack(self, *args: Any) -> list[bytes]:
+        """Return a command as the server takes it."""
+        return [b"".join(super().pack(*args))]  # type: ignore[no-untyped-call]
+
+
 class _DiscoveringConnection:
     """A connection that asks the sentinels at each connect; redis-py's own retries a call on the last master."""
 
@@ -270,9 +284,8 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
         repeated = (lambda do: _retry(0, period).call_with_retry(do, lambda _: None)) if period else None
         return Cluster(nodes, retries=retries, repeated=repeated, **_translated({**account, **kwargs, "ssl": tls}))
     kwargs |= {"retry": _retry(retries, period), "retry_on_error": list(PASSING)}
-    # The serializer of hiredis refuses bytes that are not UTF-8. A cluster's client accepts no other serializer.
-    encoder = Encoder("utf-8", kwargs["encoding_errors"], False)  # type: ignore[no-untyped-call]
-    kwargs["command_packer"] = PythonRespSerializer(BUFFER_BYTES, encoder.encode)
+    # A cluster's client accepts no serializer.
+    kwargs["command_packer"] = _Serializer(Encoder("utf-8", kwargs["encoding_errors"], False))  # type: ignore[no-untyped-call]
     if urls[0].startswith(_SENTINEL):
         asked = topology.get("sentinels") or [(a.get("host", "localhost"), a.get("port", 0)) for a in addresses]
         name = topology.get("master_name") or topology.get("service_name")

@@ -18,9 +18,9 @@ from ..config import Config
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
-from ..locks.acquire import UNSENT_TTL, Granted, Refused, keep, places_of
+from ..locks.acquire import UNSENT_TTL, Granted, Refused, cancel_releases, keep
 from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
-from ..locks.late_release import cancel_release, release_later
+from ..locks.late_release import release_later
 from ..log import Log
 from ..overlap import Overlap
 from .backoff import Backoff
@@ -382,8 +382,7 @@ class Dispatcher:
         plans = [message.plan for message in messages if message.plan is not None]
         calls = [call for plan in plans if (call := plan.unsent) is not None]
         for call in calls:
-            for place in places_of(call):
-                cancel_release(place)
+            cancel_releases(call)
         self.progress()
         holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}

@@ -16,9 +16,8 @@ from redis import RedisCluster
 from ..connections import RedisError, ResponseError
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of
-from ..locks.acquire import Refused, places_of
+from ..locks.acquire import Refused, cancel_releases
 from ..locks.base import Verdict
-from ..locks.late_release import cancel_release
 from ..locks.redis import RedisBackend
 from ..locks.send import remember, was_refused
 from ..log import Log
@@ -304,8 +303,8 @@ class _Sending:
                 elif message.call is not None and outcome.lock is not None and not _is_unusable(holder):
                     call, only = message.call, holder.verdict if holder else only
             published = Published.under(waits_for)
-        for place in places_of(call) if call is not None else ():
-            cancel_release(place)
+        if call is not None:
+            cancel_releases(call)
         decision = self.dispatcher.decide(message, published)
         dispatch = Dispatch(self.claims[message.occurrence.id], message.claimed, decision, call, only)
         if isinstance(outcome, Refused):

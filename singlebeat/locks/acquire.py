@@ -29,7 +29,7 @@ from .base import (
     unusable,
 )
 from .key import behind_key, beside, readable, suspects_key
-from .late_release import cancel_release, refused, release_later
+from .late_release import awaits_releases, cancel_release, refused, release_later
 from .modes import LockMode, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ __all__ = (
     "Refused",
     "acquire",
     "answered",
+    "cancel_releases",
     "free",
     "keep",
     "left_behind",
-    "places_of",
     "plan_call",
     "unlocked_ticket",
 )
@@ -279,9 +279,8 @@ def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
 
     A hung server may have granted that lock late to a refused call of this process: free it then, and retry.
     """
-    backend, places = task.singleton_backend, places_of(call)
-    for place in places:
-        cancel_release(place)
+    backend = task.singleton_backend
+    cancel_releases(call)
     try:
         holder: Holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
         if holder.verdict is Verdict.HELD and (left := left_behind(call, holder)):
@@ -289,7 +288,7 @@ def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
             holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
     except LockBackendError:
         if not may_be_resent:
-            for place in places:
+            for place in places_of(call):
                 release_later(task.app, place)
         raise
     return answered(task, call, holder)
@@ -298,6 +297,13 @@ def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
 def places_of(call: Call) -> list[Ref]:
     """Return the locks that a call may hold before it is sent."""
     return [call.ref, dataclasses.replace(call.ref, key=behind_key(call.ref.key))]
+
+
+def cancel_releases(call: Call) -> None:
+    """Cancel the release of the locks that a call may hold, because it is made again under the same task id."""
+    if awaits_releases():
+        for place in places_of(call):
+            cancel_release(place)
 
 
 def left_behind(call: Call, holder: Holder) -> list[Ref]:

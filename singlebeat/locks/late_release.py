@@ -16,7 +16,7 @@ from .base import BaseBackend, Ref
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("cancel_release", "refused", "release_later")
+__all__ = ("awaits_releases", "cancel_release", "refused", "release_later")
 
 log = Log(__name__)
 
@@ -53,6 +53,10 @@ class _LateReleases:
             self._wanted[ref] = deadline = time.monotonic() + PATIENCE
             self._refused.put((self._backends[app], ref, deadline))
         self.thread.wake()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._wanted)
 
     def forget(self, ref: Ref) -> None:
         if ref in self._wanted:
@@ -102,6 +106,11 @@ def release_later(app: Celery, ref: Ref) -> None:
     if _releases.pid != os.getpid():
         _releases = _LateReleases()
     _releases.add(app, ref)
+
+
+def awaits_releases() -> bool:
+    """Return whether this process is to free any locks."""
+    return _releases.is_busy and _releases.pid == os.getpid()
 
 
 def cancel_release(ref: Ref) -> None:

@@ -13,9 +13,8 @@ from kombu import Producer
 
 from ..outbox import Server, collecting, takes_outbox
 from . import backend_of
-from .acquire import Refused, acquire, answered, left_behind, places_of
+from .acquire import Refused, acquire, answered, cancel_releases, left_behind
 from .base import Sending, Verdict
-from .late_release import cancel_release
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -177,8 +176,7 @@ class _OneWrite:
             self.broker.mark_broker(self.producer.channel, time.monotonic())
         except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
             return None
-        for place in places_of(call):
-            cancel_release(place)
+        cancel_releases(call)
         granted, sending = self.plan.granted, Sending(call, only=Verdict.ACQUIRED)
         for _ in range(MOST_MESSAGES):
             if answer is not None:

@@ -170,8 +170,7 @@ class Singleton(Task):  # type: ignore[misc]
             ConfigError: the policy contradicts the task's lock.
             LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
         """
-        overlap = overlap_for(self, options.pop("overlap", None))
-        task_id = str(task_id or uuid())
+        asked_for, task_id = options.pop("overlap", None), str(task_id or uuid())
 
         def publish(ticket: Ticket | None = None, **more: object) -> AsyncResult:
             given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
@@ -181,15 +180,16 @@ class Singleton(Task):  # type: ignore[misc]
             result.is_duplicate, result.waits_for = False, None
             return result
 
-        own = Ticket.of_message(options.get("headers") or {}, task_id)
-        if self.app.conf.task_always_eager:
+        own, is_eager = Ticket.of_message(options.get("headers") or {}, task_id), self.app.conf.task_always_eager
+        if own is not None and not own.nonce and not is_eager:
+            return publish()  # beat, the author of this header, has acquired what the call needs, in a batch
+        overlap = overlap_for(self, asked_for)
+        if is_eager:
             key = self.generate_lock(self.name, args, kwargs)
             done = run_eagerly(self, key, task_id, publish, overlap=overlap)
             return self._duplicate(done, args, kwargs, overlap) if isinstance(done, Holder) else done
-        if own is not None and own.nonce:
-            return self._hand_over_and_send(own, options, publish)
         if own is not None:
-            return publish()  # beat, the author of this header, has acquired what the call needs, in a batch
+            return self._hand_over_and_send(own, options, publish)
         try:
             given = {**options, "link": link, "link_error": link_error}
             plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
