@@ -6,12 +6,14 @@ A process is told by ``SB_CHAOS`` what to do to itself at which step of a tick; 
 - ``hang after publish 1``: stand still for ever;
 - ``slow publish 0.01``: take so many seconds longer for each of these steps.
 
-The steps are ``read``, ``claim``, ``lock``, ``publish`` and ``confirm``.
+The steps are ``read``, ``publish`` and ``write`` where everything is on one server; else ``read``, ``claim``, ``lock``,
+``publish`` and ``confirm``.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import threading
@@ -36,6 +38,7 @@ from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.server_time import ServerTime
 from singlebeat.beat.store.claims import Store
+from singlebeat.beat.tick import Tick
 from singlebeat.locks import backend_of
 from tests.support import CeleryLauncher, CeleryProcess, Oracle, RedisServer, _oracle_client, wait_until
 from tests.system.apps import app, make_app
@@ -85,6 +88,13 @@ class SabotagedScheduler(Scheduler):
         backend = backend_of(self.app)
         backend.acquire_many = self._sabotaged("lock", backend.acquire_many)
         return store
+
+    @cached_property
+    def work(self) -> Tick:
+        work = Scheduler.work.func(self)
+        dispatches = work.one_write.dispatches
+        dispatches.write = self._sabotaged("write", dispatches.write)
+        return work
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
         return self._sabotaged("publish", super().apply_async)(*args, **kwargs)
@@ -260,6 +270,10 @@ class Chaos:
     def published(self) -> Counter[str]:
         """Return how many messages workers have got for each occurrence."""
         return Counter(record["id"] for _, record in self.oracle._client.xrange(RECEIVED))
+
+    def queued(self) -> Counter[str]:
+        """Return how many messages wait in the queue for each occurrence."""
+        return Counter(json.loads(message)["headers"]["id"] for message in self.broker.lrange("celery", 0, -1))
 
     def started(self) -> Counter[str]:
         """Return how often the body of each occurrence's task has begun."""

@@ -10,13 +10,18 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from kombu.messaging import Producer
 
 from singlebeat.beat.status import ScheduleStatus
 from tests.support import RedisServer, free_port, wait_until
 from tests.system.chaos import CLOCK, PLAIN, SINGLE, Chaos, steady
+
+#: Whether this kombu hands out the commands of messages.
+ONE_WRITE = hasattr(Producer, "batch")
 
 FULL = os.environ.get("SINGLEBEAT_CHAOS") == "full"
 
@@ -60,9 +65,55 @@ def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed(chaos):
                 leader.kill()
             leader, standby = standby, chaos.beat()
             standby.wait_for("Standing by")
+    assert not ONE_WRITE or set(chaos.published().values()) == {1}
 
 
-def test_no_occurrence_is_lost_or_doubled_by_a_kill_at_any_step(chaos):
+@pytest.mark.skipif(not ONE_WRITE, reason="kombu 5.7 is the first to hand out commands")
+@pytest.mark.parametrize("conf", [{}, {"task_send_sent_event": True}], ids=["batches", "one by one"])
+def test_on_one_server_a_kill_at_any_step_leaves_one_message_for_each_occurrence(chaos_on, server, conf):
+    """Of tasks without locks, so nothing would tell a copy from its original."""
+    chaos = chaos_on(server, **conf)
+    points = [f"{when} {step}" for when in ("before", "after") for step in ("read 1", "publish 10", "write 1")]
+    doomed = [chaos.beat(f"kill {point}") for point in points]
+    for beat in doomed:
+        beat.ready()
+
+    for left in range(len(doomed), 0, -1):
+        chaos.feed(20)
+        wait_until(
+            lambda left=left: sum(beat.returncode is None for beat in doomed) < left,
+            timeout=30,
+            what=f"the end of another beat, of {left} left",
+        )
+    assert {beat.returncode for beat in doomed} == {-signal.SIGKILL}
+    chaos.feed(20)
+    chaos.beat()
+    wait_until(lambda: len(chaos.dispatched()) == len(chaos.expected), timeout=30, what="all decisions")
+
+    assert chaos.queued() == Counter(chaos.expected.keys())
+    assert set(chaos.decided().values()) == {1}
+
+
+@pytest.mark.skipif(not ONE_WRITE, reason="kombu 5.7 is the first to hand out commands")
+def test_on_one_server_a_leader_that_wakes_up_after_its_term_sends_no_copy(chaos):
+    paused = chaos.beat("slow publish 0.01")
+    chaos.leading(paused)
+    standby = chaos.beat()
+    standby.wait_for("Standing by")
+
+    chaos.feed(300)
+    paused.wait_for("Sending due task", count=50)
+    paused.pause()
+    standby.wait_for("this beat leads")
+    wait_until(lambda: len(chaos.dispatched()) == 300, timeout=60, what="the other one to send all")
+    paused.resume()
+    paused.wait_for("Lost the lock")
+
+    assert chaos.queued() == Counter(chaos.expected.keys())
+
+
+def test_no_occurrence_is_lost_or_doubled_by_a_kill_at_any_step(chaos_on, server, broker):
+    chaos = chaos_on(server, broker=broker)
     points = [f"{when} {step}" for step in ("read", "claim", "lock", "confirm") for when in ("before", "after")]
     points = [f"{point} 1" for point in points] + ["before publish 1", "before publish 10", "after publish 10"]
     # The messages wait in the broker until all is over: nothing but the worker's gate tells a copy from its original.
@@ -89,7 +140,8 @@ def test_no_occurrence_is_lost_or_doubled_by_a_kill_at_any_step(chaos):
         chaos.worker()
 
 
-def test_a_leader_that_wakes_up_after_its_term_sends_no_duplicate(chaos):
+def test_a_leader_that_wakes_up_after_its_term_sends_no_duplicate(chaos_on, server, broker):
+    chaos = chaos_on(server, broker=broker)
     total = 1000 if FULL else 300
     chaos.worker()
     paused = chaos.beat("slow publish 0.01")
