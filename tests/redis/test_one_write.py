@@ -119,6 +119,10 @@ def test_one_write_does_what_several_do(bench_on, server, redis, monkeypatch, ta
                     redis.hset(key, "state", state)
         if ways == "several":
             monkeypatch.setattr(scheduler.work.one_write, "_may_be_possible", lambda: False)
+        else:
+            monkeypatch.setattr(
+                scheduler.store, "claim", lambda claims, *_, **__: [pytest.fail("several")] * len(claims)
+            )
         redis.delete("celery")
         bench.make_due("e")
         scheduler.tick()
