@@ -12,16 +12,18 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
+from redis.exceptions import NoPermissionError
+
 if TYPE_CHECKING:
     from kombu import Producer
 
     from .clients import RedisClient
 
-__all__ = ("SENT_FOR", "SENT_KEY", "Command", "Outbox", "Server", "collecting", "database", "senders", "takes_outbox")
+__all__ = ("SENT_FOR", "SENT_KEY", "Command", "Marker", "Outbox", "collecting", "database", "senders", "takes_outbox")
 
 #: Seconds for which the marker proves that a connection leads to a certain server, and after which it is written again:
 #: the name of a server may be given to another one at any time.
-MARKER_TTL, MARKED_FOR = 90.0, 30.0
+MARKER_TTL, WRITTEN_FOR = 90.0, 30.0
 
 #: Seconds for which there is no one write after a connection was found to lead to another server.
 ELSEWHERE_FOR = 600.0
@@ -109,58 +111,61 @@ def collecting(producer: Producer, full: Callable[[Outbox], object] = lambda _: 
 
 
 @dataclass(slots=True)
-class Server:
-    """What this process knows of a connection: whether it leads to the server that is to write everything.
+class Marker:
+    """The proof that a connection leads to the server of a script: a string that is written over it, and read there.
 
-    A marker proves it: a string of a random name, which is written over that connection, and read by the script. It
-    stays true behind aliases, sentinels and sockets, and tells two servers apart that were restored from the same
-    snapshot.
+    Name and value are random. So it stays true behind aliases, sentinels and sockets, and tells two servers apart that
+    were restored from the same snapshot.
     """
 
-    marker: str = field(default_factory=lambda: f"singlebeat:marker:{uuid4().hex}")
+    name: str = field(default_factory=lambda: f"singlebeat:marker:{uuid4().hex}")
     value: str = field(default_factory=lambda: uuid4().hex)
     pid: int = field(default_factory=os.getpid)
-    key: str = ""  #: of the marker, with the prefix of the connection's keys
+    key: str = ""  #: its name with the prefix of the connection's keys
     db: int = 0
-    marked_at: float = -MARKED_FOR  #: monotonic
-    channel: weakref.ref[Any] | None = None  #: over which the marker of a broker was written
+    written_at: float = -WRITTEN_FOR  #: monotonic
+    channel: weakref.ref[Any] | None = None  #: over which it was written to the broker
     elsewhere_until: float = 0.0  #: monotonic
 
     def may_be_here(self, now: float) -> bool:
-        """Return whether it has not been found to be another server lately."""
+        """Return whether the connection has not been found to lead to another server lately."""
         return now >= self.elsewhere_until
 
-    def mark(self, client: RedisClient, now: float, *, prefix: str = "", anew: bool = False) -> bool:
-        """Write the marker over a connection, unless this was done lately; return whether it did.
+    def write(self, client: RedisClient, now: float, *, prefix: str = "", anew: bool = False) -> bool:
+        """Write it over a connection, unless this was done lately; return whether it did.
 
         Args:
             prefix: that the client puts before its keys.
             anew: the marker may have gone with the server's data; what was written in this second has not.
 
         Raises:
-            Exception: any error of the server's driver.
+            Exception: any error of the server's driver; if the user may not write it, it is also ruled out.
         """
-        age = now - self.marked_at
-        if age < (1.0 if anew else MARKED_FOR):
+        age = now - self.written_at
+        if age < (1.0 if anew else WRITTEN_FOR):
             return False
-        client.set(self.marker, self.value, px=round(MARKER_TTL * 1000))
-        self.key, self.db = f"{prefix}{self.marker}", database(client)
-        self.marked_at = now
+        try:
+            client.set(self.name, self.value, px=round(MARKER_TTL * 1000))
+        except NoPermissionError:
+            self.rule_out(now)
+            raise
+        self.key, self.db = f"{prefix}{self.name}", database(client)
+        self.written_at = now
         return True
 
-    def mark_broker(self, channel: Any, now: float, *, anew: bool = False) -> bool:
-        """Write the marker over the connection of a channel, as ``mark`` does; another channel may lead elsewhere."""
+    def write_for_broker(self, channel: Any, now: float, *, anew: bool = False) -> bool:
+        """Write it over the connection of a channel, as ``write`` does; another channel may lead elsewhere."""
         if self.channel is None or self.channel() is not channel:
-            self.channel, self.value, self.marked_at = weakref.ref(channel), uuid4().hex, -MARKED_FOR
-        return self.mark(channel.client, now, prefix=channel.global_keyprefix, anew=anew)
+            self.channel, self.value, self.written_at = weakref.ref(channel), uuid4().hex, -WRITTEN_FOR
+        return self.write(channel.client, now, prefix=channel.global_keyprefix, anew=anew)
 
-    def forget(self, client: RedisClient) -> None:
-        """Delete the marker."""
-        client.delete(self.marker)
+    def delete(self, client: RedisClient) -> None:
+        """Delete it."""
+        client.delete(self.name)
 
     def rule_out(self, now: float) -> None:
-        """Note that it is another server."""
-        self.elsewhere_until, self.marked_at = now + ELSEWHERE_FOR, -MARKED_FOR
+        """Note that the connection leads to another server."""
+        self.elsewhere_until, self.written_at = now + ELSEWHERE_FOR, -WRITTEN_FOR
 
 
 def database(client: RedisClient) -> int:

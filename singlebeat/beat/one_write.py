@@ -6,43 +6,45 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from celery.signals import after_task_publish, before_task_publish
+from kombu import Producer
 from redis import RedisCluster
 
-from ..connections import RedisError, ResponseError
+from ..connections import RedisError, ResponseError, schedule_client
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of
 from ..locks.acquire import Refused, cancel_releases
 from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
-from ..locks.send import remember, was_refused
+from ..locks.send import NO_OUTBOX, remember, was_refused
 from ..log import Log
-from ..outbox import Server
+from ..outbox import Marker, takes_outbox
 from .dispatch import Published, delay_of, is_transient, not_published
+from .leadership.lease import Term
 from .lost_messages import note
 from .message import prepare
-from .store.claims import ClaimVerdict
+from .store.claims import ClaimVerdict, Store
 from .store.dispatches import UNRECORDED, Dispatch, Dispatches
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from celery import Celery
+    from kombu import Connection
 
     from ..locks.acquire import Granted
     from ..locks.base import Call, Holder
     from ..outbox import Outbox
     from .dispatch import Dispatcher
-    from .leadership.lease import Term
     from .message import Message
-    from .store.claims import Claim, ClaimedOccurrence, Store
+    from .store.claims import Claim, ClaimedOccurrence
     from .store.dispatches import Answer, Request
 
-__all__ = ("OneWrite",)
+__all__ = ("OneWrite", "why_several_writes")
 
 log = Log("celery.beat")
 
@@ -92,7 +94,7 @@ class OneWrite:
 
     def __init__(self, app: Celery, store: Store, dispatcher: Dispatcher, collector: Collector) -> None:
         self.app, self.store, self.dispatcher, self.collector = app, store, dispatcher, collector
-        self._broker, self._locks = Server(), Server()
+        self._broker, self._locks = Marker(), Marker()
         self.dispatches = Dispatches(store, (self._broker, self._locks))
         self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
 
@@ -138,15 +140,9 @@ class OneWrite:
 
     def _may_be_possible(self) -> bool:
         """Return whether nothing forbids one write as far as this process knows."""
-        if self.app.conf.task_always_eager or isinstance(self.store.client, RedisCluster):
-            return False
-        try:
-            backend = backend_of(self.app)
-        except ConfigError:  # there are no locks
-            return False
         now = time.monotonic()
         is_known = self._broker.may_be_here(now) and self._locks.may_be_here(now)
-        return is_known and isinstance(backend, RedisBackend) and backend.sends
+        return is_known and not self.app.conf.task_always_eager and not _why_not(self.app, self.store)
 
     def mark(self, outbox: Outbox, *, anew: bool = False) -> bool:
         """Mark the servers of broker and locks, unless this was done lately; return whether it is done.
@@ -156,14 +152,14 @@ class OneWrite:
         """
         now, backend = time.monotonic(), cast("RedisBackend", backend_of(self.app))
         self.store.report_progress()
-        is_marked = self._broker.mark_broker(outbox.channel, now, anew=anew)
+        is_marked = self._broker.write_for_broker(outbox.channel, now, anew=anew)
         self.store.report_progress()
-        return self._locks.mark(backend.redis, now, anew=anew) or is_marked
+        return self._locks.write(backend.redis, now, anew=anew) or is_marked
 
     def rule_out(self) -> None:
         """Note that broker or locks are on another server."""
-        for server in (self._broker, self._locks):
-            server.rule_out(time.monotonic())
+        for marker in (self._broker, self._locks):
+            marker.rule_out(time.monotonic())
 
     def write(self, attempts: Sequence[_Attempt], request: Request) -> Sequence[Answer] | None:
         """Write attempts, and report those that are sent; return the answers, or None if this server cannot do it.
@@ -207,6 +203,46 @@ class OneWrite:
             remember(message.key, is_refused=not decision.is_sent)
         if granted is not None and granted.replacing is not None and holder is not None and message.task is not None:
             granted.note_replaced(message.task, holder)
+
+
+def _why_not(app: Celery, store: Store) -> str:
+    """Return why nothing can be written together, whatever the broker is; empty if it may be possible."""
+    if isinstance(store.client, RedisCluster):
+        return "the schedule is in a Redis Cluster"
+    try:
+        backend = backend_of(app)
+    except ConfigError as exc:
+        return f"there are no locks: {exc}"
+    if not isinstance(backend, RedisBackend) or not backend.sends:
+        return f"the locks are in {backend.name}, or in a Redis Cluster"
+    return ""
+
+
+def why_several_writes(app: Celery, connection: Connection) -> str:
+    """Return why a due entry needs several writes, or an empty string; it asks the three servers.
+
+    Args:
+        connection: to the broker.
+
+    Raises:
+        Exception: any error of a server.
+    """
+    store, producer = Store(app, schedule_client(app)), Producer(connection.default_channel)
+    if why := _why_not(app, store):
+        return why
+    if not takes_outbox(producer):
+        return NO_OUTBOX
+    broker, locks, client = Marker(), Marker(), cast("RedisBackend", backend_of(app)).redis
+    broker.write_for_broker(producer.channel, time.monotonic())
+    locks.write(client, time.monotonic())
+    try:
+        dispatches = Dispatches(store, (broker, locks))
+        request = dispatches.request([], Term(0, ""), retry_at=datetime.now(UTC))
+        is_elsewhere = dispatches.write(request) is None
+    finally:
+        broker.delete(producer.channel.client)
+        locks.delete(client)
+    return "schedule, locks and broker are not on one server, or its users lack rights for that" if is_elsewhere else ""
 
 
 class _Sending:

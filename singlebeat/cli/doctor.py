@@ -22,6 +22,7 @@ from ..beat.entries.statics import Statics, owner_of
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
+from ..beat.one_write import why_several_writes
 from ..beat.publisher import bounded
 from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
@@ -98,7 +99,7 @@ def doctor_(app: Celery, as_json: bool) -> None:
     schedule = _Read(app)
     read = (_rights, _results, _beat, _entries, _workers)
     rights, results, beat, entries, workers = (partial(part, schedule=schedule) for part in read)
-    parts = (_server, rights, results, _prefixes, _settings, beat, entries, workers, _locks, _calls)
+    parts = (_server, rights, results, _prefixes, _settings, beat, entries, workers, _locks, _writes)
     found = dict[Finding, None]()
     with progress("parts checked", len(parts), quiet=as_json) as step:
         for check in parts:
@@ -527,16 +528,18 @@ _STALE = {
 }
 
 
-def _calls(app: Celery) -> Iterator[Finding]:
-    """Tell in how many writes a call takes its lock and is sent."""
+def _writes(app: Celery) -> Iterator[Finding]:
+    """Tell in how many writes calls take their locks and are sent, and due entries as well."""
     with suppress(Exception), bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
-        why = why_two_writes(app, broker)  # an error of a server is named by the other parts
-        text = (
-            f"they take their locks and are sent in two writes: {why}"
-            if why
-            else ("they take their locks and are sent in one write: a sender that is killed leaves both or neither")
-        )
-        yield Finding("fine", "calls of Singletons", text)
+        # An error of a server is named by the other parts.
+        why = why_two_writes(app, broker)
+        text = "they take their locks and are sent in one write: a sender that is killed leaves both or neither"
+        several = f"they take their locks and are sent in two writes: {why}"
+        yield Finding("fine", "calls of Singletons", several if why else text)
+        why = why_several_writes(app, broker)
+        text = "they are claimed, locked, sent and recorded in one write: their messages are sent exactly once"
+        several = f"they are claimed, locked, sent and recorded in several writes, so sent at least once: {why}"
+        yield Finding("fine", "due entries", several if why else text)
 
 
 def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:

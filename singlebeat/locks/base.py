@@ -16,7 +16,7 @@ from .key import check_sendable, done_key, turn_key
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..outbox import Command, Server
+    from ..outbox import Command, Marker
 
 __all__ = (
     "HEADER",
@@ -346,7 +346,7 @@ class BaseBackend(ABC):
         """
         raise NotImplementedError(f"{self.name} sends no messages")
 
-    def send(self, sendings: Sequence[Sending], broker: Server) -> list[Holder] | None:
+    def send(self, sendings: Sequence[Sending], broker: Marker) -> list[Holder] | None:
         """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
 
         Returns:

@@ -18,7 +18,7 @@ from ..connections import RedisError, lock_server, masked, private, same_slot, s
 from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
-from ..outbox import SENT_FOR, SENT_KEY, Server, database, senders
+from ..outbox import SENT_FOR, SENT_KEY, Marker, database, senders
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Sending, Verdict, from_ms, unusable
 from .key import behind_key, done_key, is_done_key, turn_key
 
@@ -150,7 +150,7 @@ class RedisBackend(BaseBackend):
         """Return calls, each with its ``only`` and its note, as ``acquire.lua`` takes them."""
         return packed(_row(*call) for call in calls)
 
-    def send(self, sendings: Sequence[Sending], broker: Server) -> list[Holder] | None:
+    def send(self, sendings: Sequence[Sending], broker: Marker) -> list[Holder] | None:
         """Acquire the locks of calls, and send the message of each call whose lock is granted, in one step.
 
         A server that runs the script only after the timeout does nothing, as in ``acquire_many``.

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Producer
 
-from ..outbox import Server, collecting, takes_outbox
+from ..outbox import Marker, collecting, takes_outbox
 from . import backend_of
 from .acquire import Refused, acquire, answered, cancel_releases, left_behind
 from .base import Sending, Verdict
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from .base import Call, Holder, Ticket
     from .task import LockableTask
 
-__all__ = ("remember", "send_call", "was_refused", "why_two_writes")
+__all__ = ("NO_OUTBOX", "remember", "send_call", "was_refused", "why_two_writes")
+
+#: Why messages do not go into an outbox.
+NO_OUTBOX = (
+    "only kombu 5.7 and newer hands messages over to a script, with Redis as the broker, and without retry_on_timeout "
+    "in broker_transport_options"
+)
 
 #: Messages that are made for one call until it is sent in two writes, because its lock has changed before each write.
 MOST_MESSAGES = 4
@@ -37,7 +43,7 @@ REFUSED_FOR, MOST_REFUSED = 60.0, 10_000
 
 _refused: dict[str, float] = {}
 #: By app, because two apps may use one broker and have their locks on different servers, and by connection.
-_brokers: WeakKeyDictionary[Celery, WeakKeyDictionary[Connection, Server]] = WeakKeyDictionary()
+_brokers: WeakKeyDictionary[Celery, WeakKeyDictionary[Connection, Marker]] = WeakKeyDictionary()
 
 
 class Publish(Protocol):
@@ -104,19 +110,16 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
         LockBackendError: the locks' server does not answer.
         Exception: any error of the broker.
     """
-    backend, channel, broker = backend_of(app), connection.default_channel, Server()
+    backend, channel, broker = backend_of(app), connection.default_channel, Marker()
     if not backend.sends:
         return f"the locks are in {backend.name}, or in a Redis Cluster"
     if not takes_outbox(Producer(channel)):
-        return (
-            "only kombu 5.7 and newer hands messages over to a script, with Redis as the broker, and without "
-            "retry_on_timeout in broker_transport_options"
-        )
-    broker.mark_broker(channel, time.monotonic())
+        return NO_OUTBOX
+    broker.write_for_broker(channel, time.monotonic())
     try:
         return "the broker is not on the server of the locks" if backend.send([], broker) is None else ""
     finally:
-        broker.forget(channel.client)
+        broker.delete(channel.client)
 
 
 def _may_be_one_write(task: LockableTask) -> bool:
@@ -127,12 +130,12 @@ def _may_be_one_write(task: LockableTask) -> bool:
     return not before_task_publish.receivers and not after_task_publish.receivers and task.singleton_backend.sends
 
 
-def _broker_of(app: Celery, connection: Connection) -> Server:
+def _broker_of(app: Celery, connection: Connection) -> Marker:
     """Return what is known of the server of a connection."""
     known = _brokers.setdefault(app, WeakKeyDictionary())
     broker = known.get(connection)
     if broker is None or broker.pid != os.getpid():
-        broker = known[connection] = Server()
+        broker = known[connection] = Marker()
     return broker
 
 
@@ -173,7 +176,7 @@ class _OneWrite:
         try:
             if not self.broker.may_be_here(time.monotonic()) or not takes_outbox(self.producer):
                 return None
-            self.broker.mark_broker(self.producer.channel, time.monotonic())
+            self.broker.write_for_broker(self.producer.channel, time.monotonic())
         except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
             return None
         cancel_releases(call)
@@ -215,7 +218,7 @@ class _OneWrite:
 
     def _mark_anew(self) -> bool:
         try:
-            return self.broker.mark_broker(self.producer.channel, time.monotonic(), anew=True)
+            return self.broker.write_for_broker(self.producer.channel, time.monotonic(), anew=True)
         except Exception:  # two writes find out what to do about it
             return False
 

@@ -42,7 +42,7 @@ from singlebeat.beat.store.claims import (
 )
 from singlebeat.beat.store.dispatches import DISPATCH, Dispatch, Dispatches
 from singlebeat.lua import Script
-from singlebeat.outbox import Command, Server
+from singlebeat.outbox import Command, Marker
 from tests.system.apps import make_app
 
 #: Seconds of a lease in the machine's time; real ones are too few to end it.
@@ -287,8 +287,8 @@ class LeaseMachine(RuleBasedStateMachine):
             entry, occurrence = claimed.stored.entry, claimed.occurrence
             decision = Decision(entry.name, entry.task, occurrence, DecisionType.DISPATCHED)
             rows.append(Dispatch(claim, claimed, decision, commands=[Command("lpush", QUEUE, occurrence.id)]))
-        here = Server()
-        here.mark(self.redis, 0.0)
+        here = Marker()
+        here.write(self.redis, 0.0)
         writer = Dispatches(store, (here, here))
         request = writer.request(rows, hands.term, retry_at=self.retry_at())
         fenced = self.is_fenced(hands.term)

@@ -410,6 +410,31 @@ def test_a_user_of_the_schedule_with_other_rights_needs_several_writes(server, r
         redis.acl_deluser("scheduler")
 
 
+def test_a_user_with_the_rights_of_the_readme_is_refused_once(server, redis, bench_on):
+    """Each refusal is a line in the server's log of rights."""
+    redis.acl_setuser(
+        "frugal",
+        enabled=True,
+        passwords=["+pw"],
+        keys=["redbeat:*", "SINGLETONLOCK_*", "singlebeat:workers"],
+        commands=["+@all"],
+    )
+    try:
+        url = server.url.replace("://", "://frugal:pw@", 1)
+        bench = bench_on(server, redbeat_redis_url=url, singleton_backend_url=url)
+        scheduler = bench.scheduler()
+        redis.acl_log_reset()
+        for name in ("a", "b", "c"):
+            bench.put(name, task=SINGLE)
+            scheduler.tick()
+        assert [line["object"].rpartition(":")[0] for line in redis.acl_log()] == ["singlebeat:marker"]
+        assert [line["count"] for line in redis.acl_log()] == [1]
+    finally:
+        redis.acl_deluser("frugal")
+
+    assert bench.names == ["a", "b", "c"]
+
+
 def test_a_full_server_writes_nothing_and_goes_on_in_one_write(own_server, bench_on):
     bench = bench_on(own_server)
     scheduler = bench.scheduler()

@@ -621,12 +621,17 @@ def test_other_backends_send_in_two_writes(server, redis, backend):
 # ---------------------------------------------------------------- what operators are told
 
 
-def test_doctor_tells_in_how_many_writes_calls_are_sent(app, cli, no_worker_is_awaited, own_server):
-    def told() -> str:
-        return next(line for line in cli("doctor", code=1).output.splitlines() if "calls of Singletons" in line)
+def test_doctor_tells_in_how_many_writes_all_is_sent(app, cli, no_worker_is_awaited, own_server):
+    def told() -> list[str]:
+        lines = cli("doctor", code=1).output.splitlines()
+        return [line for line in lines if "calls of Singletons" in line or "due entries:" in line]
 
-    assert "sent in one write" in told()
+    calls, entries = told()
+    assert "sent in one write" in calls
+    assert "recorded in one write" in entries
     app.conf.broker_url = own_server.celery_url
-    assert told().endswith("sent in two writes: the broker is not on the server of the locks")
+    calls, entries = told()
+    assert calls.endswith("sent in two writes: the broker is not on the server of the locks")
+    assert "several writes, so sent at least once: schedule, locks and broker are not on one server" in entries
     app.conf.broker_url = "memory://"
-    assert "two writes: only kombu 5.7" in told()
+    assert ["only kombu 5.7" in line for line in told()] == [True, True]

@@ -20,7 +20,7 @@ from .claims import HISTORY_BYTES, ClaimVerdict
 
 if TYPE_CHECKING:
     from ...locks.base import Call, Holder
-    from ...outbox import Command, Server
+    from ...outbox import Command, Marker
     from ..entries.occurrence import Decision
     from ..leadership.lease import Term
     from .claims import Claim, ClaimedOccurrence, Store
@@ -81,21 +81,21 @@ class Dispatches:
     """The dispatches of one beat.
 
     Args:
-        servers: that of the broker, and that of the locks.
+        markers: that of the broker, and that of the locks.
     """
 
-    def __init__(self, store: Store, servers: tuple[Server, Server]) -> None:
-        self.store, self.servers = store, servers
+    def __init__(self, store: Store, markers: tuple[Marker, Marker]) -> None:
+        self.store, self.markers = store, markers
         self._sender, self._numbers = uuid4().hex, count(1)
 
     def request(self, dispatches: Sequence[Dispatch], term: Term, *, retry_at: datetime) -> Request:
         """Return a request to write dispatches."""
         store, keys, db = self.store, self.store.keys, database(self.store.client)
         fence, token = store.fence(term)
-        touched = [server.key for server in self.servers]
+        touched = [marker.key for marker in self.markers]
         touched += (f"{SENT_KEY}{self._sender}", fence, keys.schedule, keys.pending, keys.history)
-        values: list[str | int] = [" ".join(server.value for server in self.servers)]
-        values += ("" if server.db == db else server.db for server in self.servers)
+        values: list[str | int] = [" ".join(marker.value for marker in self.markers)]
+        values += ("" if marker.db == db else marker.db for marker in self.markers)
         values += (db, next(self._numbers), round(SENT_FOR * 1000), token, repr(retry_at.timestamp()))
         values += (int(bool(keys.lock)), store.history_limit, HISTORY_BYTES)
         calls = [(each.call, each.only, each.note) for each in dispatches if each.call is not None]
