@@ -22,6 +22,9 @@ due             its nominal time and its jitter have passed, and it is not decid
 pending         claimed, and not yet confirmed: its message may or may not have been sent
 claim           take an occurrence in Redis: moves its entry on, and makes it pending; once for each occurrence
 confirm         record the decision about a pending occurrence, which ends its being pending
+one write       claim, lock, message and decision in one script: all of it happens, or nothing
+outbox          keeps a message as the commands that send it, for one write
+marker          a string that proves that a connection leads to the server of a script
 retake          try a pending occurrence again, under the same id
 quarantine      where an unusable entry is kept, with the reason, until it is usable again
 leader          the beat whose term it is; every other beat is a *standby*, and campaigns to lead next
