@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +19,20 @@ if TYPE_CHECKING:
 
     from .clients import RedisClient
 
-__all__ = ("SENT_FOR", "SENT_KEY", "Command", "Marker", "Outbox", "collecting", "database", "senders", "takes_outbox")
+__all__ = (
+    "MOST_CHARACTERS",
+    "MOST_MESSAGES",
+    "SENT_FOR",
+    "SENT_KEY",
+    "Command",
+    "Marker",
+    "Outbox",
+    "collecting",
+    "database",
+    "senders",
+    "size",
+    "takes_outbox",
+)
 
 #: Seconds for which the marker proves that a connection leads to a certain server, and after which it is written again:
 #: the name of a server may be given to another one at any time.
@@ -27,6 +40,9 @@ MARKER_TTL, WRITTEN_FOR = 90.0, 30.0
 
 #: Seconds for which there is no one write after a connection was found to lead to another server.
 ELSEWHERE_FOR = 600.0
+
+#: Messages, and characters of them, that are written at once: the server does nothing else meanwhile.
+MOST_MESSAGES, MOST_CHARACTERS = 100, 1_000_000
 
 #: Prefix of the keys of the last replies to senders, and seconds for which a reply is kept: longer than any repetition.
 SENT_KEY, SENT_FOR = "singlebeat:sent:", 60.0
@@ -84,6 +100,11 @@ class Outbox:
         """Do nothing: the script sends the message."""
 
     discard = close = flush
+
+
+def size(commands: Sequence[Command]) -> int:
+    """Return the characters of a message."""
+    return sum(len(str(command.argument)) for command in commands)
 
 
 def takes_outbox(producer: Producer) -> bool:

@@ -22,7 +22,7 @@ from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX, remember, was_refused
 from ..log import Log
-from ..outbox import Marker, takes_outbox
+from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, size, takes_outbox
 from .dispatch import Published, delay_of, is_transient, not_published
 from .leadership.lease import Term
 from .lost_messages import note
@@ -48,12 +48,9 @@ __all__ = ("OneWrite", "why_several_writes")
 
 log = Log("celery.beat")
 
-#: Entries, and characters of their messages, that are written at once: the server does nothing else meanwhile.
-MOST_ENTRIES, MOST_CHARACTERS = 100, 1_000_000
-
-#: Messages that are made for one occurrence until it is sent in several writes, because its lock has changed before
-#: each write.
-MOST_MESSAGES = 3
+#: How often the message of an occurrence is made until it is sent in several writes, because its lock has changed
+#: before each write.
+MOST_TRIES = 3
 
 
 class Collector(Protocol):
@@ -206,7 +203,7 @@ class OneWrite:
 
 
 def _why_not(app: Celery, store: Store) -> str:
-    """Return why nothing can be written together, whatever the broker is; empty if it may be possible."""
+    """Return why one write is impossible whatever the broker is, or an empty string."""
     if isinstance(store.client, RedisCluster):
         return "the schedule is in a Redis Cluster"
     try:
@@ -278,12 +275,12 @@ class _Sending:
     def send(self, messages: Sequence[Message]) -> dict[str, ClaimVerdict]:
         """Send messages; return the verdicts as ``OneWrite.send`` does."""
         self._ask([message.call for message in messages if message.call is not None and was_refused(message.key)])
-        for _ in range(MOST_MESSAGES):
+        for _ in range(MOST_TRIES):
             for message in messages:
                 if not self._is_possible:
                     return self._settled
                 self._add(message)
-                if len(self._batch) >= MOST_ENTRIES or self._characters >= MOST_CHARACTERS:
+                if len(self._batch) >= MOST_MESSAGES or self._characters >= MOST_CHARACTERS:
                     self._write()
             self._write()
             messages, self._again = self._again, []
@@ -315,7 +312,7 @@ class _Sending:
         elif attempt.has_message and self.writes_each:
             return
         self._batch.append(attempt)
-        self._characters += attempt.dispatch.size
+        self._characters += size(attempt.dispatch.commands)
 
     def _attempt(self, message: Message, holder: Holder | None) -> _Attempt:
         """Return what is to be written about an occurrence.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Producer
 
-from ..outbox import Marker, collecting, takes_outbox
+from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, collecting, size, takes_outbox
 from . import backend_of
 from .acquire import Refused, acquire, answered, cancel_releases, left_behind
 from .base import Sending, Verdict
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .base import Call, Holder, Ticket
     from .task import LockableTask
 
-__all__ = ("NO_OUTBOX", "remember", "send_call", "was_refused", "why_two_writes")
+__all__ = ("NO_OUTBOX", "remember", "send_call", "send_many", "was_refused", "why_two_writes")
 
 #: Why messages do not go into an outbox.
 NO_OUTBOX = (
@@ -34,8 +35,9 @@ NO_OUTBOX = (
     "in broker_transport_options"
 )
 
-#: Messages that are made for one call until it is sent in two writes, because its lock has changed before each write.
-MOST_MESSAGES = 4
+#: How often the message of a call is made until it is sent in two writes, because its lock has changed before each
+#: write.
+MOST_TRIES = 4
 
 #: Seconds for which this process remembers that a call was refused, and the maximum number of these calls. Meanwhile it
 #: asks for their locks before it makes a message that may be in vain.
@@ -98,6 +100,27 @@ def send_call(
     return result
 
 
+def send_many(
+    task: LockableTask, calls: Iterable[tuple[Plan, Publish]], producer: Producer | None
+) -> Iterator[AsyncResult | Refused | None]:
+    """Acquire the locks of calls and send the calls, many in one write; yield what ``send_call`` would return.
+
+    Yields:
+        None for a call that must be sent by itself: before the next call is made, if equal calls are to be duplicates.
+
+    Raises:
+        LockBackendError: the locks' server does not answer, or a lock's key holds other data.
+        Exception: a message cannot be made. In both cases, the calls before may be sent.
+    """
+    with task.app.producer_or_acquire(producer) as own:
+        many = _ManyCalls(task, own)
+        for plan, publish in calls:
+            many.add(plan, publish)
+            if many.is_full:
+                yield from many.send()
+        yield from many.send()
+
+
 def why_two_writes(app: Celery, connection: Connection) -> str:
     """Return why a call needs one write for its lock and another one for its message; empty if it needs one for both.
 
@@ -154,6 +177,104 @@ def remember(key: str, *, is_refused: bool) -> None:
     _refused[key] = time.monotonic()
 
 
+def _is_marked(broker: Marker, producer: Producer) -> bool:
+    """Mark the server of a producer's broker, unless it is known to be another than that of the locks."""
+    try:
+        if not broker.may_be_here(time.monotonic()) or not takes_outbox(producer):
+            return False
+        broker.write_for_broker(producer.channel, time.monotonic())
+    except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
+        return False
+    return True
+
+
+def _write_all(
+    task: LockableTask, sendings: Sequence[Sending], broker: Marker, producer: Producer
+) -> list[Holder] | None:
+    """Write calls, and return the answers; None if nothing is sent in one write for now."""
+    holders = task.singleton_backend.send(sendings, broker)
+    if holders is not None:
+        return holders
+    try:
+        is_anew = broker.write_for_broker(producer.channel, time.monotonic(), anew=True)
+    except Exception:  # two writes find out what to do about it
+        return None
+    return task.singleton_backend.send(sendings, broker) if is_anew else None
+
+
+def _discard(task: LockableTask, task_id: str) -> None:
+    """End Celery's wait for the result of a message that is made and not sent."""
+    task.app.AsyncResult(task_id)  # its ``__del__`` does that
+
+
+@dataclass(slots=True)
+class _Made:
+    """A call, and its message if that is made."""
+
+    plan: Plan
+    result: AsyncResult | None = None  #: None: it must be sent by itself
+    sending: Sending | None = None  #: None: it must be sent by itself, or was sent over another producer
+
+
+class _ManyCalls:
+    """Sends calls over one producer, many in one write."""
+
+    def __init__(self, task: LockableTask, producer: Producer) -> None:
+        self.task, self.producer = task, producer
+        self.broker = _broker_of(task.app, producer.connection)
+        self._calls, self._characters = list[_Made](), 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to send."""
+        return len(self._calls) >= MOST_MESSAGES or self._characters >= MOST_CHARACTERS
+
+    def add(self, plan: Plan, publish: Publish) -> None:
+        """Make the message of a call, if that can be sent in one write."""
+        made = _Made(plan)
+        self._calls.append(made)
+        has_hooks = not _may_be_one_write(self.task) or self.task.app.conf.task_send_sent_event
+        if plan.call is None or has_hooks or not _is_marked(self.broker, self.producer):
+            return
+        cancel_releases(plan.call)
+        with collecting(self.producer) as outbox:
+            made.result = publish(plan.ticket, producer=self.producer, retry=False)
+        if outbox.is_full:
+            made.sending = Sending(plan.call, outbox.commands, only=Verdict.ACQUIRED)
+            self._characters += size(outbox.commands)
+        else:  # the user's own code has sent it over another producer
+            self.broker.rule_out(time.monotonic())
+            acquire(self.task, plan, may_have_run=True)
+
+    def send(self) -> Iterator[AsyncResult | Refused | None]:
+        """Send the calls, and yield what became of each, as ``send_many`` does."""
+        calls, self._calls, self._characters = self._calls, [], 0
+        sendings = [made.sending for made in calls if made.sending is not None]
+        holders = _write_all(self.task, sendings, self.broker, self.producer) if sendings else []
+        if holders is None:
+            self.broker.rule_out(time.monotonic())
+        answers = iter(holders or ())
+        for made in calls:
+            if made.sending is None:
+                yield made.result
+                continue
+            outcome = self._outcome(made, next(answers, None))
+            if outcome is not made.result:
+                _discard(self.task, made.plan.ticket.task_id)
+            yield outcome
+
+    def _outcome(self, made: _Made, holder: Holder | None) -> AsyncResult | Refused | None:
+        """Return what became of a call by the answer of the locks' server; None: it must be sent by itself."""
+        plan = made.plan
+        if holder is None or holder.verdict is Verdict.REFUSED or plan.call is None:
+            return None
+        if holder.verdict is Verdict.ACQUIRED:
+            return made.result
+        answer = answered(self.task, plan.call, holder)
+        outcome = plan.outcome(answer)
+        return outcome if isinstance(outcome, Refused) and not left_behind(plan.call, answer) else None
+
+
 class _OneWrite:
     """Sends one call in one write, over the producer of its message."""
 
@@ -173,15 +294,11 @@ class _OneWrite:
                 cannot be read.
             Exception: the message cannot be made.
         """
-        try:
-            if not self.broker.may_be_here(time.monotonic()) or not takes_outbox(self.producer):
-                return None
-            self.broker.write_for_broker(self.producer.channel, time.monotonic())
-        except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
+        if not _is_marked(self.broker, self.producer):
             return None
         cancel_releases(call)
         granted, sending = self.plan.granted, Sending(call, only=Verdict.ACQUIRED)
-        for _ in range(MOST_MESSAGES):
+        for _ in range(MOST_TRIES):
             if answer is not None:
                 outcome = self.plan.outcome(answer)
                 if isinstance(outcome, Refused):
@@ -208,19 +325,11 @@ class _OneWrite:
 
     def _answer(self, sending: Sending) -> Holder | None:
         """Run the write, and return the answer to its call; None if nothing is sent in one write for now."""
-        holders = self.task.singleton_backend.send([sending], self.broker)
-        if holders is None and self._mark_anew():
-            holders = self.task.singleton_backend.send([sending], self.broker)
+        holders = _write_all(self.task, [sending], self.broker, self.producer)
         if holders is None or holders[0].verdict is Verdict.REFUSED:
             self.broker.rule_out(time.monotonic())
             return None
         return answered(self.task, sending.call, holders[0])
-
-    def _mark_anew(self) -> bool:
-        try:
-            return self.broker.write_for_broker(self.producer.channel, time.monotonic(), anew=True)
-        except Exception:  # two writes find out what to do about it
-            return False
 
     def _write(self, granted: Granted, sending: Sending) -> tuple[AsyncResult | None, Holder | None]:
         """Make the message of a call, and send it if the lock is granted.
@@ -240,7 +349,7 @@ class _OneWrite:
             with collecting(self.producer, write):
                 result = self.publish(granted.ticket, producer=self.producer, retry=False)
         except _NotSentError:
-            self.task.app.AsyncResult(granted.ticket.task_id)  # its ``__del__`` ends Celery's wait for this result
+            _discard(self.task, granted.ticket.task_id)
             return None, answer
         except self.producer.connection.recoverable_connection_errors:
             if answer is None:  # the broker failed before the write

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from ..locks.base import (
 )
 from ..locks.key import canonical, digest, lock_key
 from ..locks.modes import LockMode, Overlap, check, overlap_for, pick, signature_of
-from ..locks.send import send_call
+from ..locks.send import send_call, send_many
 from ..log import Log
 from .eager import run_eagerly
 from .gate import Run, run_under_lock
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from celery import Celery, Signature
     from kombu import Producer
 
+    from ..locks.acquire import Plan
     from ..locks.base import Options
     from ..locks.key import Arguments, NamedArguments
 
@@ -170,16 +171,9 @@ class Singleton(Task):  # type: ignore[misc]
             ConfigError: the policy contradicts the task's lock.
             LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
         """
-        asked_for, task_id = options.pop("overlap", None), str(task_id or uuid())
-
-        def publish(ticket: Ticket | None = None, **more: object) -> AsyncResult:
-            given = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow, **options, **more}
-            if ticket is not None:
-                given["headers"] = {**(options.get("headers") or {}), HEADER: ticket.header()}
-            result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **given)
-            result.is_duplicate, result.waits_for = False, None
-            return result
-
+        given = {**options, "producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
+        asked_for, task_id = given.pop("overlap", None), str(task_id or uuid())
+        publish = self._publisher(args, kwargs, task_id, given)
         own, is_eager = Ticket.of_message(options.get("headers") or {}, task_id), self.app.conf.task_always_eager
         if own is not None and not own.nonce and not is_eager:
             return publish()  # beat, the author of this header, has acquired what the call needs, in a batch
@@ -191,7 +185,6 @@ class Singleton(Task):  # type: ignore[misc]
         if own is not None:
             return self._hand_over_and_send(own, options, publish)
         try:
-            given = {**options, "link": link, "link_error": link_error}
             plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
             sent = send_call(self, plan, publish, producer, is_redirected=options.get("connection") is not None)
         except LockBackendError as exc:
@@ -201,6 +194,80 @@ class Singleton(Task):  # type: ignore[misc]
             log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
             return publish()
         return self._duplicate(sent.holder, args, kwargs, overlap) if isinstance(sent, Refused) else sent
+
+    def _publisher(
+        self, args: Arguments | None, kwargs: NamedArguments | None, task_id: str, given: dict[str, Any]
+    ) -> Publish:
+        """Return a function that sends the message of a call with a ticket, whoever holds its lock."""
+
+        def publish(ticket: Ticket | None = None, **more: object) -> AsyncResult:
+            options = {**given, **more}
+            if ticket is not None:
+                options["headers"] = {**(given.get("headers") or {}), HEADER: ticket.header()}
+            result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **options)
+            result.is_duplicate, result.waits_for = False, None
+            return result
+
+        return publish
+
+    def apply_async_many(
+        self, calls: Iterable[tuple[Arguments | None, NamedArguments | None, Options]], producer: Producer | None = None
+    ) -> list[AsyncResult]:
+        """Send many calls as ``apply_async`` would send them one after the other, in a few round trips.
+
+        Args:
+            calls: each with args, kwargs and options of ``apply_async``.
+
+        Returns:
+            The results in the order of the calls; equal calls among them are duplicates of the first one.
+
+        Raises:
+            Exception: as of ``apply_async``. Calls before may be sent by then: call it again with the same ones, of
+                which those are duplicates as long as they wait or run.
+        """
+        results: list[AsyncResult] = []
+        waiting: list[tuple[Arguments | None, NamedArguments | None, Options]] = []
+        for args, kwargs, options in calls:
+            if self._is_one_of_many(options):
+                waiting.append((args, kwargs, options))
+                continue
+            results += self._send_many(waiting, producer)
+            waiting = []
+            results.append(self.apply_async(args, kwargs, **{"producer": producer, **options}))
+        results += self._send_many(waiting, producer)
+        return results
+
+    def _is_one_of_many(self, options: Options) -> bool:
+        """Return whether a call with these options can be sent together with others."""
+        is_ours = type(self).apply_async is Singleton.apply_async and not self.app.conf.task_always_eager
+        return (
+            is_ours and not {"producer", "connection"} & options.keys() and HEADER not in (options.get("headers") or {})
+        )
+
+    def _send_many(
+        self, calls: Sequence[tuple[Arguments | None, NamedArguments | None, Options]], producer: Producer | None
+    ) -> Iterator[AsyncResult]:
+        if not calls:
+            return
+        planned: list[tuple[str, Overlap, dict[str, Any]]] = []
+
+        def plans() -> Iterator[tuple[Plan, Publish]]:
+            for args, kwargs, options in calls:
+                given, task_id = dict(options), str(options.get("task_id") or uuid())
+                given.pop("task_id", None)
+                overlap = overlap_for(self, given.pop("overlap", None))
+                planned.append((task_id, overlap, given))
+                plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
+                yield plan, self._publisher(args, kwargs, task_id, given)
+
+        for place, sent in enumerate(list(send_many(self, plans(), producer))):  # which frees its producer
+            (args, kwargs, _), (task_id, overlap, given) = calls[place], planned[place]
+            if isinstance(sent, Refused):
+                yield self._duplicate(sent.holder, args, kwargs, overlap)
+            elif sent is not None:
+                yield sent
+            else:
+                yield self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
 
     def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
         """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""

@@ -26,11 +26,12 @@ def main() -> None:
     parser.add_argument("--only", action="append", metavar="NAME", help="a case, or several; --list names them")
     parser.add_argument("--quick", action="store_true", help="small numbers, to see that everything works")
     parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--socket", action="store_true", help="reach the servers by their unix sockets, not over TCP")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds must be 1 or more, not {options.rounds}")
-    with RedisServer() as server:
-        stage = Stage(server, quick=options.quick)
+    with RedisServer(socket=options.socket) as server, RedisServer(socket=options.socket) as elsewhere:
+        stage = Stage(server, elsewhere=elsewhere, quick=options.quick)
         cases = {case.name: case for group in GROUPS for case in group.cases(stage)}
         if unknown := set(options.only or ()) - cases.keys():
             parser.error(f"there is no case {', '.join(sorted(unknown))}: there are {', '.join(cases)}")
@@ -45,18 +46,19 @@ def main() -> None:
                 measured.append((cases[name], run(cases[name], options.rounds)))
                 print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
         finally:  # what was measured before an error took its time, too
-            print(f"{render(measured)}\n\n{conditions(stage, options.rounds)}")
+            print(f"{render(measured)}\n\n{conditions(stage, options)}")
 
 
-def conditions(stage: Stage, rounds: int) -> str:
+def conditions(stage: Stage, options: argparse.Namespace) -> str:
     """Say what all this was measured with."""
     info = stage.client.info("server")
     server = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info['redis_version']}"
     packages = [f"{name} {version(name)}" for name in ("celery", "redis", "celery-redbeat", "celery-singleton")]
+    way = "a unix socket" if options.socket else "TCP"
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return (
-        f"Measured with {os.cpu_count()} CPUs, {python}, {server} on a unix socket, {', '.join(packages)}; "
-        f"up to {rounds} rounds, system load {os.getloadavg()[0]:.1f} at the end."
+        f"Measured with {os.cpu_count()} CPUs, {python}, {server} over {way}, {', '.join(packages)}; "
+        f"up to {options.rounds} rounds, system load {os.getloadavg()[0]:.1f} at the end."
     )
 
 

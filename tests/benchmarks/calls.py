@@ -27,10 +27,9 @@ def cases(stage: Stage) -> list[Case]:
         return f"{seconds / count * 1e6:,.0f} µs"
 
     return [
-        Case("delay", f"delay() of a fresh call, {count:,} in a row", lambda: _fresh(stage, count), "≤ 1.12", micros),
-        Case(
-            "duplicate", f"delay() of a duplicate, {count:,} in a row", lambda: _again(stage, count), "≤ 0.25", micros
-        ),
+        Case("delay", f"delay() of a fresh call, {count:,} in a row", lambda: _fresh(stage, count), "≤ 1.0", micros),
+        Case("duplicate", f"delay() of a duplicate, {count:,} in a row", lambda: _again(stage, count), "≤ 0.5", micros),
+        Case("many", f"apply_async_many() of {count:,} fresh calls", lambda: _many(stage, count), "≤ 0.6", micros),
         Case(
             "duplicate-round-trips",
             "Round trips of delay() of a duplicate",
@@ -78,6 +77,24 @@ def _again(stage: Stage, count: int) -> Iterator[Mapping[str, Side]]:
         return _timed(stage, lambda _: ask(), ["17"] * count, expected=0)
 
     yield {**_sides(stage.app("calls"), side), ONE_EVALSHA: floor}
+
+
+@contextmanager
+def _many(stage: Stage, count: int) -> Iterator[Mapping[str, Side]]:
+    app = stage.app("calls")
+
+    def one_by_one() -> float:
+        stage.clear()
+        return _timed(stage, app.tasks[PLAIN].delay, list(numbers(count)), expected=count)
+
+    def at_once() -> float:
+        stage.clear()
+        calls = [((number,), None, {}) for number in numbers(count)]
+        seconds = timed(lambda: app.tasks[OURS].apply_async_many(calls))
+        stage.expect_sent(count)
+        return seconds
+
+    yield {"plain task, delay() each": one_by_one, "singlebeat": at_once}
 
 
 @contextmanager

@@ -44,11 +44,12 @@ class Stage:
     """The server that all sides share.
 
     Args:
+        elsewhere: another server.
         quick: small numbers, to see that everything works.
     """
 
-    def __init__(self, server: RedisServer, *, quick: bool = False) -> None:
-        self.server, self.quick = server, quick
+    def __init__(self, server: RedisServer, *, elsewhere: RedisServer | None = None, quick: bool = False) -> None:
+        self.server, self.elsewhere, self.quick = server, elsewhere or server, quick
         self.client = server.client(socket_timeout=60)
 
     def size(self, full: int, quick: int) -> int:

@@ -11,7 +11,7 @@ import sys
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +27,11 @@ from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.locks.key import behind_key
-from singlebeat.locks.redis import RedisBackend
+from singlebeat.locks.redis import SCRIPTS, RedisBackend
 from singlebeat.locks.send import _refused, why_two_writes
 from singlebeat.outbox import Senders
 from tests.proxy import LossyProxy
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, connected, wait_until
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
@@ -543,15 +543,6 @@ def test_receivers_of_publish_signals_hear_of_sent_calls_only(app, redis, hook):
     assert values(redis) == [1, 2]
 
 
-@contextmanager
-def connected(hook: Any, receiver: Callable[..., None]) -> Iterator[None]:
-    hook.connect(receiver, weak=False)
-    try:
-        yield
-    finally:
-        hook.disconnect(receiver)
-
-
 def test_task_sent_events_tell_of_sent_calls_only(app, redis):
     app.conf.task_send_sent_event = True
     task = define(app)
@@ -635,3 +626,100 @@ def test_doctor_tells_in_how_many_writes_all_is_sent(app, cli, no_worker_is_awai
     assert "several writes, so sent at least once: schedule, locks and broker are not on one server" in entries
     app.conf.broker_url = "memory://"
     assert ["only kombu 5.7" in line for line in told()] == [True, True]
+
+
+# ---------------------------------------------------------------- many calls
+
+
+def calls_for(*numbers: int, **options: Any) -> list[tuple[list[int], None, dict[str, Any]]]:
+    return [([number], None, options) for number in numbers]
+
+
+def test_many_calls_are_sent_in_a_few_round_trips(app, redis):
+    task = define(app, ignore_result=True)
+    task.delay(-1)
+    redis.config_resetstat()
+
+    results = task.apply_async_many(calls_for(*range(250)))
+
+    assert values(redis) == [-1, *range(250)]
+    assert [result.id for result in results] == [message["headers"]["id"] for message in messages(redis)][1:]
+    assert {result.is_duplicate for result in results} == {False}
+    assert len(locks(redis)) == 251
+    assert calls_of(redis)["evalsha"] == 3
+
+
+@pytest.mark.parametrize("ways", ["one write", "two writes", "hooks", "events"])
+def test_duplicates_among_many_calls_get_the_result_of_the_first_one(server, redis, own_server, ways):
+    conf: dict[str, Any] = {"task_send_sent_event": ways == "events"}
+    broker = own_server if ways == "two writes" else server
+    told: list[str] = []
+    with apps(server.celery_url, broker_url=broker.celery_url, **conf) as app, ExitStack() as stack:
+        if ways == "hooks":
+            hook = connected(after_task_publish, lambda headers, **_: told.append(headers["id"]))
+            stack.enter_context(hook)
+        task = define(app)
+        first = task.delay(1)
+        results = task.apply_async_many(calls_for(1, 2, 2, 3, 2))
+
+    assert [result.is_duplicate for result in results] == [True, False, True, False, True]
+    assert results[0].id == first.id
+    assert results[1].id == results[2].id == results[4].id
+    assert values(broker.client()) == [1, 2, 3]
+    assert told == ([first.id, results[1].id, results[3].id] if ways == "hooks" else [])
+
+
+@pytest.mark.parametrize("overlap", ["buffer_one", "buffer_all", "cancel_other", "allow_all"])
+def test_many_calls_of_each_mode_do_what_single_ones_do(app, redis, overlap):
+    task = define(app, overlap=overlap)
+    found = []
+    for send in (task.apply_async_many, lambda calls: [task.apply_async(*call[:2], **call[2]) for call in calls]):
+        redis.flushdb()
+        task.delay(1)
+        redis.hset(task.generate_lock(task.name, [1]), "state", "running")
+        results = send(calls_for(1, 2, 1, 3, 1))
+        waits = [message["headers"]["singlebeat_lock"].get("waits") for message in messages(redis)]
+        assert {result.id for result in results} <= ids(redis)
+        found.append(sorted(zip(values(redis), map(str, waits), strict=True)))
+    assert found[0] == found[1]
+
+
+def test_an_option_of_one_of_many_calls_is_its_own(app, redis):
+    task = define(app)
+    calls = [([1], None, {"task_id": "mine"}), ([2], None, {"queue": "other"}), ([3], None, {"overlap": "raise"})]
+    results = task.apply_async_many(calls)
+
+    assert results[0].id == "mine"
+    assert values(redis, "other") == [2]
+    with pytest.raises(DuplicateTaskError):
+        task.apply_async_many([([4], None, {}), ([3], None, {"overlap": "raise"})])
+    assert values(redis) == [1, 3, 4]
+
+
+def test_many_calls_need_one_connection(server, redis):
+    with apps(server.celery_url, broker_pool_limit=1) as app:
+        task = define(app, overlap="cancel_other")
+        task.delay(1)
+        task.apply_async_many(calls_for(1, 1, 2))
+
+    assert sorted(set(values(redis))) == [1, 2]
+
+
+def test_a_lost_reply_sends_many_calls_once(server, redis):
+    with LossyProxy(server) as proxy, apps(server.celery_url, singleton_backend_url=proxy.url) as app:
+        task = define(app)
+        task.delay(0)
+        proxy.lose_reply_of(SCRIPTS["send"])
+        results = task.apply_async_many(calls_for(1, 2, 1))
+        assert proxy.lost == 1
+
+    assert values(redis) == [0, 1, 2]
+    assert [result.is_duplicate for result in results] == [False, False, True]
+
+
+def test_a_bad_call_among_many_says_so(app, redis):
+    task = define(app)
+    with pytest.raises(TypeError):
+        task.apply_async_many([([1], None, {}), ([1, 2, 3], None, {})])
+
+    assert locks(redis) == ids(redis)

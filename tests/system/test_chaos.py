@@ -70,7 +70,7 @@ def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed(chaos):
 
 @pytest.mark.skipif(not ONE_WRITE, reason="kombu 5.7 is the first to hand out commands")
 @pytest.mark.parametrize("conf", [{}, {"task_send_sent_event": True}], ids=["batches", "one by one"])
-def test_on_one_server_a_kill_at_any_step_leaves_one_message_for_each_occurrence(chaos_on, server, conf):
+def test_on_one_server_a_kill_at_any_step_leaves_one_message_each(chaos_on, server, conf):
     """Of tasks without locks, so nothing would tell a copy from its original."""
     chaos = chaos_on(server, **conf)
     points = [f"{when} {step}" for when in ("before", "after") for step in ("read 1", "publish 10", "write 1")]

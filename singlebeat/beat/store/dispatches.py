@@ -47,11 +47,6 @@ class Dispatch:
     commands: Sequence[Command] = ()  #: that send its message; empty: it is not sent
     note: str = ""  #: for its lock
 
-    @property
-    def size(self) -> int:
-        """Characters of its message."""
-        return sum(len(str(command.argument)) for command in self.commands)
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
