@@ -203,7 +203,7 @@ class OneWrite:
 
 
 def _why_not(app: Celery, store: Store) -> str:
-    """Return why one write is impossible whatever the broker is, or an empty string."""
+    """Return why one write is impossible with any broker, or an empty string."""
     if isinstance(store.client, RedisCluster):
         return "the schedule is in a Redis Cluster"
     try:

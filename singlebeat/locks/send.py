@@ -223,6 +223,7 @@ class _ManyCalls:
         self.task, self.producer = task, producer
         self.broker = _broker_of(task.app, producer.connection)
         self._calls, self._characters = list[_Made](), 0
+        self._is_possible = False  #: for the calls that are made now
 
     @property
     def is_full(self) -> bool:
@@ -232,9 +233,11 @@ class _ManyCalls:
     def add(self, plan: Plan, publish: Publish) -> None:
         """Make the message of a call, if that can be sent in one write."""
         made = _Made(plan)
+        if not self._calls:
+            has_hooks = not _may_be_one_write(self.task) or self.task.app.conf.task_send_sent_event
+            self._is_possible = not has_hooks and _is_marked(self.broker, self.producer)
         self._calls.append(made)
-        has_hooks = not _may_be_one_write(self.task) or self.task.app.conf.task_send_sent_event
-        if plan.call is None or has_hooks or not _is_marked(self.broker, self.producer):
+        if plan.call is None or not self._is_possible:
             return
         cancel_releases(plan.call)
         with collecting(self.producer) as outbox:

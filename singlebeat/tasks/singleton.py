@@ -198,7 +198,7 @@ class Singleton(Task):  # type: ignore[misc]
     def _publisher(
         self, args: Arguments | None, kwargs: NamedArguments | None, task_id: str, given: dict[str, Any]
     ) -> Publish:
-        """Return a function that sends the message of a call with a ticket, whoever holds its lock."""
+        """Return a function that sends the message of a call with a ticket, and asks for no lock."""
 
         def publish(ticket: Ticket | None = None, **more: object) -> AsyncResult:
             options = {**given, **more}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any

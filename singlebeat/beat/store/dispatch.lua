@@ -159,6 +159,10 @@ claim_all()
 acquire_all()
 send_all()
 confirm_all()
+if count == 0 then
+  redis.pcall("DEL", sent) -- no occurrence: the sender wants to know whether broker and locks are here
+  return "[]"
+end
 local all = cjson.encode(replies)
 redis.call("SET", sent, request .. all, "PX", keep_ms)
 return all
