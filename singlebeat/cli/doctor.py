@@ -18,7 +18,7 @@ import click
 
 from .. import __version__
 from ..beat.delivery import Delivery, listed, queue_of
-from ..beat.entries.statics import Statics, owner_of
+from ..beat.entries.statics import Statics, owner_of, signature_of
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
@@ -403,15 +403,33 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")
-    ours = [beat["statics"] for beat in (state.leader, *state.standbys) if beat.get("app") == statics.owner]
-    if len({*ours}) > 1:
-        numbers = " and ".join(each.partition(" ")[0] for each in sorted({*ours}))
+    beats = (state.leader, *state.standbys)
+    theirs = sorted({beat["statics"] for beat in beats if beat.get("app") == statics.owner and beat.get("statics")})
+    here = _statics_here(app) if theirs else ""
+    differ = ""
+    if len(theirs) > 1:
+        numbers = " and ".join(each.partition(" ")[0] for each in theirs)
+        differ = f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries)"
+    elif here and here not in theirs:
+        numbers = f"{here.partition(' ')[0]} entries here, {theirs[0].partition(' ')[0]} there"
+        differ = f"the beat_schedule of this process differs from that of the beats of app {statics.owner} ({numbers})"
+    if differ:
         text = (
-            f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries): the leader removes "
-            "the entries that its beat_schedule lacks. That is right during a deploy. Else two apps have one name, or "
-            f'hosts run different code: {advice}, or a name (Celery("shop"))'
+            f"{differ}: each beat that begins to lead stores its own, and removes the entries that its own lacks. That "
+            "is right during a deploy. Else two apps have one name, or hosts run different code: "
+            f'{advice}, or a name (Celery("shop")). An rrule without dtstart differs in each process'
         )
         yield Finding("warning", about, text)
+
+
+def _statics_here(app: Celery) -> str:
+    """Return the number and the digest of the entries in the code of this process; empty if it has none."""
+    try:
+        app.loader.import_default_modules()  # as beat does: a module of tasks may add entries
+        app.finalize()
+    except Exception:  # of a user's module
+        return ""
+    return signature_of(app)["statics"] if app.conf.beat_schedule else ""
 
 
 def _count_pending(app: Celery) -> int:
