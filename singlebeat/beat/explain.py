@@ -50,7 +50,7 @@ class HeldLock:
 
     @property
     def seems_abandoned(self) -> bool:
-        """Whether its worker has not renewed it for so long that it has probably died."""
+        """Whether its worker has not renewed it for so long that it has probably died, or hangs."""
         return self.state == "running" and self.left is not None and self.left < self.lease * RENEWED
 
     @property
@@ -311,8 +311,9 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
-            f"runs it: its worker has probably died. The lock ends by itself {left}; to free it now: "
-            f"celery singlebeat unlock {shlex.quote(task_id)}"
+            f"runs it: its worker has probably died, or hangs. The lock ends by itself {left}. To free it now, first "
+            "make sure that its process is gone, because the run of a process that hangs would go on beside the next "
+            f"run: celery singlebeat unlock {shlex.quote(task_id)}"
         )
     elif lock.is_ahead and facts.running is not None:
         yield (

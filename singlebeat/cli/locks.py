@@ -116,7 +116,11 @@ def locks_(app: Celery, as_json: bool) -> None:
     click.option("--stale", is_flag=True, help="Free all locks whose messages are lost."),
 )
 def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
-    """Free a lock by its task id or key; needs --force if the lock's owner is alive."""
+    """Free a lock by its task id or key; needs --force if the lock's owner is known to be alive.
+
+    A worker that has not renewed its lock for 40 % of the lease has died, or hangs. Make sure that its process is gone:
+    the run of a process that hangs goes on beside the next run.
+    """
     if stale == (which is not None) or (stale and force):
         raise click.UsageError("give a task id or a key, or --stale alone")
     if which is None:
@@ -159,10 +163,16 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
     # The lock of a lost message is free by now, and the next run may have acquired it since.
     if (force or lock.state != "queued") and (holder := backend.get(lock.key)):
         fail(f"{lock.key} is not free: task {holder} holds it")
+    # No process can tell a worker that has died from one that hangs.
+    warning = "if its process lives after all, that run goes on beside the next one" if lock.state == "running" else ""
     if as_json:
-        show_json({"key": lock.key, "task_id": lock.task_id, "unlocked": True})
+        show_json(
+            {"key": lock.key, "task_id": lock.task_id, "unlocked": True, **({"warning": warning} if warning else {})}
+        )
         return
-    click.echo(printable(f"{lock.key}: free; it was held by task {lock.task_id}, {lock.state}"))
+    click.echo(
+        printable(f"{lock.key}: free; it was held by task {lock.task_id}, {lock.state}{warning and '; '}{warning}")
+    )
 
 
 def _unlock_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:

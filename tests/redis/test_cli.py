@@ -309,10 +309,20 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redi
     refused = re.search(r"was renewed \d s ago.*: its worker lives, or has died since.* try again in (\d+) s", said)
     assert 1 <= int(refused[1]) <= 12, "40 % of its lease"
     assert backend.get("SINGLETONLOCK_{b}") == "live-one"
-    cli("unlock", "dead-one")
-    cli("unlock", "SINGLETONLOCK_{b}", "--force")
+    # No process can tell a dead worker from one that hangs.
+    beside = (
+        "free; it was held by task {}, running; if its process lives after all, that run goes on beside the next one"
+    )
+    assert beside.format("dead-one") in cli("unlock", "dead-one").output
+    assert beside.format("live-one") in cli("unlock", "SINGLETONLOCK_{b}", "--force").output
     assert backend.get("SINGLETONLOCK_{b}") is backend.get("SINGLETONLOCK_{c}") is None
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
+
+
+def test_the_help_of_unlock_says_that_a_silent_worker_may_hang(cli):
+    told = " ".join(cli("unlock", "--help").output.split())
+    assert "needs --force if the lock's owner is known to be alive" in told
+    assert "the run of a process that hangs goes on beside the next run" in told
 
 
 def set_back(redis, lock: str, seconds: int) -> None:
