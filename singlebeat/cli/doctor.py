@@ -23,7 +23,7 @@ from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
 from ..beat.publisher import bounded
-from ..beat.result_backend import ResultBackendError, check_results
+from ..beat.result_backend import ResultBackendError, check_results, result_place
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
@@ -171,14 +171,12 @@ def _rights(app: Celery, schedule: _Read) -> Iterator[Finding]:
 def _results(app: Celery, schedule: _Read) -> Iterator[Finding]:
     """Check the result backend, which beat and locks do not use."""
     if wrong := schedule.results:
-        url = app.conf.result_backend
-        about = f"result backend {masked(url)}" if isinstance(url, str) else "result backend"
         text = (
             f"it {wrong}. Beat still sends, but workers wait for the backend after the body of each task, and hold the "
             "slot meanwhile. Then the run ends without a result, and callers that wait for one get none. Start the "
             "backend, or correct result_backend"
         )
-        yield Finding("problem", about, text)
+        yield Finding("problem", result_place(app), text)
 
 
 def _prefixes(app: Celery) -> Iterator[Finding]:

@@ -280,6 +280,43 @@ def test_history_shows_the_end_of_an_id_with_the_run_that_was_sent_alone(cli, pu
     assert [row[2:] for row in rows] == [["run_before", "it has ended before"], ["dispatched", "success"]]
 
 
+def sent_without_end(app, redis) -> str:
+    """Record that a run was sent, and return its task id."""
+    occurrence = Occurrence.of("redbeat:", "e", NOON)
+    Store(app, redis).record([Decision("e", TASK, occurrence, DecisionType.DISPATCHED, "")], Term(3, ""))
+    return occurrence.id
+
+
+def test_explain_finds_an_end_that_was_not_recorded_in_the_result_backend(cli, put, app, redis):
+    put()
+    task_id = sent_without_end(app, redis)
+    assert (
+        "Or it has ended, and that could not be recorded: the schedule's server did not take the record, or the worker "
+        "has another redbeat_redis_url or redbeat_key_prefix." in cli("explain", "e").output
+    )
+
+    app.backend.mark_as_done(task_id, "done")
+
+    told = cli("explain", "e").output
+    at = f"{datetime.now(UTC):%Y-%m-%d}"
+    assert f"Its end is not in the history, but in the result backend: it ended at {at}" in told
+    assert "with SUCCESS." in told
+    assert "No end of it was recorded" not in told
+
+
+def test_explain_names_a_result_backend_that_it_cannot_ask(cli, server, redis):
+    retries = {"retry_policy": {"max_retries": 0}}
+    conf = {"result_backend": "redis://:secret@127.0.0.1:1", "result_backend_transport_options": retries}
+    with make_app(server.celery_url, conf) as app:
+        Entry("e", TASK, schedule(60), app=app).save()
+        sent_without_end(app, redis)
+
+        told = cli("explain", "e", app=app).output
+
+    assert "The result backend redis://:**@127.0.0.1:1 " in told
+    assert "No end of it was recorded" in told
+
+
 def begin_and_die(backend, redis, run: Ref, *, task: str = "t", arguments: str = "") -> None:
     """Start a run whose worker dies at once, and let most of its lease pass."""
     backend.begin(run, lease=30, remember_for=60, task=task, arguments=arguments)

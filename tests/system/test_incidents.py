@@ -810,6 +810,42 @@ def test_b14_a_beat_that_must_not_lead_over_another_app_resigns(beat_of, redis):
     assert redis.smembers("redbeat::statics") == {"nightly"}
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_body_that_has_returned_is_no_failure_while_the_result_backend_is_down(pool, celery, beat, app, oracle):
+    no_retries = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
+    with RedisServer() as results:
+        conf = {"result_backend": results.celery_url, "result_backend_transport_options": no_retries}
+        once = {"schedule": schedule(3600), "run_on_start": True, "app": app}
+        Entry("good", f"{APP}.plain", args=["good", 60], **once).save()
+        Entry("single", f"{APP}.single", args=["single", 60], **once).save()
+        Entry("bad", f"{APP}.fail", args=["bad"], **once).save()
+        Entry("unstorable", f"{APP}.opaque", args=["unstorable"], **once).save()
+        celery("worker", "-P", pool, "-c", "4", conf=conf).ready()
+        beat()
+        for name in ("good", "single"):
+            oracle.wait_started(1, name, timeout=PATIENCE)
+        wait_until(lambda: [record for record in Schedule(app).history("unstorable", 1) if record.end], timeout=30)
+        results.kill()
+        Schedule(app).trigger("bad")
+        incident = Incident(f"result backend down, {pool}")
+        for name in ("good", "single"):
+            oracle.let_go(name)
+
+        with make_app(app.conf.broker_url, conf) as told:
+            tools = Tools(told)
+            returned = (
+                r"^Its body ended at .* after .* on w.* without an error, but the result backend did not store it"
+            )
+            away = f"^The result backend {results.celery_url} "
+            incident.until(
+                tools.say("explain good", returned, away),
+                tools.say("explain single", returned, away),
+                tools.say("explain bad", "^It ended at .*, failure: ", away),
+                tools.say("history good", "dispatched  result_not_stored "),
+                tools.say("explain unstorable", "^It ended at .*, failure: .*EncodeError"),
+            )
+
+
 def nightly(app: Celery, **fields: Any) -> None:
     fields = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["nightly", 60], **fields}
     Entry("nightly", app=app, **{"run_on_start": True, **fields}).save()
