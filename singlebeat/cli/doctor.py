@@ -55,7 +55,7 @@ from ..locks.redis import RedisBackend
 from ..locks.send import why_two_writes
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .history import AGAIN
-from .locks import every, old
+from .locks import every, locks_of, old
 from .output import command, marked, printable, progress, show_json
 from .status import who
 from .workers import BrokerError, Workers
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entries.entry import Entry
+    from ..beat.explain import HeldLock
 
 #: Seconds after which kombu's Redis transport delivers an unacknowledged message again by default.
 VISIBILITY_TIMEOUT = 3600
@@ -517,9 +518,10 @@ def _none_answers(app: Celery) -> Finding:
 
 
 def _locks(app: Celery) -> Iterator[Finding]:
-    """Check for locks whose messages are lost, or have run on workers without singlebeat."""
+    """Check for locks that no worker will free: their messages are lost or ran elsewhere, or their workers are silent."""
     try:
-        found = examine(app, list(islice(old(app, most=MOST_OLD_LOCKS), MOST)))
+        rows = list(islice(locks_of(app), MOST_OLD_LOCKS))
+        found = examine(app, list(islice(old(app, rows), MOST)))
     except SinglebeatError:  # an earlier part has reported it
         return
     for outcome, what in _STALE.items():
@@ -531,6 +533,22 @@ def _locks(app: Celery) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
+    yield from _silent_owners(app, [lock for _, _, lock in rows if lock.seems_abandoned])
+
+
+def _silent_owners(app: Celery, locks: Sequence[HeldLock]) -> Iterator[Finding]:
+    """Check for runs whose workers have not renewed their locks and do not answer."""
+    try:
+        running = Workers.ask(app).running if locks else {}
+    except BrokerError:  # an earlier part has reported it
+        return
+    for lock in islice((lock for lock in locks if lock.task_id not in running), MOST_NAMED):
+        ends = f" in {lock.left:.0f} s" if lock.left is not None else ""
+        text = (
+            f"the lock of task {lock.task_id} was last renewed {lock.last_renewed}, and no worker that answers runs "
+            f"the task: its worker has probably died, or hangs. The lock ends by itself{ends}"
+        )
+        yield Finding("warning", "locks", text)
 
 
 #: The words for one lock and for several, for each outcome of the check of a lock's message.

@@ -29,7 +29,7 @@ from ..connections import broker_place, schedule_client
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
-from .locks import held_by, waiting
+from .locks import held_by, locks_of, waiting
 from .output import command, moment, parse_instant, printable, show_json, table
 from .status import refusal
 from .workers import BrokerError, Workers
@@ -155,7 +155,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
             backend_of(app).workers_seen()
         locks = dict(held_by(app, {task} - {"", *(running or ())}))
         if task in locks and locks[task].state == "queued":
-            found = next(iter(examine(app, list(islice(waiting(app, {task}), 1)))), None)
+            found = next(iter(examine(app, list(islice(waiting(locks_of(app), {task}), 1)))), None)
     except LockBackendError as exc:
         locks_away = lock_server_says(app, exc)
     # A refusal of the locks' server may be the reason why a run is not sent, or does not start.

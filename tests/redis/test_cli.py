@@ -356,6 +356,31 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redi
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
 
 
+def test_locks_and_doctor_show_who_waits_and_whose_worker_is_silent(cli, findings, app, redis):
+    backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
+    backend.worker = "w1@vm"
+    about = {"lease": 30, "remember_for": 60, "task": "t", "arguments": "(1,)"}
+    run = Ref(lock, "first", 0, "n")
+    backend.begin(run, **about)
+    backend.renew_many([run], lease=30)
+    backend.begin(Ref(lock, "second", 0, "m"), turn_ttl=60, **about)
+    assert not [text for _, text in findings("locks") if "first" in text]
+
+    for name in ("since", "renewed"):
+        redis.hset(lock, name, int(redis.hget(lock, name)) - 25_000)
+    redis.pexpire(lock, 5_000)
+
+    told = cli("locks").output
+    assert re.search(r"first +running\? +2\d s +\d s$", told, re.MULTILINE)
+    assert re.search(r"second +waits +\d s +\d+ s$", told, re.MULTILINE)
+    assert re.search(
+        r"^task first: last renewed 2\d s ago by w1@vm: its worker has probably died, or hangs$", told, re.M
+    )
+    (warned,) = [found for found in findings("locks") if "first" in found[1]]
+    assert warned[0] == "warning"
+    assert re.search(r"last renewed 2\d s ago by w1@vm, .* its worker has probably died, or hangs", warned[1])
+
+
 def test_the_help_of_unlock_says_that_a_silent_worker_may_hang(cli):
     told = " ".join(cli("unlock", "--help").output.split())
     assert "needs --force if the lock's owner is known to be alive" in told

@@ -1005,8 +1005,8 @@ def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, b
             "its worker has probably died, or hangs. The lock ends by itself in ",
             "was skipped: the one before it was not over",
             f"^Task {run.id} holds the lock, which was last renewed",
-            "To free it now, first make sure that its process is gone, because the run of a process that hangs would go on "
-            f"beside the next run: celery singlebeat unlock {run.id}$",
+            "To free it now, first make sure that its process is gone, because the run of a process that hangs would "
+            f"go on beside the next run: celery singlebeat unlock {run.id}$",
             "^No worker answers.",
             never="--force",
         ),
