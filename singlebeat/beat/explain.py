@@ -121,6 +121,8 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     if at is None:
         yield from _pending(facts)
     record = record_at(facts.records, at)
+    if at is not None and at.replace(microsecond=0) > facts.now:
+        yield f"{_moment(at)} has not come yet: this is about the last run before it."
     if at is not None and facts.entry is not None and quarantined is None:
         yield from _missing_record(facts, record, at)
     if record is not None:
@@ -151,7 +153,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.redbeat_leads:
         yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
+        yield f"Beat is behind: {facts.state.behind}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:
@@ -411,7 +413,9 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         yield _sentence(facts.no_place)
     elif not entry.enabled:
         enable = f"celery singlebeat edit {shlex.quote(entry.name)} --enable"
-        yield f"It is disabled: its times pass without a run. To go on: {enable}"
+        paused = entry.policy.paused and not facts.state.redbeat_leads
+        also = f", and celery singlebeat resume {shlex.quote(entry.name)}" if paused else ""
+        yield f"It is disabled{' and paused' * paused}: its times pass without a run. To go on: {enable}{also}"
     elif entry.policy.paused and facts.state.redbeat_leads:
         yield (
             "It is paused, and runs all the same while a beat of RedBeat leads, unless you disable it: "

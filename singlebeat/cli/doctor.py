@@ -27,7 +27,7 @@ from ..beat.result_backend import ResultBackendError, check_results, result_plac
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, counted
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -261,7 +261,7 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         why = "the broker or the locks' server may be unreachable"
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
-        text = f"{pending} occurrences are claimed and not confirmed: {why}"
+        text = f"{counted(pending, 'occurrence is', 'occurrences are')} claimed and not confirmed: {why}"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
         text = f"is quarantined since {record['since']} and does not run: {record['reason']}"
@@ -372,8 +372,7 @@ def _leadership(app: Celery, schedule: _Read) -> Iterator[Finding]:
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
-        text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
-        yield Finding("problem", "beat", text)
+        yield Finding("problem", "beat", state.behind)
 
 
 def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
@@ -396,7 +395,8 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
     advice = "give each app a prefix of its own"
     if check != "ignore":
         for other, count in statics.of_others().items():
-            text = f"{count} entries there are of app {other}, not of {statics.owner}: the leader sends all"
+            number = counted(count, "entry there is", "entries there are")
+            text = f"{number} of app {other}, not of {statics.owner}: the leader sends all"
             yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
         for beat, role in ((state.leader, "leads"), *((standby, state.role) for standby in state.standbys)):
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
@@ -518,7 +518,7 @@ def _none_answers(app: Celery) -> Finding:
 
 
 def _locks(app: Celery) -> Iterator[Finding]:
-    """Check for locks that no worker will free: their messages are lost or ran elsewhere, or their workers are silent."""
+    """Check for locks that no worker frees: their messages are lost or ran elsewhere, or their workers are silent."""
     try:
         rows = list(islice(locks_of(app), MOST_OLD_LOCKS))
         found = examine(app, list(islice(old(app, rows), MOST)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -207,6 +207,8 @@ def _may_have_result(record: Record) -> bool:
 def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
     """Explain why an entry ran, did not run, or will run."""
     when = parse_instant(at)
+    if when is not None and not when.microsecond:  # a time as the tools print it stands for all of its second
+        when += timedelta(seconds=1, microseconds=-1)
     facts = _facts(app, name, when)
     if any(lock.state == "running" for lock in facts.locks.values()):
         facts = _facts(app, name, when)  # the run may have begun after the workers were asked

@@ -436,7 +436,7 @@ def test_health_that_wants_less_lag_than_is_usual_says_how_late_beat_is(cli, app
 
     output = cli("health", "--max-lag", "3", code=1).output
 
-    assert re.search(r"1 entries are overdue, the first by [45] s", output)
+    assert re.search(r"1 entry is overdue, the first by [45] s", output)
 
 
 # ---------------------------------------------------------------- beats that share the work
@@ -620,6 +620,18 @@ def test_status_and_list_name_the_refusal_while_entries_wait(cli, own_server, be
     assert all("it refuses to write, so that nothing is sent" in text for text in told)
     assert "problem     the schedule's server " in told[0]
     assert all("refuses" not in text for text in told_after)
+
+
+def test_a_leader_that_no_beat_could_follow_does_not_resign(cli, own_server, bench_on, monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.status.HANDOVER", 0.0)
+    bench = bench_on(own_server)
+    bench.tick()
+    with full(own_server):
+        told = cli("resign", app=bench.app, code=2).output
+
+    assert "Error: no beat could lead next, so the present term goes on: the schedule's server" in told
+    assert ScheduleStatus.of(bench.app).leader
+    assert "ended: " in cli("resign", app=bench.app).output
 
 
 def test_a_replica_of_an_empty_server_is_named_where_entries_are_missing(cli, own_server, bench_on):

@@ -309,7 +309,7 @@ def test_b3_b4_a_redis_that_refuses_to_write_is_named(refusing, error, advice, b
                 running.logs(f"ERROR.*Trouble with Redis: trying again event=trouble .*{error[1]}"),
                 tools.say("doctor", f"problem  schedule's server .*: {refused}", code=1, never=start),
                 tools.say(
-                    "doctor", f"^problem  beat: .*{sends_nothing}", "beat: 1 entries are overdue", code=1, never=start
+                    "doctor", f"^problem  beat: .*{sends_nothing}", "beat: 1 entry is overdue", code=1, never=start
                 ),
                 tools.say(
                     "explain steady", f"^Nothing is sent because of the schedule's server: {refused}", never=start
@@ -756,7 +756,7 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
         ),
         tools.say(
             "doctor",
-            f"{about}1 entries there are of app ops, not of blog",
+            f"{about}1 entry there is of app ops, not of blog",
             f"{about}the beat .* which leads, is of app ops, not of blog",
             code=1,
         ),
@@ -765,7 +765,7 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
         blog.ready("^200 ok$"),  # another app's beat does what it can
     )
     entries, leads = of_prefix(tools)
-    assert entries.startswith("problem 1 entries there are of app ops, not of blog")
+    assert entries.startswith("problem 1 entry there is of app ops, not of blog")
     assert leads.startswith("problem the beat ")
     assert len(of_prefix(tools_named("ops"))) == 1
     assert of_prefix(tools_named("blog", singlebeat_other_app_check="ignore")) == []
@@ -781,7 +781,7 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
             "WARNING.*This beat of app blog leads over 1 entries of app ops, and sends them to its own queues "
             "event=other_app"
         ),
-        tools.say("doctor", f"{about}1 entries there are of app ops, not of blog", code=1),
+        tools.say("doctor", f"{about}1 entry there is of app ops, not of blog", code=1),
         tools.say("explain publish", "Nothing was decided about it so far", "It runs next for"),
     )
 
