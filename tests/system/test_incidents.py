@@ -811,7 +811,7 @@ def test_b14_a_beat_that_must_not_lead_over_another_app_resigns(beat_of, redis):
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_body_that_has_returned_is_no_failure_while_the_result_backend_is_down(pool, celery, beat, app, oracle):
+def test_a_body_that_returned_is_no_failure_if_results_are_not_stored(pool, celery, beat, app, oracle):
     no_retries = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
     with RedisServer() as results:
         conf = {"result_backend": results.celery_url, "result_backend_transport_options": no_retries}
