@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from .monitors import close_check_in
 from .native_threads import Empty, SimpleQueue, await_native, start_native_thread
 
 if TYPE_CHECKING:
+    from billiard.einfo import ExceptionInfo
     from celery import Celery
 
     from .clients import RedisClient
@@ -32,7 +34,9 @@ __all__ = (
     "MESSAGE_LOST",
     "OUTCOMES",
     "RAN_ELSEWHERE",
+    "RESULT_NOT_STORED",
     "flush_ends",
+    "is_result_lost",
     "outcome_of",
     "record_end",
     "record_end_of_message",
@@ -52,6 +56,12 @@ KEPT_ENDS = 4
 #: The end of a message that must not run.
 DUPLICATE_REFUSED = "duplicate_refused"
 
+#: The end of a run whose body has returned, and whose result the result backend did not store.
+RESULT_NOT_STORED = "result_not_stored"
+
+#: The frame of Celery that stores the result of a body that has returned, in a traceback.
+_STORING = re.compile(r'[/\\]celery[/\\]backends[/\\]base\.py", line \d+, in mark_as_done$', re.MULTILINE)
+
 _OUTCOMES = {
     Retry: "retry",
     Ignore: "ignored",
@@ -67,7 +77,7 @@ MESSAGE_LOST, RAN_ELSEWHERE = "message_lost", "ran_elsewhere"
 #: Every word for an end that a worker sees; ``duplicate_refused``: an equal call runs, or this call has run before;
 #: ``postponed``: the message was sent again to wait for its turn, and a later end is recorded.
 OUTCOMES = (
-    *("success", "failure", *_OUTCOMES.values(), DUPLICATE_REFUSED, "postponed"),
+    *("success", RESULT_NOT_STORED, "failure", *_OUTCOMES.values(), DUPLICATE_REFUSED, "postponed"),
     *("revoked", "expired", "unknown_task"),
 )
 
@@ -75,6 +85,18 @@ OUTCOMES = (
 def outcome_of(exc: BaseException) -> str:
     """Return the word for a run that ended with an exception."""
     return next((word for kind, word in _OUTCOMES.items() if isinstance(exc, kind)), "failure")
+
+
+def is_result_lost(exc_info: ExceptionInfo, *, is_stored: bool) -> bool:
+    """Return whether a run failed only because the result of its body could not be stored.
+
+    Celery then reports the error of the result backend as that of the run, and stores that error if it can.
+
+    Args:
+        is_stored: whether the result backend has an end of the run.
+    """
+    is_outside = exc_info.internal or not is_stored  # a result that cannot be encoded is an error of the task
+    return is_outside and _STORING.search(exc_info.traceback or "") is not None
 
 
 def record_end(request: Request, outcome: str, reason: str | BaseException = "") -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
+from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .entries.entry import Entry
     from .entries.occurrence import Occurrence
     from .lost_messages import Found
+    from .result_backend import StoredEnd
     from .status import ScheduleStatus
     from .store.history import Record
 
@@ -50,7 +51,7 @@ class HeldLock:
 
     @property
     def seems_abandoned(self) -> bool:
-        """Whether its worker has not renewed it for so long that it has probably died."""
+        """Whether its worker has not renewed it for so long that it has probably died, or hangs."""
         return self.state == "running" and self.left is not None and self.left < self.lease * RENEWED
 
     @property
@@ -91,6 +92,8 @@ class Facts:
     broker_away: str = ""  #: why the workers could not be asked
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
+    stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
+    results_away: str = ""  #: why the result backend could not be asked
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
     without_singlebeat: Sequence[str] = ()  #: workers that answer, and have no singlebeat or no server for locks
     silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
@@ -118,6 +121,8 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     if at is None:
         yield from _pending(facts)
     record = record_at(facts.records, at)
+    if at is not None and at.replace(microsecond=0) > facts.now:
+        yield f"{_moment(at)} has not come yet: this is about the last run before it."
     if at is not None and facts.entry is not None and quarantined is None:
         yield from _missing_record(facts, record, at)
     if record is not None:
@@ -148,7 +153,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.redbeat_leads:
         yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.overdue} entries are overdue, the first by {facts.state.lag:.0f} s."
+        yield f"Beat is behind: {facts.state.behind}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:
@@ -269,19 +274,33 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
             what = "Its message was lost" if end.outcome == MESSAGE_LOST else "A worker without singlebeat has run it"
             yield f"{what}, and beat freed its lock{_recorded_at(facts, record, end.at)}{why}."
             return
-        yield f"It ended{_recorded_at(facts, record, end.at)}{took} on {end.worker}, {end.outcome}{why}."
+        at = f"{_recorded_at(facts, record, end.at)}{took} on {end.worker}"
+        if end.outcome == RESULT_NOT_STORED:
+            yield f"Its body ended{at} without an error, but the result backend did not store its result{why}."
+        else:
+            yield f"It ended{at}, {end.outcome}{why}."
         if end.outcome == "unknown_task":
             yield "That worker does not know the task and has dropped the message."
-        return
-    if facts.running is not None and record.task_id in facts.running:
+    elif facts.running is not None and record.task_id in facts.running:
         yield f"It runs now, on {facts.running[record.task_id]}."
     elif record.task_id in facts.locks or facts.locks_away:
         yield from _holder(facts, record.task_id)
+    elif facts.stored_end is not None:
+        ended = facts.stored_end
+        when = f" at {_moment(ended.at)}" if ended.at is not None else ""
+        yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.status}."
     elif record.decision == "buffered":
         yield from _waits(facts, record)
     else:
         yield (
-            "No end of it was recorded: it waits in its queue, or its worker has died, or has no singlebeat installed."
+            "No end of it was recorded: it waits in its queue, or its worker has died, or has no singlebeat installed. "
+            "Or it has ended, and that could not be recorded: the schedule's server did not take the record, or the "
+            "worker has another redbeat_redis_url or redbeat_key_prefix."
+        )
+    if facts.results_away:
+        yield (
+            f"{_sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
+            "run that fails meanwhile may be that of the backend."
         )
 
 
@@ -292,7 +311,7 @@ def _waits(facts: Facts, record: Record) -> Iterator[str]:
     beside = f", as do {others} other runs of this entry" if others > 1 else ", as does 1 other run of this entry"
     yield (
         f"It waits for its turn{beside if others else ''}, and has not started as far as is known: a worker that has "
-        "died, or has no singlebeat installed, records no end."
+        "died, has no singlebeat installed, or does not reach the schedule's server, records no end."
     )
 
 
@@ -311,8 +330,9 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
-            f"runs it: its worker has probably died. The lock ends by itself {left}; to free it now: "
-            f"celery singlebeat unlock {shlex.quote(task_id)}"
+            f"runs it: its worker has probably died, or hangs. The lock ends by itself {left}. To free it now, first "
+            "make sure that its process is gone, because the run of a process that hangs would go on beside the next "
+            f"run: celery singlebeat unlock {shlex.quote(task_id)}"
         )
     elif lock.is_ahead and facts.running is not None:
         yield (
@@ -393,7 +413,9 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         yield _sentence(facts.no_place)
     elif not entry.enabled:
         enable = f"celery singlebeat edit {shlex.quote(entry.name)} --enable"
-        yield f"It is disabled: its times pass without a run. To go on: {enable}"
+        paused = entry.policy.paused and not facts.state.redbeat_leads
+        also = f", and celery singlebeat resume {shlex.quote(entry.name)}" if paused else ""
+        yield f"It is disabled{' and paused' * paused}: its times pass without a run. To go on: {enable}{also}"
     elif entry.policy.paused and facts.state.redbeat_leads:
         yield (
             "It is paused, and runs all the same while a beat of RedBeat leads, unless you disable it: "

@@ -14,10 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from celery.states import READY_STATES
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
@@ -28,7 +25,7 @@ from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
 from .publisher import bounded
-from .result_backend import ResultBackendError, ask_results
+from .result_backend import ResultBackendError, ask_results, stored_end
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -289,10 +286,10 @@ def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
 
     def ask(backend: Backend) -> None:
         for lock in locks:
-            meta = backend.get_task_meta(lock.ref.task_id, cache=False)
+            end = stored_end(backend, lock.ref.task_id)
             # Another message with this task id may have run before.
-            if meta.get("status") in READY_STATES and (_instant(meta.get("date_done")) or 0) >= lock.since:
-                ended[lock.ref] = f"it ended with {meta['status']} on a worker without singlebeat, which frees no lock"
+            if end is not None and end.at is not None and end.at.timestamp() >= lock.since:
+                ended[lock.ref] = f"it ended with {end.status} on a worker without singlebeat, which frees no lock"
 
     try:
         if locks:
@@ -300,14 +297,6 @@ def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
     except ResultBackendError as exc:  # then the ends of the other messages stay unknown
         log.debug("the result backend cannot be asked for lost messages", event="not_asked", reason=exc)
     return dict(ended)
-
-
-def _instant(date_done: Any) -> float | None:
-    try:
-        done = date_done if isinstance(date_done, datetime) else datetime.fromisoformat(date_done)
-    except (TypeError, ValueError):
-        return None
-    return (done if done.tzinfo else done.replace(tzinfo=UTC)).timestamp()
 
 
 def _ask(

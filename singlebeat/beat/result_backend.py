@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
+from celery.states import READY_STATES
 
-from ..connections import what_it_does
+from ..connections import masked, what_it_does
 from ..log import without_passwords
 
 if TYPE_CHECKING:
     from celery import Celery
     from celery.backends.base import Backend
 
-__all__ = ("ResultBackendError", "ask_results", "check_results")
+__all__ = ("ResultBackendError", "StoredEnd", "ask_results", "check_results", "read_end", "result_place", "stored_end")
 
 #: A task id that no task has.
 NO_TASK = "singlebeat-doctor"
@@ -25,6 +27,37 @@ NO_TASK = "singlebeat-doctor"
 
 class ResultBackendError(Exception):
     """An error of the result backend; its text follows the name of the backend in a sentence."""
+
+
+class StoredEnd(NamedTuple):
+    """The end of a task, as the result backend has it."""
+
+    status: str  #: SUCCESS, FAILURE or REVOKED
+    at: datetime | None  #: in UTC; None if unknown
+
+
+def result_place(app: Celery) -> str:
+    """Return the name of the result backend in messages."""
+    url = app.conf.result_backend
+    return f"result backend {masked(url)}" if isinstance(url, str) else "result backend"
+
+
+def stored_end(backend: Backend, task_id: str) -> StoredEnd | None:
+    """Return the end of a task that a result backend has, None if it has none."""
+    meta = backend.get_task_meta(task_id, cache=False)
+    status = meta.get("status")
+    return StoredEnd(status, _instant(meta.get("date_done"))) if status in READY_STATES else None
+
+
+def read_end(app: Celery, task_id: str, *, timeout: float) -> StoredEnd | None:
+    """Return the end of a task that the result backend of an app has, None if it has none.
+
+    Raises:
+        ResultBackendError: as ``ask_results`` does.
+    """
+    found: list[StoredEnd | None] = []
+    ask_results(app, lambda backend: found.append(stored_end(backend, task_id)), timeout=timeout)
+    return found[0] if found else None
 
 
 def ask_results(app: Celery, ask: Callable[[Backend], object], *, timeout: float) -> None:
@@ -70,6 +103,14 @@ def check_results(app: Celery, *, timeout: float) -> None:
         ResultBackendError: as ``ask_results`` does.
     """
     ask_results(app, lambda backend: backend.get_task_meta(NO_TASK, cache=False), timeout=timeout)
+
+
+def _instant(date_done: Any) -> datetime | None:
+    try:
+        done = date_done if isinstance(date_done, datetime) else datetime.fromisoformat(date_done)
+    except (TypeError, ValueError):
+        return None
+    return done.replace(tzinfo=done.tzinfo or UTC).astimezone(UTC)
 
 
 def _line(exc: Exception) -> str:

@@ -28,8 +28,7 @@ from .entries.entry import Entry as BeatEntry
 from .entries.entry import prepare
 from .entries.fields import BATCH
 from .entries.listing import Listing
-from .entries.statics import Statics, signature_of
-from .entries.timetable import is_listed_from_redis
+from .entries.statics import Statics, is_from_code, signature_of
 from .keys import Keys
 from .leadership.clock_guard import Clock
 from .leadership.lease import Lease, Term
@@ -395,8 +394,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._has_statics = bool(stored)
 
     def _is_static(self, name: str, given: object) -> bool:
-        when = given.get("schedule") if isinstance(given, Mapping) else getattr(given, "schedule", None)
-        if not is_listed_from_redis(when):
+        if is_from_code(given):
             return True
         why = "a tool that lists entries has added it to beat_schedule: it stays as it is stored"
         log.warning("beat: '%(entry)s' does not come from the code", event="not_added", entry=name, reason=why)

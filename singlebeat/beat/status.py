@@ -57,6 +57,11 @@ PLAIN_BEAT = (
 )
 
 
+def counted(number: int, one: str, many: str) -> str:
+    """Return a number and the words for one or for many."""
+    return f"{number} {one if number == 1 else many}"
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleStatus:
     """A schedule at one moment by the server's clock; durations are seconds."""
@@ -106,15 +111,21 @@ class ScheduleStatus:
         return self.locked and not self.leader and not self.is_shared
 
     @property
+    def behind(self) -> str:
+        """How many entries are overdue, and by how much, in words."""
+        overdue = counted(self.overdue, "entry is", "entries are")
+        return f"{overdue} overdue, the first by {self.lag:.0f} s"
+
+    @property
     def redbeat_silent(self) -> str:
         """Why a beat of RedBeat that holds the lock seems to be dead, and what to do; empty if it does not."""
         if not (self.redbeat_leads and self.overdue):
             return ""
         return (
-            f"a beat of RedBeat holds the lock, which has no name, and {self.overdue} entries are overdue, the first "
-            f"by {self.lag:.0f} s: that beat was probably killed, or hangs. (If it lives, it has not noticed a new or "
-            "changed entry yet: it polls every 300 s, or as beat_max_loop_interval says.) Its lock ends by itself in "
-            f"{self.lease_left:.0f} s. If no process of RedBeat runs any more, end it now: celery singlebeat resign"
+            f"a beat of RedBeat holds the lock, which has no name, and {self.behind}: that beat was probably killed, "
+            "or hangs. (If it lives, it has not noticed a new or changed entry yet: it polls every 300 s, or as "
+            f"beat_max_loop_interval says.) Its lock ends by itself in {self.lease_left:.0f} s. If no process of "
+            "RedBeat runs any more, end it now: celery singlebeat resign"
         )
 
     @property

@@ -18,17 +18,17 @@ import click
 
 from .. import __version__
 from ..beat.delivery import Delivery, listed, queue_of
-from ..beat.entries.statics import Statics, owner_of
+from ..beat.entries.statics import Statics, owner_of, signature_of
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
 from ..beat.one_write import why_several_writes
 from ..beat.publisher import bounded
-from ..beat.result_backend import ResultBackendError, check_results
+from ..beat.result_backend import ResultBackendError, check_results, result_place
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, counted
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -56,7 +56,7 @@ from ..locks.redis import RedisBackend
 from ..locks.send import why_two_writes
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from .history import AGAIN
-from .locks import every, old
+from .locks import every, locks_of, old
 from .output import command, marked, printable, progress, show_json
 from .status import who
 from .workers import BrokerError, Workers
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entries.entry import Entry
+    from ..beat.explain import HeldLock
 
 #: Seconds after which kombu's Redis transport delivers an unacknowledged message again by default.
 VISIBILITY_TIMEOUT = 3600
@@ -172,14 +173,12 @@ def _rights(app: Celery, schedule: _Read) -> Iterator[Finding]:
 def _results(app: Celery, schedule: _Read) -> Iterator[Finding]:
     """Check the result backend, which beat and locks do not use."""
     if wrong := schedule.results:
-        url = app.conf.result_backend
-        about = f"result backend {masked(url)}" if isinstance(url, str) else "result backend"
         text = (
             f"it {wrong}. Beat still sends, but workers wait for the backend after the body of each task, and hold the "
             "slot meanwhile. Then the run ends without a result, and callers that wait for one get none. Start the "
             "backend, or correct result_backend"
         )
-        yield Finding("problem", about, text)
+        yield Finding("problem", result_place(app), text)
 
 
 def _prefixes(app: Celery) -> Iterator[Finding]:
@@ -263,7 +262,7 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         why = "the broker or the locks' server may be unreachable"
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
-        text = f"{pending} occurrences are claimed and not confirmed: {why}"
+        text = f"{counted(pending, 'occurrence is', 'occurrences are')} claimed and not confirmed: {why}"
         yield Finding("warning", "beat", text)
     for name, record in state.quarantine.items():
         text = f"is quarantined since {record['since']} and does not run: {record['reason']}"
@@ -374,8 +373,7 @@ def _leadership(app: Celery, schedule: _Read) -> Iterator[Finding]:
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
-        text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
-        yield Finding("problem", "beat", text)
+        yield Finding("problem", "beat", state.behind)
 
 
 def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
@@ -398,21 +396,40 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
     advice = "give each app a prefix of its own"
     if check != "ignore":
         for other, count in statics.of_others().items():
-            text = f"{count} entries there are of app {other}, not of {statics.owner}: the leader sends all"
+            number = counted(count, "entry there is", "entries there are")
+            text = f"{number} of app {other}, not of {statics.owner}: the leader sends all"
             yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
         for beat, role in ((state.leader, "leads"), *((standby, state.role) for standby in state.standbys)):
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")
-    ours = [beat["statics"] for beat in (state.leader, *state.standbys) if beat.get("app") == statics.owner]
-    if len({*ours}) > 1:
-        numbers = " and ".join(each.partition(" ")[0] for each in sorted({*ours}))
+    beats = (state.leader, *state.standbys)
+    theirs = sorted({beat["statics"] for beat in beats if beat.get("app") == statics.owner and beat.get("statics")})
+    here = _statics_here(app) if theirs else ""
+    differ = ""
+    if len(theirs) > 1:
+        numbers = " and ".join(each.partition(" ")[0] for each in theirs)
+        differ = f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries)"
+    elif here and here not in theirs:
+        numbers = f"{here.partition(' ')[0]} entries here, {theirs[0].partition(' ')[0]} there"
+        differ = f"the beat_schedule of this process differs from that of the beats of app {statics.owner} ({numbers})"
+    if differ:
         text = (
-            f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries): the leader removes "
-            "the entries that its beat_schedule lacks. That is right during a deploy. Else two apps have one name, or "
-            f'hosts run different code: {advice}, or a name (Celery("shop"))'
+            f"{differ}: each beat that begins to lead stores its own, and removes the entries that its own lacks. That "
+            "is right during a deploy. Else two apps have one name, or hosts run different code: "
+            f'{advice}, or a name (Celery("shop")). An rrule without dtstart differs in each process'
         )
         yield Finding("warning", about, text)
+
+
+def _statics_here(app: Celery) -> str:
+    """Return the number and the digest of the entries in the code of this process; empty if it has none."""
+    try:
+        app.loader.import_default_modules()  # as beat does: a module of tasks may add entries
+        app.finalize()
+    except Exception:  # of a user's module
+        return ""
+    return signature_of(app)["statics"] if app.conf.beat_schedule else ""
 
 
 def _count_pending(app: Celery) -> int:
@@ -502,9 +519,10 @@ def _none_answers(app: Celery) -> Finding:
 
 
 def _locks(app: Celery) -> Iterator[Finding]:
-    """Check for locks whose messages are lost, or have run on workers without singlebeat."""
+    """Check for locks that no worker frees: their messages are lost or ran elsewhere, or their workers are silent."""
     try:
-        found = examine(app, list(islice(old(app, most=MOST_OLD_LOCKS), MOST)))
+        rows = list(islice(locks_of(app), MOST_OLD_LOCKS))
+        found = examine(app, list(islice(old(app, rows), MOST)))
     except SinglebeatError:  # an earlier part has reported it
         return
     for outcome, what in _STALE.items():
@@ -516,6 +534,22 @@ def _locks(app: Celery) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
+    yield from _silent_owners(app, [lock for _, _, lock in rows if lock.seems_abandoned])
+
+
+def _silent_owners(app: Celery, locks: Sequence[HeldLock]) -> Iterator[Finding]:
+    """Check for runs whose workers have not renewed their locks and do not answer."""
+    try:
+        running = Workers.ask(app).running if locks else {}
+    except BrokerError:  # an earlier part has reported it
+        return
+    for lock in islice((lock for lock in locks if lock.task_id not in running), MOST_NAMED):
+        ends = f" in {lock.left:.0f} s" if lock.left is not None else ""
+        text = (
+            f"the lock of task {lock.task_id} was last renewed {lock.last_renewed}, and no worker that answers runs "
+            f"the task: its worker has probably died, or hangs. The lock ends by itself{ends}"
+        )
+        yield Finding("warning", "locks", text)
 
 
 #: The words for one lock and for several, for each outcome of the check of a lock's message.

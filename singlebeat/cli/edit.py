@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,9 @@ from ..beat.entries.schedule_json import why_no_crontab
 from ..beat.entries.statics import OPERATORS
 from ..beat.schedule import Schedule
 from ..beat.status import ScheduleStatus
-from ..errors import ConflictError, EntryError
+from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..overlap import Overlap
-from .output import Seconds, command, fail, moment, parse_instant, printable, progress, show_json
+from .output import UNANSWERED, Seconds, command, fail, moment, parse_instant, printable, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -122,28 +124,41 @@ def _store(
         "enabled": given["enabled"],
     }
     fields = {key: value for key, value in fields.items() if value is not None}
+    found = None if new else entries.salvage(name)
+    if found is not None:
+        _check_left(found, fields, wishes)
     try:
-        if new and replace:
-            entries.upsert(name, **fields, **wishes)
-        elif new:
-            entry = Entry(name, app=app, policy=EntryPolicy.of(wishes), **fields)
-            entry.version = NOTHING
-            entries.save(entry)
-        else:
-            found = entries.salvage(name)
-            _check_left(found, fields, wishes)
-            entries.save(found.changed(fields, wishes))
+        with _given_values():
+            if found is not None:
+                entries.save(found.changed(fields, wishes))
+            elif replace:
+                entries.upsert(name, **fields, **wishes)
+            else:
+                entry = Entry(name, app=app, policy=EntryPolicy.of(wishes), **fields)
+                entry.version = NOTHING
+                entries.save(entry)
     except ConflictError:
         if not new or replace:
             raise
         fail(f"there is an entry {name!r} already: use edit or --replace, or delete the entry first")
     except ValueError as exc:  # a value that JSON cannot hold
-        raise EntryError(f"entry {name!r} cannot be stored: {exc}") from exc
+        fail(f"entry {name!r} cannot be stored: {exc}", UNANSWERED)
     upcoming, entry = next(iter(entries.next_runs(name, 1)), None), entries.get(name)
-    off = "paused" if entry.policy.paused else "" if entry.enabled else "disabled"
+    off = " and ".join(["paused"] * entry.policy.paused + ["disabled"] * (not entry.enabled))
     kept = fields in ({}, {"enabled": False}) and wishes.keys() <= set(OPERATORS)
     back = "" if kept else _comes_back(app, name, "replaces these values")
     _done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
+
+
+@contextmanager
+def _given_values() -> Iterator[None]:
+    """End the command as one of wrong usage if the values of its arguments cannot be used."""
+    try:
+        yield
+    except (UnknownEntryError, ConflictError):
+        raise
+    except EntryError as exc:
+        fail(str(exc), UNANSWERED)
 
 
 def _comes_back(app: Celery, name: str, what: str) -> str:
@@ -221,8 +236,13 @@ def pause_(app: Celery, as_json: bool, name: str, note: str) -> None:
 @command("resume", NAME)
 def resume_(app: Celery, as_json: bool, name: str) -> None:
     """End a pause; the runs that were due during the pause are not made up for."""
-    Schedule(app).resume(name)
-    _done(as_json, f"{name}: resumed", name=name, paused=False)
+    entries = Schedule(app)
+    entries.resume(name)
+    off = ""
+    with suppress(EntryError):  # its definition cannot be read
+        if not entries.get(name).enabled:
+            off = f", and still disabled: celery singlebeat edit {shlex.quote(name)} --enable"
+    _done(as_json, f"{name}: resumed{off}", name=name, paused=False, **({"disabled": True} if off else {}))
 
 
 @command("trigger", NAME, click.option("--timeout", type=Seconds(), default=10.0, show_default=True))
@@ -257,7 +277,9 @@ def backfill_(
     entries, first, last = Schedule(app), parse_instant(start), parse_instant(end)
     assert first is not None  # noqa: S101 - for the type checker
     assert last is not None  # noqa: S101
-    planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, dry_run=True)
+    entries.get(name)  # raises if there is no entry of this name, or none that can be read
+    with _given_values():
+        planned = entries.backfill(name, first, last, overlap=overlap, limit=limit, dry_run=True)
     rows: list[tuple[datetime, str | None]] = [(nominal, None) for nominal in planned]
     if not dry_run:
         click.echo(f"{printable(name)}: {len(planned)} runs, each handed to beat when the last one is sent", err=True)

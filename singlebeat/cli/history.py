@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,15 +18,18 @@ from ..beat.explain import Facts, HeldLock, explain, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import examine
+from ..beat.result_backend import ResultBackendError, read_end, result_place
 from ..beat.schedule import Schedule
 from ..beat.silence import silence
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
+from ..config import Config
 from ..connections import broker_place, schedule_client
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
-from .locks import held_by, waiting
+from ..run_results import RESULT_NOT_STORED
+from .locks import held_by, locks_of, waiting
 from .output import command, moment, parse_instant, printable, show_json, table
 from .status import refusal
 from .workers import BrokerError, Workers
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entries.entry import Entry
+    from ..beat.store.history import Record
     from ..clients import RedisClient
 
 #: Seconds after which a command checks a state again that may be transient.
@@ -151,11 +155,17 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
             backend_of(app).workers_seen()
         locks = dict(held_by(app, {task} - {"", *(running or ())}))
         if task in locks and locks[task].state == "queued":
-            found = next(iter(examine(app, list(islice(waiting(app, {task}), 1)))), None)
+            found = next(iter(examine(app, list(islice(waiting(locks_of(app), {task}), 1)))), None)
     except LockBackendError as exc:
         locks_away = lock_server_says(app, exc)
     # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
     locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
+    stored, results_away = None, ""
+    if record is not None and _may_have_result(record):
+        try:
+            stored = read_end(app, record.task_id, timeout=Config.of(app).singlebeat_socket_timeout)
+        except ResultBackendError as exc:
+            results_away = f"the {result_place(app)} {exc}"
     return Facts(
         name=name,
         entry=entry,
@@ -175,10 +185,18 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         broker_away=broker_away,
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
+        stored_end=stored,
+        results_away=results_away,
         found=found,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=next((silence(entry, own) for _, own in History(app).own([name])), "") if entry is not None else "",
     )
+
+
+def _may_have_result(record: Record) -> bool:
+    """Return whether the result backend may know more about the run of a decision than its record."""
+    is_sent = record.decision in {"dispatched", "buffered"}
+    return is_sent and (record.end is None or record.end.outcome in {"failure", RESULT_NOT_STORED})
 
 
 @command(
@@ -189,6 +207,8 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
 def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
     """Explain why an entry ran, did not run, or will run."""
     when = parse_instant(at)
+    if when is not None and not when.microsecond:  # a time as the tools print it stands for all of its second
+        when += timedelta(seconds=1, microseconds=-1)
     facts = _facts(app, name, when)
     if any(lock.state == "running" for lock in facts.locks.values()):
         facts = _facts(app, name, when)  # the run may have begun after the workers were asked

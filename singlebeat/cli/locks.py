@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -25,15 +24,21 @@ from ..config import Config
 from ..connections import broker_place
 from ..locks import backend_of
 from ..locks.base import Ref, read_generation
+from ..locks.key import held_up_by
 from ..run_results import flush_ends
-from .output import command, fail, printable, progress, show_json, table
+from .output import command, fail, marked, printable, progress, show_json, table
 from .workers import BrokerError, Workers
 
 if TYPE_CHECKING:
     from celery import Celery
 
 
-def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], HeldLock]]:
+#: A lock: its key, its record, and what the record says.
+_Row = tuple[str, Mapping[str, str], HeldLock]
+
+
+def locks_of(app: Celery) -> Iterator[_Row]:
+    """Yield every lock with its key and its record."""
     config = Config.of(app)
     for key, record in backend_of(app).locks(config.singleton_key_prefix):
         left = float(record["ttl"]) if record.get("ttl") else None
@@ -54,7 +59,7 @@ def _records(app: Celery) -> Iterator[tuple[str, Mapping[str, str], HeldLock]]:
 
 def every(app: Celery) -> Iterator[HeldLock]:
     """Yield every lock."""
-    return (lock for _, _, lock in _records(app))
+    return (lock for _, _, lock in locks_of(app))
 
 
 def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, HeldLock]:
@@ -66,47 +71,48 @@ def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, HeldLock]:
     return found
 
 
-def waiting(app: Celery, task_ids: Collection[str] | None = None, *, most: int | None = None) -> Iterator[Waiting]:
-    """Yield the locks whose messages have not started, of all tasks or of some.
-
-    Args:
-        most: maximum number of locks to read; None for all.
-    """
-    for key, record, lock in islice(_records(app), most):
+def waiting(rows: Iterable[_Row], task_ids: Collection[str] | None = None) -> Iterator[Waiting]:
+    """Yield the locks whose messages have not started, of all tasks or of some."""
+    for key, record, lock in rows:
         if (task_ids is None or lock.task_id in task_ids) and (found := Waiting.of(key, record)) is not None:
             yield found
 
 
-def old(app: Celery, *, most: int | None = None) -> Iterator[Waiting]:
-    """Yield the locks that have been queued for so long that their messages may be lost.
-
-    Args:
-        most: as in ``waiting``.
-    """
-    return (lock for lock in waiting(app, most=most) if not may_yet_start(lock, Config.of(app)))
+def old(app: Celery, rows: Iterable[_Row]) -> Iterator[Waiting]:
+    """Yield the locks that have been queued for so long that their messages may be lost."""
+    return (lock for lock in waiting(rows) if not may_yet_start(lock, Config.of(app)))
 
 
 @command("locks")
 def locks_(app: Celery, as_json: bool) -> None:
-    """Show the held locks: task, entry, state, age, and the rest of the lease."""
+    """Show the held locks: task, entry, state, age, and the rest of the lease.
+
+    Calls in state "waits" wait for their turn behind a lock. Those that no worker has received yet are missing, but for
+    one that others can join or replace.
+    """
     rows = []
     with progress("locks read", quiet=as_json) as step:
-        for row in _records(app):
+        for row in locks_of(app):
             rows.append(row)
             step()
     if as_json:
         shown = ("task", "args", "entry")
         show_json([{**asdict(lock), **{name: record.get(name) for name in shown}} for _, record, lock in rows])
         return
-    cells = []
+    cells, held = [], {key for key, *_ in rows}
     for _, record, lock in rows:
         began, now = float(record.get("since") or 0), float(record.get("now") or 0)
         age = f"{max(0.0, now - began) / 1000:.0f} s" if began and began <= now + AHEAD_FROM * 1000 else "?"
         left = "?" if lock.left is None else f"{lock.left:.0f} s"
         what = f"{record.get('task', '')} {record.get('args', '')}".strip()
-        state = lock.state + ("?" if lock.seems_abandoned else "")
+        waits = not held.isdisjoint(held_up_by(lock.key))
+        state = "waits" if waits else lock.state + ("?" if lock.seems_abandoned else "")
         cells.append((what, record.get("entry") or "-", lock.task_id, state, age, left))
     table(("TASK (ARGS)", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells)
+    for _, _, lock in rows:
+        if lock.seems_abandoned:
+            text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has probably died, or hangs"
+            click.echo(marked(text, "warning"))
 
 
 @command(
@@ -116,13 +122,17 @@ def locks_(app: Celery, as_json: bool) -> None:
     click.option("--stale", is_flag=True, help="Free all locks whose messages are lost."),
 )
 def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
-    """Free a lock by its task id or key; needs --force if the lock's owner is alive."""
+    """Free a lock by its task id or key; needs --force if the lock's owner is known to be alive.
+
+    A worker that has not renewed its lock for 40 % of the lease has died, or hangs. Make sure that its process is gone:
+    the run of a process that hangs goes on beside the next run.
+    """
     if stale == (which is not None) or (stale and force):
         raise click.UsageError("give a task id or a key, or --stale alone")
     if which is None:
         _unlock_stale(app, as_json=as_json)
         return
-    found = next(((record, lock) for key, record, lock in _records(app) if which in {key, lock.task_id}), None)
+    found = next(((record, lock) for key, record, lock in locks_of(app) if which in {key, lock.task_id}), None)
     if found is None:
         fail(f"no lock is held by {which}")
     record, lock = found
@@ -159,10 +169,16 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
     # The lock of a lost message is free by now, and the next run may have acquired it since.
     if (force or lock.state != "queued") and (holder := backend.get(lock.key)):
         fail(f"{lock.key} is not free: task {holder} holds it")
+    # No process can tell a worker that has died from one that hangs.
+    warning = "if its process lives after all, that run goes on beside the next one" if lock.state == "running" else ""
     if as_json:
-        show_json({"key": lock.key, "task_id": lock.task_id, "unlocked": True})
+        show_json(
+            {"key": lock.key, "task_id": lock.task_id, "unlocked": True, **({"warning": warning} if warning else {})}
+        )
         return
-    click.echo(printable(f"{lock.key}: free; it was held by task {lock.task_id}, {lock.state}"))
+    click.echo(
+        printable(f"{lock.key}: free; it was held by task {lock.task_id}, {lock.state}{warning and '; '}{warning}")
+    )
 
 
 def _unlock_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
@@ -177,7 +193,7 @@ def _unlock_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
 
 def _unlock_stale(app: Celery, *, as_json: bool) -> None:
     """Free all locks whose messages are lost or have run elsewhere, and say why the others stay."""
-    locks, results, answers = list(old(app)), list[Found](), Answers()
+    locks, results, answers = list(old(app, locks_of(app))), list[Found](), Answers()
     with progress("locks checked", len(locks), quiet=as_json) as step:
         for begin in range(0, len(locks), MOST):
             batch = examine(app, locks[begin : begin + MOST], answers=answers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +13,7 @@ import click
 from ..beat.leadership.lease import resign
 from ..beat.status import MAX_LAG, ScheduleStatus
 from ..beat.store.probe import ticks_refusal
-from .output import Seconds, command, fail, marked, printable, show_json
+from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -100,7 +100,7 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
         wrong = f"no beat of this host leads: {who(state)}"
     elif state.lag > max_lag:
         # With a small --max-lag, the first entry may be too late for it, and not count as overdue yet.
-        wrong = f"{state.overdue or state.due} entries are overdue, the first by {state.lag:.0f} s"
+        wrong = state.behind if state.overdue else replace(state, overdue=state.due).behind
     if as_json:
         show_json({"healthy": not wrong, "problem": wrong, "lag": state.lag, "leader": state.leader})
         raise SystemExit(1 if wrong else 0)
@@ -117,6 +117,8 @@ def resign_(app: Celery, as_json: bool) -> None:
     beat of RedBeat that lives, but stop that beat. It would end with an error in its next tick, and a message that it
     sends just now could be sent twice.
     """
+    if refused := ticks_refusal(app):
+        fail(f"no beat could lead next, so the present term goes on: {refused}", UNANSWERED)
     before, ended = ScheduleStatus.of(app), resign(app)
     if not ended:
         fail("no beat leads")

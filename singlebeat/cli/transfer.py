@@ -23,7 +23,7 @@ from ..connections import schedule_client
 from ..errors import EntryError, UnknownEntryError
 from .django_celery_beat import is_dump, rows_of
 from .entries import as_mapping
-from .output import command, fail, is_strict, marked, progress, show_json
+from .output import UNANSWERED, command, fail, is_strict, marked, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -82,9 +82,9 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     try:
         rows = json.load(file)  # of bytes, json reads UTF-8 and UTF-16, with or without a byte order mark
     except (ValueError, RecursionError) as exc:
-        fail(f"{source} is no JSON: {exc}")
+        fail(f"{source} is no JSON: {exc}", UNANSWERED)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata")
+        fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata", UNANSWERED)
     named = list(rows_of(rows, app_zone(app)) if is_dump(rows) else _ours(rows))
     stored, problems, seen = list[str](), dict[str, str](), set[str]()
     now = server_now(schedule_client(app), Schedule(app).keys.schedule)

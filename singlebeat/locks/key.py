@@ -18,6 +18,7 @@ __all__ = (
     "culprit",
     "digest",
     "done_key",
+    "held_up_by",
     "is_done_key",
     "is_turn_key",
     "lock_key",
@@ -132,6 +133,12 @@ def is_done_key(key: str) -> bool:
 def is_turn_key(key: str) -> bool:
     """Return whether a key has the form of ``turn_key``."""
     return key.endswith(":turn") and _HASH_TAG.match(key) is not None
+
+
+def held_up_by(key: str) -> tuple[str, ...]:
+    """Return the possible keys of the lock for which the call at a key waits; empty if it waits for none."""
+    lock, _, name = key.rpartition(":")
+    return (lock, lock[1:-1]) if name in {"next", "turn"} else ()
 
 
 def check_sendable(*texts: str) -> None:

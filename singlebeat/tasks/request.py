@@ -25,7 +25,7 @@ from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
 from ..log import Log
-from ..run_results import DUPLICATE_REFUSED, outcome_of, record_end
+from ..run_results import DUPLICATE_REFUSED, RESULT_NOT_STORED, is_result_lost, outcome_of, record_end
 from .gate import Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
@@ -313,7 +313,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._leave_to_next_delivery()
             record_end(self, "postponed")
         else:
-            record_end(self, DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc), exc)
+            outcome = DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc)
+            if outcome == "failure" and is_result_lost(exc_info, is_stored=return_ok):
+                outcome = RESULT_NOT_STORED
+            record_end(self, outcome, exc)
         self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)

@@ -85,11 +85,16 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
     terminate = stop
 
     def _end_unseen(
-        self, sender: Consumer = None, message: Message | None = None, signal: object = None, **_: object
+        self,
+        sender: Consumer = None,
+        message: Message | None = None,
+        signal: object = None,
+        exc: BaseException | None = None,
+        **_: object,
     ) -> None:
         headers = getattr(message, "headers", None) or {}
-        outcome = "unknown_task" if signal is task_unknown else "rejected"
-        record_end_of_message(sender.app, headers, outcome, worker=sender.hostname)
+        outcome, reason = ("unknown_task", "") if signal is task_unknown else ("rejected", exc or "")
+        record_end_of_message(sender.app, headers, outcome, reason, worker=sender.hostname)
         ticket = Ticket.of_message(headers, headers.get("id"))
         if ticket is not None and self.renewer is not None:
             self.renewer.finish_ticket(ticket)

@@ -194,7 +194,45 @@ def test_trigger_and_backfill_are_proposed(cli, put, redis):
     assert "does a beat run?" in cli("trigger", "e", "--timeout", "0.1", code=1).output
     lines = cli("backfill", "e", "2026-01-01", "2026-01-01T03:00", "--dry-run").output.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"2026-01-01 0{hour}:00:00Z" for hour in (1, 2, 3)]
-    assert "more than the limit" in cli("backfill", "e", "2026-01-01", "2026-02-01", "--limit", "5", code=1).output
+    assert "more than the limit" in cli("backfill", "e", "2026-01-01", "2026-02-01", "--limit", "5", code=2).output
+
+
+def test_an_entry_that_is_both_paused_and_disabled_is_said_to_be_both(cli, put):
+    put()
+    cli("pause", "e")
+    assert cli("edit", "e", "--disable").output == "e: paused and disabled\n"
+    to_go_on = "To go on: celery singlebeat edit e --enable, and celery singlebeat resume e"
+    assert f"It is disabled and paused: its times pass without a run. {to_go_on}" in cli("explain", "e").output
+
+    still = "e: resumed, and still disabled: celery singlebeat edit e --enable\n"
+    assert cli("resume", "e").output == still
+    assert answer(cli("resume", "e", "--json")) == {"name": "e", "paused": False, "disabled": True}
+    assert "It is disabled: its times pass" in cli("explain", "e").output
+    cli("edit", "e", "--enable")
+    assert cli("resume", "e").output == "e: resumed\n"
+
+
+def test_explain_finds_a_run_by_the_second_that_the_tools_print(cli, put, app, redis):
+    put()
+    for seconds in (0, 40.6):
+        occurrence = Occurrence.of("redbeat:", "e", NOON + timedelta(seconds=seconds))
+        Store(app, redis).record([Decision("e", TASK, occurrence, DecisionType.MISSED, f"by {seconds}")], Term(1, ""))
+    printed = re.search(r"\S+ \S+Z(?=.*40.6)", cli("history", "e").output)
+    assert printed[0] == "2030-01-01 12:00:40Z"
+
+    assert "was missed: by 40.6" in cli("explain", "e", "--at", printed[0]).output
+    assert "was missed: by 0." in cli("explain", "e", "--at", "2030-01-01 12:00:39Z").output
+    assert "was missed: by 0." in cli("explain", "e", "--at", "2030-01-01 12:00:40.5Z").output
+
+
+def test_explain_says_that_a_time_has_not_come_yet(cli, put, app, redis):
+    put()
+    decided(app, redis, DecisionType.MISSED, reason="100 s late")
+
+    told = cli("explain", "e", "--at", "2040-01-01T00:00").output
+
+    assert "2040-01-01 00:00:00Z has not come yet: this is about the last run before it." in told
+    assert "has not come yet" not in cli("explain", "e", "--at", "2020-01-01T00:00").output
 
 
 def test_a_trigger_says_that_no_beat_leads(cli, put, redis):
@@ -280,6 +318,43 @@ def test_history_shows_the_end_of_an_id_with_the_run_that_was_sent_alone(cli, pu
     assert [row[2:] for row in rows] == [["run_before", "it has ended before"], ["dispatched", "success"]]
 
 
+def sent_without_end(app, redis) -> str:
+    """Record that a run was sent, and return its task id."""
+    occurrence = Occurrence.of("redbeat:", "e", NOON)
+    Store(app, redis).record([Decision("e", TASK, occurrence, DecisionType.DISPATCHED, "")], Term(3, ""))
+    return occurrence.id
+
+
+def test_explain_finds_an_end_that_was_not_recorded_in_the_result_backend(cli, put, app, redis):
+    put()
+    task_id = sent_without_end(app, redis)
+    assert (
+        "Or it has ended, and that could not be recorded: the schedule's server did not take the record, or the worker "
+        "has another redbeat_redis_url or redbeat_key_prefix." in cli("explain", "e").output
+    )
+
+    app.backend.mark_as_done(task_id, "done")
+
+    told = cli("explain", "e").output
+    at = f"{datetime.now(UTC):%Y-%m-%d}"
+    assert f"Its end is not in the history, but in the result backend: it ended at {at}" in told
+    assert "with SUCCESS." in told
+    assert "No end of it was recorded" not in told
+
+
+def test_explain_names_a_result_backend_that_it_cannot_ask(cli, server, redis):
+    retries = {"retry_policy": {"max_retries": 0}}
+    conf = {"result_backend": "redis://:secret@127.0.0.1:1", "result_backend_transport_options": retries}
+    with make_app(server.celery_url, conf) as app:
+        Entry("e", TASK, schedule(60), app=app).save()
+        sent_without_end(app, redis)
+
+        told = cli("explain", "e", app=app).output
+
+    assert "The result backend redis://:**@127.0.0.1:1 " in told
+    assert "No end of it was recorded" in told
+
+
 def begin_and_die(backend, redis, run: Ref, *, task: str = "t", arguments: str = "") -> None:
     """Start a run whose worker dies at once, and let most of its lease pass."""
     backend.begin(run, lease=30, remember_for=60, task=task, arguments=arguments)
@@ -309,10 +384,45 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redi
     refused = re.search(r"was renewed \d s ago.*: its worker lives, or has died since.* try again in (\d+) s", said)
     assert 1 <= int(refused[1]) <= 12, "40 % of its lease"
     assert backend.get("SINGLETONLOCK_{b}") == "live-one"
-    cli("unlock", "dead-one")
-    cli("unlock", "SINGLETONLOCK_{b}", "--force")
+    # No process can tell a dead worker from one that hangs.
+    beside = (
+        "free; it was held by task {}, running; if its process lives after all, that run goes on beside the next one"
+    )
+    assert beside.format("dead-one") in cli("unlock", "dead-one").output
+    assert beside.format("live-one") in cli("unlock", "SINGLETONLOCK_{b}", "--force").output
     assert backend.get("SINGLETONLOCK_{b}") is backend.get("SINGLETONLOCK_{c}") is None
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
+
+
+def test_locks_and_doctor_show_who_waits_and_whose_worker_is_silent(cli, findings, app, redis):
+    backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
+    backend.worker = "w1@vm"
+    about = {"lease": 30, "remember_for": 60, "task": "t", "arguments": "(1,)"}
+    run = Ref(lock, "first", 0, "n")
+    backend.begin(run, **about)
+    backend.renew_many([run], lease=30)
+    backend.begin(Ref(lock, "second", 0, "m"), turn_ttl=60, **about)
+    assert not [text for _, text in findings("locks") if "first" in text]
+
+    for name in ("since", "renewed"):
+        redis.hset(lock, name, int(redis.hget(lock, name)) - 25_000)
+    redis.pexpire(lock, 5_000)
+
+    told = cli("locks").output
+    assert re.search(r"first +running\? +2\d s +\d s$", told, re.MULTILINE)
+    assert re.search(r"second +waits +\d s +\d+ s$", told, re.MULTILINE)
+    assert re.search(
+        r"^task first: last renewed 2\d s ago by w1@vm: its worker has probably died, or hangs$", told, re.M
+    )
+    (warned,) = [found for found in findings("locks") if "first" in found[1]]
+    assert warned[0] == "warning"
+    assert re.search(r"last renewed 2\d s ago by w1@vm, .* its worker has probably died, or hangs", warned[1])
+
+
+def test_the_help_of_unlock_says_that_a_silent_worker_may_hang(cli):
+    told = " ".join(cli("unlock", "--help").output.split())
+    assert "needs --force if the lock's owner is known to be alive" in told
+    assert "the run of a process that hangs goes on beside the next run" in told
 
 
 def set_back(redis, lock: str, seconds: int) -> None:
@@ -501,9 +611,18 @@ def test_unlock_says_so_if_the_backend_cannot_free_a_lock(cli, server):
         (["add", "n", TASK, "--cron", "99 * * * *"], 2, "--cron"),
         (["add", "n", TASK, "--every", "5", "--args", "{}"], 2, "is no JSON array"),
         (["add", "n", TASK, "--every", "5", "--set", "jitter"], 2, "NAME=VALUE"),
-        (["add", "n", TASK, "--every", "5", "--set", "jiter=5"], 1, "did you mean 'jitter'?"),
-        (["add", "n", TASK, "--every", "5", "--set", "jitter=-1"], 1, "must be a positive number"),
-        (["import", "-"], 1, "is no JSON"),
+        (["add", "n", TASK, "--every", "5", "--set", "jiter=5"], 2, "did you mean 'jitter'?"),
+        (["add", "n", TASK, "--every", "5", "--set", "jitter=-1"], 2, "must be a positive number"),
+        (["edit", "e", "--set", "timezone=Mars/X"], 2, "must be the IANA name of a time zone"),
+        (["edit", "e", "--task", ""], 2, "needs a task"),
+        (["edit", "e", "--options", '{"countdown": "x"}'], 2, "the option countdown is"),
+        (["add", "a::lock", TASK, "--every", "5"], 2, "is a key of the schedule of another app"),
+        (["add", "", TASK, "--every", "5"], 2, "there can be no entry '': its name is blank"),
+        (["add", " \t", TASK, "--every", "5"], 2, "its name is blank"),
+        (["backfill", "e", "2026-01-01", "2020-01-01"], 2, "is before its start"),
+        (["backfill", "nosuch", "2026-01-01", "2020-01-01"], 1, "there is no entry"),
+        (["edit", "nosuch", "--set", "jitter=-1"], 1, "there is no entry"),
+        (["import", "-"], 2, "is no JSON"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -631,14 +750,14 @@ def test_where_redbeat_leads_a_disabled_entry_is_not_overdue(app, cli, redis):
     redis.zadd("redbeat::schedule", {"redbeat:off": now - 1000, "redbeat:gone": now - 600, "redbeat:on": now + 60})
     redis.set("redbeat::lock", "of RedBeat", ex=60)
 
-    assert "1 entries are overdue, the first by 600 s" in cli("health", "--max-lag", "60", code=1).output
+    assert "1 entry is overdue, the first by 600 s" in cli("health", "--max-lag", "60", code=1).output
 
     redis.zrem("redbeat::schedule", "redbeat:gone")
     assert "healthy" in cli("health", "--max-lag", "60").output
     assert "overdue     0\n" in cli("status").output
 
     redis.hset("redbeat::leader", mapping={"host": "h", "pid": "1", "since": "now", "term": "1"})
-    assert "1 entries are overdue" in cli("health", "--max-lag", "60", code=1).output, "ours let their times go on"
+    assert "1 entry is overdue" in cli("health", "--max-lag", "60", code=1).output, "ours let their times go on"
 
 
 def test_an_entry_that_was_edited_before_it_ever_ran_has_no_last_run(app, cli):
@@ -858,8 +977,8 @@ def test_an_entry_that_beat_cannot_use_is_not_stored(cli, put, redis, given, why
     put()
     before = redis.hgetall("redbeat:e")
 
-    assert why in cli("add", "new", TASK, "--every", "60", *given, code=1).output
-    assert why in cli("edit", "e", *given, code=1).output
+    assert why in cli("add", "new", TASK, "--every", "60", *given, code=2).output
+    assert why in cli("edit", "e", *given, code=2).output
 
     assert not redis.exists("redbeat:new")
     assert redis.hgetall("redbeat:e") == before
@@ -879,7 +998,7 @@ def test_an_edit_that_contradicts_the_stored_entry_is_not_stored(cli, put, redis
     cli("edit", "e", *first)
     before = redis.hgetall("redbeat:e")
 
-    assert why in cli("edit", "e", *then, code=1).output
+    assert why in cli("edit", "e", *then, code=2).output
     assert redis.hgetall("redbeat:e") == before
 
 
@@ -915,7 +1034,7 @@ def test_a_broken_entry_is_shown_and_fixed(cli, put, app, redis, definition, pol
     assert shown in text
     assert "quarantined" in text
     assert answer(cli("show", "e", "--json"))["state"] == "quarantined"
-    assert mending[0] in cli("edit", "e", "--disable", code=1).output or policy
+    assert mending[0] in cli("edit", "e", "--disable", code=None).output or policy
     cli("edit", "e", *mending)
 
     entry = Schedule(app).get("e")

@@ -32,6 +32,7 @@ from singlebeat.signals import leadership_gained, leadership_lost
 from tests.redis.bench import Bench
 from tests.support import APP, ROOT, RedisServer, connected, wait_until, without
 from tests.system.apps import make_app
+from tests.system.given import Seconds
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
@@ -435,7 +436,7 @@ def test_health_that_wants_less_lag_than_is_usual_says_how_late_beat_is(cli, app
 
     output = cli("health", "--max-lag", "3", code=1).output
 
-    assert re.search(r"1 entries are overdue, the first by [45] s", output)
+    assert re.search(r"1 entry is overdue, the first by [45] s", output)
 
 
 # ---------------------------------------------------------------- beats that share the work
@@ -576,6 +577,36 @@ def test_an_app_whose_entries_another_app_sends_is_told_by_every_tool(cli, serve
     assert probed == (200, "ok")
 
 
+EVERY_5 = {"e": {"task": f"{APP}.plain", "schedule": 5.0}}
+EVERY_9 = {"e": {"task": f"{APP}.plain", "schedule": 9.0}}
+PAUSED = {"e": {"task": f"{APP}.plain", "schedule": 5.0, "paused": True}}
+IN_CODE = {"e": {"task": f"{APP}.plain", "schedule": Seconds()}}  # Redis holds a mark for it
+OF_BEATS, OF_THIS_PROCESS = "beats of app {} differ in their beat_schedule", "of this process differs from that of the"
+
+
+@pytest.mark.parametrize(
+    ("leads", "stands_by", "asks", "told"),
+    [
+        (EVERY_5, EVERY_5, EVERY_5, ""),
+        (EVERY_5, EVERY_9, EVERY_5, OF_BEATS),
+        (EVERY_5, PAUSED, EVERY_5, OF_BEATS),
+        (EVERY_5, {}, EVERY_5, OF_BEATS),
+        (EVERY_9, EVERY_9, EVERY_5, OF_THIS_PROCESS),
+        (EVERY_5, EVERY_5, {}, ""),  # a program that does not know the schedule
+        (IN_CODE, IN_CODE, IN_CODE, ""),
+    ],
+    ids=["same", "times", "policy", "missing", "this-process", "none-here", "code-only"],
+)
+def test_doctor_warns_of_code_that_differs_under_the_same_names(findings, bench, leads, stands_by, asks, told):
+    for given in (leads, stands_by):
+        bench.scheduler(beat_schedule=given).tick()
+
+    found = findings("redbeat_key_prefix redbeat:", app=bench.new_app(beat_schedule=asks))
+
+    assert [level for level, _ in found] == (["warning"] if told else [])
+    assert all(told.format(bench.app.main) in text for _, text in found)
+
+
 def test_status_and_list_name_the_refusal_while_entries_wait(cli, own_server, bench_on):
     with RedisServer() as broker:
         bench = bench_on(own_server, broker_url=broker.celery_url)
@@ -589,6 +620,18 @@ def test_status_and_list_name_the_refusal_while_entries_wait(cli, own_server, be
     assert all("it refuses to write, so that nothing is sent" in text for text in told)
     assert "problem     the schedule's server " in told[0]
     assert all("refuses" not in text for text in told_after)
+
+
+def test_a_leader_that_no_beat_could_follow_does_not_resign(cli, own_server, bench_on, monkeypatch):
+    monkeypatch.setattr("singlebeat.cli.status.HANDOVER", 0.0)
+    bench = bench_on(own_server)
+    bench.tick()
+    with full(own_server):
+        told = cli("resign", app=bench.app, code=2).output
+
+    assert "Error: no beat could lead next, so the present term goes on: the schedule's server" in told
+    assert ScheduleStatus.of(bench.app).leader
+    assert "ended: " in cli("resign", app=bench.app).output
 
 
 def test_a_replica_of_an_empty_server_is_named_where_entries_are_missing(cli, own_server, bench_on):

@@ -42,7 +42,7 @@ HOSTILE = {
     "combining": "é̂" * 100 + "नमस्ते",
     "controls": "\x1b[2J\x1b]0;owned\x07\r\n\t\x00\x9b1m\u202e\u2028",
     "not UTF-8": "\udcff\udc80" * 99,
-    "spaces": " " * 200,
+    "spaces": "x" + " " * 199,
 }
 
 

@@ -485,7 +485,7 @@ def test_an_imported_instant_that_has_passed_never_runs(cli, app, of_django):
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "\x00", '"x"', "[" * 100_000])
 def test_a_file_that_is_neither_is_refused_in_one_line(cli, text):
-    result = cli("import", "-", stdin=text, code=1)
+    result = cli("import", "-", stdin=text, code=2)
 
     assert result.stderr.startswith("Error: ")
     assert len(result.stderr.splitlines()) == 1

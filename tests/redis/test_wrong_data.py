@@ -73,7 +73,7 @@ def test_no_name_of_an_entry_touches_another_apps_keys(app, neighbour, redis, cl
         with pytest.raises(EntryError, match=why):
             touch()
     assert why in cli("delete", name, code=1).output
-    assert why in cli("add", name, TASK, "--every", "5", code=1).output
+    assert why in cli("add", name, TASK, "--every", "5", code=2).output
     row = {"name": name, "definition": {"task": TASK, "schedule": 60}}
     assert why in cli("import", "-", stdin=json.dumps([row]), code=1).output
     assert redis.dump(key) == before

@@ -37,6 +37,12 @@ def fail(name: str) -> None:
         raise RuntimeError(name)
 
 
+def opaque(name: str) -> object:
+    """Return a result that cannot be encoded."""
+    with recorded(name):
+        return object()
+
+
 def retrying(self: Task, name: str, times: int, seconds: float = 0) -> str:
     """Retry itself until it has run so many times, each like ``plain``; bound."""
     with recorded(name) as client:
@@ -89,6 +95,7 @@ def _add_tasks(app: Celery) -> None:
     add(single, name="tests.system.apps.in_turn", base=Singleton, overlap="buffer_all", unique_on=[])
     add(fail, name="tests.system.apps.fail")
     add(fail, name="tests.system.apps.single_fail", base=Singleton)
+    add(opaque, name="tests.system.apps.opaque")
     add(retrying, name="tests.system.apps.retrying", bind=True)
     add(retrying, name="tests.system.apps.single_retrying", bind=True, base=Singleton)
     add(rejecting, name="tests.system.apps.rejecting", acks_late=True)

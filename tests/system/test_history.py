@@ -89,15 +89,18 @@ def test_a_run_is_in_the_history_with_its_end(pool, celery, app, redis):
     Entry("good", f"{APP}.plain", args=["good"], **new).save()
     Entry("single", f"{APP}.single", args=["single"], **new).save()
     Entry("bad", f"{APP}.fail", args=["bad"], **new).save()
+    Entry("pickled", f"{APP}.plain", args=["pickled"], options={"serializer": "pickle"}, **new).save()
     celery("worker", "-P", pool, "-c", "2").ready()
     celery("beat", "-S", "singlebeat.Scheduler")
     schedule_of = Schedule(app)
 
     def ended() -> dict[str, str]:
         ends = {record.entry: record.end for record in schedule_of.history() if record.end}
-        return {name: end.outcome for name, end in ends.items()} if len(ends) == 3 else {}
+        return {name: end.outcome for name, end in ends.items()} if len(ends) == 4 else {}
 
-    assert wait_until(ended, timeout=30) == {"good": "success", "single": "success", "bad": "failure"}
+    outcomes = {"good": "success", "single": "success", "bad": "failure", "pickled": "rejected"}
+    assert wait_until(ended, timeout=30) == outcomes
+    assert "untrusted content of type pickle" in schedule_of.history("pickled")[0].end.reason
     for name in ("good", "single", "bad"):
         (record,) = schedule_of.history(name)
         assert record.decision == "dispatched"

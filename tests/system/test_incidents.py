@@ -309,7 +309,7 @@ def test_b3_b4_a_redis_that_refuses_to_write_is_named(refusing, error, advice, b
                 running.logs(f"ERROR.*Trouble with Redis: trying again event=trouble .*{error[1]}"),
                 tools.say("doctor", f"problem  schedule's server .*: {refused}", code=1, never=start),
                 tools.say(
-                    "doctor", f"^problem  beat: .*{sends_nothing}", "beat: 1 entries are overdue", code=1, never=start
+                    "doctor", f"^problem  beat: .*{sends_nothing}", "beat: 1 entry is overdue", code=1, never=start
                 ),
                 tools.say(
                     "explain steady", f"^Nothing is sent because of the schedule's server: {refused}", never=start
@@ -756,7 +756,7 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
         ),
         tools.say(
             "doctor",
-            f"{about}1 entries there are of app ops, not of blog",
+            f"{about}1 entry there is of app ops, not of blog",
             f"{about}the beat .* which leads, is of app ops, not of blog",
             code=1,
         ),
@@ -765,7 +765,7 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
         blog.ready("^200 ok$"),  # another app's beat does what it can
     )
     entries, leads = of_prefix(tools)
-    assert entries.startswith("problem 1 entries there are of app ops, not of blog")
+    assert entries.startswith("problem 1 entry there is of app ops, not of blog")
     assert leads.startswith("problem the beat ")
     assert len(of_prefix(tools_named("ops"))) == 1
     assert of_prefix(tools_named("blog", singlebeat_other_app_check="ignore")) == []
@@ -781,7 +781,7 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
             "WARNING.*This beat of app blog leads over 1 entries of app ops, and sends them to its own queues "
             "event=other_app"
         ),
-        tools.say("doctor", f"{about}1 entries there are of app ops, not of blog", code=1),
+        tools.say("doctor", f"{about}1 entry there is of app ops, not of blog", code=1),
         tools.say("explain publish", "Nothing was decided about it so far", "It runs next for"),
     )
 
@@ -808,6 +808,42 @@ def test_b14_a_beat_that_must_not_lead_over_another_app_resigns(beat_of, redis):
     assert refused.matches(leads_over)
     assert not redis.exists("redbeat::lock")
     assert redis.smembers("redbeat::statics") == {"nightly"}
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_body_that_returned_is_no_failure_if_results_are_not_stored(pool, celery, beat, app, oracle):
+    no_retries = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0}}
+    with RedisServer() as results:
+        conf = {"result_backend": results.celery_url, "result_backend_transport_options": no_retries}
+        once = {"schedule": schedule(3600), "run_on_start": True, "app": app}
+        Entry("good", f"{APP}.plain", args=["good", 60], **once).save()
+        Entry("single", f"{APP}.single", args=["single", 60], **once).save()
+        Entry("bad", f"{APP}.fail", args=["bad"], **once).save()
+        Entry("unstorable", f"{APP}.opaque", args=["unstorable"], **once).save()
+        celery("worker", "-P", pool, "-c", "4", conf=conf).ready()
+        beat()
+        for name in ("good", "single"):
+            oracle.wait_started(1, name, timeout=PATIENCE)
+        wait_until(lambda: [record for record in Schedule(app).history("unstorable", 1) if record.end], timeout=30)
+        results.kill()
+        Schedule(app).trigger("bad")
+        incident = Incident(f"result backend down, {pool}")
+        for name in ("good", "single"):
+            oracle.let_go(name)
+
+        with make_app(app.conf.broker_url, conf) as told:
+            tools = Tools(told)
+            returned = (
+                r"^Its body ended at .* after .* on w.* without an error, but the result backend did not store it"
+            )
+            away = f"^The result backend {results.celery_url} "
+            incident.until(
+                tools.say("explain good", returned, away),
+                tools.say("explain single", returned, away),
+                tools.say("explain bad", "^It ended at .*, failure: ", away),
+                tools.say("history good", "dispatched  result_not_stored "),
+                tools.say("explain unstorable", "^It ended at .*, failure: .*EncodeError"),
+            )
 
 
 def nightly(app: Celery, **fields: Any) -> None:
@@ -966,10 +1002,11 @@ def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, b
     incident.until(
         tools.say(
             "explain nightly",
-            "its worker has probably died. The lock ends by itself in ",
+            "its worker has probably died, or hangs. The lock ends by itself in ",
             "was skipped: the one before it was not over",
             f"^Task {run.id} holds the lock, which was last renewed",
-            f"to free it now: celery singlebeat unlock {run.id}$",
+            "To free it now, first make sure that its process is gone, because the run of a process that hangs would "
+            f"go on beside the next run: celery singlebeat unlock {run.id}$",
             "^No worker answers.",
             never="--force",
         ),

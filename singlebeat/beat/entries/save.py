@@ -120,6 +120,8 @@ def _plan(
             definition, meta, policy, since, *_ = fields
             if not definition:
                 keys.check_other(name)
+                if not name.strip():  # most often an unset variable of a shell
+                    raise EntryError(f"there can be no entry {name!r}: its name is blank")  # noqa: TRY301
             if entry.version is not None and entry.version != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None

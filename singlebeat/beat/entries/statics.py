@@ -9,23 +9,24 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import EntryError
 from ...log import Log
 from ...lua import packed, script
 from ..keys import Keys
 from .definition import Meta
+from .entry import Entry
 from .fields import BATCH, read_fields
 from .save import save_entries
+from .timetable import is_listed_from_redis
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
-    from .entry import Entry
 
-__all__ = ("OPERATORS", "Statics", "owner_of", "signature_of")
+__all__ = ("OPERATORS", "Statics", "is_from_code", "owner_of", "signature_of")
 
 log = Log("celery.beat")
 
@@ -41,11 +42,31 @@ def owner_of(app: Celery) -> str:
     return " ".join(str(app.main or "celery").split("\n"))
 
 
+def is_from_code(given: object) -> bool:
+    """Return whether an item of ``beat_schedule`` comes from the code, and not from a tool that lists entries."""
+    when = given.get("schedule") if isinstance(given, Mapping) else getattr(given, "schedule", None)
+    return not is_listed_from_redis(when)
+
+
 def signature_of(app: Celery) -> Mapping[str, str]:
-    """Return the identity of an app's beats: its name, and the number and a digest of its entries' names."""
-    names = sorted(map(str, app.conf.beat_schedule))
-    digest = hashlib.sha1("\0".join(names).encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:8]
-    return {"app": owner_of(app), "statics": f"{len(names)} {digest}"}
+    """Return the identity of an app's beats: its name, and the number and a digest of the entries in its code.
+
+    The digest is of what a leader would store. An object that only the code can give counts as its mark.
+    """
+    given = {str(name): item for name, item in (app.conf.beat_schedule or {}).items() if is_from_code(item)}
+    digest = hashlib.sha1(usedforsecurity=False)
+    for name in sorted(given):
+        digest.update(repr((name, *_as_stored(app, name, given[name]))).encode(errors="surrogatepass"))
+    return {"app": owner_of(app), "statics": f"{len(given)} {digest.hexdigest()[:8]}"}
+
+
+def _as_stored(app: Celery, name: str, given: Any) -> tuple[str, str]:
+    """Return definition and policy of an item of ``beat_schedule``, empty if it cannot be stored."""
+    try:
+        entry = given if isinstance(given, Entry) else Entry(**dict(given, name=name, app=app))
+        return entry.encode(), entry.policy.encode()
+    except Exception:  # a schedule may raise any exception; the leader logs which entry is wrong
+        return "", ""
 
 
 class Statics:
