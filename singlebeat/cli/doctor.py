@@ -22,7 +22,6 @@ from ..beat.entries.statics import Statics, owner_of
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
-from ..beat.publisher import bounded
 from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
@@ -38,6 +37,7 @@ from ..beat.store.probe import (
     schedule_server_says,
 )
 from ..beat.store.server import Server
+from ..broker import bounded
 from ..config import Config
 from ..connections import (
     RedisError,
