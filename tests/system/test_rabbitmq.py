@@ -320,7 +320,7 @@ def test_a_run_that_waits_outlives_rabbitmq_in_an_alarm(options, task, acks_late
     with stage.app() as app:
         for call in ("first", "second"):
             ticket = Ticket(call, "SINGLETONLOCK_{x}", "" if call == "second" else "SINGLETONLOCK_{x}", waits=True)
-            app.tasks[task].apply_async((call, 60), task_id=call, headers={HEADER: ticket.header()}, overlap="allow_all")
+            app.send_task(task, (call, 60), task_id=call, headers={HEADER: ticket.header()})
             oracle.wait_started(1, "first", timeout=60)
         worker.wait_for(r"\[second\] waits for its turn", timeout=60)
         with rabbit.alarm():
