@@ -160,6 +160,7 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             ticket.run,
             queued=ticket.queued,
             turn_ttl=turn_ttl(ticket, request, lease=config.singlebeat_lock_lease),
+            waits_since=ticket.waits_since,
             lease=config.singlebeat_lock_lease,
             remember_for=config.singlebeat_queued_ttl,
             task=task.name,
@@ -265,8 +266,12 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
             raise Refused("another call took its place")
     if waits_for_its_turn(ticket, request):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
+        if holder.held_for:
+            # Newer messages leave the free lock to the one that has the turn: while it sleeps, none of them runs.
+            countdown = min(countdown, max(FIRST_WAIT, holder.held_for))
         waited = min(ticket.waited + 1, MOST_WAITS)
-        later = replace(ticket, queued=behind_key(ticket.key), waits=True, waited=waited)
+        since = holder.waits_since or ticket.waits_since
+        later = replace(ticket, queued=behind_key(ticket.key), waits=True, waited=waited, waits_since=since)
         postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
@@ -370,6 +375,7 @@ def _send_again(
         **shown,
         **encoding,
     )
+
     def publish(**options: object) -> None:
         # The method of Task: the method of Singleton would hand the lock over to the new message.
         Task.apply_async(task, signature.args, signature.kwargs, **{**signature.options, **options})

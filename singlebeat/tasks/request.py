@@ -232,6 +232,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 ticket.run,
                 queued=ticket.queued,
                 turn_ttl=turn_ttl(ticket, self._context, lease=config.singlebeat_lock_lease),
+                waits_since=ticket.waits_since,
                 lease=config.singlebeat_lock_lease,
                 remember_for=config.singlebeat_queued_ttl,
                 task=self.task.name,
