@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from kombu import Connection, Producer
 
-__all__ = ("BlockedError", "BrokerConnection", "ConfirmingSender", "bounded", "name_alarms")
+__all__ = ("BlockedError", "BrokerConnection", "ConfirmingSender", "bounded", "naming_alarms")
 
 
 #: The options that bound every wait for the broker, by driver. With TLS, py-amqp bounds only the wait for the
@@ -42,15 +42,29 @@ def bounded(connection: Connection, timeout: float) -> Connection:
     return connection
 
 
-def name_alarms(connection: Connection) -> Connection:
-    """Return a connection on which a message raises BlockedError while RabbitMQ has an alarm."""
+@contextmanager
+def naming_alarms(app: Celery) -> Iterator[Connection]:
+    """Yield a connection that raises BlockedError when it awaits anything after a message in an alarm of RabbitMQ."""
+    connection = bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout)
     if connection.transport.driver_name == "py-amqp":
         connection.transport_options["on_blocked"] = _raise_blocked
-    return connection
+    try:
+        yield connection
+    except BlockedError:
+        _drop(connection)
+        raise
+    finally:
+        connection.release()
 
 
 def _raise_blocked(_: str) -> None:
     raise BlockedError(BLOCKED)
+
+
+def _drop(connection: Connection) -> None:
+    """Close a connection without the goodbye of the broker, which never comes from a blocked or unreachable one."""
+    with suppress(AttributeError):  # only py-amqp awaits it
+        connection._connection.collect()
 
 
 class BrokerConnection:
@@ -111,9 +125,7 @@ class BrokerConnection:
         self.is_blocked = False
         connection = self.__dict__.pop("connection", None)
         if connection is not None:
-            # py-amqp would wait for the broker's goodbye, which never comes from an unreachable broker.
-            with suppress(AttributeError):
-                connection._connection.collect()
+            _drop(connection)
             connection.release()
 
 

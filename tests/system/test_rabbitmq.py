@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -333,6 +334,27 @@ def test_a_run_that_waits_outlives_rabbitmq_in_an_alarm(options, task, acks_late
         oracle.let_go("second")
         oracle.wait_ended(1, "second", timeout=60)
     assert oracle.max_concurrent("second") == 1
+
+
+@pytest.mark.parametrize("alarmed", [True, False])
+def test_doctor_and_explain_name_the_alarm_of_rabbitmq(alarmed, rabbit, celery, oracle, server):
+    entry = {"task": SINGLE, "schedule": schedule(3600), "args": ["x"]}
+    conf = {**conf_of(rabbit, server), **on_classic_queue("named"), "beat_schedule": {"hourly": entry}}
+    stage = Stage(celery, oracle, conf)
+    stage.start("worker", "-c", "1").ready()
+    beat = stage.start("beat")
+    beat.wait_for("event=leadership_gained")
+    with rabbit.alarm() if alarmed else nullcontext():
+        assert stage.start("singlebeat", "trigger", "hourly").wait() == 0
+        beat.wait_for("event=unreachable" if alarmed else "event=dispatched", timeout=60)
+        said = {name: stage.start("singlebeat", *name.split()) for name in ("doctor", "explain hourly")}
+        for process in said.values():
+            process.wait(timeout=60)
+    why = "RabbitMQ takes no messages until its alarm ends"
+    assert bool(said["doctor"].matches(f"problem *broker amqp://.* it does not answer: {why}")) is alarmed
+    assert bool(said["explain hourly"].matches(why)) is alarmed
+    assert not said["doctor"].matches("no worker answers")
+    assert not said["explain hourly"].matches("No worker answers")
 
 
 def test_a_sender_outlives_the_end_of_its_idle_connection(rabbit, server):
