@@ -26,7 +26,7 @@ from ..beat.result_backend import ResultBackendError, check_results
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import MAX_LAG, PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -263,7 +263,9 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
         text = f"{pending} occurrences are claimed and not confirmed: {why}"
-        yield Finding("warning", "beat", text)
+        if state.pending_lag:
+            text += f". The first is late by {state.pending_lag:.0f} s"
+        yield Finding("problem" if state.pending_lag > MAX_LAG else "warning", "beat", text)
     for name, record in state.quarantine.items():
         text = f"is quarantined since {record['since']} and does not run: {record['reason']}"
         yield Finding("problem", f"entry {name}", text)
@@ -373,7 +375,7 @@ def _leadership(app: Celery, schedule: _Read) -> Iterator[Finding]:
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
-        text = f"{state.overdue} entries are overdue, the first by {state.lag:.0f} s"
+        text = f"{state.overdue} entries are overdue, the first by {state.entry_lag:.0f} s"
         yield Finding("problem", "beat", text)
 
 
