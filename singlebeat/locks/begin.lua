@@ -102,7 +102,8 @@ if in_turn == id then
 elseif waits_since > 0 then
   since = math.min(now, waits_since)
 end
--- Of the messages that run by themselves, the one that has waited longest has the turn once it asks.
+-- Of the messages that run by themselves, the one that has waited longest takes the turn when it asks. Where the turn
+-- is free, as after a start, those that have not asked since are not known.
 local is_older = in_turn and in_turn ~= id and waits_since > 0 and since < turn_since
 
 --- Reply with the call that holds the lock, or that waits and came first. A message that waits takes a free turn, or
