@@ -401,7 +401,7 @@ def test_of_two_messages_that_wait_the_older_one_goes_first(backend):
     assert start(backend, older, turn_ttl=LEASE, waits_since=since).verdict is Verdict.STARTED
 
 
-def test_an_older_message_starts_before_a_newer_one_that_has_waited_for_long(backend):
+def test_an_older_message_starts_in_the_turn_of_a_newer_one(backend):
     older, newer = Ref(LOCK, "older", nonce="n"), Ref(LOCK, "newer", nonce="n")
     start(backend, RUN)
     start(backend, newer, turn_ttl=LEASE, waits_since=2.0)

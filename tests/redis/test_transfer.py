@@ -416,7 +416,7 @@ def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, b
     assert redis.llen("celery") == 1
 
 
-def test_a_clocked_task_of_a_dump_is_sent_at_its_start_time_if_that_is_later(cli, app, redis, bench):
+def test_a_clocked_task_of_a_dump_waits_for_a_later_start_time(cli, app, redis, bench):
     """As by django-celery-beat, whether the import is before both or after both."""
     now = datetime.now(UTC)
     changed, before, after, later = ((now + timedelta(seconds=each)).isoformat() for each in (-90, -60, -30, 3600))
@@ -434,7 +434,7 @@ def test_a_clocked_task_of_a_dump_is_sent_at_its_start_time_if_that_is_later(cli
     assert redis.zscore("redbeat::schedule", "redbeat:ahead") == datetime.fromisoformat(later).timestamp()
 
 
-def test_a_task_of_one_run_that_is_scheduled_anew_runs_again_after_a_later_dump(cli, app, redis, bench):
+def test_a_task_of_one_run_that_is_scheduled_anew_runs_again(cli, app, redis, bench):
     """Django has no run of it then; the later dump is imported when its time has come."""
     now = datetime.now(UTC)
 
