@@ -153,7 +153,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.redbeat_leads:
         yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.behind}."
+        yield f"Beat is behind: {facts.state.overdue_entries}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:
@@ -426,7 +426,8 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
         yield f"It is paused{note}: its times pass without a run. To go on: {resume}"
     elif upcoming is None:
-        yield "It is finished: it never runs again."
+        waits = "After that run it is finished. If you delete it now, that run is not sent."
+        yield waits if facts.pending is not None else "It is finished: it never runs again."
     elif facts.late_place and not facts.state.redbeat_leads:
         yield _sentence(facts.late_place)
     elif facts.state.waits and since is not None and since > facts.now:

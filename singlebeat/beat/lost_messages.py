@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..broker import bounded
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend, worker_name
@@ -24,7 +25,6 @@ from ..locks.base import RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
-from .publisher import bounded
 from .result_backend import ResultBackendError, ask_results, stored_end
 
 if TYPE_CHECKING:

@@ -148,7 +148,7 @@ class BeatMetrics:
             ("clock_set_back_seconds", "For how long entries wait: the server's clock was set back.", state.set_back),
             ("entries", "Entries of the schedule.", state.entries),
             ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
-            ("lag_seconds", "How late the most overdue entry is.", state.lag),
+            ("lag_seconds", "How late the most overdue entry, or the oldest pending occurrence, is.", state.lag),
             ("pending_occurrences", "Occurrences that are claimed and not confirmed.", state.pending),
             ("quarantined_entries", "Entries that cannot be used until they are fixed.", state.quarantined),
         ):

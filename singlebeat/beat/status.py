@@ -6,14 +6,17 @@ import json
 import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..connections import schedule_client
+from ..errors import EntryError
 from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
+from .entries.occurrence import Occurrence
 from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from ..clients import RedisClient
     from .entries.fields import StoredFields
 
-__all__ = ("MAX_LAG", "PLAIN_BEAT", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus")
+__all__ = ("MAX_LAG", "PLAIN_BEAT", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus", "pending_occurrences")
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
 OVERDUE_AFTER = 5.0
@@ -76,10 +79,12 @@ class ScheduleStatus:
     entries: int
     due: int  #: entries whose time has come
     overdue: int  #: due entries that wait longer than a working beat lets them
-    lag: float  #: how late the most overdue entry is
+    lag: float  #: how late the most overdue entry, or the oldest pending occurrence, is
     pending: int  #: occurrences that are claimed and not confirmed
     quarantine: Mapping[str, Mapping[str, str]]  #: entry -> reason, since; empty if only their number was asked for
     quarantined: int = 0
+    entry_lag: float = 0.0  #: how late the most overdue entry is
+    pending_lag: float = 0.0  #: how late the oldest pending occurrence is; 0 while a beat of RedBeat leads
     is_shared: bool = False  #: leadership is switched off: all beats share the work
     silent: float | None = None  #: since a beat has last noted the time by which it decides; None if no beat ever has
     now: float = 0.0  #: seconds since 1970
@@ -111,10 +116,9 @@ class ScheduleStatus:
         return self.locked and not self.leader and not self.is_shared
 
     @property
-    def behind(self) -> str:
+    def overdue_entries(self) -> str:
         """How many entries are overdue, and by how much, in words."""
-        overdue = counted(self.overdue, "entry is", "entries are")
-        return f"{overdue} overdue, the first by {self.lag:.0f} s"
+        return f"{counted(self.overdue, 'entry is', 'entries are')} overdue, the first by {self.entry_lag:.0f} s"
 
     @property
     def redbeat_silent(self) -> str:
@@ -122,8 +126,8 @@ class ScheduleStatus:
         if not (self.redbeat_leads and self.overdue):
             return ""
         return (
-            f"a beat of RedBeat holds the lock, which has no name, and {self.behind}: that beat was probably killed, "
-            "or hangs. (If it lives, it has not noticed a new or changed entry yet: it polls every 300 s, or as "
+            f"a beat of RedBeat holds the lock, which has no name, and {self.overdue_entries}: that beat was probably "
+            "killed, or hangs. (If it lives, it has not noticed a new or changed entry yet: it polls every 300 s, or as "
             f"beat_max_loop_interval says.) Its lock ends by itself in {self.lease_left:.0f} s. If no process of "
             "RedBeat runs any more, end it now: celery singlebeat resign"
         )
@@ -156,6 +160,15 @@ class ScheduleStatus:
                 "the other entries from an export, and pause again the entries that were paused"
             )
         return ""
+
+    @property
+    def behind(self) -> str:
+        """How many entries and pending occurrences are late, and by how much, in words; empty if none is."""
+        late = self.overdue or (self.due if self.entry_lag else 0)
+        entries = replace(self, overdue=late).overdue_entries if late else ""
+        pending = counted(self.pending, "occurrence is", "occurrences are")
+        pending = f"{pending} claimed and not sent, the first is late by {self.pending_lag:.0f} s"
+        return "; ".join(filter(None, (entries, pending if self.pending_lag else "")))
 
     def is_led_by(self, owner: str) -> bool:
         """Return whether no beat of another app leads, which would send all entries to its own queues.
@@ -258,6 +271,9 @@ class ScheduleStatus:
         if overdue and ttl > 0 and not leader:
             idle, first = _count_idle(app, client, keys, now)
             due, overdue = due - idle, overdue - idle
+        entry_lag, pending_lag = now - first[0][1] if first else 0.0, 0.0
+        if pending and (leader or ttl <= 0):  # RedBeat sends none of them
+            pending_lag = max((now - due for due in _pending_dues(app, client, keys)), default=0.0)
         return cls(
             leader=leader,
             standbys=sorted(beats, key=lambda standby: standby["since"]),
@@ -266,7 +282,9 @@ class ScheduleStatus:
             entries=entries,
             due=due,
             overdue=overdue,
-            lag=now - first[0][1] if first else 0.0,
+            lag=max(0.0, entry_lag, pending_lag),
+            entry_lag=entry_lag,
+            pending_lag=max(0.0, pending_lag),
             pending=pending,
             quarantine=records,
             quarantined=len(records) if names else quarantined,
@@ -301,6 +319,28 @@ def _waits(app: Celery, key: str, fields: StoredFields, now: float) -> bool:
     except Exception:  # a user's own schedule may do anything
         return False
     return entry.enabled and not entry.policy.paused
+
+
+def pending_occurrences(client: RedisClient, keys: Keys) -> Iterator[tuple[str, Occurrence, StoredFields]]:
+    """Yield the key of each entry with a pending occurrence, that, and its fields; ``MOST_READ`` entries at most."""
+    found = [keys.entry(member) for member in client.zrange(keys.pending, 0, MOST_READ - 1)]
+    for key, fields in zip(found, read_fields(client, found), strict=True) if found else ():
+        with suppress(EntryError):  # beat quarantines its entry
+            if not isinstance(fields, str) and fields[4]:
+                yield key, Occurrence.decode(fields[4]), fields
+
+
+def _pending_dues(app: Celery, client: RedisClient, keys: Keys) -> Iterator[float]:
+    """Yield when each pending occurrence of a schedule was due, in seconds since 1970."""
+    for key, occurrence, (definition, meta, policy, since, *_) in pending_occurrences(client, keys):
+        if not occurrence.is_scheduled:
+            continue
+        nominal = datetime.fromtimestamp(occurrence.nominal, UTC)
+        try:  # jitter
+            due = Entry.from_fields(key, definition, meta, policy, since, app=app).timetable.due(nominal)
+        except Exception:  # a user's own schedule may do anything
+            due = nominal
+        yield due.timestamp()
 
 
 def _count_idle(app: Celery, client: RedisClient, keys: Keys, now: float) -> tuple[int, Sequence[tuple[str, float]]]:

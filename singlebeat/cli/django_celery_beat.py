@@ -59,6 +59,9 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
     expires, start = _moment(fields.get("expires"), zone), _moment(fields.get("start_time"), zone)
     if expires:
         options["expires"] = expires
+    is_clocked = when["__type__"] == "clocked"
+    if is_clocked and start:  # django-celery-beat sends it at the later one of both
+        when, start = {**when, "instant": max(when["instant"], start, key=datetime.fromisoformat)}, None
     definition = {
         "task": fields["task"],
         "schedule": when,
@@ -72,15 +75,14 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
         "start_time": start,
         "end_time": expires,
         "expires": None if expires else fields.get("expire_seconds"),
-        "max_runs": 1 if fields.get("one_off") else None,
+        "max_runs": 1 if fields.get("one_off") and not is_clocked else None,
         "note": fields.get("description") or "",
     }
     last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
     past, changed = {"last_run_at": last, "total_run_count": count}, _moment(fields.get("date_changed"), zone)
-    is_clocked = when["__type__"] == "clocked"
     if last is None and is_clocked and changed is None:
         past = {}  # as for an entry that the import creates
-    elif last is None and (start is None or is_clocked):
+    elif last is None and start is None:
         # django-celery-beat lets a task that has never run count from its last change. It changes a task of one time
         # once more when it has run it, and forgets that run.
         past["since"] = changed

@@ -23,12 +23,11 @@ from ..beat.keys import Keys
 from ..beat.late_places import late_places
 from ..beat.lost_messages import MOST, examine
 from ..beat.one_write import why_several_writes
-from ..beat.publisher import bounded
 from ..beat.result_backend import ResultBackendError, check_results, result_place
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ..beat.silence import silence
-from ..beat.status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, counted
+from ..beat.status import MAX_LAG, PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, counted
 from ..beat.store.history import History
 from ..beat.store.probe import (
     lock_place,
@@ -39,6 +38,7 @@ from ..beat.store.probe import (
     schedule_server_says,
 )
 from ..beat.store.server import Server
+from ..broker import bounded
 from ..config import Config
 from ..connections import (
     RedisError,
@@ -263,7 +263,9 @@ def _beat(app: Celery, schedule: _Read) -> Iterator[Finding]:
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
         text = f"{counted(pending, 'occurrence is', 'occurrences are')} claimed and not confirmed: {why}"
-        yield Finding("warning", "beat", text)
+        if state.pending_lag:
+            text += f". The first is late by {state.pending_lag:.0f} s"
+        yield Finding("problem" if state.pending_lag > MAX_LAG else "warning", "beat", text)
     for name, record in state.quarantine.items():
         text = f"is quarantined since {record['since']} and does not run: {record['reason']}"
         yield Finding("problem", f"entry {name}", text)
@@ -373,7 +375,7 @@ def _leadership(app: Celery, schedule: _Read) -> Iterator[Finding]:
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
-        yield Finding("problem", "beat", state.behind)
+        yield Finding("problem", "beat", state.overdue_entries)
 
 
 def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:

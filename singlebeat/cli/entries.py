@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -11,10 +12,13 @@ from zoneinfo import ZoneInfo
 import click
 from celery.schedules import crontab, schedule
 
+from ..beat.keys import Keys
 from ..beat.late_places import LatePlace, late_places
 from ..beat.schedule import Schedule
-from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus
+from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, pending_occurrences
+from ..connections import schedule_client
 from ..errors import EntryError, UnknownEntryError
+from .history import AGAIN
 from .output import age, command, marked, moment, parse_instant, printable, show_json, table
 from .status import refusal
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from celery.schedules import BaseSchedule
 
     from ..beat.entries.entry import Entry
+    from ..beat.entries.occurrence import Occurrence
     from ..beat.entries.salvage import Salvage
 
 
@@ -51,11 +56,35 @@ def as_mapping(entry: Entry) -> Mapping[str, object]:
     }
 
 
-def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[datetime | None, str]:
+def _pending(app: Celery) -> Mapping[str, Occurrence]:
+    """Return the claimed occurrences that stay unconfirmed, by entry; in every tick there are some for a moment."""
+    client, keys = schedule_client(app), Keys.of(app)
+
+    def read() -> dict[str, Occurrence]:
+        return {key.removeprefix(keys.prefix): waiting for key, waiting, _ in pending_occurrences(client, keys)}
+
+    before = read()
+    if not before:
+        return {}
+    time.sleep(AGAIN)
+    return {name: waiting for name, waiting in read().items() if waiting == before.get(name)}
+
+
+def _last_run(entry: Entry, pending: Occurrence | None) -> datetime | None:
+    """Return when the last run of an entry was due that was sent, or decided about: not the pending one."""
+    if pending is None or not pending.is_scheduled:
+        return entry.meta.last_run
+    return None if pending.previous is None else datetime.fromtimestamp(pending.previous, UTC)
+
+
+def _outlook(
+    entry: Entry, now: datetime, place: LatePlace | None, pending: Occurrence | None
+) -> tuple[datetime | None, str]:
     """Return the next time of an entry, or None if there is none or its schedule fails, and a word for its state.
 
     Args:
         place: the place of the entry in the schedule if that is too late, else None.
+        pending: its occurrence that is claimed, and not known to be sent.
     """
     if place is not None:
         return place.at, "late place" if place.is_wrong else "active"
@@ -69,6 +98,8 @@ def _outlook(entry: Entry, now: datetime, place: LatePlace | None) -> tuple[date
         return upcoming, "disabled"
     if entry.policy.paused:
         return upcoming, "paused"
+    if pending is not None:
+        return upcoming, "pending"
     return upcoming, "active" if upcoming or fails else "finished"
 
 
@@ -83,8 +114,9 @@ def list_(app: Celery, as_json: bool) -> None:
     def outlook(entry: Entry) -> tuple[datetime | None, str]:
         if entry.name in quarantine or entry.name in unusable:
             return None, "quarantined" if entry.name in quarantine else "unusable"
-        return _outlook(entry, now, late.get(entry.name))
+        return _outlook(entry, now, late.get(entry.name), pending.get(entry.name))
 
+    pending = _pending(app)
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
     late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
     refused = refusal(app, state_of_all)
@@ -110,7 +142,8 @@ def list_(app: Celery, as_json: bool) -> None:
     rows_ = []
     for entry in entries:
         upcoming, state = outlook(entry)
-        last, when = age(entry.meta.last_run, now), readable_schedule(entry.schedule)
+        last = age(_last_run(entry, pending.get(entry.name)), now)
+        when = readable_schedule(entry.schedule)
         rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
     if warning:
@@ -144,7 +177,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         _show_broken(entries.salvage(name), reason, state, as_json)
         return
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
-    upcoming, state = _outlook(entry, now, late)
+    pending = _pending(app).get(name)
+    upcoming, state = _outlook(entry, now, late, pending)
     if problem:
         upcoming, state = None, "quarantined"
     elif unusable := entry.why_unusable(now):
@@ -168,7 +202,7 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
             "kwargs": entry.kwargs,
             "options": entry.options,
             "state": state,
-            "last": moment(entry.meta.last_run),
+            "last": moment(_last_run(entry, pending)),
             "runs": entry.meta.total_run_count,
             "next": moment(upcoming),
             **json.loads(entry.policy.encode() or "{}"),

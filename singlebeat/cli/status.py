@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -65,12 +65,13 @@ def status_(app: Celery, as_json: bool) -> None:
     if state.waits:
         click.echo(marked(f"clock       {state.waits}", "warning"))
     click.echo(f"entries     {state.entries}")
-    click.echo(f"overdue     {state.overdue}" + (f", the first by {state.lag:.0f} s" if state.overdue else ""))
+    click.echo(f"overdue     {state.overdue}" + (f", the first by {state.entry_lag:.0f} s" if state.overdue else ""))
     waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
     if not waits and not state.works:
         waits = ", which wait for a beat to lead"
     waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (see doctor)"
-    click.echo(f"pending     {state.pending}" + (waits if state.pending else ""))
+    late = f", the first late by {state.pending_lag:.0f} s" if state.pending_lag else ""
+    click.echo(f"pending     {state.pending}{late}" + (waits if state.pending else ""))
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
         click.echo(marked(f"  {name}: {record['reason']}", "problem"))
@@ -85,7 +86,7 @@ def status_(app: Celery, as_json: bool) -> None:
         help="leader: require that the leader runs on this host.",
     ),
     click.option(
-        "--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="Seconds that an entry may be late."
+        "--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="Seconds that a run may be late."
     ),
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
@@ -100,7 +101,7 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
         wrong = f"no beat of this host leads: {who(state)}"
     elif state.lag > max_lag:
         # With a small --max-lag, the first entry may be too late for it, and not count as overdue yet.
-        wrong = state.behind if state.overdue else replace(state, overdue=state.due).behind
+        wrong = state.behind
     if as_json:
         show_json({"healthy": not wrong, "problem": wrong, "lag": state.lag, "leader": state.leader})
         raise SystemExit(1 if wrong else 0)

@@ -74,9 +74,9 @@ def export_(app: Celery, as_json: bool) -> None:
 def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
-    An entry of the same name is replaced and keeps its past, unless the file has a later run; a new entry gets the past
-    from the file. Entries that cannot be stored are named, and the others are stored. RedBeat's entries need no import:
-    singlebeat uses them in place.
+    An entry of the same name is replaced and keeps its past, unless the file has a later run, or has scheduled a task
+    of one run anew; a new entry gets the past from the file. Entries that cannot be stored are named, and the others
+    are stored. RedBeat's entries need no import: singlebeat uses them in place.
     """
     source = getattr(file, "name", "standard input")
     try:

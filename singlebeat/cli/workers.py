@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..beat.delivery import Busy, Reader
 from ..beat.store.probe import advice
+from ..broker import naming_alarms
 from ..connections import what_it_does
 from ..log import without_passwords
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.app.control import Inspect
 
 #: The answers to a question, by worker.
 _Answers = Mapping[str, Any]
@@ -101,9 +102,11 @@ class Workers:
 
 def _asking(app: Celery) -> Callable[[str], _Answers]:
     def ask(question: str) -> _Answers:
-        with app.connection_for_write() as connection:
-            inspect: Inspect = app.control.inspect(timeout=TIMEOUT, connection=connection)
-            return getattr(inspect, question)() or {}
+        with naming_alarms(app) as connection:
+            mailbox = copy.copy(app.control.mailbox)(connection)
+            mailbox.producer_pool = None  # its connections name no alarm
+            replies = mailbox.multi_call(question, timeout=TIMEOUT) or []
+        return {worker: answer for reply in replies for worker, answer in reply.items()}
 
     return ask
 

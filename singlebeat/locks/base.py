@@ -62,6 +62,9 @@ DEATH_HEADERS = ("x-death", "x-first-death-", "x-last-death-")
 #: Upper bound for the count of a message's waits; its delay reaches the maximum earlier.
 MOST_WAITS = 10
 
+#: The latest time, in milliseconds since 1970, that a message may name: in the year 2286.
+LATEST_MS = 10**13
+
 #: Renewals per lease: two may fail before a lock is in danger.
 RENEWALS_PER_LEASE = 3
 
@@ -117,6 +120,8 @@ class Holder:
     ttl: float  #: seconds until the lock ends unless it is renewed
     payload: str = ""  #: if the run started: the arguments of the latest call that it stands for
     entry: str = ""  #: name of the schedule's entry that sent it; empty: a program sent it, or unknown
+    waits_since: float = 0.0  #: of HELD: since when the message waits, in seconds since 1970; 0 if unknown
+    held_for: float = 0.0  #: of HELD, if the message has the turn: seconds since ``since``; else 0
     reason: str = ""  #: of the verdicts UNUSABLE and REFUSED: the error, in the server's words
 
     def __str__(self) -> str:
@@ -196,6 +201,7 @@ class Ticket:
     waits: bool = False  #: if the lock is held at its start, the message waits for its turn and is not skipped
     joinable: bool = False  #: calls with other arguments may join it; its lock has the latest arguments
     waited: int = 0  #: how often the message has waited, counted up to ``MOST_WAITS``
+    waits_since: float = 0.0  #: since when it waits by the locks' server, in seconds since 1970; 0 if unknown
     rejections: int = 0  #: how often it came back after a worker's rejection; part of the generation
     generation: float = 0
     nonce: str = ""
@@ -220,6 +226,7 @@ class Ticket:
             waits=bool(header.get("waits")),
             joinable=bool(header.get("joinable")),
             waited=max(0, min(_count(header.get("waited")), MOST_WAITS)),
+            waits_since=max(0, min(_count(header.get("waits_since")), LATEST_MS)) / 1000,
             rejections=rejections,
             generation=generation(headers, rejections=rejections),
             nonce=str(header.get("nonce") or ""),
@@ -237,6 +244,7 @@ class Ticket:
         header["serializer"] = self.serializer
         header |= {"waits": self.waits, "joinable": self.joinable}
         header |= {"waited": self.waited, "rejections": self.rejections}
+        header["waits_since"] = round(self.waits_since * 1000)
         header = {name: value for name, value in header.items() if value}
         return header if self.queued == self.key else {**header, "queued": self.queued}
 
@@ -256,7 +264,15 @@ class Ticket:
             generation: generation of the new message; default: that of the next retry.
         """
         generation = math.floor(self.generation) + 1 if generation is None else generation
-        return replace(self.undelivered, queued=self.key, waits=True, waited=0, rejections=0, generation=generation)
+        return replace(
+            self.undelivered,
+            queued=self.key,
+            waits=True,
+            waited=0,
+            waits_since=0.0,
+            rejections=0,
+            generation=generation,
+        )
 
     @property
     def run(self) -> Ref:
@@ -361,6 +377,7 @@ class BaseBackend(ABC):
         *,
         queued: str = "",
         turn_ttl: float = 0.0,
+        waits_since: float = 0.0,
         lease: float,
         remember_for: float,
         task: str,
@@ -374,6 +391,7 @@ class BaseBackend(ABC):
             queued: key of the lock that the message holds while it is queued, to be freed; empty: that of the run.
             turn_ttl: seconds for which no newer call overtakes the message, which is sent again if the lock is held;
                 0: the message is not sent again.
+            waits_since: since when the message waits, as an earlier ``Holder`` said; 0 if unknown.
             lease: seconds that the lock outlives a worker that died.
             remember_for: seconds for which the end of a run is remembered.
             entry: name of the schedule's entry that sent the message, for people; empty: a program sent it.

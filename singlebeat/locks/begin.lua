@@ -19,9 +19,11 @@
 -- ARGV[9]  turn_ms    ms for which its turn lasts: if the lock is held, the message is sent again, and until then it
 --                     has the turn if the turn is free; 0: the message is not sent again
 -- ARGV[10] entry      name of the schedule's entry that sent the message, for people; empty: a program sent it
--- ARGV[11] deadline   the server's time (ms) after which no caller waits for the reply
+-- ARGV[11] waits_since  the server's time (ms) since which the message waits, as an earlier reply gave it; 0: not known
+-- ARGV[12] deadline   the server's time (ms) after which no caller waits for the reply
 --
--- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}
+-- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
+--          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn}
 --          started   the run holds the lock, and its queued lock is free; fence is its fencing number, payload the
 --                    arguments of the latest call that it stands for, or an empty string
 --          copy      another delivery of the same message runs under a live lease
@@ -38,14 +40,14 @@
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
-local turn_ms, entry = tonumber(ARGV[9]), ARGV[10]
+local turn_ms, entry, waits_since = tonumber(ARGV[9]), ARGV[10], tonumber(ARGV[11])
 
-local PATIENCE = 30000 -- ms that others may overtake the call that has the turn
+local PATIENCE = 30000 -- ms that a call may wait until no newer one overtakes it
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-if now > tonumber(ARGV[11]) then
+if now > tonumber(ARGV[12]) then
   return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
 end
 
@@ -93,17 +95,31 @@ local in_turn, taken = by_itself[1], tonumber(place[3] or place[4]) or 0
 -- Of the two waiting calls, the call that came first goes first.
 local turn_is_first = in_turn and (not place[1] or (tonumber(by_itself[2]) or 0) <= taken)
 
---- Reply with the call that holds the lock, or that waits and came first; a message that waits takes a free turn.
+local turn_since = tonumber(by_itself[2]) or now
+local since = math.max(now, taken + 1) -- later than the call that waits already
+if in_turn == id then
+  since = turn_since
+elseif waits_since > 0 then
+  since = math.min(now, waits_since)
+end
+-- Of the messages that run by themselves, the one that has waited longest takes the turn when it asks. Where the turn
+-- is free, as after a start, those that have not asked since are not known.
+local is_older = in_turn and in_turn ~= id and waits_since > 0 and since < turn_since
+
+--- Reply with the call that holds the lock, or that waits and came first. A message that waits takes a free turn, or
+-- that of a newer one.
 local function held(by)
   local answer = reply("held", by)
-  if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id) then
-    if not in_turn then
-      local since = math.max(now, taken + 1) -- later than the call that waits already
+  answer[9], answer[10] = string.format("%.0f", since), "0"
+  if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id or is_older) then
+    if in_turn ~= id then
+      redis.call("DEL", turn) -- drops the fields of a newer one
       redis.call("HSET", turn, "id", id, "state", "queued", "task", task, "args", args,
         "entry", entry, "since", string.format("%.0f", since))
     end
     redis.call("HSET", turn, "gen", ARGV[2])
     redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms))
+    answer[10] = string.format("%.0f", math.max(1, now - (tonumber(answer[4]) or now)))
   end
   return answer
 end
@@ -115,9 +131,9 @@ if not holder and other and not (in_turn == id and turn_is_first) then
   return held(behind)
 end
 if not holder and in_turn and in_turn ~= id then
-  -- Messages that run by themselves, and are sent again if they must wait, have no order among themselves, until the one
-  -- that has the turn has waited for long.
-  local may_not = turn_ms == 0 or now - (tonumber(by_itself[2]) or now) > PATIENCE
+  -- Messages that run by themselves, and are sent again if they must wait, overtake the one that has the turn until it
+  -- has waited for long.
+  local may_not = turn_ms == 0 or (not is_older and now - turn_since > PATIENCE)
   if place[1] == id then
     may_not = turn_is_first
   end

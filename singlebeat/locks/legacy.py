@@ -97,6 +97,7 @@ class LegacyBackend(BaseBackend):
         *,
         queued: str = "",
         turn_ttl: float = 0.0,
+        waits_since: float = 0.0,
         lease: float,
         remember_for: float,
         task: str,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ("MemoryBackend",)
 
-#: Seconds that others may overtake the call that has the turn, as in ``begin.lua``.
+#: Seconds that a call may wait until no newer one overtakes it, as in ``begin.lua``.
 PATIENCE = 30.0
 
 #: Remembered in place of an ended generation: the task id was evicted before it started.
@@ -134,12 +134,13 @@ class MemoryBackend(BaseBackend):
         record = self._records.pop(place)
         self._remember(lock, record.task_id, REPLACED, max(ttl, record.expires - self._clock()))
 
-    def begin(  # noqa: PLR0912 - a table of cases, as in begin.lua
+    def begin(  # noqa: PLR0912, PLR0915 - a table of cases, as in begin.lua
         self,
         ref: Ref,
         *,
         queued: str = "",
         turn_ttl: float = 0.0,
+        waits_since: float = 0.0,
         lease: float,
         remember_for: float,
         task: str,
@@ -158,7 +159,14 @@ class MemoryBackend(BaseBackend):
             place, by_itself = self._live(behind.key), self._live(turn.key)
             is_behind = place is not None and place.task_id == ref.task_id
             is_in_turn = by_itself is not None and by_itself.task_id == ref.task_id
-            is_patient = bool(turn_ttl) and by_itself is not None and now - by_itself.since <= PATIENCE
+            since = max(now, place.taken + 0.001) if place else now  # later than the call that waits already
+            if by_itself and is_in_turn:
+                since = by_itself.since
+            elif waits_since > 0:
+                since = min(now, waits_since)
+            is_older = bool(by_itself and not is_in_turn and waits_since > 0 and since < by_itself.since)
+            is_patient = by_itself is None or is_older or now - by_itself.since <= PATIENCE
+            is_patient = is_patient and bool(turn_ttl)
             turn_is_first = by_itself is not None and (place is None or by_itself.since <= place.taken)
             other_waits = place is not None and not is_behind and bool(place.if_held)
             held_by = None
@@ -169,13 +177,15 @@ class MemoryBackend(BaseBackend):
             elif record is None and by_itself and not is_in_turn and (turn_is_first if is_behind else not is_patient):
                 held_by = turn
             if held_by:
-                if turn_ttl and not is_behind and (by_itself is None or is_in_turn):
-                    since = max(now, place.taken + 0.001) if place else now  # later than the call that waits already
+                holder, held_for = self._holder(Verdict.HELD, held_by), 0.0
+                if turn_ttl and not is_behind and (by_itself is None or is_in_turn or is_older):
                     new = _Record(
                         ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
                     )
-                    self._put(turn.key, replace(by_itself or new, generation=ref.generation), turn_ttl)
-                return self._holder(Verdict.HELD, held_by)
+                    kept = by_itself if by_itself and is_in_turn else new
+                    self._put(turn.key, replace(kept, generation=ref.generation), turn_ttl)
+                    held_for = max(0.001, now - holder.since.timestamp()) if holder.since else 0.001
+                return replace(holder, waits_since=since, held_for=held_for)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)
             if record and record.state == "running" and record.promised and record.promised[0] == ref.generation:

@@ -206,6 +206,7 @@ class RedisBackend(BaseBackend):
         *,
         queued: str = "",
         turn_ttl: float = 0.0,
+        waits_since: float = 0.0,
         lease: float,
         remember_for: float,
         task: str,
@@ -218,7 +219,8 @@ class RedisBackend(BaseBackend):
         A server that runs the script only after the timeout leaves the lock alone, as in ``acquire_many``.
         """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
-        args = (*owner, _ms(lease), _ms(expiry), task, arguments, _ms(remember_for), _ms(turn_ttl), entry)
+        shown = task, arguments
+        args = (*owner, _ms(lease), _ms(expiry), *shown, _ms(remember_for), _ms(turn_ttl), entry, _ms(waits_since))
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         (holder,) = self._run_before_deadline(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:
@@ -421,7 +423,8 @@ def holder_of(reply: Sequence[Any]) -> Holder:
     ttl = max(0, int(ttl_ms)) / 1000
     if verdict in {Verdict.UNUSABLE, Verdict.REFUSED}:
         return Holder(Verdict(verdict), "", "", None, 0, 0.0, reason=task_id)
-    return Holder(Verdict(verdict), task_id, state, from_ms(since), int(fence), ttl, *more)
+    texts, waiting = more[:2], [int(ms) / 1000 for ms in more[2:]]
+    return Holder(Verdict(verdict), task_id, state, from_ms(since), int(fence), ttl, *texts, *waiting)
 
 
 def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:

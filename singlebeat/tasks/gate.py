@@ -17,6 +17,7 @@ from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.utils.encoding import safe_repr
 
 from .. import signals
+from ..broker import BlockedError, ConfirmingSender
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "LONGEST_WAIT",
+    "Blocked",
     "Postponed",
     "Refused",
     "Run",
@@ -51,7 +53,7 @@ log = Log(__name__)
 FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
 
 #: Seconds for which the publish of an acknowledged message is retried, and between two attempts. A broker that also
-#: stores the locks is unreachable whenever the locks are.
+#: stores the locks is unreachable whenever the locks are. In an alarm of RabbitMQ, the pool must go on to end it.
 PATIENCE, RETRY_AFTER = 60.0, 0.5
 
 
@@ -65,6 +67,10 @@ class Refused(Ignore):  # type: ignore[misc]
 
 class Unsent(Reject):  # type: ignore[misc]
     """The message could not be sent again to wait for its turn, so the broker must deliver it again."""
+
+
+class Blocked(Unsent):
+    """The message could not be sent again to wait for its turn, because RabbitMQ has an alarm."""
 
 
 class Run(Mapping[str, Any]):
@@ -154,6 +160,7 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             ticket.run,
             queued=ticket.queued,
             turn_ttl=turn_ttl(ticket, request, lease=config.singlebeat_lock_lease),
+            waits_since=ticket.waits_since,
             lease=config.singlebeat_lock_lease,
             remember_for=config.singlebeat_queued_ttl,
             task=task.name,
@@ -259,8 +266,12 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
             raise Refused("another call took its place")
     if waits_for_its_turn(ticket, request):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
+        if holder.held_for:
+            # Newer messages leave the free lock to the one that has the turn: while it sleeps, none of them runs.
+            countdown = min(countdown, max(FIRST_WAIT, holder.held_for))
         waited = min(ticket.waited + 1, MOST_WAITS)
-        later = replace(ticket, queued=behind_key(ticket.key), waits=True, waited=waited)
+        since = holder.waits_since or ticket.waits_since
+        later = replace(ticket, queued=behind_key(ticket.key), waits=True, waited=waited, waits_since=since)
         postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
@@ -302,7 +313,7 @@ def postpone(
         level: log level, a number of ``logging``.
 
     Raises:
-        Postponed: the message was sent.
+        Postponed: the message was sent, and RabbitMQ has confirmed it.
         Unsent: the message could not be sent, but the broker still has the delivered message.
         Exception: the message could not be sent, and the broker has no copy; the error of the publish.
     """
@@ -323,16 +334,23 @@ def postpone(
             time.sleep(RETRY_AFTER)
     except Exception as exc:  # transports raise any exception
         about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
+        is_blocked = isinstance(exc, BlockedError) or isinstance(exc.__cause__, BlockedError)
+        if is_acknowledged and is_blocked:
+            # Only this process has the message. RabbitMQ takes it when the alarm ends, unless it dies before.
+            _send_again(task, request, ticket, countdown, sender=None)
+            said = "%(task)s[%(id)s] is sent again to wait for its turn, without RabbitMQ's confirmation"
+            log.warning(said, event="unconfirmed", **about)
+            raise Postponed(why) from exc
         log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
         if not is_acknowledged:
-            raise Unsent(why, requeue=True) from exc
+            raise (Blocked if is_blocked else Unsent)(why, requeue=True) from exc
         raise
     raise Postponed(why)
 
 
 def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
     try:
-        _send_again(task, request, ticket, countdown)
+        _send_again(task, request, ticket, countdown, sender=ConfirmingSender.of(task.app))
     except Exception as exc:
         unreachable = task.app.producer_pool.connections.connection.connection_errors
         # Celery retries for less than a second, and a first connection not at all. It wraps the errors of transports.
@@ -342,7 +360,9 @@ def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: 
     return True
 
 
-def _send_again(task: Task, request: Context, ticket: Ticket, countdown: float) -> None:
+def _send_again(
+    task: Task, request: Context, ticket: Ticket, countdown: float, *, sender: ConfirmingSender | None
+) -> None:
     headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
@@ -355,10 +375,17 @@ def _send_again(task: Task, request: Context, ticket: Ticket, countdown: float) 
         **shown,
         **encoding,
     )
+
+    def publish(**options: object) -> None:
+        # The method of Task: the method of Singleton would hand the lock over to the new message.
+        Task.apply_async(task, signature.args, signature.kwargs, **{**signature.options, **options})
+
     # All headers: with Sentry, ``request.headers`` holds only some of them.
     with same_trace(vars(request)):
-        # The method of Task: the method of Singleton would hand the lock over to the new message.
-        Task.apply_async(task, signature.args, signature.kwargs, **signature.options)
+        if sender is None:
+            publish()
+        else:
+            sender.send(publish)
 
 
 def _sendable(app: Celery, countdown: float) -> float:

@@ -26,7 +26,7 @@ from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
 from ..log import Log
 from ..run_results import DUPLICATE_REFUSED, RESULT_NOT_STORED, is_result_lost, outcome_of, record_end
-from .gate import Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
+from .gate import Blocked, Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
 
@@ -45,6 +45,9 @@ REAPED_AFTER = 0.3
 
 #: Seconds until a message that cannot start now is requeued; the broker delivers it again at once.
 PUT_BACK_AFTER = 1.0
+
+#: The same while RabbitMQ has an alarm: a quorum queue drops a message that it has delivered too often.
+PUT_BACK_AFTER_ALARM = 30.0
 
 
 class _Escaped(ExceptionInfo):  # type: ignore[misc]
@@ -116,7 +119,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(exc, Unsent):  # Unsent has been logged
                 about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
                 log.warning("%(task)s[%(id)s] cannot start now and is put back", event="put_back", **about)
-            self._put_back()
+            self._put_back(exc)
             raise TaskRevokedError(self.id) from exc
         return execute(self, *args, **kwargs)
 
@@ -229,6 +232,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 ticket.run,
                 queued=ticket.queued,
                 turn_ttl=turn_ttl(ticket, self._context, lease=config.singlebeat_lock_lease),
+                waits_since=ticket.waits_since,
                 lease=config.singlebeat_lock_lease,
                 remember_for=config.singlebeat_queued_ttl,
                 task=self.task.name,
@@ -270,11 +274,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 self._over = True
                 renewer_of(self.app).finish(self, after=KILL_TIME if action is LockAction.RELEASE_LATER else 0.0)
 
-    def _put_back(self) -> None:
+    def _put_back(self, exc: Exception) -> None:
         """Requeue the message after a pause: at once, it would fail again in an endless loop."""
         task_ready(self)
         record_end(self, "postponed")
-        renewer_of(self.app).call_later(PUT_BACK_AFTER, partial(self.reject, requeue=True))
+        pause = PUT_BACK_AFTER_ALARM if isinstance(exc, Blocked) else PUT_BACK_AFTER
+        renewer_of(self.app).call_later(pause, partial(self.reject, requeue=True))
 
     def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
         # Also for a message that could not start: a server that hung may still grant its lock.
@@ -308,7 +313,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         exc = exc_info.exception
         exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
         if isinstance(exc, Unsent) and not self.acknowledged:
-            return self._put_back()
+            return self._put_back(exc)
         if isinstance(exc, Postponed):
             self._leave_to_next_delivery()
             record_end(self, "postponed")

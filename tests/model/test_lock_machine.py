@@ -36,6 +36,8 @@ lost = st.booleans()
 steps = st.sampled_from([1, 1, 1_000_000])
 payloads = st.sampled_from(["", "one", "two"])
 wishes = st.sampled_from(IfHeld)
+#: Since when a message waits: not known, or for very long.
+ages = st.sampled_from([0.0, 0.0, 1.0, 2.0])
 #: Of the first message of a task: another one may have been replaced by it.
 firsts = st.sampled_from([0, 0, 1_000_000])
 
@@ -136,16 +138,16 @@ class LockMachine(RuleBasedStateMachine):
         self.begin(delivery, lost)
         return delivery
 
-    @rule(ref=deliveries, lost=lost, waits=st.booleans())
-    def begin(self, ref, lost, waits=False):
+    @rule(ref=deliveries, lost=lost, waits=st.booleans(), since=ages)
+    def begin(self, ref, lost, waits=False, since=0.0):
         known = self.runner
-        (verdict,) = {self.begin_once(ref, waits) for _ in range(1 + lost)}
+        (verdict,) = {self.begin_once(ref, waits, since) for _ in range(1 + lost)}
         if verdict is Verdict.COPY:
             assert known is not None
             assert (known.task_id, known.generation) == (ref.task_id, ref.generation)
 
-    def begin_once(self, ref: Ref, waits: bool) -> Verdict:
-        options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
+    def begin_once(self, ref: Ref, waits: bool, since: float) -> Verdict:
+        options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": "", "waits_since": since}
         before = self.stored()
         holder = self.both.ask(lambda b: b.begin(ref, queued=BEHIND, turn_ttl=60 * waits, **options))
         place, in_turn = before.behind, before.turn is not None and before.turn.id == ref.task_id

@@ -82,7 +82,8 @@ def begin(draw: st.DrawFn) -> Ask:
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
     options["entry"] = entry_of(ref)
     queued, options["turn_ttl"] = behind_key(ref.key) if waited else ref.key, LEASE * waits
-    return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry)
+    since = options["waits_since"] = draw(st.sampled_from([0.0, 0.0, 1.0, 2.0]))
+    return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry, since)
 
 
 @st.composite
@@ -382,6 +383,31 @@ def test_arguments_that_join_a_retry_outlast_the_expiry_of_its_lock(backend, pro
 
     assert joined.ttl > QUEUED_TTL / 2
     assert start(backend, retry, expiry=LEASE).payload == "one"
+
+
+def test_of_two_messages_that_wait_the_older_one_goes_first(backend):
+    older, newer, never = (Ref(LOCK, id_, nonce="n") for id_ in ("older", "newer", "never"))
+    start(backend, RUN)
+    first = start(backend, newer, turn_ttl=LEASE)
+    since = first.waits_since - 60
+
+    met = start(backend, older, turn_ttl=LEASE, waits_since=since)
+
+    assert (met.waits_since, met.held_for > 0) == (since, True), "it has the turn"
+    assert start(backend, newer, turn_ttl=LEASE, waits_since=first.waits_since).held_for == 0, "it has lost the turn"
+    backend.finish_many([RUN], remember_for=MEMORY)
+    assert start(backend, newer, turn_ttl=LEASE, waits_since=first.waits_since).task_id == "older"
+    assert start(backend, never, turn_ttl=LEASE).task_id == "older"
+    assert start(backend, older, turn_ttl=LEASE, waits_since=since).verdict is Verdict.STARTED
+
+
+def test_an_older_message_starts_in_the_turn_of_a_newer_one(backend):
+    older, newer = Ref(LOCK, "older", nonce="n"), Ref(LOCK, "newer", nonce="n")
+    start(backend, RUN)
+    start(backend, newer, turn_ttl=LEASE, waits_since=2.0)
+    backend.finish_many([RUN], remember_for=MEMORY)
+
+    assert start(backend, older, turn_ttl=LEASE, waits_since=1.0).verdict is Verdict.STARTED
 
 
 def test_the_late_end_of_a_run_leaves_the_turn_to_its_retry(backend):

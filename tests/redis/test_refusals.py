@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from celery.schedules import schedule
 
+from singlebeat import clocked
 from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
@@ -50,6 +51,52 @@ def needed(needs: Needs) -> set[str]:
 
 def keys(redis) -> set[str]:
     return {key for key in redis.scan_iter() if not key.startswith("_kombu")}
+
+
+@pytest.fixture
+def away(server, redis, bench_on) -> Bench:
+    """A bench whose broker is away; its beat leads, and has claimed runs that it cannot send."""
+    bench = bench_on(server, broker_url="amqp://guest:guest@127.0.0.1:1//")
+    now = datetime.now(UTC)
+    bench.put("once", every=clocked(now - timedelta(seconds=90)), ago=timedelta(hours=2))
+    bench.put("hourly", ago=timedelta(hours=1, seconds=30))
+    bench.tick()
+    assert redis.zcard("redbeat::pending") == 2
+    return bench
+
+
+def test_a_run_that_is_claimed_and_cannot_be_sent_is_late(away, cli):
+    """However rare its entry is: the next time of the entry lies ahead, or there is none."""
+    state = ScheduleStatus.of(away.app)
+    assert (state.overdue, state.lag) == (0, pytest.approx(90, abs=30))
+    said = cli("health", code=1, app=away.app).output
+    assert re.search(r"2 occurrences are claimed and not sent, the first is late by \d+ s", said)
+    cli("health", "--max-lag", "1000", app=away.app)
+    assert re.search(r"pending +2, the first late by \d+ s, claimed", cli("status", app=away.app).output)
+    assert re.search(r"problem +beat: 2 occurrences are claimed", cli("doctor", code=1, app=away.app).output)
+
+
+def test_the_lateness_of_a_pending_run_begins_after_its_jitter(server, redis, bench_on, app):
+    bench = bench_on(server, broker_url="amqp://guest:guest@127.0.0.1:1//")
+    entry = bench.put(jitter=3000, ago=timedelta(hours=2))
+    bench.tick()
+
+    nominal = datetime.fromtimestamp(bench.pending().nominal, UTC)
+    late = (datetime.now(UTC) - entry.timetable.due(nominal)).total_seconds()
+    assert ScheduleStatus.of(app).pending_lag == pytest.approx(late, abs=30)
+
+
+def test_an_entry_whose_claimed_run_waits_is_not_finished(away, cli):
+    rows = {line.split()[0]: line for line in cli("list", app=away.app).output.splitlines()}
+    assert re.search(r" 2 h +never +pending$", rows["once"])
+    assert re.search(r" 1 h .* pending$", rows["hourly"])
+    said = cli("explain", "once", app=away.app).output
+    assert "After that run it is finished. If you delete it now, that run is not sent." in said
+    assert "It is finished" not in said
+    shown = cli("show", "once", app=away.app).output
+    assert re.search(r"^state +pending$", shown, re.MULTILINE)
+    last = datetime.fromisoformat(re.search(r"^last +(.*)$", shown, re.MULTILINE)[1])
+    assert datetime.now(UTC) - last > timedelta(hours=1)
 
 
 # ---------------------------------------------------------------- the doctor writes
@@ -388,7 +435,7 @@ def test_explain_and_status_name_a_claimed_run_that_waits_for_the_broker(cli, se
         r"The run for \S+ \S+ is claimed and waits to be sent, as task \S+: the broker \S+ does not", explained
     )
     assert "It is due now" not in explained
-    assert "pending     1, claimed and not yet sent" in status
+    assert re.search("pending     1, the first late by .* s, claimed and not yet sent", status)
 
 
 def test_the_doctor_checks_the_rest_while_the_schedules_server_is_down(cli, server, redis, own_server):

@@ -195,6 +195,37 @@ def test_a_rejected_message_that_waits_keeps_its_generation(app, deliver):
     assert not [name for name in again.request_dict if "death" in name]
 
 
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_message_that_waits_takes_the_turn_of_a_newer_one(app, deliver, redis, other, base):
+    """It carries since when it waits, from one time that it is sent to the next."""
+    task = app.task(same, name="app.task", shared=False, **based(base))
+
+    def comes(task_id: str, *sent: Any) -> Request:
+        header = Ticket(task_id, "SINGLETONLOCK_a", "", waits=True).header()
+        request = deliver(task, *sent, **({"id": task_id, HEADER: header} if sent else {}))
+        assert request.id == task_id
+        started(request)
+        return request
+
+    comes("older", ["a"])
+    redis.delete(turn_key("SINGLETONLOCK_a"))  # as when its message lies in the broker for long
+    older = deliver(task)
+    comes("newer", ["a"])
+    assert redis.hget(turn_key("SINGLETONLOCK_a"), "id") == "newer"
+    started(older)
+
+    assert redis.hget(turn_key("SINGLETONLOCK_a"), "id") == "older"
+    backend_of(app).finish_many([other], remember_for=60)
+    redis.hincrby(turn_key("SINGLETONLOCK_a"), "since", -31_000)
+    comes("newer")
+    assert not redis.exists("SINGLETONLOCK_a"), "none overtakes it any more"
+    comes("older")
+    assert app.AsyncResult("older").state == states.SUCCESS
+    wait_until(lambda: not redis.exists("SINGLETONLOCK_a"), what="the end of the lock")
+    comes("newer")
+    assert app.AsyncResult("newer").state == states.SUCCESS
+
+
 # ---------------------------------------------------------------- messages of other programs
 
 
@@ -230,7 +261,7 @@ def test_a_call_whose_generate_lock_fails_is_received_without_a_lock(app, delive
 @pytest.mark.parametrize("retries", [0, "x"])
 def test_an_invalid_header_stops_no_message(app, deliver, waited, retries):
     task, task_id = task_of(app), uuid()
-    header = {"id": task_id, "key": "SINGLETONLOCK_a", "waited": waited}
+    header = {"id": task_id, "key": "SINGLETONLOCK_a", "waited": waited, "waits_since": waited}
 
     request = deliver(task, ["a"], id=task_id, retries=retries, **{HEADER: header})
 

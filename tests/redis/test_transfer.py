@@ -21,6 +21,8 @@ from redbeat.schedules import rrule
 from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.policy import EntryPolicy
+from singlebeat.beat.entries.timetable import Timetable
+from singlebeat.errors import EntryError
 from singlebeat.overlap import Overlap
 from tests.support import PytzLike
 from tests.system.apps import make_app
@@ -93,7 +95,7 @@ entries = st.fixed_dictionaries(
         "policy": policies.map(EntryPolicy.of),
         "past": st.builds(Meta, st.none() | pasts, st.integers(0, 99), st.none() | pasts),
     }
-)
+).filter(lambda entry: not Timetable("", entry["schedule"], entry["policy"], UTC).why_without_time())
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -307,7 +309,7 @@ def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
     assert once.policy.max_runs == 1
     assert once.meta == Meta(since=datetime(2026, 11, 2, tzinfo=UTC)), "it counts from its last change"
     assert lamps.schedule == solar("sunset", 52.52, 13.405)
-    assert (new_year.schedule, new_year.policy.max_runs) == (clocked("2031-01-01T08:00:00Z"), 1)
+    assert (new_year.schedule, new_year.policy.max_runs) == (clocked("2031-01-01T08:00:00Z"), None)
     assert new_year.due_at == datetime(2031, 1, 1, 8, tzinfo=UTC)
     assert (found["done"].enabled, found["done"].due_at) == (False, None)
     assert "emoji \U0001f389 and 東京" in found
@@ -412,6 +414,65 @@ def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, b
     bench.tick()
 
     assert redis.llen("celery") == 1
+
+
+def test_a_clocked_task_of_a_dump_waits_for_a_later_start_time(cli, app, redis, bench):
+    """As by django-celery-beat, whether the import is before both or after both."""
+    now = datetime.now(UTC)
+    changed, before, after, later = ((now + timedelta(seconds=each)).isoformat() for each in (-90, -60, -30, 3600))
+    never = {"task": TASK, "args": '["x"]', "one_off": True, "last_run_at": None, "date_changed": changed}
+    dump = [
+        row("clockedschedule", 1, clocked_time=before),
+        row("periodictask", 1, name="passed", clocked=1, start_time=after, **never),
+        row("periodictask", 2, name="ahead", clocked=1, start_time=later, **never),
+    ]
+
+    cli("import", "-", stdin=json.dumps(dump))
+    bench.tick()
+
+    assert [record.entry for record in Schedule(app).history()] == ["passed"]
+    assert redis.zscore("redbeat::schedule", "redbeat:ahead") == datetime.fromisoformat(later).timestamp()
+
+
+def test_a_task_of_one_run_that_is_scheduled_anew_runs_again(cli, app, redis, bench):
+    """Django has no run of it then; the later dump is imported when its time has come."""
+    now = datetime.now(UTC)
+
+    def dump(changed: float, minutes: int, **fields: Any) -> str:
+        at = {name: (now + timedelta(minutes=each)).isoformat() for name, each in (("a", changed), ("b", changed + 9))}
+        task = {"task": TASK, "args": '["x"]', "one_off": True, "date_changed": at["a"], **fields}
+        return json.dumps(
+            [
+                row("clockedschedule", 1, clocked_time=at["b"]),
+                row("intervalschedule", 1, every=minutes, period="minutes"),
+                row("periodictask", 1, name="clocked", clocked=1, **task),
+                row("periodictask", 2, name="interval", interval=1, **task),
+            ]
+        )
+
+    def sent() -> list[str]:
+        redis.delete(*redis.keys("SINGLETONLOCK_*") or "-")  # no worker frees them
+        bench.tick()
+        return sorted(record.entry for record in Schedule(app).history() if record.decision == "dispatched")
+
+    cli("import", "-", stdin=dump(-90, 60))
+    assert sent() == ["clocked", "interval"]
+    for _ in range(2):  # it may be repeated
+        cli("import", "-", stdin=dump(-20, 10))
+        assert sent() == ["clocked", "clocked", "interval", "interval"]
+    cli("import", "-", stdin=dump(-9.5, 5, enabled=False))
+    assert sent() == ["clocked", "clocked", "interval", "interval"]
+
+
+@pytest.mark.parametrize(("seconds", "bound"), [(1, "start_time"), (-1, "end_time")])
+def test_an_entry_whose_only_time_is_out_of_its_bounds_is_not_stored(cli, app, seconds, bound):
+    instant = datetime(2131, 1, 1, tzinfo=UTC)
+    bounds = {bound: instant + timedelta(seconds=seconds)}
+
+    with pytest.raises(EntryError, match=f"cannot be stored: it would never run: its instant, .* {bound}"):
+        Schedule(app).upsert("never", TASK, clocked(instant), **bounds)
+
+    Schedule(app).upsert("never", TASK, clocked(instant), enabled=False, **bounds)
 
 
 def test_every_task_of_a_dump_that_cannot_be_brought_over_is_named(cli, app):

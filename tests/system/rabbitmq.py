@@ -89,6 +89,14 @@ class RabbitMQ(Server):
         finally:
             self._control("start_app")
 
+    def await_blocked(self) -> None:
+        """Return when a message is held in an alarm."""
+        wait_until(lambda: "blocked" in self._control("list_connections", "state").split(), what="a held message")
+
+    def end_connections(self) -> None:
+        """Let the server end all connections."""
+        self._control("close_all_connections", "by a test")
+
     def _control(self, *command: str) -> str:
         control = Path(find_rabbitmq()[0]).with_name("rabbitmqctl")
         done = subprocess.run([str(control), *command], env=self._environment, check=True, capture_output=True)

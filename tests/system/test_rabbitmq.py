@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from celery.schedules import schedule
 from kombu import Exchange, Queue
 
 from singlebeat import Entry, Schedule, Scheduler
+from singlebeat.broker import ConfirmingSender
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
@@ -295,6 +298,74 @@ def test_a_blocked_connection_that_rabbitmq_ends_is_forgotten(rabbit, server, re
                 assert not is_sent()
         wait_until(is_sent, what="a message over a new connection")
         scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "task", "acks_late"),
+    [
+        pytest.param((), IN_TURN, False, id="prefork"),
+        pytest.param((), IN_TURN, True, id="prefork, acks_late"),
+        pytest.param((), f"{APP}.plain", False, id="prefork, a plain task that beat has sent"),
+        pytest.param(("-P", "threads"), IN_TURN, False, id="threads"),
+        pytest.param(("-P", "gevent"), IN_TURN, False, id="gevent"),
+    ],
+)
+def test_a_run_that_waits_outlives_rabbitmq_in_an_alarm(options, task, acks_late, rabbit, celery, oracle, server):
+    """A message that is sent again in an alarm dies with RabbitMQ; the worker still has it, or RabbitMQ has."""
+    queue = on_classic_queue(f"alarm and outage of {task}, {options}, {acks_late}")
+    conf = {**conf_of(rabbit, server), **queue, "task_acks_late": acks_late, "broker_connection_max_retries": None}
+    # Else the next message after the outage uses the worker's connection in a thread of the pool, and may hang there.
+    conf["worker_enable_prefetch_count_reduction"] = False
+    stage = Stage(celery, oracle, {**conf, "singlebeat_socket_timeout": 2})
+    worker = stage.start("worker", *options, "-c", "2").ready()
+    with stage.app() as app:
+        for call in ("first", "second"):
+            ticket = Ticket(call, "SINGLETONLOCK_{x}", "" if call == "second" else "SINGLETONLOCK_{x}", waits=True)
+            app.send_task(task, (call, 60), task_id=call, headers={HEADER: ticket.header()})
+            oracle.wait_started(1, "first", timeout=60)
+        worker.wait_for(r"\[second\] waits for its turn", timeout=60)
+        with rabbit.alarm():
+            rabbit.await_blocked()
+            with rabbit.outage():
+                pass
+        oracle.let_go("first")
+
+        oracle.wait_started(1, "second", timeout=60)
+        oracle.let_go("second")
+        oracle.wait_ended(1, "second", timeout=60)
+    assert oracle.max_concurrent("second") == 1
+
+
+@pytest.mark.parametrize("alarmed", [True, False])
+def test_doctor_and_explain_name_the_alarm_of_rabbitmq(alarmed, rabbit, celery, oracle, server):
+    entry = {"task": SINGLE, "schedule": schedule(3600), "args": ["x"]}
+    conf = {**conf_of(rabbit, server), **on_classic_queue("named"), "beat_schedule": {"hourly": entry}}
+    stage = Stage(celery, oracle, conf)
+    stage.start("worker", "-c", "1").ready()
+    beat = stage.start("beat")
+    beat.wait_for("event=leadership_gained")
+    with rabbit.alarm() if alarmed else nullcontext():
+        assert stage.start("singlebeat", "trigger", "hourly").wait() == 0
+        beat.wait_for("event=unreachable" if alarmed else "event=dispatched", timeout=60)
+        said = {name: stage.start("singlebeat", *name.split()) for name in ("doctor", "explain hourly")}
+        for process in said.values():
+            process.wait(timeout=60)
+    why = "RabbitMQ takes no messages until its alarm ends"
+    assert bool(said["doctor"].matches(f"problem *broker amqp://.* it does not answer: {why}")) is alarmed
+    assert bool(said["explain hourly"].matches(why)) is alarmed
+    assert not said["doctor"].matches("no worker answers")
+    assert not said["explain hourly"].matches("No worker answers")
+
+
+def test_a_sender_outlives_the_end_of_its_idle_connection(rabbit, server):
+    """RabbitMQ ends a connection that is idle for long: it gets no heartbeats."""
+    with make_app(rabbit.url, {**conf_of(rabbit, server), **on_classic_queue("idle")}) as app:
+        sender, plain = ConfirmingSender.of(app), app.tasks[f"{APP}.plain"]
+        for _ in range(2):
+            sender.send(partial(plain.apply_async, ["x"]))
+            rabbit.end_connections()
+        with app.connection_for_write() as connection:
+            assert connection.default_channel.queue_declare("idle", passive=True).message_count == 2
 
 
 def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(

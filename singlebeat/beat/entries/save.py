@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ...errors import ConflictError, EntryError
+from ..calendar.clocked import comes_once
 from .code_only import given_for
 from .definition import Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
@@ -185,9 +186,9 @@ def _wish(
         entry.count_from(now)
         at_once = entry.policy.run_on_start and not entry.has_past
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
-    elif definition and not same_times:
+    elif definition and not same_times and not has_run_since:
         past = replace(past, since=now)
-    elif definition and goes_on:
+    elif definition and goes_on and not has_run_since:
         past = entry.timetable.passed(past, now)
     is_broken = (definition and stored is None) or (meta and whole is None)
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
@@ -209,11 +210,15 @@ def _wish(
 def _has_later_past(entry: Entry, stored: Meta, now: datetime) -> bool:
     """Return whether an entry that was read elsewhere has run there since the stored past.
 
-    A run that is yet to come is of a wrong clock.
+    An entry with a limited number of runs that has none there, and counts from a moment since the stored past, was
+    scheduled anew there. A moment that is yet to come is of a wrong clock.
     """
     if entry.version is not None or not entry.has_past:
         return False
     there, here = entry.meta.last_run_at, stored.counts_from
+    is_limited = entry.policy.max_runs is not None or comes_once(entry.schedule)
+    if there is None and is_limited and entry.enabled and not entry.meta.total_run_count and entry.meta.since != now:
+        there = entry.meta.since  # an entry that counts from now has no past in its file
     return there is not None and there <= now and (here is None or there > here)
 
 
@@ -229,6 +234,8 @@ def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
         read = type(entry).usable(wish.member, definition, entry.app, now)
         check_encoding(read.options)
         if why := EntryPolicy.decode(policy).contradicts(read.options):
+            raise EntryError(why)  # noqa: TRY301
+        if entry.enabled and (why := entry.timetable.why_without_time()):
             raise EntryError(why)  # noqa: TRY301
         if meta and since is not False:
             Meta.decode(meta, since)

@@ -165,6 +165,17 @@ class Timetable:
             return self.next(nominal)
         return nominal if end is None or nominal <= end else None
 
+    def why_without_time(self) -> str:
+        """Return why the only time of a ``clocked`` schedule is out of the bounds of the policy; empty if it is not."""
+        if not isinstance(self.schedule, clocked):
+            return ""
+        instant, start, end = self.schedule.isoformat(), self.policy.start_time, self.policy.end_time
+        if start is not None and self.schedule.instant < start:
+            return f"it would never run: its instant, {instant}, is before its start_time: remove start_time"
+        if end is not None and self.schedule.instant > end:
+            return f"it would never run: its instant, {instant}, is after its end_time: remove end_time"
+        return ""
+
     def score(self, nominal: datetime | None) -> float:
         """Return the place in the schedule of a nominal time: seconds since 1970 when it is due, or PARKED."""
         return PARKED if nominal is None else self.due(nominal).timestamp()

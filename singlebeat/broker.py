@@ -1,0 +1,181 @@
+"""Connections to the broker whose waits are bounded, and on which RabbitMQ confirms each message."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from .config import Config
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from kombu import Connection, Producer
+
+__all__ = ("BlockedError", "BrokerConnection", "ConfirmingSender", "bounded", "naming_alarms")
+
+
+#: The options that bound every wait for the broker, by driver. With TLS, py-amqp bounds only the wait for the
+#: confirmation of a message, which does not come while RabbitMQ is short of memory or disk.
+LIMITS = {
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "py-amqp": ("read_timeout", "write_timeout"),
+}
+
+
+#: Why RabbitMQ does not confirm a message.
+BLOCKED = "RabbitMQ takes no messages until its alarm ends: it is short of memory or disk"
+
+
+class BlockedError(ConnectionError):
+    """RabbitMQ has an alarm, and does not confirm messages until its end."""
+
+
+def bounded(connection: Connection, timeout: float) -> Connection:
+    """Return a connection to the broker whose waits take no longer than some seconds."""
+    for name in LIMITS.get(connection.transport.driver_name, ()):
+        connection.transport_options.setdefault(name, timeout)
+    return connection
+
+
+@contextmanager
+def naming_alarms(app: Celery) -> Iterator[Connection]:
+    """Yield a connection that raises BlockedError when it awaits anything after a message in an alarm of RabbitMQ."""
+    connection = bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout)
+    if connection.transport.driver_name == "py-amqp":
+        connection.transport_options["on_blocked"] = _raise_blocked
+    try:
+        yield connection
+    except BlockedError:
+        _drop(connection)
+        raise
+    finally:
+        connection.release()
+
+
+def _raise_blocked(_: str) -> None:
+    raise BlockedError(BLOCKED)
+
+
+def _drop(connection: Connection) -> None:
+    """Close a connection without the goodbye of the broker, which never comes from a blocked or unreachable one."""
+    with suppress(AttributeError):  # only py-amqp awaits it
+        connection._connection.collect()
+
+
+class BrokerConnection:
+    """A connection for messages, each of which RabbitMQ confirms; if the broker hangs, its waits are bounded."""
+
+    #: RabbitMQ has an alarm: it reads nothing from our connection until it announces the end there.
+    is_blocked = False
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+
+    @cached_property
+    def connection(self) -> Connection:
+        """The connection, which is made when it is needed."""
+        connection = bounded(self.app.connection_for_write(), Config.of(self.app).singlebeat_socket_timeout)
+        if connection.transport.driver_name == "py-amqp":
+            options = connection.transport_options
+            # Without confirmation, messages after a message that RabbitMQ refuses are lost, and seem to be sent.
+            options.setdefault("confirm_publish", True)
+            options.update(on_blocked=self._on_blocked, on_unblocked=self._on_unblocked)
+        return connection
+
+    def _on_blocked(self, _: str) -> None:
+        self.is_blocked = True
+        raise BlockedError(BLOCKED)
+
+    def _on_unblocked(self) -> None:
+        self.is_blocked = False
+
+    def ensure_connected(self) -> Connection:
+        """Return the connection, which may have sent messages before.
+
+        Raises:
+            BlockedError: RabbitMQ has not announced the end of its alarm.
+            Exception: the broker does not answer.
+        """
+        if self.is_blocked:
+            with suppress(*self.connection.connection_errors):  # a timeout is one of them
+                while self.is_blocked and self.connection.connected:
+                    self.connection.drain_events(timeout=0)
+            if self.is_blocked and self.connection.connected:
+                raise BlockedError(BLOCKED)
+            # A late confirmation of the message that was held would be taken for that of the next one.
+            self.abandon()
+        # One attempt: the caller must not wait for the broker, and retries by itself.
+        return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+
+    def forget(self) -> None:
+        """Forget a connection that failed; the next message makes a new one.
+
+        A blocked connection stays: RabbitMQ would hold one more message for each new connection, and deliver them all.
+        """
+        if not self.is_blocked:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the connection without a goodbye."""
+        self.is_blocked = False
+        connection = self.__dict__.pop("connection", None)
+        if connection is not None:
+            _drop(connection)
+            connection.release()
+
+
+class ConfirmingSender:
+    """Sends messages of a process to RabbitMQ one by one, and returns when RabbitMQ has confirmed the message."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app, self._broker = app, BrokerConnection(app)
+        self._producer: Producer | None = None
+        self._one_by_one = threading.Lock()
+
+    @classmethod
+    def of(cls, app: Celery) -> ConfirmingSender | None:
+        """Return the sender of an app in this process; None if the broker is not RabbitMQ, so confirms nothing."""
+        if app.producer_pool.connections.connection.transport.driver_name != "py-amqp":
+            return None
+        # The sender of a parent process stays: its end would shut down the connection of the parent.
+        return _senders.setdefault(app, {}).setdefault(os.getpid(), cls(app))
+
+    def send(self, publish: Callable[..., object]) -> None:
+        """Call a function that publishes one message, with the options for ``apply_async``.
+
+        Raises:
+            BlockedError: RabbitMQ has an alarm.
+            Exception: RabbitMQ did not confirm the message in time, or refused it.
+        """
+        with self._one_by_one:
+            try:
+                # Without Celery's retries: each would be a new connection, on which RabbitMQ holds one more message.
+                timeout = Config.of(self._app).singlebeat_socket_timeout
+                publish(producer=self._connected(), retry=False, confirm_timeout=timeout)
+            except Exception:
+                self._forget()
+                raise
+
+    def _connected(self) -> Producer:
+        if self._producer is not None and not self._broker.is_blocked:
+            try:  # RabbitMQ has closed a connection that was idle for long
+                self._broker.connection.drain_events(timeout=0)
+            except TimeoutError:
+                return self._producer
+            except self._broker.connection.connection_errors:
+                self._forget()
+        connection = self._broker.ensure_connected()
+        self._producer = self._producer or self._app.amqp.Producer(connection, auto_declare=False)
+        return self._producer
+
+    def _forget(self) -> None:
+        self._producer = None
+        self._broker.forget()
+
+
+_senders: WeakKeyDictionary[Celery, dict[int, ConfirmingSender]] = WeakKeyDictionary()
