@@ -305,7 +305,9 @@ class _Sending:
         except Exception as exc:  # several writes find out what to do about it
             if self._error is not None:
                 raise self._error from None
-            self._is_possible = self._is_possible and not is_transient(exc)  # each further try may take as long
+            if is_transient(exc):  # each further try may take as long
+                self._write()
+                self._is_possible = False
             return
         if attempt.has_message and not self.outbox.is_full:  # the task has sent it by its own means
             self.one_write.rule_out()

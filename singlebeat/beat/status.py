@@ -127,8 +127,8 @@ class ScheduleStatus:
             return ""
         return (
             f"a beat of RedBeat holds the lock, which has no name, and {self.overdue_entries}: that beat was probably "
-            "killed, or hangs. (If it lives, it has not noticed a new or changed entry yet: it polls every 300 s, or as "
-            f"beat_max_loop_interval says.) Its lock ends by itself in {self.lease_left:.0f} s. If no process of "
+            "killed, or hangs. (If it lives, it has not noticed a new or changed entry yet: it polls every 300 s, or "
+            f"as beat_max_loop_interval says.) Its lock ends by itself in {self.lease_left:.0f} s. If no process of "
             "RedBeat runs any more, end it now: celery singlebeat resign"
         )
 

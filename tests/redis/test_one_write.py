@@ -17,6 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Scheduler, signals
 from singlebeat.beat import one_write
+from singlebeat.beat.store.claims import ClaimVerdict
 from singlebeat.beat.store.dispatches import DISPATCH
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
@@ -482,6 +483,25 @@ def test_a_message_that_cannot_be_made_is_no_others_concern(bench):
 
     assert sorted(bench.names) == ["a", "b"]
     assert sorted(bench.decisions) == ["dispatched", "dispatched", "publish_failed"]
+
+
+def test_what_is_made_before_a_server_fails_is_written(bench, monkeypatch):
+    for name in ("a", "b", "c"):
+        bench.put(name)
+    scheduler, made = bench.scheduler(), []
+    publish = scheduler.publish
+
+    def fail(entry: Any) -> Any:
+        made.append(entry.name)
+        if len(made) == 2:
+            raise OSError("the broker is gone")
+        return publish(entry)
+
+    monkeypatch.setattr(scheduler, "publish", fail)
+    monkeypatch.setattr(scheduler.store, "claim", lambda claims, *_, **__: [ClaimVerdict.FENCED] * len(claims))
+    scheduler.tick()
+
+    assert bench.names == made[:1]
 
 
 def test_a_task_that_is_sent_over_another_producer_is_sent_once(bench, monkeypatch):
