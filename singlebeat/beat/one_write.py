@@ -20,7 +20,7 @@ from ..locks import backend_of
 from ..locks.acquire import Refused, cancel_releases
 from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
-from ..locks.send import NO_OUTBOX, remember, was_refused
+from ..locks.send import NO_OUTBOX
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, size, takes_outbox
 from .dispatch import Published, delay_of, is_transient, not_published
@@ -196,8 +196,6 @@ class OneWrite:
         self.dispatcher.report(message, decision)
         self.store.signal(decision, answer.recorded)
         granted, holder = attempt.granted, answer.holder
-        if message.key:
-            remember(message.key, is_refused=not decision.is_sent)
         if granted is not None and granted.replacing is not None and holder is not None and message.task is not None:
             granted.note_replaced(message.task, holder)
 
@@ -274,7 +272,7 @@ class _Sending:
 
     def send(self, messages: Sequence[Message]) -> dict[str, ClaimVerdict]:
         """Send messages; return the verdicts as ``OneWrite.send`` does."""
-        self._ask([message.call for message in messages if message.call is not None and was_refused(message.key)])
+        self._ask([message.call for message in messages if message.call is not None])
         for _ in range(MOST_TRIES):
             for message in messages:
                 if not self._is_possible:
@@ -287,7 +285,7 @@ class _Sending:
         return self._settled
 
     def _ask(self, calls: Sequence[Call]) -> None:
-        """Ask for the locks of calls that are probably refused: their messages would be made in vain."""
+        """Ask for the locks of calls: a monitor would take a message that is made in vain for one that was sent."""
         try:
             holders = backend_of(self.one_write.app).ask(calls, may_be_resent=True) if calls else []
         except LockBackendError:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .base import Call, Holder, Ticket
     from .task import LockableTask
 
-__all__ = ("NO_OUTBOX", "remember", "send_call", "send_many", "was_refused", "why_two_writes")
+__all__ = ("NO_OUTBOX", "send_call", "send_many", "why_two_writes")
 
 #: Why messages do not go into an outbox.
 NO_OUTBOX = (
@@ -75,7 +75,7 @@ def send_call(
     """
     if (call := plan.call) is not None and not plan.is_of_beat and not is_redirected and _may_be_one_write(task):
         # A call that is probably refused asks first: its message would be made in vain.
-        answer = answered(task, call, task.singleton_backend.ask([call])[0]) if was_refused(call.ref.key) else None
+        answer = answered(task, call, task.singleton_backend.ask([call])[0]) if _was_refused(call.ref.key) else None
         if (
             answer is not None
             and not left_behind(call, answer)
@@ -86,7 +86,7 @@ def send_call(
             write = _OneWrite(task, plan, publish, own)
             outcome = write.send(call, answer)
         if outcome is not None:
-            remember(call.ref.key, is_refused=isinstance(outcome, Refused))
+            _remember(call.ref.key, is_refused=isinstance(outcome, Refused))
             return outcome if isinstance(outcome, Refused) else write.replaced(outcome)
     granted = acquire(task, plan)
     if isinstance(granted, Refused):
@@ -162,12 +162,12 @@ def _broker_of(app: Celery, connection: Connection) -> Marker:
     return broker
 
 
-def was_refused(key: str) -> bool:
+def _was_refused(key: str) -> bool:
     """Return whether a call with this lock was refused lately, and none was sent since."""
     return time.monotonic() - _refused.get(key, -REFUSED_FOR) < REFUSED_FOR
 
 
-def remember(key: str, *, is_refused: bool) -> None:
+def _remember(key: str, *, is_refused: bool) -> None:
     """Remember whether a call with this lock was refused."""
     if not is_refused:
         _refused.pop(key, None)

@@ -442,7 +442,7 @@ def test_b7_a_wrong_password_or_a_missing_right_is_named(beat, server, own_serve
             running.metric("pending_occurrences", "1.0"),
             running.ready("^200 ok$"),
             tools.say("health", f"^healthy: .*{running.leads}"),
-            tools.say("status", "^pending +1, claimed and not yet sent: .*locks' server is unreachable"),
+            tools.say("status", "^pending +1, .*claimed and not yet sent: .*locks' server is unreachable"),
             tools.say("locks", f"^Error: {away}", code=2),
             tools.say("doctor", f"^problem  locks: {away}", code=1),
             tools.say("explain steady", f"is claimed and waits to be sent, as task .*{away}"),

@@ -168,7 +168,7 @@ def test_under_redbeat_no_policy_holds_and_pending_runs_wait():
 
 
 def test_a_killed_redbeat_is_explained_with_a_remedy():
-    text = said(state=ScheduleStatus({}, [], True, 900.0, 3, 2, 2, 42.0, 0, {}))
+    text = said(state=ScheduleStatus({}, [], True, 900.0, 3, 2, 2, 42.0, 0, {}, entry_lag=42.0))
 
     assert "A beat of RedBeat holds the lock, which has no name, and 2 entries are overdue, the first by 42 s" in text
     assert "Its lock ends by itself in 900 s. If no process of RedBeat runs any more, end it now: " in text
