@@ -286,11 +286,12 @@ class _Sending:
 
     def _ask(self, calls: Sequence[Call]) -> None:
         """Ask for the locks of calls: a monitor would take a message that is made in vain for one that was sent."""
+        backend = cast("RedisBackend", backend_of(self.one_write.app))
         try:
-            holders = backend_of(self.one_write.app).ask(calls, may_be_resent=True) if calls else []
+            holders = [] if backend.are_free(calls) else backend.ask(calls, may_be_resent=True)
         except LockBackendError:
             return
-        self._answers |= {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
+        self._answers |= {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=bool(holders))}
 
     def _add(self, message: Message) -> None:
         """Make the message of an occurrence, if it is to be sent."""
