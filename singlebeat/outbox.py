@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .clients import RedisClient
 
 __all__ = (
+    "ELSEWHERE_FOR",
     "MOST_CHARACTERS",
     "MOST_MESSAGES",
     "SENT_FOR",
@@ -155,13 +156,12 @@ class Marker:
 
         Args:
             prefix: that the client puts before its keys.
-            anew: the marker may have gone with the server's data; what was written in this second has not.
+            anew: it may have gone with the server's data.
 
         Raises:
             Exception: any error of the server's driver; if the user may not write it, it is also ruled out.
         """
-        age = now - self.written_at
-        if age < (1.0 if anew else WRITTEN_FOR):
+        if not anew and now - self.written_at < WRITTEN_FOR:
             return False
         try:
             client.set(self.name, self.value, px=round(MARKER_TTL * 1000))

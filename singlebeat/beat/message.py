@@ -42,6 +42,7 @@ class Message:
     task: LockableTask | None = None  #: whose lock beat acquires; None: it has none, or acquires it itself
     plan: Plan | None = None  #: how its lock is acquired
     key: str = ""  #: of its lock; empty if it has none
+    is_sent_by_others: bool = False  #: its task, or the app, has a method of its own that sends it
     locks_itself: bool = False  #: its task acquires a lock when it is sent, as a task of celery-singleton does
 
     @property
@@ -63,6 +64,7 @@ class Message:
         entry = self.entry
         overlap = self.occurrence.overlap or self.stored.policy.overlap
         task = app.tasks.get(entry.task)
+        self.is_sent_by_others = _is_by_others(app, "send_task") or _is_by_others(task, "apply_async")
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
         if not is_singleton(task):
@@ -91,8 +93,8 @@ class Message:
 
     @property
     def goes_its_own_way(self) -> bool:
-        """Whether its task acquires a lock itself, or an option names another connection."""
-        return self.locks_itself or self.entry.options.get("connection") is not None
+        """Whether its task acquires a lock itself, or code of others sends it, maybe over a producer of its own."""
+        return self.locks_itself or self.is_sent_by_others or self.entry.options.get("connection") is not None
 
     @property
     def call(self) -> Call | None:
@@ -104,6 +106,16 @@ class Message:
         """The locks that it may hold, including those whose acquire reply was lost."""
         places = (self.key, behind_key(self.key)) if self.key else ()
         return [Ref(place, self.occurrence.id) for place in places]
+
+
+def _is_by_others(owner: object, method: str) -> bool:
+    """Return whether a method of an app or a task is neither Celery's nor ours."""
+    if owner is None:
+        return False
+    if method in vars(owner):
+        return True
+    home = next(kind for kind in type(owner).__mro__ if method in vars(kind))
+    return home.__module__.partition(".")[0] not in {"celery", "singlebeat"}
 
 
 def prepare(

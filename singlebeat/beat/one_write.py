@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Producer
 from redis import RedisCluster
+from redis.exceptions import NoPermissionError
 
 from ..connections import RedisError, ResponseError, schedule_client
 from ..errors import ConfigError, LockBackendError
@@ -22,7 +23,7 @@ from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX
 from ..log import Log
-from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, size, takes_outbox
+from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, size, takes_outbox
 from .dispatch import Published, delay_of, is_transient, not_published
 from .leadership.lease import Term
 from .lost_messages import note
@@ -48,9 +49,16 @@ __all__ = ("OneWrite", "why_several_writes")
 
 log = Log("celery.beat")
 
+#: Why due entries need several writes.
+ELSEWHERE = "schedule, locks and broker are not on one server"
+
 #: How often the message of an occurrence is made until it is sent in several writes, because its lock has changed
 #: before each write.
 MOST_TRIES = 3
+
+
+#: The words of a server whose user lacks a right: outside of a script and, with Redis 7.0, inside.
+DENIED = ("NOPERM", "can't run this command", "can't access at least one of the keys")
 
 
 class Collector(Protocol):
@@ -94,6 +102,7 @@ class OneWrite:
         self._broker, self._locks = Marker(), Marker()
         self.dispatches = Dispatches(store, (self._broker, self._locks))
         self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
+        self._refusal = ""  #: why the server does not record decisions
 
     def send(
         self,
@@ -141,22 +150,34 @@ class OneWrite:
         is_known = self._broker.may_be_here(now) and self._locks.may_be_here(now)
         return is_known and not self.app.conf.task_always_eager and not _why_not(self.app, self.store)
 
-    def mark(self, outbox: Outbox, *, anew: bool = False) -> bool:
-        """Mark the servers of broker and locks, unless this was done lately; return whether it is done.
+    def mark(self, outbox: Outbox, *, anew: bool = False) -> None:
+        """Mark the servers of broker and locks, unless this was done lately.
 
         Raises:
             Exception: any error of their drivers.
         """
         now, backend = time.monotonic(), cast("RedisBackend", backend_of(self.app))
         self.store.report_progress()
-        is_marked = self._broker.write_for_broker(outbox.channel, now, anew=anew)
+        self._broker.write_for_broker(outbox.channel, now, anew=anew)
         self.store.report_progress()
-        return self._locks.write(backend.redis, now, anew=anew) or is_marked
+        self._locks.write(backend.redis, now, anew=anew)
 
-    def rule_out(self) -> None:
-        """Note that broker or locks are on another server."""
+    def rule_out(self, reason: str) -> None:
+        """Send in several writes for a while."""
+        text = "beat: Due entries are sent in several writes for %(seconds)g s"
+        log.info(text, event="several_writes", seconds=ELSEWHERE_FOR, reason=reason)
         for marker in (self._broker, self._locks):
             marker.rule_out(time.monotonic())
+
+    def check_records(self) -> None:
+        """Raise the server's error if it has not recorded all that was sent since the last check.
+
+        Raises:
+            ResponseError: it has not.
+        """
+        refusal, self._refusal = self._refusal, ""
+        if refusal:
+            raise ResponseError(refusal)
 
     def write(self, attempts: Sequence[_Attempt], request: Request) -> Sequence[Answer] | None:
         """Write attempts, and report those that are sent; return the answers, or None if this server cannot do it.
@@ -167,15 +188,12 @@ class OneWrite:
         self._unanswered = attempts, request
         try:
             answers = self.dispatches.write(request)
-        except ResponseError:
+        except ResponseError:  # it is answered
             self._unanswered = None
             raise
         self._unanswered = None
         for attempt, answer in zip(attempts, answers or (), strict=answers is not None):
             self._report(attempt, answer)
-        for answer in answers or ():
-            if answer.recorded == UNRECORDED:
-                raise ResponseError(answer.refusal)
         return answers
 
     def _recall(self) -> None:
@@ -186,11 +204,13 @@ class OneWrite:
     def _report(self, attempt: _Attempt, answer: Answer) -> None:
         """Report what has become of an attempt."""
         message, decision = attempt.message, attempt.dispatch.decision
-        if answer.refusal:
+        if answer.recorded == UNRECORDED:
+            self._refusal = answer.refusal
+        elif any(words in answer.refusal for words in DENIED):
+            self.rule_out(answer.refusal)
+        elif answer.refusal:
             about = {"entry": message.entry.name, "reason": answer.refusal}
             log.warning("beat: The server refuses a part of the dispatch of %(entry)s", event="refused", **about)
-            if "NOPERM" in answer.refusal:
-                self.rule_out()
         if not answer.recorded:
             return
         self.dispatcher.report(message, decision)
@@ -228,16 +248,19 @@ def why_several_writes(app: Celery, connection: Connection) -> str:
     if not takes_outbox(producer):
         return NO_OUTBOX
     broker, locks, client = Marker(), Marker(), cast("RedisBackend", backend_of(app)).redis
-    broker.write_for_broker(producer.channel, time.monotonic())
-    locks.write(client, time.monotonic())
     try:
+        broker.write_for_broker(producer.channel, time.monotonic())
+        locks.write(client, time.monotonic())
         dispatches = Dispatches(store, (broker, locks))
         request = dispatches.request([], Term(0, ""), retry_at=datetime.now(UTC))
         is_elsewhere = dispatches.write(request) is None
+    except NoPermissionError as exc:
+        return f"a user lacks rights for one write: {exc}"
     finally:
-        broker.delete(producer.channel.client)
-        locks.delete(client)
-    return "schedule, locks and broker are not on one server, or its users lack rights for that" if is_elsewhere else ""
+        with suppress(NoPermissionError):
+            broker.delete(producer.channel.client)
+            locks.delete(client)
+    return ELSEWHERE if is_elsewhere else ""
 
 
 class _Sending:
@@ -308,12 +331,14 @@ class _Sending:
                 self._write()
                 self._is_possible = False
             return
-        if attempt.has_message and not self.outbox.is_full:  # the task has sent it by its own means
-            self.one_write.rule_out()
-        elif attempt.has_message and self.writes_each:
+        if attempt.has_message and self.outbox.is_full and self.writes_each:
             return
         self._batch.append(attempt)
         self._characters += size(attempt.dispatch.commands)
+        if attempt.has_message and not self.outbox.is_full:
+            self._write()
+            self._is_possible = False
+            self.one_write.rule_out(f"{message.entry.task} was sent over a producer of its own")
 
     def _attempt(self, message: Message, holder: Holder | None) -> _Attempt:
         """Return what is to be written about an occurrence.
@@ -374,11 +399,18 @@ class _Sending:
         self._is_possible = one_write.collector.may_publish(self.term)
         if not self._is_possible:
             return ()
-        answers = one_write.write(batch, self._request(batch))
-        if answers is None and self._marks_anew():
+        try:
             answers = one_write.write(batch, self._request(batch))
+            is_marked = answers is None and self._marks_anew()
+            if is_marked:
+                answers = one_write.write(batch, self._request(batch))
+        except NoPermissionError as exc:
+            one_write.rule_out(str(exc))
+            self._is_possible = False
+            return ()
         if answers is None:
-            one_write.rule_out()
+            if is_marked:  # else a server is away
+                one_write.rule_out(ELSEWHERE)
             self._is_possible = False
             return ()
         for attempt, answer in zip(batch, answers, strict=True):
@@ -392,9 +424,10 @@ class _Sending:
     def _marks_anew(self) -> bool:
         """Mark the servers again, because they may have lost the markers; return whether it is done."""
         try:
-            return self.one_write.mark(self.outbox, anew=True)
+            self.one_write.mark(self.outbox, anew=True)
         except Exception:  # their drivers may raise anything
             return False
+        return True
 
     def _settle(self, message: Message, answer: Answer) -> None:
         task_id = message.occurrence.id

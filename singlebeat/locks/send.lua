@@ -47,9 +47,18 @@ if type(kept) == "string" and string.sub(kept, 1, #request) == request then
 end
 local may_keep = redis.pcall("SET", sent, "", "PX", keep_ms) -- before all other writes: a right may be missing
 if may_keep.err then
-  return string.find(may_keep.err, "NOPERM", 1, true) and "elsewhere" or may_keep
+  local is_denied = string.find(may_keep.err, "NOPERM", 1, true) or string.find(may_keep.err, "can't ", 1, true)
+  return is_denied and "elsewhere" or may_keep
 end
 
+--- Return whether no caller waits for the reply any more: all calls are late then, or none.
+local function is_late()
+  local time = redis.call("TIME")
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  return tonumber(deadline) > 0 and now > tonumber(deadline) and string.format("%.0f", now)
+end
+
+local late = is_late()
 local key, argument = 3, 8 -- of the next call, in KEYS and ARGV
 
 local function refused(reason)
@@ -61,7 +70,10 @@ local function send()
   local queue, command = key + 4, argument + 2
   key, argument = queue + count, command + 2 * count
 
-  local reply = acquire(keys, {again, deadline, call})
+  if late then
+    return cjson.encode({"late", "", "", late, "0", 0, ""})
+  end
+  local reply = acquire(keys, {again, "0", call})
   if type(reply) ~= "string" then
     return refused(reply.err)
   end

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from .task import LockableTask
 
 __all__ = ("NO_OUTBOX", "send_call", "send_many", "why_two_writes")
+
+#: Why calls need two writes.
+ELSEWHERE = "the broker is not on the server of the locks, or a user lacks rights for one write"
 
 #: Why messages do not go into an outbox.
 NO_OUTBOX = (
@@ -112,13 +116,15 @@ def send_many(
         LockBackendError: the locks' server does not answer, or a lock's key holds other data.
         Exception: a message cannot be made. In both cases, the calls before may be sent.
     """
-    with task.app.producer_or_acquire(producer) as own:
-        many = _ManyCalls(task, own)
-        for plan, publish in calls:
-            many.add(plan, publish)
-            if many.is_full:
-                yield from many.send()
-        yield from many.send()
+    left = iter(calls)
+    while batch := list(islice(left, MOST_MESSAGES)):  # planning may send a task, which needs a producer
+        with task.app.producer_or_acquire(producer) as own:
+            many = _ManyCalls(task, own)
+            for plan, publish in batch:
+                many.add(plan, publish)
+                if many.is_full:
+                    yield from many.send()
+            yield from many.send()
 
 
 def why_two_writes(app: Celery, connection: Connection) -> str:
@@ -138,9 +144,9 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
         return f"the locks are in {backend.name}, or in a Redis Cluster"
     if not takes_outbox(Producer(channel)):
         return NO_OUTBOX
-    broker.write_for_broker(channel, time.monotonic())
     try:
-        return "the broker is not on the server of the locks" if backend.send([], broker) is None else ""
+        broker.write_for_broker(channel, time.monotonic())
+        return ELSEWHERE if backend.send([], broker) is None else ""
     finally:
         broker.delete(channel.client)
 
@@ -196,10 +202,13 @@ def _write_all(
     if holders is not None:
         return holders
     try:
-        is_anew = broker.write_for_broker(producer.channel, time.monotonic(), anew=True)
+        broker.write_for_broker(producer.channel, time.monotonic(), anew=True)
     except Exception:  # two writes find out what to do about it
         return None
-    return task.singleton_backend.send(sendings, broker) if is_anew else None
+    holders = task.singleton_backend.send(sendings, broker)
+    if holders is None:
+        broker.rule_out(time.monotonic())
+    return holders
 
 
 def _discard(task: LockableTask, task_id: str) -> None:
@@ -241,7 +250,8 @@ class _ManyCalls:
             return
         cancel_releases(plan.call)
         with collecting(self.producer) as outbox:
-            made.result = publish(plan.ticket, producer=self.producer, retry=False)
+            # Not yet a child of the task that runs here: it may be refused.
+            made.result = publish(plan.ticket, producer=self.producer, retry=False, add_to_parent=False)
         if outbox.is_full:
             made.sending = Sending(plan.call, outbox.commands, only=Verdict.ACQUIRED)
             self._characters += size(outbox.commands)
@@ -254,8 +264,6 @@ class _ManyCalls:
         calls, self._calls, self._characters = self._calls, [], 0
         sendings = [made.sending for made in calls if made.sending is not None]
         holders = _write_all(self.task, sendings, self.broker, self.producer) if sendings else []
-        if holders is None:
-            self.broker.rule_out(time.monotonic())
         answers = iter(holders or ())
         for made in calls:
             if made.sending is None:
@@ -272,6 +280,8 @@ class _ManyCalls:
         if holder is None or holder.verdict is Verdict.REFUSED or plan.call is None:
             return None
         if holder.verdict is Verdict.ACQUIRED:
+            if (parent := self.task.app.current_worker_task) is not None:
+                parent.add_trail(made.result)
             return made.result
         answer = answered(self.task, plan.call, holder)
         outcome = plan.outcome(answer)
@@ -329,7 +339,9 @@ class _OneWrite:
     def _answer(self, sending: Sending) -> Holder | None:
         """Run the write, and return the answer to its call; None if nothing is sent in one write for now."""
         holders = _write_all(self.task, [sending], self.broker, self.producer)
-        if holders is None or holders[0].verdict is Verdict.REFUSED:
+        if holders is None:
+            return None
+        if holders[0].verdict is Verdict.REFUSED:
             self.broker.rule_out(time.monotonic())
             return None
         return answered(self.task, sending.call, holders[0])

@@ -222,12 +222,14 @@ class Singleton(Task):  # type: ignore[misc]
             The results in the order of the calls; equal calls among them are duplicates of the first one.
 
         Raises:
-            Exception: as of ``apply_async``. Calls before may be sent by then: call it again with the same ones, of
-                which those are duplicates as long as they wait or run.
+            Exception: as of ``apply_async``. Some calls may be sent by then, with ``overlap="raise"`` those after the
+                duplicate as well: call it again with the same ones, of which those are duplicates as long as they
+                wait or run.
         """
         results: list[AsyncResult] = []
         waiting: list[tuple[Arguments | None, NamedArguments | None, Options]] = []
-        for args, kwargs, options in calls:
+        for args, kwargs, given in calls:
+            options = given or {}
             if self._is_one_of_many(options):
                 waiting.append((args, kwargs, options))
                 continue
@@ -241,7 +243,9 @@ class Singleton(Task):  # type: ignore[misc]
         """Return whether a call with these options can be sent together with others."""
         is_ours = type(self).apply_async is Singleton.apply_async and not self.app.conf.task_always_eager
         return (
-            is_ours and not {"producer", "connection"} & options.keys() and HEADER not in (options.get("headers") or {})
+            is_ours
+            and not {"producer", "connection", "add_to_parent"} & options.keys()
+            and HEADER not in (options.get("headers") or {})
         )
 
     def _send_many(
@@ -260,14 +264,22 @@ class Singleton(Task):  # type: ignore[misc]
                 plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
                 yield plan, self._publisher(args, kwargs, task_id, given)
 
-        for place, sent in enumerate(list(send_many(self, plans(), producer))):  # which frees its producer
-            (args, kwargs, _), (task_id, overlap, given) = calls[place], planned[place]
+        outcomes: list[AsyncResult | Refused | None] = []
+        try:
+            outcomes += send_many(self, plans(), producer)
+        except LockBackendError:
+            if self.singleton_config.singleton_on_backend_error != "run":
+                raise
+        outcomes += [None] * (len(planned) - len(outcomes))
+        for (args, kwargs, _), (task_id, overlap, given), sent in zip(calls, planned, outcomes, strict=False):
             if isinstance(sent, Refused):
                 yield self._duplicate(sent.holder, args, kwargs, overlap)
             elif sent is not None:
                 yield sent
             else:
                 yield self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
+        for args, kwargs, options in calls[len(planned) :]:  # after an error
+            yield self.apply_async(args, kwargs, **{"producer": producer, **options})
 
     def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
         """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""

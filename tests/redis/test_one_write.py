@@ -502,13 +502,16 @@ def test_what_is_made_before_a_server_fails_is_written(bench, monkeypatch):
     assert bench.names == made[:1]
 
 
-def test_a_task_that_is_sent_over_another_producer_is_sent_once(bench, monkeypatch):
+def test_a_task_that_others_send_is_claimed_before(bench, redis, monkeypatch):
     """As by a library that sends all tasks of an app over a producer of its own."""
-    bench.put()
+    for name in ("a", "b"):
+        bench.put(name)
     scheduler = bench.scheduler()
     app, send = scheduler.app, scheduler.app.send_task
+    pending = []
 
     def elsewhere(*args: Any, producer: Any = None, **options: Any) -> Any:
+        pending.append(redis.zcard(PENDING))
         with app.connection_for_write() as connection:
             return send(*args, producer=app.amqp.Producer(connection), **options)
 
@@ -516,8 +519,25 @@ def test_a_task_that_is_sent_over_another_producer_is_sent_once(bench, monkeypat
     for _ in range(2):
         scheduler.tick()
 
-    assert bench.names == ["e"]
-    assert bench.decisions == ["dispatched"]
+    assert sorted(bench.names) == ["a", "b"]
+    assert pending == [2, 2]
+
+
+def test_a_history_that_is_not_written_holds_up_no_run(bench, redis, logged):
+    for number in range(3):
+        bench.put(f"e{number}")
+    bench.put("single", task=SINGLE, overlap="buffer_all")
+    scheduler = bench.scheduler()
+    redis.set("redbeat::history", "no stream")
+    for _ in range(3):
+        scheduler.tick()
+        bench.retry_now()
+        bench.make_due("single")
+
+    assert {"e0", "e1", "e2", "single"} <= set(bench.names)
+    assert bench.names.count("single") > 1
+    assert logged("refused") == []
+    assert len(logged("trouble")) == 1
 
 
 def test_large_messages_are_written_in_smaller_batches(bench, redis):

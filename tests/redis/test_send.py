@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery._state import _task_stack
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Exchange, Queue
 from kombu.messaging import Producer
@@ -622,7 +623,7 @@ def test_doctor_tells_in_how_many_writes_all_is_sent(app, cli, no_worker_is_awai
     assert "recorded in one write" in entries
     app.conf.broker_url = own_server.celery_url
     calls, entries = told()
-    assert calls.endswith("sent in two writes: the broker is not on the server of the locks")
+    assert "sent in two writes: the broker is not on the server of the locks" in calls
     assert "several writes, so sent at least once: schedule, locks and broker are not on one server" in entries
     app.conf.broker_url = "memory://"
     assert ["only kombu 5.7" in line for line in told()] == [True, True]
@@ -723,3 +724,63 @@ def test_a_bad_call_among_many_says_so(app, redis):
         task.apply_async_many([([1], None, {}), ([1, 2, 3], None, {})])
 
     assert locks(redis) == ids(redis)
+
+
+def test_many_calls_are_late_together_or_not_at_all(app, redis, monkeypatch):
+    """Else some of them would be sent, and sent again with the others."""
+    task = define(app)
+    task.delay(0)
+    calls: list[Any] = []
+    run = task.singleton_backend._run
+
+    def stalled(name: str, keys: Any, args: Any) -> Any:
+        calls.append(name)
+        if name == "send" and calls.count("send") == 1:
+            args = (*args[:6], 1, *args[7:])  # a deadline that has passed
+        return run(name, keys, args)
+
+    monkeypatch.setattr(task.singleton_backend, "_run", stalled)
+    results = task.apply_async_many(calls_for(1, 2, 3))
+
+    assert calls.count("send") == 2
+    assert values(redis) == [0, 1, 2, 3]
+    assert {result.id for result in results} < ids(redis)
+
+
+def test_a_lost_lock_server_does_not_keep_many_calls_from_running(server, redis, own_server):
+    conf = {"singleton_backend_url": own_server.url, "singleton_on_backend_error": "run"}
+    with apps(server.celery_url, **conf) as app:
+        task = define(app)
+        own_server.kill()
+        results = task.apply_async_many([([1], None, None), ([2], None, {})])
+
+    assert values(redis) == [1, 2]
+    assert ids(redis) == {result.id for result in results}
+
+
+def test_planning_many_calls_may_send_a_task_itself(server, redis):
+    with apps(server.celery_url, broker_pool_limit=1) as app:
+
+        def key(value: int) -> int:
+            app.tasks["tests.system.apps.plain"].apply_async([f"asked {value}"], ignore_result=True)
+            return value
+
+        task = define(app, unique_on=key)
+        task.apply_async_many(calls_for(1, 2))
+
+    assert set(values(redis)) >= {1, 2}
+
+
+def test_a_duplicate_among_many_calls_is_no_child_of_the_running_task(app, redis):
+    task = define(app)
+    parent = app.tasks["tests.system.apps.plain"]
+    parent.push_request(id="parent", called_directly=False, children=[])
+    _task_stack.push(parent)
+    try:
+        results = task.apply_async_many(calls_for(1, 1, 2))
+        children = list(parent.request.children)
+    finally:
+        _task_stack.pop()
+        parent.pop_request()
+
+    assert [child.id for child in children] == [results[0].id, results[2].id]

@@ -72,7 +72,8 @@ if type(kept) == "string" and string.sub(kept, 1, #request) == request then
 end
 local may_keep = redis.pcall("SET", sent, "", "PX", keep_ms) -- before all other writes: a right may be missing
 if may_keep.err then
-  return string.find(may_keep.err, "NOPERM", 1, true) and "elsewhere" or may_keep
+  local is_denied = string.find(may_keep.err, "NOPERM", 1, true) or string.find(may_keep.err, "can't ", 1, true)
+  return is_denied and "elsewhere" or may_keep
 end
 
 local messages = cjson.decode(ARGV[15])

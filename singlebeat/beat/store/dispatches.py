@@ -10,8 +10,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
-from redis.exceptions import NoPermissionError
-
 from ...locks.base import Verdict
 from ...locks.redis import SCRIPTS, RedisBackend, holder_of
 from ...lua import packed, script
@@ -111,10 +109,10 @@ class Dispatches:
 
         Returns:
             The answer to each dispatch; None if broker or locks are on another server, so that nothing was done.
+
+        Raises:
+            NoPermissionError: the user lacks a right for one of the keys, so that nothing was done.
         """
         self.store.report_progress()
-        try:
-            reply = DISPATCH(self.store.client, *request)
-        except NoPermissionError:  # the server has checked the keys first
-            return None
+        reply = DISPATCH(self.store.client, *request)
         return None if reply == "elsewhere" else [Answer.of(each) for each in json.loads(reply)]
