@@ -105,6 +105,10 @@ end
 -- Of the messages that run by themselves, the one that has waited longest takes the turn when it asks. Where the turn
 -- is free, as after a start, those that have not asked since are not known.
 local is_older = in_turn and in_turn ~= id and waits_since > 0 and since < turn_since
+local is_first = in_turn == id and turn_is_first
+if in_turn ~= id and (not in_turn or is_older) then -- it has waited for longer than the call that waits already
+  is_first = turn_ms > 0 and waits_since > 0 and since <= taken
+end
 
 --- Reply with the call that holds the lock, or that waits and came first. A message that waits takes a free turn, or
 -- that of a newer one.
@@ -127,7 +131,7 @@ end
 if holder and holder ~= id then
   return held(lock)
 end
-if not holder and other and not (in_turn == id and turn_is_first) then
+if not holder and other and not is_first then
   return held(behind)
 end
 if not holder and in_turn and in_turn ~= id then

@@ -168,11 +168,14 @@ class MemoryBackend(BaseBackend):
             is_patient = by_itself is None or is_older or now - by_itself.since <= PATIENCE
             is_patient = is_patient and bool(turn_ttl)
             turn_is_first = by_itself is not None and (place is None or by_itself.since <= place.taken)
+            is_first = is_in_turn and turn_is_first
+            if place and not is_in_turn and (by_itself is None or is_older):  # it has waited for longer than that call
+                is_first = turn_ttl > 0 and waits_since > 0 and since <= place.taken
             other_waits = place is not None and not is_behind and bool(place.if_held)
             held_by = None
             if record and record.task_id != ref.task_id:
                 held_by = ref
-            elif record is None and other_waits and not (is_in_turn and turn_is_first):
+            elif record is None and other_waits and not is_first:
                 held_by = behind
             elif record is None and by_itself and not is_in_turn and (turn_is_first if is_behind else not is_patient):
                 held_by = turn
