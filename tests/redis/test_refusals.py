@@ -446,7 +446,7 @@ def test_the_doctor_checks_the_rest_while_the_schedules_server_is_down(cli, serv
 
     where = re.escape(f"Error: the schedule's server {own_server.url}: ")
     assert re.match(where, result.stderr)
-    about = {row["about"] for row in rows}
+    about = {row["about"] for row in rows} - {"due entries"}  # with an old kombu it is known without the server
     assert about == {"redbeat_lock_timeout", "workers", "calls of Singletons", f"schedule's server {own_server.url}"}
     assert "no worker answers" in result.stdout
 

@@ -84,7 +84,7 @@ policies = st.fixed_dictionaries(
 entries = st.fixed_dictionaries(
     {
         "name": st.text(st.characters(exclude_categories=["Cs"]) | st.just("\udcff"), min_size=1, max_size=9).filter(
-            lambda name: name[0] != ":"  # so begin the keys of the schedule itself
+            lambda name: name[0] != ":" and name.strip()  # so begin the keys of the schedule itself
         ),
         "task": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9),
         "schedule": schedules,
