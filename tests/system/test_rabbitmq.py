@@ -23,7 +23,6 @@ from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServe
 from tests.system.apps import make_app
 from tests.system.rabbitmq import RabbitMQ, find_rabbitmq
 from tests.system.tools import Beat, Incident, Tools
-from tests.system.topologies import each_decided_and_started_once
 
 SINGLE, IN_TURN = f"{APP}.single", f"{APP}.in_turn"
 
@@ -424,7 +423,12 @@ def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(
         )
         oracle.wait_ended(ended + 3, "steady", timeout=60)
         assert beat.process.returncode is worker.returncode is None
-        each_decided_and_started_once(oracle, redis.client().xrange("redbeat::history"), "steady")
+        decided = [record["id"] for _, record in redis.client().xrange("redbeat::history")]
+        started = Counter(run.id for run in oracle.runs("steady"))
+        assert len(set(decided)) == len(decided) > 3
+        assert len(started) > 3
+        # RabbitMQ delivers the message again whose acknowledgement it has not seen when it stops; it has no lock.
+        assert started.total() - len(started) <= 1
 
 
 @pytest.mark.parametrize(
