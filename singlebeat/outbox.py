@@ -151,8 +151,8 @@ class Marker:
         """Return whether the connection has not been found to lead to another server lately."""
         return now >= self.elsewhere_until
 
-    def write(self, client: RedisClient, now: float, *, prefix: str = "", anew: bool = False) -> bool:
-        """Write it over a connection, unless this was done lately; return whether it did.
+    def write(self, client: RedisClient, now: float, *, prefix: str = "", anew: bool = False) -> None:
+        """Write it over a connection, unless this was done lately.
 
         Args:
             prefix: that the client puts before its keys.
@@ -162,7 +162,7 @@ class Marker:
             Exception: any error of the server's driver; if the user may not write it, it is also ruled out.
         """
         if not anew and now - self.written_at < WRITTEN_FOR:
-            return False
+            return
         try:
             client.set(self.name, self.value, px=round(MARKER_TTL * 1000))
         except Exception as exc:
@@ -172,13 +172,12 @@ class Marker:
             raise
         self.key, self.db = f"{prefix}{self.name}", database(client)
         self.written_at = now
-        return True
 
-    def write_for_broker(self, channel: Any, now: float, *, anew: bool = False) -> bool:
+    def write_for_broker(self, channel: Any, now: float, *, anew: bool = False) -> None:
         """Write it over the connection of a channel, as ``write`` does; another channel may lead elsewhere."""
         if self.channel is None or self.channel() is not channel:
             self.channel, self.value, self.written_at = weakref.ref(channel), uuid4().hex, -WRITTEN_FOR
-        return self.write(channel.client, now, prefix=channel.global_keyprefix, anew=anew)
+        self.write(channel.client, now, prefix=channel.global_keyprefix, anew=anew)
 
     def delete(self, client: RedisClient) -> None:
         """Delete it."""

@@ -57,8 +57,8 @@ ELSEWHERE = "schedule, locks and broker are not on one server"
 MOST_TRIES = 3
 
 
-#: The words of a server whose user lacks a right: outside of a script and, with Redis 7.0, inside.
-DENIED = ("NOPERM", "can't run this command", "can't access at least one of the keys")
+#: The words of a server whose user lacks a right: outside of a script, and inside, up to Redis 7.0 in others.
+DENIED = ("NOPERM", "ACL failure", "can't run this command", "can't access at least one of the keys")
 
 
 class Collector(Protocol):
@@ -146,9 +146,11 @@ class OneWrite:
 
     def _may_be_possible(self) -> bool:
         """Return whether nothing forbids one write as far as this process knows."""
+        return self._may_be_here() and not self.app.conf.task_always_eager and not _why_not(self.app, self.store)
+
+    def _may_be_here(self) -> bool:
         now = time.monotonic()
-        is_known = self._broker.may_be_here(now) and self._locks.may_be_here(now)
-        return is_known and not self.app.conf.task_always_eager and not _why_not(self.app, self.store)
+        return self._broker.may_be_here(now) and self._locks.may_be_here(now)
 
     def mark(self, outbox: Outbox, *, anew: bool = False) -> None:
         """Mark the servers of broker and locks, unless this was done lately.
@@ -163,7 +165,9 @@ class OneWrite:
         self._locks.write(backend.redis, now, anew=anew)
 
     def rule_out(self, reason: str) -> None:
-        """Send in several writes for a while."""
+        """Send in several writes for a while, and say so once."""
+        if not self._may_be_here():
+            return
         text = "beat: Due entries are sent in several writes for %(seconds)g s"
         log.info(text, event="several_writes", seconds=ELSEWHERE_FOR, reason=reason)
         for marker in (self._broker, self._locks):

@@ -47,7 +47,8 @@ if type(kept) == "string" and string.sub(kept, 1, #request) == request then
 end
 local may_keep = redis.pcall("SET", sent, "", "PX", keep_ms) -- before all other writes: a right may be missing
 if may_keep.err then
-  local is_denied = string.find(may_keep.err, "NOPERM", 1, true) or string.find(may_keep.err, "can't ", 1, true)
+  local is_denied = string.find(may_keep.err, "NOPERM", 1, true) or string.find(may_keep.err, "ACL failure", 1, true)
+    or string.find(may_keep.err, "can't ", 1, true) -- so says Redis 7.0
   return is_denied and "elsewhere" or may_keep
 end
 

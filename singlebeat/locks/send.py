@@ -110,7 +110,7 @@ def send_many(
     """Acquire the locks of calls and send the calls, many in one write; yield what ``send_call`` would return.
 
     Yields:
-        None for a call that must be sent by itself: before the next call is made, if equal calls are to be duplicates.
+        None for a call that must be sent by itself.
 
     Raises:
         LockBackendError: the locks' server does not answer, or a lock's key holds other data.
@@ -146,6 +146,11 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
         return NO_OUTBOX
     try:
         broker.write_for_broker(channel, time.monotonic())
+    except Exception:
+        if broker.may_be_here(time.monotonic()):
+            raise
+        return ELSEWHERE  # the user may not write it
+    try:
         return ELSEWHERE if backend.send([], broker) is None else ""
     finally:
         broker.delete(channel.client)

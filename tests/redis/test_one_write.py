@@ -25,6 +25,7 @@ from singlebeat.locks.key import behind_key
 from tests.proxy import LossyProxy
 from tests.redis.bench import Bench
 from tests.support import RedisServer, connected
+from tests.system.apps import make_app
 
 pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
 
@@ -409,6 +410,28 @@ def test_a_user_of_the_schedule_with_other_rights_needs_several_writes(server, r
         redis.acl_deluser("scheduler")
 
 
+def test_doctor_says_it_if_rights_forbid_one_write(server, redis, cli, no_worker_is_awaited):
+    """A broker's user without a right for the marker, as the one of the README."""
+    redis.acl_setuser(
+        "narrow",
+        enabled=True,
+        passwords=["+pw"],
+        keys=["redbeat:*", "SINGLETONLOCK_*", "singlebeat:workers", "celery*", "_kombu*"],
+        channels=["*"],
+        commands=["+@all"],
+    )
+    try:
+        with make_app(server.celery_url.replace("://", "://narrow:pw@", 1)) as app:
+            lines = cli("doctor", app=app, code=None).output.splitlines()
+    finally:
+        redis.acl_deluser("narrow")
+
+    (calls,) = (line for line in lines if "calls of Singletons" in line)
+    (entries,) = (line for line in lines if "due entries:" in line)
+    assert "a user lacks rights for one write" in calls
+    assert "in several writes, so sent at least once: a user lacks rights for one write" in entries
+
+
 def test_a_user_with_the_rights_of_the_readme_is_refused_once(server, redis, bench_on):
     """Each refusal is a line in the server's log of rights."""
     redis.acl_setuser(
@@ -432,6 +455,26 @@ def test_a_user_with_the_rights_of_the_readme_is_refused_once(server, redis, ben
         redis.acl_deluser("frugal")
 
     assert bench.names == ["a", "b", "c"]
+
+
+def test_a_right_that_is_missing_inside_of_the_script_is_said_once(server, redis, bench_on, logged, caplog):
+    """Without LPUSH, each of the messages of a write is refused."""
+    caplog.set_level("INFO", "celery.beat")
+    redis.acl_setuser(
+        "silent", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-lpush"]
+    )
+    try:
+        url = server.url.replace("://", "://silent:pw@", 1)
+        bench = bench_on(server, redbeat_redis_url=url)
+        for name in ("a", "b", "c"):
+            bench.put(name)
+        bench.scheduler().tick()
+    finally:
+        redis.acl_deluser("silent")
+
+    assert sorted(bench.names) == ["a", "b", "c"]
+    assert len(logged("several_writes")) == 1
+    assert logged("refused") == []
 
 
 def test_a_full_server_writes_nothing_and_goes_on_in_one_write(own_server, bench_on):

@@ -326,7 +326,7 @@ def test_a_duplicate_over_a_connection_of_ones_own_is_not_sent(app, server, redi
 
 
 def test_a_transport_that_keeps_no_messages_gets_them_in_two_writes(server, redis):
-    """With this option, kombu publishes at once whatever it is asked for."""
+    """With this option, kombu publishes at once in a batch, too."""
     with apps(server.celery_url, broker_transport_options={"retry_on_timeout": True}) as app:
         task = define(app)
         assert [task.delay(1).is_duplicate for _ in range(2)] == [False, True]

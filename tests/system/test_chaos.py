@@ -17,7 +17,7 @@ import pytest
 from kombu.messaging import Producer
 
 from singlebeat.beat.status import ScheduleStatus
-from tests.support import RedisServer, free_port, wait_until
+from tests.support import CeleryProcess, RedisServer, free_port, wait_until
 from tests.system.chaos import CLOCK, PLAIN, SINGLE, Chaos, steady
 
 #: Whether this kombu hands out the commands of messages.
@@ -46,6 +46,21 @@ def broker() -> Iterator[RedisServer]:
 
 
 # ---------------------------------------------------------------- beats die
+
+
+def feed_until_all_are_dead(chaos: Chaos, doomed: list[CeleryProcess]) -> None:
+    """Let occurrences fall due until each of these beats has killed itself, and another beat has decided about all."""
+    for left in range(len(doomed), 0, -1):
+        chaos.feed(20)
+        wait_until(
+            lambda left=left: sum(beat.returncode is None for beat in doomed) < left,
+            timeout=30,
+            what=f"the end of another beat, of {left} left",
+        )
+    assert {beat.returncode for beat in doomed} == {-signal.SIGKILL}
+    chaos.feed(20)
+    chaos.beat()
+    wait_until(lambda: len(chaos.dispatched()) == len(chaos.expected), timeout=30, what="all decisions")
 
 
 def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed(chaos):
@@ -78,17 +93,7 @@ def test_on_one_server_a_kill_at_any_step_leaves_one_message_each(chaos_on, serv
     for beat in doomed:
         beat.ready()
 
-    for left in range(len(doomed), 0, -1):
-        chaos.feed(20)
-        wait_until(
-            lambda left=left: sum(beat.returncode is None for beat in doomed) < left,
-            timeout=30,
-            what=f"the end of another beat, of {left} left",
-        )
-    assert {beat.returncode for beat in doomed} == {-signal.SIGKILL}
-    chaos.feed(20)
-    chaos.beat()
-    wait_until(lambda: len(chaos.dispatched()) == len(chaos.expected), timeout=30, what="all decisions")
+    feed_until_all_are_dead(chaos, doomed)
 
     assert chaos.queued() == Counter(chaos.expected.keys())
     assert set(chaos.decided().values()) == {1}
@@ -123,17 +128,7 @@ def test_no_occurrence_is_lost_or_doubled_by_a_kill_at_any_step(chaos_on, server
         beat.ready()
 
     with chaos.scenario(f"SIGKILL before and after each step of a tick ({len(points)} points)") as remarks:
-        for left in range(len(doomed), 0, -1):
-            chaos.feed(20)
-            wait_until(
-                lambda left=left: sum(beat.returncode is None for beat in doomed) < left,
-                timeout=30,
-                what=f"the end of another beat, of {left} left",
-            )
-        assert {beat.returncode for beat in doomed} == {-signal.SIGKILL}
-        chaos.feed(20)
-        chaos.beat()
-        wait_until(lambda: len(chaos.dispatched()) == len(chaos.expected), timeout=30, what="all decisions")
+        feed_until_all_are_dead(chaos, doomed)
         copies = chaos.broker.llen("celery") - len(chaos.expected)
         assert copies > 0
         remarks.append(f"{copies} copies refused by the worker")
