@@ -36,12 +36,21 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 ROOT = Path(__file__).resolve().parent.parent
+
+#: What users read.
+DOCUMENTS = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
+
 APP = "tests.system.apps"
 
 #: The database of the oracle's server that holds its records, apart from the data of the system under test.
 ORACLE_DB = 15
 
 T = TypeVar("T")
+
+
+def page(name: str) -> str:
+    """Return the text of a page of the docs, such as ``how-to/redis``."""
+    return (ROOT / "docs" / f"{name}.rst").read_text("utf-8")
 
 
 def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str = "") -> T:

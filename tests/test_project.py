@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import DOCUMENTS, ROOT, page
 
 PACKAGE = ROOT / "singlebeat"
 SCRIPTS = sorted(PACKAGE.rglob("*.lua"))
@@ -29,10 +29,13 @@ PUBLIC = {
     "exclusive",
     "install",
 }
-TOP_LEVEL = {"singlebeat", "tests", "exampleconf.py", "pyproject.toml", "README.rst", "LICENSE"}
+TOP_LEVEL = {"singlebeat", "tests", "docs", "exampleconf.py", "pyproject.toml", "README.rst", "LICENSE"}
 
 #: Words in the place of an actor.
 VAGUE = re.compile(r"\b(somebody|nobody|whoever|whatever|anybody)\b", re.IGNORECASE)
+
+#: Lines of README.rst.
+LONGEST_README = 160
 
 #: Characters of a test's name.
 LONGEST_NAME = 70
@@ -124,13 +127,24 @@ def test_the_top_level_holds_only_files_that_a_reader_needs():
 
 def test_every_sentence_names_its_actor():
     """A leader, standby, worker, sender, caller, operator or another process: each does other things."""
-    texts = [*PACKAGE.rglob("*.py"), *SCRIPTS, ROOT / "README.rst", *(ROOT / ".github").rglob("*.md")]
+    texts = [*PACKAGE.rglob("*.py"), *SCRIPTS, *DOCUMENTS, *(ROOT / ".github").rglob("*.md")]
 
     found = [
         f"{path.name}: {line}" for path in texts for line in path.read_text("utf-8").splitlines() if VAGUE.search(line)
     ]
 
     assert found == []
+
+
+def test_the_readme_can_be_read_in_two_minutes():
+    assert len((ROOT / "README.rst").read_text("utf-8").splitlines()) <= LONGEST_README
+
+
+def test_every_link_of_the_readme_leads_to_a_file():
+    links = re.findall(r"`[^`<]+<([^>]+)>`__?", (ROOT / "README.rst").read_text("utf-8"))
+
+    assert len(links) > len(list((ROOT / "docs/how-to").glob("migrate-*.rst")))
+    assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
 def test_names_of_tests_are_short_sentences():
@@ -145,11 +159,11 @@ def test_names_of_tests_are_short_sentences():
 
 def test_the_public_names_are_documented():
     singlebeat = importlib.import_module("singlebeat")
-    readme = (ROOT / "README.rst").read_text("utf-8")
+    api = page("reference/api")
 
     assert set(singlebeat.__all__) == PUBLIC
     assert {name for name in PUBLIC if not hasattr(singlebeat, name)} == set()
-    assert {name for name in PUBLIC if not re.search(rf"\b{name}\b", readme)} == set()
+    assert {name for name in PUBLIC if not re.search(rf"\b{name}\b", api)} == set()
 
 
 @pytest.mark.parametrize("group", ["celery.beat_schedulers", "celery.commands"])

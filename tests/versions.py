@@ -1,4 +1,4 @@
-"""What was tested together, as a row of the table in README."""
+"""What was tested together, as a row of the table in the docs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from singlebeat.exposition import Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
 from singlebeat.tasks.metrics import WorkerMetrics
 from singlebeat.tasks.renewer import Renewer
-from tests.support import APP, ROOT, RedisServer, connected, ended_well, fork, free_port, wait_until
+from tests.support import APP, RedisServer, connected, ended_well, fork, free_port, page, wait_until
 from tests.system.apps import make_app
 
 TASK = f"{APP}.plain"
@@ -85,12 +85,12 @@ def test_names_follow_the_conventions_of_prometheus(either):
 
 
 def documented() -> tuple[set[str], str]:
-    """Return the names of metrics in the README, and its alert rules."""
-    readme = (ROOT / "README.rst").read_text("utf-8")
+    """Return the names of metrics in the docs, and their alert rules."""
+    table, rules = page("reference/metrics"), page("how-to/monitor")
     names = set(
-        re.findall(r"^``(singlebeat_\w+)(?:\{[\w, ]+\})?``  .*(?:counter|gauge|histogram)", readme, re.MULTILINE)
+        re.findall(r"^``(singlebeat_\w+)(?:\{[\w, ]+\})?``  .*(?:counter|gauge|histogram)", table, re.MULTILINE)
     )
-    return names, readme[readme.index("- alert:") : readme.index("The same events are Celery signals")]
+    return names, rules[rules.index("- alert:") : rules.index("When an alert fires")]
 
 
 def test_every_metric_is_documented_and_every_documented_one_is_there(metrics, of_worker):

@@ -411,7 +411,7 @@ def test_a_user_of_the_schedule_with_other_rights_needs_several_writes(server, r
 
 
 def test_doctor_says_it_if_rights_forbid_one_write(server, redis, cli, no_worker_is_awaited):
-    """A broker's user without a right for the marker, as the one of the README."""
+    """A broker's user without a right for the marker, as the one of the docs."""
     redis.acl_setuser(
         "narrow",
         enabled=True,
@@ -432,7 +432,7 @@ def test_doctor_says_it_if_rights_forbid_one_write(server, redis, cli, no_worker
     assert "in several writes, so sent at least once: a user lacks rights for one write" in entries
 
 
-def test_a_user_with_the_rights_of_the_readme_is_refused_once(server, redis, bench_on):
+def test_a_user_with_the_rights_of_the_docs_is_refused_once(server, redis, bench_on):
     """Each refusal is a line in the server's log of rights."""
     redis.acl_setuser(
         "frugal",

@@ -1,4 +1,4 @@
-"""Entries that are written without Python: the README's commands as they stand, Perl and JavaScript."""
+"""Entries that are written without Python: the docs' commands as they stand, Perl and JavaScript."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from celery import Celery
 from redis import Redis
 
 from singlebeat import Schedule
-from tests.support import APP, ROOT, CeleryLauncher, Oracle, RedisServer, wait_until
+from tests.support import APP, CeleryLauncher, Oracle, RedisServer, page, wait_until
 
 SCHEDULE, HISTORY = "redbeat::schedule", "redbeat::history"
-#: The instant in the README's example.
+#: The instant in the docs' example.
 ONCE = datetime(2030, 1, 1, 8, tzinfo=UTC)
 
 #: Each reads commands, a JSON array of words per line, sends them as a client does, and prints the raw reply's line.
@@ -76,10 +76,10 @@ def command_line(path: Path) -> Iterator[Callable[[str], str]]:
         yield send
 
 
-def readme_commands() -> list[str]:
-    """Return what the README lets its reader type into redis-cli, without the remarks."""
-    readme = (ROOT / "README.rst").read_text("utf-8")
-    return [re.sub(r"\s+#.*", "", line) for line in re.findall(r"^ +> (.+)$", readme, re.MULTILINE)]
+def documented_commands() -> list[str]:
+    """Return what the docs let their reader type into redis-cli, without the remarks."""
+    lines = re.findall(r"^ +> (.+)$", page("how-to/entries"), re.MULTILINE)
+    return [re.sub(r"\s+#.*", "", line) for line in lines]
 
 
 @pytest.fixture
@@ -119,10 +119,10 @@ def test_another_language_inserts_pauses_resumes_and_deletes_an_entry(
     assert_it_is_over(redis)
 
 
-def test_the_commands_of_the_readme_work(
+def test_the_commands_of_the_docs_work(
     beat: None, server: RedisServer, redis: Redis, oracle: Oracle, app: Celery
 ) -> None:
-    commands = readme_commands()
+    commands = documented_commands()
     assert [command.split()[0] for command in commands][:2] == ["HSET", "ZADD"]
     assert commands[-1].split()[0] in {"ZREM", "DEL"}
 

@@ -1,47 +1,66 @@
-"""README's first app and its snippets, as they stand: only the addresses of the servers are others."""
+"""The apps and snippets of README and docs, as they stand: only the addresses of the servers are others."""
 
 from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
+from celery import _state
 from celery.backends.base import DisabledBackend
 from celery_singleton import Singleton as TheirSingleton
 
-from singlebeat import Singleton
-from tests.support import ROOT, RedisServer
+from singlebeat import Singleton, embedded
+from tests.support import ROOT, RedisServer, page
 from tests.system.apps import make_app
 
-TEXT = Path(ROOT, "README.rst").read_text("utf-8")
+README = (ROOT / "README.rst").read_text("utf-8")
 
 
-def snippets(title: str) -> list[str]:
-    """Return the Python blocks of README below a title, which may be one in bold."""
-    below = TEXT[TEXT.index(title) :]
-    blocks = re.findall(r"code-block:: python\n\n((?:    .*\n|\n)+)", below)
-    return [re.sub(r"(?m)^    ", "", block) for block in blocks]
+def blocks(text: str) -> list[str]:
+    """Return the Python blocks of a document."""
+    found = re.findall(r"code-block:: python\n\n((?:    .*\n|\n)+)", text)
+    return [re.sub(r"(?m)^    ", "", block) for block in found]
 
 
 @pytest.fixture
-def shop(server: RedisServer, redis: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """README's ``shop.py``, with its tasks and those of the snippet about Singletons."""
-    module = ModuleType("shop")
-    monkeypatch.setitem(sys.modules, "shop", module)
-    for code in (snippets("**Beat.**")[0], snippets("**Singleton.**")[0]):
-        exec(re.sub(r"redis://localhost/\d", server.url, code), vars(module))
-    return module
+def make_shop(server: RedisServer, redis: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """Makes the module ``shop`` of a document from blocks of it; no app of another test gets its tasks."""
+    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
+    monkeypatch.setattr(embedded, "redis_url", lambda: server.celery_url)
+
+    def make(*codes: str) -> ModuleType:
+        module = ModuleType("shop")
+        monkeypatch.setitem(sys.modules, "shop", module)
+        for code in codes:
+            exec(re.sub(r"redis://localhost/\d", server.url, code), vars(module))
+        return module
+
+    return make
+
+
+@pytest.fixture
+def shop(make_shop: Callable[..., ModuleType]) -> ModuleType:
+    """README's ``shop.py``, with its task and that of the snippet about Singletons."""
+    return make_shop(*blocks(README)[:2])
+
+
+@pytest.mark.parametrize("name", ["how-to/entries", "tutorial"])
+def test_the_app_of_a_page_has_every_task_that_the_page_names(make_shop, name):
+    shop = make_shop(blocks(page(name))[0])
+
+    named = set(re.findall(r"\bshop\.(?!py\b)(\w+)\b", page(name)))
+    assert named
+    assert named <= {name.removeprefix("shop.") for name in shop.app.tasks}
 
 
 def test_the_first_app_has_every_task_that_the_readme_names(shop):
-    named = set(
-        re.findall(r"\bshop\.(\w+)\b(?!\.)", "\n".join(snippets("**Beat.**")[:3]) + TEXT[: TEXT.index("Install\n")])
-    )
+    named = set(re.findall(r"\bshop\.(?!py\b)(\w+)\b", README))
 
-    assert named - {"py"} <= {name.removeprefix("shop.") for name in shop.app.tasks}
+    assert named <= {name.removeprefix("shop.") for name in shop.app.tasks}
 
 
 def test_the_result_of_the_first_call_can_be_awaited(shop):

@@ -31,7 +31,7 @@ from singlebeat.locks.base import Call, Ref
 from singlebeat.lua import Script
 from singlebeat.signals import leadership_gained, leadership_lost
 from tests.redis.bench import Bench
-from tests.support import APP, ROOT, RedisServer, connected, wait_until, without
+from tests.support import APP, RedisServer, connected, page, wait_until, without
 from tests.system.apps import make_app
 from tests.system.given import Seconds
 
@@ -39,9 +39,8 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 
 def rights() -> list[str]:
-    """Return the commands that README lets its user run."""
-    text = (ROOT / "README.rst").read_text("utf-8")
-    rules = re.search(r"ACL SETUSER singlebeat on >\S+ (.+?)\n\n", text, re.DOTALL)[1].split()
+    """Return the commands that the docs let their user run."""
+    rules = re.search(r"ACL SETUSER singlebeat on >\S+ (.+?)\n\n", page("how-to/redis"), re.DOTALL)[1].split()
     return [rule[1:] for rule in rules if rule.startswith("+")]
 
 
@@ -102,7 +101,7 @@ def test_an_entry_whose_claimed_run_waits_is_not_finished(away, cli):
 # ---------------------------------------------------------------- the doctor writes
 
 
-def test_the_doctor_tries_every_command_that_the_readme_asks_rights_for():
+def test_the_doctor_tries_every_command_that_the_docs_ask_rights_for():
     assert needed(SCHEDULE) == {*rights()} - {"select"}, "which a connection needs, if at all"
     assert needed(LOCKS) <= needed(SCHEDULE)
 
@@ -119,7 +118,7 @@ def test_doctor_finds_no_refusal_on_a_healthy_server_and_leaves_nothing(findings
 
 
 def grant(command: str) -> str:
-    return f"the ACL of its user lacks {command.upper()}: grant +{command} (README, Rights)"
+    return f"the ACL of its user lacks {command.upper()}: grant +{command} (docs, Rights)"
 
 
 @pytest.fixture
@@ -185,7 +184,7 @@ def test_the_doctor_names_a_prefix_that_the_acl_lacks(findings, server, redis):
         ((level, text),) = findings("locks' server", app=app)
     redis.acl_deluser("mute")
     assert level == "problem"
-    assert "ACL LOG on the server names the command; README, Rights" in text
+    assert "ACL LOG on the server names the command; docs, Rights" in text
 
 
 @contextmanager
@@ -366,8 +365,8 @@ def test_beat_says_where_the_refused_command_is_named(server, redis, bench_on, l
         bench_on(server, redbeat_redis_url=url).tick()
 
     (told,) = logged("trouble")
-    named = r"'zadd' command.*: grant \+zadd \(README, Rights\)"
-    assert re.search(rf"{named}|ACL LOG on the server names the command; README, Rights", told["reason"])
+    named = r"'zadd' command.*: grant \+zadd \(docs, Rights\)"
+    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights", told["reason"])
 
 
 @pytest.mark.parametrize("command", ["sadd", "smembers", "hscan", "hdel"])

@@ -396,7 +396,7 @@ def test_a_call_of_a_users_own_sender_is_locked_all_the_same(app, redis, monkeyp
 
 
 @pytest.mark.parametrize("database", [0, 5])
-def test_a_user_with_the_rights_of_the_readme_sends_in_two_writes(server, redis, database):
+def test_a_user_with_the_rights_of_the_docs_sends_in_two_writes(server, redis, database):
     joined = "&" if "?" in server.url else "?"
     selects = ["+select"] if database else []
     commands = ["+@all", "-@admin", *selects]

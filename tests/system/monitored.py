@@ -1,4 +1,4 @@
-"""The app under test with Sentry and OpenTelemetry around it, set up as README says.
+"""The app under test with Sentry and OpenTelemetry around it, set up as the docs say.
 
 What they would send goes to the lists ``check-ins`` and ``spans`` of the oracle's server.
 """

@@ -1,7 +1,7 @@
 """Chaos: beats, worker, Redis and broker are killed, paused and set wrong, and every occurrence is counted.
 
 Each test prints a row of the table at the end of the run. By default the numbers are small, so that the suite is
-quick; ``SINGLEBEAT_CHAOS=full pytest tests/system/test_chaos.py`` runs it with the numbers of the README.
+quick; ``SINGLEBEAT_CHAOS=full pytest tests/system/test_chaos.py`` runs it with the numbers of the docs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ B3   Redis without memory (maxmemory)    ``test_b3_b4_…[b3]``; all commands: `
 B4   Redis becomes a replica             ``test_b3_b4_…[b4]``; with a worker: ``test_chaos.py``
 B5   failover of Redis Sentinel          ``test_b5_…``; a cluster: ``test_topologies.py``
 B6   RabbitMQ and Redis stop             ``test_b6_…`` in ``test_rabbitmq.py``, which has the server
-B7   wrong password, ACL too narrow      ``test_b7_…``; the ACL of the README: ``test_topologies.py``; calls without
+B7   wrong password, ACL too narrow      ``test_b7_…``; the ACL of the docs: ``test_topologies.py``; calls without
                                          their locks: ``test_lock_outage.py``
 B8   queue that no worker reads          ``test_b8_…``
 B9   saturated workers                   ``test_b9_…``
@@ -412,7 +412,7 @@ def test_b7_a_wrong_password_or_a_missing_right_is_named(beat, server, own_serve
         logged = running.process.position
         incident = Incident("B7 ACL lacks ZADD")
         user("beats", ">secret-of-beats", "-zadd")
-        lacks = r"the ACL of its user lacks ZADD: grant \+zadd \(README, Rights\)"
+        lacks = r"the ACL of its user lacks ZADD: grant \+zadd \(docs, Rights\)"
         incident.until(
             running.logs(
                 r"ERROR.*event=trouble .*(grant \+zadd|ACL LOG on the server names the command)", after=logged
@@ -966,7 +966,7 @@ def test_b16_beats_that_share_the_work_are_healthy(beat, server, redis):
         )
 
 
-# ---------------------------------------------------------------- beside the sixteen: what explain says in the README
+# ---------------------------------------------------------------- beside the sixteen: what explain says in the docs
 
 
 def test_a_run_is_skipped_because_the_one_before_it_is_not_over(shop):

@@ -18,7 +18,7 @@ from singlebeat.connections import private, schedule_client
 from singlebeat.errors import ConfigError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Renewal, Verdict
-from tests.support import APP, ROOT, RedisServer, wait_until
+from tests.support import APP, RedisServer, page, wait_until
 from tests.system.apps import make_app
 from tests.system.topologies import (
     COMMON,
@@ -36,8 +36,8 @@ IN_A_CLUSTER = "+cluster|slots +command"
 
 
 def rights() -> list[str]:
-    """Return the rules of the user that the README recommends."""
-    text = (ROOT / "README.rst").read_text("utf-8")
+    """Return the rules of the user that the docs recommend."""
+    text = page("how-to/redis")
     found = re.search(r"ACL SETUSER singlebeat on >\S+ (.+?)\n\n", text, re.DOTALL)
     assert f"In a Cluster add\n``{IN_A_CLUSTER}``" in text
     return found[1].split()
@@ -165,7 +165,7 @@ def test_tls_with_a_certificate_on_both_sides(celery, oracle, server, tmp_path):
                 private(url, timeout=5, retries=0, options={**tls, missing: None}).ping()
 
 
-def test_the_user_of_the_readme_may_do_all_that_is_needed_and_no_more(celery, oracle, own_server, redis):
+def test_the_user_of_the_docs_may_do_all_that_is_needed_and_no_more(celery, oracle, own_server, redis):
     admin = own_server.client()
     admin.execute_command("ACL", "SETUSER", "singlebeat", "on", f">{PASSWORD}", *rights())
     url = f"unix://singlebeat:{PASSWORD}@{own_server.path}"

@@ -20,7 +20,7 @@ from singlebeat.beat.decision_log import log_decision
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.log import Log, printable, without_passwords
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
-from tests.support import ROOT
+from tests.support import ROOT, page
 
 LOGGER = "singlebeat.test_log"
 PAIR = re.compile(r' (\w+)=("(?:[^"\\]|\\.)*"|[^\s"=\\]+)')
@@ -260,9 +260,8 @@ def test_every_line_of_the_package_is_written_by_its_log():
 
 
 def test_every_event_is_documented_and_every_documented_one_is_there():
-    readme = (ROOT / "README.rst").read_text("utf-8")
-    section = readme[readme.index("\nLogs\n----") :]
-    section = section[: section.index("\nMetrics and signals\n----")]
+    section = page("reference/events")
+    section = section[section.index("\nLog lines\n----") : section.index("\nSignals\n----")]
     documented = set(re.findall(r"^``(\w+)``", section, re.MULTILINE))
     written = {event for _, call in calls() for event in constants(call, "event")}
 

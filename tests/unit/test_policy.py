@@ -26,7 +26,7 @@ from singlebeat.beat.entries.definition import TAKEN_HEADERS, TAKEN_OPTIONS, dec
 from singlebeat.beat.entries.policy import EntryPolicy, PolicyOptions
 from singlebeat.errors import EntryError
 from singlebeat.overlap import Overlap
-from tests.support import ROOT
+from tests.support import DOCUMENTS
 
 BERLIN = ZoneInfo("Europe/Berlin")
 START = datetime(2026, 12, 1, 9, 0, tzinfo=BERLIN)
@@ -334,10 +334,10 @@ def test_a_definition_that_its_schema_refuses_is_refused(definition):
 
 
 def examples() -> list[tuple[str, Any]]:
-    """Return every definition, policy and schedule in JSON that the README shows."""
-    readme = (ROOT / "README.rst").read_text("utf-8")
+    """Return every definition, policy and schedule in JSON that the docs show."""
+    text = "\n".join(path.read_text("utf-8") for path in DOCUMENTS)
     found: list[tuple[str, Any]] = []
-    for line in readme.splitlines():
+    for line in text.splitlines():
         command, _, _ = line.strip().removeprefix("> ").partition("   #")
         if re.match(r"HSET \S+ (definition|policy) ", command):
             words = shlex.split(command)[2:]
@@ -358,12 +358,12 @@ def test_the_schema_knows_the_headers_that_celery_sets(app):
 EXAMPLES = examples()
 
 
-def test_the_readme_has_examples():
+def test_the_docs_have_examples():
     assert len(EXAMPLES) >= 4
 
 
 @pytest.mark.parametrize(("field", "raw"), EXAMPLES, ids=[json.dumps(raw)[:60] for _, raw in EXAMPLES])
-def test_every_readme_example_agrees_with_its_schema_and_is_read(field, raw):
+def test_every_example_in_the_docs_agrees_with_its_schema_and_is_read(field, raw):
     {"definition": DEFINITION, "policy": POLICY}[field].validate(raw)
 
     assert decode_definition(json.dumps(raw), {}) if field == "definition" else EntryPolicy.decode(json.dumps(raw))

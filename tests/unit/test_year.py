@@ -2,7 +2,7 @@
 
 Expected is what a cron that looks at the clock on the wall every minute would do. A run belongs to the last nominal
 time before it: a nominal time without a run is lost, one with several has doubled ones, and a run that comes a minute
-or more after its nominal time is late. ``python -m tests.unit.test_year`` prints the table of the README, from what
+or more after its nominal time is late. ``python -m tests.unit.test_year`` prints the table of the docs, from what
 the entries do with the versions that are installed.
 """
 
@@ -29,7 +29,7 @@ from redbeat.schedules import rrule
 
 from singlebeat.beat.calendar.recurrence import next_occurrence
 from singlebeat.beat.entries.definition import decode_definition, encode_definition
-from tests.support import ROOT
+from tests.support import page
 
 START, END = datetime(2025, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC)
 MINUTE, QUARTER, HOUR, DAY = (timedelta(minutes=n) for n in (1, 15, 60, 24 * 60))
@@ -301,10 +301,8 @@ def test_both_days_of_a_shift_are_as_written_here(what: str) -> None:
     assert ", ".join(shown) == plan.shown
 
 
-#: Every row of every table in the README.
-README = {
-    tuple(re.split("  +", line)) for line in (ROOT / "README.rst").read_text("utf-8").splitlines() if "  " in line
-}
+#: Every row of every table in the docs about quality.
+DOCUMENTED = {tuple(re.split("  +", line)) for line in page("quality").splitlines() if "  " in line}
 
 #: What becomes of them in Celery 5.7.0 (it has no rrule) and in RedBeat 2.4.2.
 OTHERS = {
@@ -322,10 +320,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", PLANS)
-def test_celery_and_redbeat_behave_as_in_the_table_of_the_readme(what: str) -> None:
+def test_celery_and_redbeat_behave_as_in_the_table_of_the_docs(what: str) -> None:
     found = others(PLANS[what])
 
-    assert row(PLANS[what], OTHERS[what]) in README
+    assert row(PLANS[what], OTHERS[what]) in DOCUMENTED
     if (version("celery"), version("celery-redbeat")) == ("5.7.0", "2.4.2"):
         assert found == OTHERS[what]
     else:
@@ -338,7 +336,7 @@ HEAD = ("Entry", "Kind", "Zone", "Runs", "singlebeat", "Celery 5.7.0", "RedBeat 
 
 
 def row(plan: Plan, others: tuple[Tally | None, Tally]) -> tuple[str, ...]:
-    """Return the cells of an entry's row in the table of the README."""
+    """Return the cells of an entry's row in the table of the docs."""
     tallies = ("–" if tally is None else str(tally) for tally in (Tally(0, 0, 0), *others))
     return (plan.what, plan.kind, plan.zone, str(len(wanted(plan.what))), *tallies)
 

@@ -184,11 +184,11 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
             return f"{_NO_WRITES}, so that {needs.purpose}: {text.rstrip('.')}{hint}"
     denied_here = [command for command, text in errors.items() if _is_denied(text)]
     if denied_here and any("keys" in errors[command] for command in denied_here):
-        return f"its user may not use the key {key}: grant all keys with that prefix (README, Rights)"
+        return f"its user may not use the key {key}: grant all keys with that prefix (docs, Rights)"
     denied |= {command.lower() for command in denied_here}
     if denied:
         names = ", ".join(sorted(denied))
-        return f"the ACL of its user lacks {names.upper()}: grant +{' +'.join(sorted(denied))} (README, Rights)"
+        return f"the ACL of its user lacks {names.upper()}: grant +{' +'.join(sorted(denied))} (docs, Rights)"
     return f"it refuses {next(iter(errors))}: {next(iter(errors.values()))}" if errors else ""
 
 
@@ -263,9 +263,9 @@ def with_advice(exc: Exception) -> str:
 def acl_hint(exc: Exception) -> str:
     """Return the advice to add to an error of a user who may not run a command; empty for any other error."""
     if command := _command_of(str(exc)):
-        return f": grant +{command} (README, Rights)"
+        return f": grant +{command} (docs, Rights)"
     # Redis before 7.2 does not name the command of a script.
-    return " (ACL LOG on the server names the command; README, Rights)" if _is_denied(str(exc)) else ""
+    return " (ACL LOG on the server names the command; docs, Rights)" if _is_denied(str(exc)) else ""
 
 
 _COMMAND = re.compile(r"no permissions to run the '([^']+)' command")
