@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,19 +27,21 @@ def blocks(text: str) -> list[str]:
 
 
 @pytest.fixture
-def make_shop(server: RedisServer, redis: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+def make_shop(server: RedisServer, redis: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
     """Makes the module ``shop`` of a document from blocks of it; no app of another test gets its tasks."""
+    module = ModuleType("shop")
+    monkeypatch.setitem(sys.modules, "shop", module)
     monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
     monkeypatch.setattr(embedded, "redis_url", lambda: server.celery_url)
 
     def make(*codes: str) -> ModuleType:
-        module = ModuleType("shop")
-        monkeypatch.setitem(sys.modules, "shop", module)
         for code in codes:
             exec(re.sub(r"redis://localhost/\d", server.url, code), vars(module))
         return module
 
-    return make
+    yield make
+    module.app.close()
+    vars(module).clear()  # a result unsubscribes when it is collected: not after the end of the server
 
 
 @pytest.fixture
