@@ -26,6 +26,10 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS
+from singlebeat.cli.doctor.beats import _check_leadership
+from singlebeat.cli.doctor.finding import Read
+from singlebeat.cli.doctor.servers import check_settings
+from singlebeat.cli.doctor.workers import _queues
 from singlebeat.cli.workers import Workers
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
@@ -555,7 +559,7 @@ def test_doctor_reads_entries_once_and_few_locks_of_many(cli, app, put, redis, m
     backend_of(app).acquire_many([Call(ref, "t", "", 60) for ref in refs])
     asked = Workers({}, {"w": frozenset({"other"})}, {"w": ""}, {}, {}, (0.0, 0.0))
     monkeypatch.setattr(Workers, "ask", lambda app, **kwargs: asked)
-    monkeypatch.setattr("singlebeat.cli.doctor.MOST_OLD_LOCKS", 1_000)
+    monkeypatch.setattr("singlebeat.cli.doctor.locks.MOST_OLD_LOCKS", 1_000)
     lists, locks, list_, read = [], [], Schedule.list, RedisBackend._read
     monkeypatch.setattr(Schedule, "list", lambda *args, **kwargs: lists.append(1) or list_(*args, **kwargs))
     monkeypatch.setattr(RedisBackend, "_read", lambda self, keys: locks.extend(keys) or read(self, keys))
@@ -659,18 +663,14 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
     assert "no task" in findings["problem", "entry bad"]
     assert "no worker answers" in findings["problem", "workers"]
     with make_app("redis://", {"redbeat_redis_url": "redis://:hush@db.example.org/0"}) as app:
-        from singlebeat.cli.doctor import _settings
-
-        (finding,) = _settings(app)
+        (finding,) = check_settings(app, Read(app))
     assert "clear" in finding.text
     assert "hush" not in finding.text
 
 
 def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app, bench):
-    from singlebeat.cli.doctor import _leadership, _Read
-
     def of_beat(app=app) -> list[str]:
-        return [finding.level for finding in _leadership(app, _Read(app))]
+        return [finding.level for finding in _check_leadership(app, Read(app))]
 
     assert "no beat leads" in cli("health", code=1).output
     found = cli("doctor", code=1).output
@@ -853,15 +853,14 @@ def test_doctor_finds_nothing_wrong_with_results(cli, server, redis, backend):
 
 
 def test_doctor_takes_a_result_backend_that_hangs_for_why_slots_are_full(server, redis, own_server):
-    from singlebeat.cli.doctor import _queues, _Read
 
     busy = [Busy("app.task", "id", datetime.now(UTC) - timedelta(minutes=1))]
     workers = Workers({}, {}, {}, {"w": Reader(frozenset({"celery"}), frozenset({"app.task"}), 1, busy)}, {}, (0, 0))
     with apart(server, own_server.celery_url) as app:
         Entry("e", "app.task", schedule(60), app=app).save()
-        (before,) = _queues(app, _Read(app), workers)
+        (before,) = _queues(app, Read(app), workers)
         own_server.pause()
-        (after,) = _queues(app, _Read(app), workers)
+        (after,) = _queues(app, Read(app), workers)
 
     assert "Start more workers" in before.text
     assert "Start more workers" not in after.text

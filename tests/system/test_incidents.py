@@ -51,7 +51,7 @@ from redis.exceptions import RedisError
 
 from singlebeat import Entry, Schedule, clear_locks
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
-from singlebeat.cli import doctor as doctor_module
+from singlebeat.cli.doctor import workers as of_workers
 from singlebeat.locks import backend_of
 from tests.support import APP, ROOT, CeleryProcess, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
@@ -535,7 +535,7 @@ def test_b8_a_task_that_only_workers_of_other_queues_know_is_named(shop):
 
 
 def test_b9_workers_without_a_free_slot_are_named_with_their_runs(shop, monkeypatch):
-    monkeypatch.setattr(doctor_module, "BUSY_FOR", 0.0)
+    monkeypatch.setattr(of_workers, "BUSY_FOR", 0.0)
     tools = shop.tools
     shop.app().send_task(f"{APP}.plain", ["busy", 60])
     shop.oracle.wait_started(1, "busy", timeout=PATIENCE)

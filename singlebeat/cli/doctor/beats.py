@@ -1,0 +1,133 @@
+"""Checks beats: who leads and stands by, their clocks, apps and code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...beat.entries.statics import Statics, signature_of
+from ...beat.keys import Keys
+from ...beat.server_time import UNFIT_FROM
+from ...beat.status import MAX_LAG, PLAIN_BEAT, REDBEAT_LEADS, ScheduleStatus, counted
+from ...beat.store.probe import refuses_writes
+from ...config import Config
+from ...connections import schedule_client
+from ..history import AGAIN
+from ..status import who
+from .finding import Finding, Read
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+
+def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
+    """Check who leads, and by which clock, and what waits for that."""
+    state = schedule.state
+    for text, ahead in state.wrong_clocks(standbys=True):
+        advice = f"{text}: set up NTP on both. Countdown, eta and expires of messages go by the clocks of their hosts"
+        yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", advice)
+    if state.waits:
+        advice = f"{state.waits}. To run one now: celery singlebeat trigger NAME. Set up NTP on that server"
+        yield Finding("problem" if state.set_back > UNFIT_FROM else "warning", "clock", advice)
+    yield from _check_leadership(app, schedule)
+    yield from _apps(app, state)
+    if state.lost:
+        text = (
+            f"{state.lost}. Let the server write to disk (appendonly yes), or refuse writes while its replicas lag "
+            "behind (min-replicas-to-write)"
+        )
+        yield Finding("warning", "schedule", text)
+    if not state.redbeat_leads and (pending := _count_pending(app)):  # RedBeat sends none of them
+        why = "the broker or the locks' server may be unreachable"
+        if schedule.refused:
+            why = "the schedule's server refuses a command that beat needs to send or to confirm them"
+        text = f"{counted(pending, 'occurrence is', 'occurrences are')} claimed and not confirmed: {why}"
+        if state.pending_lag:
+            text += f". The first is late by {state.pending_lag:.0f} s"
+        yield Finding("problem" if state.pending_lag > MAX_LAG else "warning", "beat", text)
+    for name, record in state.quarantine.items():
+        text = f"is quarantined since {record['since']} and does not run: {record['reason']}"
+        yield Finding("problem", f"entry {name}", text)
+
+
+def _check_leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
+    """Check that a beat leads, that it sends entries in time, and that a standby is there."""
+    state, refused = schedule.state, schedule.refused
+    if state.works and refuses_writes(refused):
+        led = "beats share the work" if state.is_shared else f"{who(state)}, leads"
+        text = f"{led} at this moment, and cannot send while the schedule's server refuses writes"
+        yield Finding("problem", "beat", text)
+    elif not state.works and refused:
+        yield Finding("problem", "beat", f"{state.problem()}. The schedule's server may be why: {refused}")
+    elif not state.works and state.is_unused and not app.conf.beat_schedule:
+        yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
+    elif not state.works:
+        text = f"{state.problem()}: singlebeat sends nothing until one is started. {PLAIN_BEAT}"
+        yield Finding("problem", "beat", text)
+    elif state.is_shared:
+        named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
+        text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
+        text += " after 20 s, and doctor does not know how many beats you have started: probe the /healthz of each beat"
+        yield Finding("fine" if len(state.standbys) > 1 else "warning", "beat", text)
+    elif not state.standbys:
+        text = "there is no standby: when the leader is lost, nothing is sent until it is back; start a second beat"
+        yield Finding("warning", "beat", text)
+    if state.redbeat_silent:
+        yield Finding("problem", "beat", state.redbeat_silent)
+    elif state.redbeat_leads:
+        yield Finding("warning", "beat", REDBEAT_LEADS)
+    elif state.overdue:
+        yield Finding("problem", "beat", state.overdue_entries)
+
+
+def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
+    """Check for another app under the same prefix, and for two apps of the same name."""
+    about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
+    statics = Statics(app, schedule_client(app))
+    advice = "give each app a prefix of its own"
+    if check != "ignore":
+        for other, count in statics.of_others().items():
+            number = counted(count, "entry there is", "entries there are")
+            text = f"{number} of app {other}, not of {statics.owner}: the leader sends all"
+            yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
+        for beat, role in ((state.leader, "leads"), *((standby, state.role) for standby in state.standbys)):
+            if beat.get("app", statics.owner) not in {statics.owner, ""}:
+                text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
+                yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")
+    beats = (state.leader, *state.standbys)
+    theirs = sorted({beat["statics"] for beat in beats if beat.get("app") == statics.owner and beat.get("statics")})
+    here = _statics_here(app) if theirs else ""
+    differ = ""
+    if len(theirs) > 1:
+        numbers = " and ".join(each.partition(" ")[0] for each in theirs)
+        differ = f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries)"
+    elif here and here not in theirs:
+        numbers = f"{here.partition(' ')[0]} entries here, {theirs[0].partition(' ')[0]} there"
+        differ = f"the beat_schedule of this process differs from that of the beats of app {statics.owner} ({numbers})"
+    if differ:
+        text = (
+            f"{differ}: each beat that begins to lead stores its own, and removes the entries that its own lacks. That "
+            "is right during a deploy. Else two apps have one name, or hosts run different code: "
+            f'{advice}, or a name (Celery("shop")). An rrule without dtstart differs in each process'
+        )
+        yield Finding("warning", about, text)
+
+
+def _statics_here(app: Celery) -> str:
+    """Return the number and the digest of the entries in the code of this process; empty if it has none."""
+    try:
+        app.loader.import_default_modules()  # as beat does: a module of tasks may add entries
+        app.finalize()
+    except Exception:  # of a user's module
+        return ""
+    return signature_of(app)["statics"] if app.conf.beat_schedule else ""
+
+
+def _count_pending(app: Celery) -> int:
+    """Return how many occurrences stay claimed and unconfirmed; each tick has such occurrences for a moment."""
+    client, key = schedule_client(app), Keys.of(app).pending
+    before = set(client.zrange(key, 0, -1))
+    if before:
+        time.sleep(AGAIN)
+    return len(before.intersection(client.zrange(key, 0, -1))) if before else 0

@@ -1,0 +1,152 @@
+"""Checks workers: their queues, tasks, slots, versions and clocks."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ... import __version__
+from ...beat.delivery import Delivery, listed, queue_of
+from ...beat.entries.statics import owner_of
+from ...beat.keys import Keys
+from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
+from ...config import Config
+from ...connections import broker_place, schedule_client
+from ...errors import LockBackendError, SinglebeatError
+from ...locks import backend_of
+from ..locks import every
+from ..workers import BrokerError, Workers
+from .finding import Finding, Read, of_locks
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ...beat.entries.entry import Entry
+
+#: Seconds for which a queue's workers may be busy with the same runs before that is a warning.
+BUSY_FOR = 5.0
+
+#: Maximum number of locks that are read to find a renewed lock.
+MOST_LOCKS = 1000
+
+
+def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
+    """Check that workers answer, know the tasks, read the queues and look after locks."""
+    seen = False
+    try:
+        seen = backend_of(app).workers_seen()
+        if not seen:
+            text = "no worker with singlebeat was seen: plain tasks are sent without a lock; install it there, too"
+            yield Finding("warning", "workers", text)
+    except LockBackendError as exc:
+        yield of_locks(app, exc)
+    except SinglebeatError as exc:
+        yield Finding("problem", "locks", str(exc))
+    try:
+        workers = Workers.ask(app)
+    except BrokerError as exc:
+        yield Finding("problem", f"broker {broker_place(app)}", f"it {str(exc).rstrip('.')}; messages cannot be sent")
+        return
+    if not workers.known_tasks:
+        yield _none_answers(app)
+        return
+    known = frozenset().union(*workers.known_tasks.values())
+    yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
+    yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
+    if schedule.error is not None:
+        return
+    yield from _clocks(app, workers)
+    if schedule.state.is_led_by(owner_of(app)):
+        yield from _queues(app, schedule, workers)
+    for entry in schedule.usable:
+        if entry.task not in known:
+            text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
+            yield Finding("problem", f"entry {entry.name}", text)
+
+
+def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
+    """Check for queues of entries that no worker reads, or whose workers lack a task or have no free slot."""
+    by_queue: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in schedule.usable:
+        if entry.enabled and (queue := queue_of(app, entry)):
+            by_queue[queue].append(entry)
+    now = datetime.now(UTC)
+    for queue, senders in by_queue.items():
+        delivery = Delivery.of(queue, workers.readers)
+        if delivery.unread:
+            text = (
+                f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. Start a "
+                f"worker with -Q {queue}, or correct the queue of the entries, or task_routes"
+            )
+            yield Finding("problem", f"queue {queue}", text)
+        for entry in senders:
+            if wrong := delivery.without(entry.task):
+                text = f"{wrong}. Let one worker read the queue and know the task"
+                yield Finding("problem", f"entry {entry.name}", text)
+        if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
+            advice = "Start more workers, or make these tasks shorter"
+            if schedule.results:
+                advice = f"The result backend may be the cause, because it {schedule.results}: fix that first"
+            text = f"{delivery.full}: other messages wait. {advice}"
+            yield Finding("warning", f"queue {queue}", text)
+
+
+def _none_answers(app: Celery) -> Finding:
+    """Return the finding if no worker answers: a worker that ends its last tasks does not answer any more."""
+    lease = Config.of(app).singlebeat_lock_lease
+    with suppress(SinglebeatError):
+        locks = (lock for lock in islice(every(app), MOST_LOCKS) if lock.state == "running")
+        renewed = [lock for lock in locks if lock.renewed is not None and not lock.seems_abandoned]
+        if lock := min(renewed, key=lambda lock: lock.renewed or 0.0, default=None):
+            since = f"{max(1.0, min(lock.renewed or 0.0, lease)):.0f} s"
+            text = (
+                f"no worker answers, but {lock.worker or 'one'} renewed the lock of task {lock.task_id} {since} ago: "
+                f"it shuts down and ends its last tasks, is too busy, or has died within the last {since}. Without "
+                "another worker, messages wait in their queues"
+            )
+            return Finding("warning", "workers", text)
+    return Finding("problem", "workers", "no worker answers: messages wait in their queues")
+
+
+def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
+    """Check for workers whose clock differs from the clock of the schedule's server, which beat uses."""
+    server_time = ServerTime(quiet=True)
+    server_time.ask(schedule_client(app), Keys.of(app).schedule)
+    ahead_of_us = server_time.timestamp() - time.monotonic()
+    for worker, ahead in workers.wrong_clocks(ahead_of_us, more_than=DIFFERS_FROM):
+        text = (
+            f"the clock of worker {worker} is about {ahead:+.0f} s off that of the schedule's server: set up NTP on "
+            "both. Countdown, eta and expires of messages go by the clocks of their hosts"
+        )
+        yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", text)
+
+
+def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> Iterator[Finding]:
+    """Compare the versions of singlebeat in the workers and in this process.
+
+    Args:
+        seen: whether a worker with singlebeat was seen: then beat acquires locks for plain tasks.
+    """
+    without = sorted(worker for worker, found in versions.items() if not found)
+    if without and seen:
+        text = (
+            f"{', '.join(without)}: no singlebeat there, or its settings name no server for locks. When such a worker "
+            "runs a plain task that beat has sent, it leaves the lock of that task as it is, and the next runs are "
+            "skipped until beat finds that out: most of a minute, or while messages wait in the queue up to "
+            f"{queued_ttl:g} s (singlebeat_queued_ttl). How the run ended is not recorded either. Install "
+            "celery-singlebeat there, too, and start the worker again"
+        )
+        yield Finding("problem", "workers without singlebeat", text)
+    found = {*versions.values(), __version__} - {""}
+    if len(found) > 1:
+        which = {f"{version} on {worker}" for worker, version in versions.items() if version}
+        text = (
+            f"{', '.join(sorted(which))}, {__version__} here: install the same version everywhere, because an older "
+            "version may not understand the data of a newer version in messages and Redis"
+        )
+        yield Finding("warning", "versions of singlebeat differ", text)
