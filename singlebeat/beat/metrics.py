@@ -134,6 +134,8 @@ class BeatMetrics:
 
         leads = self.lease.term() is not None
         yield GaugeMetricFamily("singlebeat_leader", "Whether this beat leads.", value=leads)
+        text = "Time that this beat's last renewal of its term took."
+        yield GaugeMetricFamily("singlebeat_renewal_seconds", text, value=self.lease.took_s)
         try:
             state = self._state()
         except RedisError:

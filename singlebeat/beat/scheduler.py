@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from redbeat import RedBeatScheduler
 
-from .. import signals
+from .. import __version__, signals
 from ..config import Config
-from ..connections import RedisError, ResponseError, check_schedule_server, schedule_client, schedule_place
+from ..connections import (
+    RedisError,
+    ResponseError,
+    broker_place,
+    check_schedule_server,
+    schedule_client,
+    schedule_place,
+)
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
 from .calendar.zone import app_zone
@@ -130,9 +137,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Our leadership."""
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
         connect, keys = partial(schedule_client, self.app, timeout=timeout), Keys.of(self.app).lease
-        about, server_time = signature_of(self.app), self.server_time
+        about = {**signature_of(self.app), "version": __version__, "broker": broker_place(self.app)}
         says = partial(schedule_error, self.app)
-        return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=server_time, says=says)
+        return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=self.server_time, says=says)
 
     @cached_property
     def server_time(self) -> ServerTime:

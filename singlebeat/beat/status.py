@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
-from ..connections import schedule_client
+from ..connections import broker_place, schedule_client
 from ..errors import EntryError
 from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
@@ -69,8 +69,9 @@ def counted(number: int, one: str, many: str) -> str:
 class ScheduleStatus:
     """A schedule at one moment by the server's clock; durations are seconds."""
 
-    #: host, pid, since, term, app, statics, by how much its clock is ahead of the server's, and perhaps ``lost`` (a
-    #: term) or ``lost_since``, if the server has lost data; empty if no beat of ours leads
+    #: host, pid, since, term, app, statics, version, broker, by how much its clock is ahead of the server's, how long
+    #: its last renewal ``took``, and perhaps ``lost`` (a term) or ``lost_since``, if the server has lost data; empty if
+    #: no beat of ours leads
     leader: Mapping[str, str]
     #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
     standbys: Sequence[Mapping[str, str]]
@@ -92,6 +93,8 @@ class ScheduleStatus:
     #: by which the server's clock is behind the latest time by which a beat has decided; 0 if no entry waits for that
     set_back: float = 0.0
     other_app: str = ""  #: app whose beat sends our entries; empty if there is none, or if we share on purpose
+    app: str = ""  #: the name of this process's app
+    broker: str = ""  #: of this process
 
     @property
     def works(self) -> bool:
@@ -104,6 +107,12 @@ class ScheduleStatus:
     def role(self) -> str:
         """What each beat among ``standbys`` does."""
         return "shares the work" if self.is_shared else "stands by"
+
+    @property
+    def beats(self) -> Sequence[tuple[Mapping[str, str], str]]:
+        """The records of all beats of ours, the leader first, and what each of them does."""
+        leader = [(self.leader, "leads")] if self.leader else []
+        return [*leader, *((beat, self.role) for beat in self.standbys)]
 
     @property
     def is_unused(self) -> bool:
@@ -142,6 +151,20 @@ class ScheduleStatus:
             "the queues of its own app, whose workers may drop them: give each app a prefix of its own "
             "(redbeat_key_prefix), or set singlebeat_other_app_check to ignore if they share the schedule on purpose"
         )
+
+    @property
+    def renewal_share(self) -> float:
+        """The fraction of its lease that the leader's last renewal took; 0 if unknown."""
+        lease_ms = _number(self.leader.get("lease_ms"))
+        return _number(self.leader.get("took")) * 1000 / lease_ms if lease_ms > 0 else 0.0
+
+    @property
+    def renewal(self) -> str:
+        """How long the leader's last renewal took, in words; empty if unknown."""
+        if not self.renewal_share:
+            return ""
+        took, lease = _number(self.leader.get("took")), _number(self.leader.get("lease_ms")) / 1000
+        return f"{took * 1000:.1f} ms, {self.renewal_share:.2%} of the lease of {lease:g} s"
 
     @property
     def lost(self) -> str:
@@ -213,13 +236,30 @@ class ScheduleStatus:
             standbys: include the hosts of the standbys.
         """
         here = {"host": socket.gethostname(), "ahead": str(self.host_ahead)}
-        beats = [(self.leader, "which leads"), *((beat, f"which {self.role}") for beat in self.standbys if standbys)]
+        beats = [(beat, f"which {role}") for beat, role in self.beats if standbys or beat is self.leader]
         named = set[str]()
         for beat, role in (*beats, (here, "this host")):
             host, ahead = beat.get("host", "?"), _number(beat.get("ahead"))
             if abs(ahead) > DIFFERS_FROM and host not in named:
                 named.add(host)
                 yield f"the clock of {host}, {role}, is {ahead:+.1f} s off that of the schedule's server", ahead
+
+    def other_brokers(self, *, standbys: bool = False) -> Iterator[str]:
+        """Yield a sentence about each beat of our app that sends to another broker than this process.
+
+        Args:
+            standbys: include the standbys.
+        """
+        for beat, role in self.beats:
+            sends = standbys or self.is_shared or beat is self.leader
+            if sends and beat.get("app") == self.app and beat.get("broker", self.broker) not in {"", self.broker}:
+                host, pid = beat.get("host", "?"), beat.get("pid", "?")
+                yield (
+                    f"the beat {host}, pid {pid}, which {role}, sends to the broker {beat['broker']}, "
+                    f"and the broker of this process is {self.broker}. If these are two fleets, such as staging and "
+                    "production, they share the prefix, and the workers of one get no messages: give each fleet a "
+                    "prefix of its own (redbeat_key_prefix). If it is one broker, name it alike everywhere"
+                )
 
     @classmethod
     def of(cls, app: Celery, *, names: bool = True, client: RedisClient = None) -> ScheduleStatus:
@@ -294,6 +334,8 @@ class ScheduleStatus:
             host_ahead=server_time.host_ahead,
             set_back=set_back,
             other_app=", ".join(sorted(apps)),
+            app=owner_of(app),
+            broker=broker_place(app),
         )
 
 
@@ -380,7 +422,7 @@ def _decode_standby(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
         return {name: str(raw[name]) for name in ("host", "pid", "since")} | {
-            name: str(raw[name]) for name in ("app", "statics", "ahead") if name in raw
+            name: str(raw[name]) for name in ("app", "statics", "version", "broker", "ahead") if name in raw
         }
     except (ValueError, TypeError, KeyError):
         return {"host": text, "pid": "", "since": ""}

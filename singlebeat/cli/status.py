@@ -60,10 +60,14 @@ def status_(app: Celery, as_json: bool) -> None:
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
     for problem in filter(None, (state.redbeat_silent, state.sent_elsewhere, refusal(app, state))):
         click.echo(marked(f"problem     {problem}", "problem"))
+    for text in state.other_brokers(standbys=True):
+        click.echo(marked(f"broker      {text}", "warning"))
     for text, _ in state.wrong_clocks(standbys=True):
         click.echo(marked(f"clock       {text}", "warning"))
     if state.waits:
         click.echo(marked(f"clock       {state.waits}", "warning"))
+    if state.renewal:
+        click.echo(f"renewal     {state.renewal}")
     click.echo(f"entries     {state.entries}")
     click.echo(f"overdue     {state.overdue}" + (f", the first by {state.entry_lag:.0f} s" if state.overdue else ""))
     waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""

@@ -14,7 +14,8 @@
 -- ARGV[4]  pid       ours, for operators
 -- ARGV[5]  since     now, as an ISO date, for operators
 -- ARGV[6]  last      token of our last campaign: a lock with this token does not keep us out
--- ARGV[7]  standby   JSON, for operators: host, pid and since when we stand by; app and statics, for leader, too
+-- ARGV[7]  standby   JSON, for operators: host, pid and since when we stand by; app, statics, version and broker, for
+--                    leader, too
 -- ARGV[8]  stay_ms   how long a standby counts as alive after its last campaign
 -- ARGV[9]  known     number of the last term that we know of; 0: of none. If our new number is not higher, the server
 --                    has lost its data, and the field lost of leader is this number
@@ -71,7 +72,9 @@ local number = tonumber(redis.call("GET", term) or 0) + 1
 redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number, "ahead", ARGV[10])
 local about = cjson.decode(standby)
 redis.call("HSET", leader, "token", token, "lease_ms", ttl)
-redis.call("HSET", leader, "app", about.app or "", "statics", about.statics or "")
+for _, name in ipairs({"app", "statics", "version", "broker"}) do
+  redis.call("HSET", leader, name, about[name] or "")
+end
 if number <= tonumber(ARGV[9]) then
   redis.call("HSET", leader, "lost", ARGV[9])
 end

@@ -66,7 +66,8 @@ class Lease:
         connect: returns a new client with its own connections and a short timeout, or the client that the user has set.
         ttl: seconds that leadership lasts after its last renewal.
         clock: monotonic seconds.
-        about: strings stored with host and pid while this beat leads or stands by: ``app`` and ``statics``.
+        about: strings stored with host and pid while this beat leads or stands by: ``app``, ``statics``, ``version``
+            and ``broker``.
         server_time: learns the server's time from each campaign.
         says: returns an error of the server in words for the log.
     """
@@ -84,6 +85,7 @@ class Lease:
     ) -> None:
         self.keys, self.ttl = keys, ttl
         self.server_time = server_time or ServerTime()
+        self.took_s = 0.0  #: seconds that the last renewal took, or its failure; 0 if there was none
         self._connect, self._clock, self._about, self._says = connect, clock, about, says
         self._client: RedisClient = None
         self._term: Term | None = None
@@ -196,8 +198,12 @@ class Lease:
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term)
         ahead = f"{self.server_time.host_ahead:.1f}"
-        args = (term.token, round(self.ttl * 1000), ahead, term.number, self._lost_since)
-        if script(__package__, "renew")(self._client, keys, args):
+        args = (term.token, round(self.ttl * 1000), ahead, term.number, self._lost_since, f"{self.took_s:.6f}")
+        try:
+            is_renewed = script(__package__, "renew")(self._client, keys, args)
+        finally:
+            self.took_s = self._clock() - asked_at
+        if is_renewed:
             left = self._trusted_until - self._clock()
             self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
             if left < self.ttl * MARGIN:

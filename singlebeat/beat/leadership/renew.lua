@@ -3,13 +3,14 @@
 -- A repetition of the call, after its reply was lost, prolongs the term again.
 --
 -- KEYS[1]  lock    string: the leader's token
--- KEYS[2]  leader  hash: the leader, for operators, and how far its host's clock is ahead
+-- KEYS[2]  leader  hash: the leader, for operators, how far its host's clock is ahead, and what a renewal took
 -- KEYS[3]  term    int: number of the last term
 -- ARGV[1]  token   of the term
 -- ARGV[2]  ttl_ms  how long leadership lasts from now on
 -- ARGV[3]  ahead   seconds by which our host's clock is ahead of the server's, for operators
 -- ARGV[4]  number  of the term: a campaign that the server executed late may have begun another term with its token
 -- ARGV[5]  since   ISO date since which the server has lost changes, for operators; empty: no loss was found in this term
+-- ARGV[6]  took    seconds that the renewal before this one took, for operators; 0 if there was none
 --
 -- returns  1 prolonged, 0 the term has ended
 
@@ -20,7 +21,7 @@ if redis.call("GET", lock) ~= token or redis.call("GET", term) ~= number then
   return 0
 end
 redis.call("PEXPIRE", lock, ttl)
-redis.pcall("HSET", leader, "ahead", ARGV[3])  -- a server without free memory refuses it, and the term goes on
+redis.pcall("HSET", leader, "ahead", ARGV[3], "took", ARGV[6])  -- a server without free memory refuses it, and the term goes on
 if since ~= "" then
   redis.pcall("HSET", leader, "lost_since", since)
 end

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ... import __version__
 from ...beat.entries.statics import Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.server_time import UNFIT_FROM
@@ -20,6 +21,9 @@ from .finding import Finding, Read
 if TYPE_CHECKING:
     from celery import Celery
 
+#: The fraction of its lease that a renewal may take before that is a warning.
+SLOW_FROM = 0.1
+
 
 def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check who leads, and by which clock, and what waits for that."""
@@ -30,8 +34,10 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
     if state.waits:
         advice = f"{state.waits}. To run one now: celery singlebeat trigger NAME. Set up NTP on that server"
         yield Finding("problem" if state.set_back > UNFIT_FROM else "warning", "clock", advice)
-    yield from _check_leadership(app, schedule)
+    yield from _leadership(app, schedule)
+    yield from _renewal(state)
     yield from _apps(app, state)
+    yield from _versions(state)
     if state.lost:
         text = (
             f"{state.lost}. Let the server write to disk (appendonly yes), or refuse writes while its replicas lag "
@@ -51,7 +57,7 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", f"entry {name}", text)
 
 
-def _check_leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
+def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check that a beat leads, that it sends entries in time, and that a standby is there."""
     state, refused = schedule.state, schedule.refused
     if state.works and refuses_writes(refused):
@@ -70,6 +76,12 @@ def _check_leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
         text += " after 20 s, and doctor does not know how many beats you have started: probe the /healthz of each beat"
         yield Finding("fine" if len(state.standbys) > 1 else "warning", "beat", text)
+    elif not state.standbys and refused:
+        text = (
+            "no standby is noted, but there may be one: the schedule's server refuses a command that a standby needs "
+            f"to note itself. Correct that first: {refused}"
+        )
+        yield Finding("warning", "beat", text)
     elif not state.standbys:
         text = "there is no standby: when the leader is lost, nothing is sent until it is back; start a second beat"
         yield Finding("warning", "beat", text)
@@ -79,6 +91,31 @@ def _check_leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
         yield Finding("problem", "beat", state.overdue_entries)
+
+
+def _renewal(state: ScheduleStatus) -> Iterator[Finding]:
+    """Say how far the leader is from the schedule's server, by the time that it takes to renew its lease."""
+    if state.renewal:
+        text, is_slow = f"the leader's last renewal of its term took {state.renewal}", state.renewal_share > SLOW_FROM
+        why = (
+            ": the schedule's server or the network is slow, or the leader's host is busy. A renewal fails if a reply "
+            "takes a quarter of the lease, and another beat leads when none succeeds within the lease. Find out what "
+            "is slow (redis-cli --latency on the leader's host), or raise redbeat_lock_timeout"
+        )
+        yield Finding("warning" if is_slow else "fine", "beat", f"{text}{why if is_slow else ''}")
+
+
+def _versions(state: ScheduleStatus) -> Iterator[Finding]:
+    """Compare the versions of singlebeat in the beats and in this process."""
+    beats = [(beat.get("version") or "an older version", beat, role) for beat, role in state.beats]
+    if {found for found, *_ in beats} - {__version__}:
+        named = ((found, beat.get("host", "?"), beat.get("pid", "?"), role) for found, beat, role in beats)
+        which = ", ".join(f"{found} on {host} (pid {pid}, which {role})" for found, host, pid, role in named)
+        text = (
+            f"{which}, {__version__} here: install the same version everywhere, because an older version may not "
+            "understand the data of a newer version in messages and Redis"
+        )
+        yield Finding("warning", "versions of beats differ", text)
 
 
 def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
@@ -91,12 +128,14 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
             number = counted(count, "entry there is", "entries there are")
             text = f"{number} of app {other}, not of {statics.owner}: the leader sends all"
             yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
-        for beat, role in ((state.leader, "leads"), *((standby, state.role) for standby in state.standbys)):
+        for beat, role in state.beats:
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")
-    beats = (state.leader, *state.standbys)
-    theirs = sorted({beat["statics"] for beat in beats if beat.get("app") == statics.owner and beat.get("statics")})
+    for text in state.other_brokers(standbys=True):
+        yield Finding("warning", about, text)
+    ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
+    theirs = sorted({beat.get("statics", "") for beat in ours} - {""})
     here = _statics_here(app) if theirs else ""
     differ = ""
     if len(theirs) > 1:
