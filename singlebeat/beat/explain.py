@@ -141,6 +141,8 @@ def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending runs in time, or that a beat of RedBeat leads."""
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."
+    for text in facts.state.other_brokers():
+        yield f"{_sentence(text)}."
     if facts.refused:
         what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
         yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}."
@@ -426,8 +428,9 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
         yield f"It is paused{note}: its times pass without a run. To go on: {resume}"
     elif upcoming is None:
+        why = timetable.why_over(since, facts.now, count=entry.total_run_count)
         waits = "After that run it is finished. If you delete it now, that run is not sent."
-        yield waits if facts.pending is not None else "It is finished: it never runs again."
+        yield waits if facts.pending is not None else f"It is finished: it never runs again, because {why}."
     elif facts.late_place and not facts.state.redbeat_leads:
         yield _sentence(facts.late_place)
     elif facts.state.waits and since is not None and since > facts.now:

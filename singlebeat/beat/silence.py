@@ -1,4 +1,4 @@
-"""Whether an entry is silent though beat does its work: all its last runs failed, or were skipped; pure."""
+"""Whether an entry is silent though beat does its work: its last runs failed, vanished or were skipped; pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from ..errors import ConfigError
+from ..locks.modes import LockMode, is_singleton, overlap_for
+from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST
 
 if TYPE_CHECKING:
@@ -33,19 +36,25 @@ _FAILED = {
 #: Least number of runs in a row that must have failed, and of occurrences in a row that must have been skipped.
 LEAST_FAILED, LEAST_SKIPPED = 2, 4
 
+#: Most runs without an end that are counted.
+MOST_VANISHED = 4
+
 #: Least time for which occurrences must have been skipped: a run may take a little longer than its interval.
 SKIPPED_FOR = timedelta(minutes=1)
 
 
-def silence(entry: Entry, own: Own) -> str:
+def silence(entry: Entry, own: Own, recent: Sequence[Record] = (), *, recorded: bool = True) -> str:
     """Return a sentence, without a full stop, if an entry is silent; else an empty string.
 
     Args:
         own: the last decisions about it and the last ends of its runs.
+        recent: earlier decisions about it, and later ones: those that it was skipped push the others out of its own.
+        recorded: whether there are workers with singlebeat, which record the ends of runs.
     """
     if not entry.enabled or entry.policy.paused:
         return ""
-    return _skipped(entry, own) or _unsent(own.decisions) or _failed(own.ends)
+    found = _skipped(entry, own) or _unsent(own.decisions)
+    return found or (recorded and _vanished(entry, [*own.decisions, *recent])) or _failed(own.ends)
 
 
 def _unsent(decisions: Sequence[Record]) -> str:
@@ -63,6 +72,33 @@ def _failed(ends: Sequence[End]) -> str:
     where = f" on {last.worker}" if last.worker else ""
     why = ": ".join(["", *([last.outcome] if len(words) > 1 else []), *([last.reason] if last.reason else [])])
     return f"its last {len(ends)} runs all {what}, the last one at {_moment(last.at)}{where}{why}"
+
+
+def _vanished(entry: Entry, decisions: Sequence[Record]) -> str:
+    """Return a sentence if runs of an entry end without a record, as if each had killed its worker."""
+    sent = sorted((record for record in decisions if record.decision == "dispatched"), key=lambda record: record.at)
+    ended = {record.task_id for record in sent if record.end is not None}
+    last, *before = [*dict.fromkeys(record.task_id for record in reversed(sent))][: MOST_VANISHED + 1] or [""]
+    if len(before) < LEAST_FAILED or not ended.isdisjoint([last, *before]) or not _follows_its_end(entry):
+        return ""
+    return (
+        f"its last {len(before)} runs before the present one are over, and no worker has recorded how they ended: each "
+        "has probably killed its worker (for want of memory? See the log of the worker's host). Or it has expired in "
+        "its queue, or its worker has no singlebeat, or another redbeat_redis_url or redbeat_key_prefix"
+    )
+
+
+def _follows_its_end(entry: Entry) -> bool:
+    """Return whether a run of an entry is sent only once the run before it has ended, or the lock of that has."""
+    task = entry.app.tasks.get(entry.task)
+    try:
+        if not is_singleton(task):
+            return not hasattr(task, "generate_lock") and entry.policy.overlap is not Overlap.ALLOW_ALL
+        is_whole = LockMode(task.lock) is LockMode.UNTIL_EXECUTED and task.effective_lock_expiry is None
+        is_one = entry.is_constant and task.has_pure_keys  # all its runs have one lock
+        return is_whole and is_one and overlap_for(task, entry.policy.overlap) is not Overlap.ALLOW_ALL
+    except ConfigError:  # its policy contradicts its task
+        return False
 
 
 def _skipped(entry: Entry, own: Own) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -23,9 +24,9 @@ from ..beat.schedule import Schedule
 from ..beat.silence import silence
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import History
-from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
+from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, refuses_writes, schedule_refusal
 from ..config import Config
-from ..connections import broker_place, schedule_client
+from ..connections import broker_place, schedule_client, schedule_place
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
@@ -158,8 +159,11 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
             found = next(iter(examine(app, list(islice(waiting(locks_of(app), {task}), 1)))), None)
     except LockBackendError as exc:
         locks_away = lock_server_says(app, exc)
+    refused = schedule_refusal(app) if pending is not None or state.overdue or not state.works else ""
     # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
     locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
+    if refuses_writes(refused) and refuses_writes(locks_refused) and lock_place(app) == schedule_place(app):
+        locks_refused = ""  # it is said of the schedule's server
     stored, results_away = None, ""
     if record is not None and _may_have_result(record):
         try:
@@ -181,7 +185,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,
-        refused=schedule_refusal(app) if pending is not None or state.overdue or not state.works else "",
+        refused=refused,
         broker_away=broker_away,
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
@@ -189,8 +193,19 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         results_away=results_away,
         found=found,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
-        silent=next((silence(entry, own) for _, own in History(app).own([name])), "") if entry is not None else "",
+        silent=_silence(app, entry, records) if entry is not None else "",
     )
+
+
+def _silence(app: Celery, entry: Entry, records: Sequence[Record]) -> str:
+    """Return that all last runs of an entry failed, vanished or were skipped; empty if not.
+
+    Args:
+        records: the last decision about it, or several.
+    """
+    ((_, own),) = History(app).own([entry.name])
+    is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
+    return silence(entry, own, Schedule(app).history(entry.name, EXPLAINED) if is_open else ())
 
 
 def _may_have_result(record: Record) -> bool:

@@ -131,7 +131,10 @@ def test_every_tool_names_a_parked_entry_that_may_run_again(app, bench, redis, f
         ((level, text),) = findings(f"entry {name}")
         assert (level, why in text) == ("problem", True)
     assert {*json.loads(cli("list", "--json").stdout)["late_place"]} == {"counted", "once", "tick 7"}
-    assert "It is finished: it never runs again." in cli("explain", "done").output
+    assert (
+        "It is finished: it never runs again, because it has run 1 time, and max_runs is 1."
+        in cli("explain", "done").output
+    )
     assert findings("entry done") == []
     redis.hset("redbeat:once", "policy", '{"paused": true}')
     redis.hset("redbeat:counted", "definition", json.dumps({**interval, "enabled": False}))

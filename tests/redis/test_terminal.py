@@ -150,7 +150,7 @@ COMMANDS = {
     "import": (["import", "FILE"], "of 3 entries"),
     "backfill": (["backfill", "e", "2026-01-01", "2026-01-01T03:00"], "of 3 runs handed over"),
     "locks": (["locks"], "locks read"),
-    "doctor": (["doctor"], "of 10 parts checked"),
+    "doctor": (["doctor"], "of 11 parts checked"),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from celery.schedules import BaseSchedule, schedule
 
-from singlebeat import Entry
+from singlebeat import Entry, Singleton
 from singlebeat.beat.silence import silence
 from singlebeat.beat.store.history import End, Own, Record
 
@@ -32,9 +32,19 @@ def skipped(nominal: datetime) -> Record:
     return Record("e", nominal, nominal, "scheduled", "skipped_overlap", end=None, **texts)
 
 
+def sent(number: int, *ends: End, decision: str = "dispatched") -> Record:
+    """Return the decision of a minute that has sent a run, and the end of that run."""
+    about = {"decision": decision, "task_id": f"id {number}", "reason": "", "holder": ""}
+    return replace(skipped(NOON + number * MINUTE), **about, end=next(iter(ends), None))
+
+
+def entry_of(**fields: Any) -> Entry:
+    given = {"task": "t", "schedule": schedule(60), "last_run_at": NOON, "total_run_count": 1, "app": app}
+    return Entry("e", **{**given, **fields})
+
+
 def said(*ends: End, decisions: tuple[Record, ...] = (), is_pending: bool = False, **fields: Any) -> str:
-    fields = {"schedule": schedule(60), "last_run_at": NOON, "total_run_count": 1, **fields}
-    return silence(Entry("e", "t", app=app, **fields), Own(decisions, ends, is_pending))
+    return silence(entry_of(**fields), Own(decisions, ends, is_pending))
 
 
 def failed(*outcomes: str, **fields: Any) -> str:
@@ -121,3 +131,42 @@ def test_runs_none_of_which_could_be_sent_are_reported():
     assert said(decisions=(unsent(), unsent())) == "its last 2 runs could not be sent: TypeError('x')"
     assert said(decisions=(unsent(),)) == ""
     assert said(decisions=(unsent(), unsent("dispatched"))) == ""
+
+
+VANISHED = "runs before the present one are over, and no worker has recorded how they ended: each has probably killed"
+
+
+@pytest.mark.parametrize(
+    ("decisions", "count"),
+    [
+        pytest.param([sent(3), sent(2), sent(1)], 2, id="three were sent"),
+        pytest.param([sent(number) for number in range(9, 0, -1)], 4, id="four are counted at most"),
+        pytest.param([skipped(NOON + 3.5 * MINUTE), sent(3), sent(2), sent(1)], 2, id="one was skipped since"),
+        pytest.param([sent(4), sent(3), sent(2), sent(1), sent(0), sent(-1, end("success"))], 4, id="once it worked"),
+        pytest.param([sent(2), sent(1)], 0, id="one may be lost in a deploy"),
+        pytest.param([sent(3), sent(2, end("success")), sent(1)], 0, id="one has ended"),
+        pytest.param([sent(3, end("failure")), sent(2), sent(1)], 0, id="the last one has ended"),
+        pytest.param([sent(number, decision="buffered") for number in (3, 2, 1)], 0, id="they wait for their turns"),
+        pytest.param([], 0, id="none was sent"),
+    ],
+)
+def test_runs_that_end_without_a_record_have_killed_their_workers(decisions, count):
+    text = silence(entry_of(), Own(decisions[:1], ()), decisions)
+
+    assert text.startswith(f"its last {count} {VANISHED}") if count else text == ""
+    assert silence(entry_of(), Own(decisions, ()), recorded=False) == "", "no worker records ends"
+
+
+def test_runs_that_may_overlap_may_all_run_still():
+    def work() -> None: ...
+
+    decisions, own = [sent(3), sent(2), sent(1)], Celery(broker="redis://", set_as_current=False)
+    for name, options in (("whole", {}), ("start", {"lock": "until_executing"}), ("brief", {"lock_expiry": 5})):
+        own.task(work, name=name, base=Singleton, shared=False, **options)
+
+    def is_named(task: str, **fields: Any) -> bool:
+        return bool(silence(entry_of(task=task, app=own, **fields), Own(decisions, ())))
+
+    assert (is_named("plain"), is_named("whole")) == (True, True)
+    assert [is_named(task, overlap="allow_all") for task in ("plain", "whole")] == [False, False]
+    assert (is_named("start"), is_named("brief"), is_named("start", overlap="buffer_all")) == (False, False, False)

@@ -176,6 +176,24 @@ class Timetable:
             return f"it would never run: its instant, {instant}, is after its end_time: remove end_time"
         return ""
 
+    def why_over(self, since: datetime | None, now: datetime, *, count: int = 0) -> str:
+        """Return why no run is to come; empty if one is.
+
+        Args:
+            since, now, count: as for ``runs``.
+        """
+        if next(self.runs(since, now, count=count), None) is not None:
+            return ""
+        end, most = self.policy.end_time, self.policy.max_runs
+        if most is not None and count >= most:
+            return f"it has run {count} {'time' if count == 1 else 'times'}, and max_runs is {most}"
+        if isinstance(self.schedule, clocked):
+            return f"its only time, {self.schedule.instant:%Y-%m-%d %H:%M:%SZ}, has passed"
+        endless = replace(self, policy=replace(self.policy, end_time=None))
+        if end is not None and next(endless.runs(since, now, count=count), None) is not None:
+            return f"its end_time, {end.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}, comes before its next time"
+        return "its schedule has no further time"
+
     def score(self, nominal: datetime | None) -> float:
         """Return the place in the schedule of a nominal time: seconds since 1970 when it is due, or PARKED."""
         return PARKED if nominal is None else self.due(nominal).timestamp()

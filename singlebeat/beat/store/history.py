@@ -110,7 +110,8 @@ class History:
             for name, (history, runs, pending) in zip(batch, found, strict=True):
                 ends = _ends(_lines(runs, _OF_END))
                 rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
-                yield name, Own(_join_ends(rows, ends), [_end(*end) for end in ends.values()], bool(pending))
+                last = [_end(*end) for end in ends.values()]
+                yield name, Own(_join_ends(rows, ends), last, bool(pending))
 
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"

@@ -16,6 +16,7 @@ from .entries import check_entries
 from .finding import Finding, Read, of_locks
 from .locks import check_locks
 from .servers import (
+    check_keys,
     check_prefixes,
     check_result_backend,
     check_rights,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Check = Callable[["Celery", Read], Iterator[Finding]]
 
 PARTS: Sequence[Check] = (
-    *(check_server, check_rights, check_result_backend, check_prefixes, check_settings),
+    *(check_server, check_keys, check_rights, check_result_backend, check_prefixes, check_settings),
     *(check_beats, check_entries, check_workers, check_locks, describe_writes),
 )
 

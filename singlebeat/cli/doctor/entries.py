@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ...beat.delivery import listed
 from ...beat.keys import Keys
 from ...beat.late_places import late_places
 from ...beat.schedule import Schedule
 from ...beat.silence import silence
-from ...beat.status import QUARANTINED_LATER
+from ...beat.status import QUARANTINED_LATER, counted
 from ...beat.store.history import History
+from ...connections import ResponseError, schedule_client
+from ...errors import SinglebeatError
+from ...locks import backend_of
 from .finding import MOST_NAMED, Finding, Read
+from .servers import visibility_timeout
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ...beat.entries.entry import Entry
+    from ...beat.store.history import End, Record
 
-#: Maximum number of entries whose own history is read.
+#: Maximum number of entries whose own history is read, and of records in the history of all.
 MOST_HISTORIES = 10_000
 
 
@@ -33,9 +42,10 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", f"entry {name}", f"is unusable: {why}; {QUARANTINED_LATER}")
     if len(schedule.unusable) > MOST_NAMED:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} are unusable (celery singlebeat list)")
-    yield from _silent(app, schedule.usable)
+    yield from _histories(app, schedule.usable)
     if not schedule.state.redbeat_leads:  # RedBeat calculates other times
         yield from _late(app, schedule.usable)
+        yield from _over(app, schedule)
     entries = Schedule(app)
     names = [*islice(entries.without_place(), MOST_NAMED + 1)]
     for name in names[:MOST_NAMED]:
@@ -55,14 +65,79 @@ def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
         yield Finding(found[MOST_NAMED][1].level, "entries", text)
 
 
-def _silent(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
-    """Check the own history of each entry for last runs that all failed, or were all skipped."""
-    by_name = {entry.name: entry for entry in entries[:MOST_HISTORIES]}
-    found = ((name, text) for name, own in History(app).own(by_name) if (text := silence(by_name[name], own)))
-    for name, text in islice(found, MOST_NAMED):
+def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
+    """Check for entries that never run again: those that never ran are a warning, the others have done their work."""
+    keys = Keys.of(app)
+    # Beat gives them a place that means never; to calculate the times of all entries would take too long.
+    parked = schedule_client(app).zrangebyscore(keys.schedule, "-inf", "(0", start=0, num=MOST_HISTORIES)
+    names, now = set(map(keys.name, parked)), datetime.fromtimestamp(schedule.state.now, UTC)
+    never, done = dict[str, str](), list[str]()
+    for entry in schedule.usable:
+        most = entry.policy.max_runs  # the place of the last run stays until it has passed
+        is_parked = entry.name in names or (most is not None and entry.total_run_count >= most)
+        if not is_parked or entry.name in schedule.state.quarantine:
+            continue
+        why = ""
+        with suppress(Exception):  # a user's own schedule may raise anything, which a tick logs
+            why = entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)
+        if why and entry.meta.last_run is None:
+            never[entry.name] = why
+        elif why:
+            done.append(f"{entry.name} ({why})")
+    for name, why in islice(never.items(), MOST_NAMED):
+        advice = f"Correct its times (celery singlebeat edit {shlex.quote(name)}), or delete it"
+        yield Finding("warning", f"entry {name}", f"it has never run, and never will: {why}. {advice}")
+    if len(never) > MOST_NAMED:
+        yield Finding("warning", "entries", f"more than these {MOST_NAMED} never run (celery singlebeat list)")
+    if done:
+        text = f"{counted(len(done), 'entry is', 'entries are')} finished and never run again: {listed(done)}"
+        yield Finding("fine", "entries", text)
+
+
+def _histories(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
+    """Check the own history of each entry for last runs that all failed or were all skipped, and for long runs."""
+    by_name, recorded = {entry.name: entry for entry in entries[:MOST_HISTORIES]}, True
+    with suppress(SinglebeatError):  # another part reports it
+        recorded = backend_of(app).workers_seen()
+    recent: Mapping[str, list[Record]] = defaultdict(list)
+    with suppress(ResponseError, KeyError, ValueError):  # another part names the key; any program may add records
+        for record in History(app).latest(MOST_HISTORIES):
+            recent[record.entry].append(record)
+    silent: dict[str, str] = {}
+    longest: dict[str, End] = {}
+    for name, own in History(app).own(by_name):
+        if text := silence(by_name[name], own, recent[name], recorded=recorded):
+            silent[name] = text
+        if ends := [end for end in own.ends if end.duration is not None]:
+            longest[name] = max(ends, key=_duration)
+    for name, text in islice(silent.items(), MOST_NAMED):
         yield Finding("warning", f"entry {name}", f"{text} (celery singlebeat explain {shlex.quote(name)})")
-    if more := sum(1 for _ in found):
-        yield Finding("warning", "entries", f"the last runs of {more} more entries all failed, or were skipped")
+    if len(silent) > MOST_NAMED:
+        text = f"the last runs of {len(silent) - MOST_NAMED} more entries all failed, or were skipped"
+        yield Finding("warning", "entries", text)
     if len(entries) > MOST_HISTORIES:
         text = f"whether all their runs fail was checked for the first {MOST_HISTORIES} of {len(entries)} only"
         yield Finding("fine", "entries", text)
+    if longest:
+        name, end = max(longest.items(), key=lambda each: _duration(each[1]))
+        yield from _redelivered(app, by_name[name], end)
+
+
+def _duration(end: End) -> float:
+    return end.duration or 0.0
+
+
+def _redelivered(app: Celery, entry: Entry, end: End) -> Iterator[Finding]:
+    """Check whether the broker has delivered messages again while the longest run on record ran."""
+    timeout, took, task = visibility_timeout(app), _duration(end), app.tasks.get(entry.task)
+    if took <= timeout:
+        return
+    is_late = task.acks_late if task is not None else app.conf.task_acks_late
+    what = "its message was" if is_late else "messages that its worker had received, and not started yet, were"
+    text = (
+        f"its run that ended at {end.at:%Y-%m-%d %H:%M:%SZ} took {took:.0f} s, longer than the broker's "
+        f"visibility_timeout of {timeout:g} s: {what} delivered again meanwhile. singlebeat refuses such a copy, and a "
+        "worker without singlebeat runs it. Set visibility_timeout (broker_transport_options of all workers and beats) "
+        "to more than the longest run"
+    )
+    yield Finding("warning", f"entry {entry.name}", text)

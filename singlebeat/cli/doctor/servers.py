@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -15,7 +17,7 @@ from ...beat.store.probe import lock_place, lock_refusal
 from ...beat.store.server import Server
 from ...broker import bounded
 from ...config import Config
-from ...connections import is_redis, masked, schedule_place
+from ...connections import ResponseError, is_redis, masked, schedule_client, schedule_place
 from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
@@ -53,6 +55,33 @@ def check_server(app: Celery, _: Read) -> Iterator[Finding]:
             "entries may be as they were then, and runs that have ended may run once more; use appendonly yes"
         )
         yield Finding("warning", about, text)
+
+
+def check_keys(app: Celery, schedule: Read) -> Iterator[Finding]:
+    """Check for keys of the schedule that another program has given another type."""
+    if schedule.error is not None:
+        return
+    keys = Keys.of(app)
+    lease = keys.lease
+    reads = {  # commands that the schedule needs anyway
+        "sorted set": (("ZCARD",), (keys.schedule, keys.pending, lease.standbys)),
+        "hash": (("HLEN",), (keys.owners, keys.quarantine, lease.leader)),
+        "set": (("SMEMBERS",), (keys.statics,)),
+        "stream": (("XREVRANGE", "+", "-", "COUNT", "1"), (keys.history, keys.runs)),
+        "string": (("GET",), (lease.lock, lease.term, lease.resigned, keys.clock, keys.alive, keys.zone)),
+    }
+    asked = [(kind, call, key) for kind, (call, found) in reads.items() for key in found if key is not None]
+    with schedule_client(app).pipeline(transaction=False) as pipe:
+        for _, (name, *arguments), key in asked:
+            pipe.execute_command(name, key, *arguments)
+        replies = pipe.execute(raise_on_error=False)
+    for (kind, _, key), reply in zip(asked, replies, strict=True):
+        if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
+            text = (
+                f"it is no {kind}, and beat cannot use it: another program has written there. Stop that program, and "
+                f"remove the key, so that beat makes it again: DEL {shlex.quote(key)} (or RENAME, to keep its data)"
+            )
+            yield Finding("problem", f"key {key}", text)
 
 
 def check_rights(app: Celery, schedule: Read) -> Iterator[Finding]:
@@ -105,8 +134,7 @@ def check_settings(app: Celery, _: Read) -> Iterator[Finding]:
             f"singlebeat_socket_timeout ({config.singlebeat_socket_timeout:g} s): use at least three times that timeout"
         )
         yield Finding("warning", "singlebeat_lock_lease", text)
-    if is_redis(app.conf.broker_url):
-        yield from _visibility(app)
+    yield from _visibility(app)
     for name, url in _urls(app):
         if (
             "@" in url
@@ -124,13 +152,21 @@ def _urls(app: Celery) -> Iterator[tuple[str, str]]:
             yield name, url
 
 
+def visibility_timeout(app: Celery) -> float:
+    """Return the seconds after which the broker delivers an unacknowledged message again; infinite if it never does."""
+    if not is_redis(app.conf.broker_url):
+        return math.inf
+    given = (app.conf.broker_transport_options or {}).get("visibility_timeout", VISIBILITY_TIMEOUT)
+    return float(given)
+
+
 def _visibility(app: Celery) -> Iterator[Finding]:
-    given: object = (app.conf.broker_transport_options or {}).get("visibility_timeout", VISIBILITY_TIMEOUT)
+    given = visibility_timeout(app)
     for task in app.tasks.values():
         limit = task.time_limit or app.conf.task_time_limit
         if task.acks_late and not task.name.startswith("celery.") and limit and limit > given:
             text = (
-                f"its time limit of {limit} s is longer than the broker's visibility_timeout of {given} s: "
+                f"its time limit of {limit} s is longer than the broker's visibility_timeout of {given:g} s: "
                 "its message is delivered again while it runs (singlebeat refuses the copy); raise the timeout"
             )
             yield Finding("warning", f"task {task.name}", text)
