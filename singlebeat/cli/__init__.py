@@ -88,6 +88,8 @@ class _Commands(Reporting, click.Group):
 def main() -> None:
     """Inspect and change singlebeat's schedule and locks; needs Redis, and no running beat.
 
+    Commands that an answer advises leave out -A APP: add it, as in the command that gave the answer.
+
     Exit codes: 0: done; 1: not found, conflict or unhealthy; 2: usage error, wrong setting, or a server that does not
     answer.
     """

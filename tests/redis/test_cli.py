@@ -26,7 +26,7 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS
-from singlebeat.cli.doctor.beats import _check_leadership
+from singlebeat.cli.doctor.beats import _leadership
 from singlebeat.cli.doctor.finding import Read
 from singlebeat.cli.doctor.servers import check_settings
 from singlebeat.cli.doctor.workers import _queues
@@ -670,7 +670,7 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
 
 def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app, bench):
     def of_beat(app=app) -> list[str]:
-        return [finding.level for finding in _check_leadership(app, Read(app))]
+        return [finding.level for finding in _leadership(app, Read(app))]
 
     assert "no beat leads" in cli("health", code=1).output
     found = cli("doctor", code=1).output

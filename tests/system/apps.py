@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -35,6 +36,12 @@ def fail(name: str) -> None:
     """Fail after it has begun."""
     with recorded(name):
         raise RuntimeError(name)
+
+
+def deadly(name: str) -> None:
+    """Kill its whole worker, as the end of a container does."""
+    with recorded(name):
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # a worker under test leads a group of its own
 
 
 def opaque(name: str) -> object:
@@ -95,6 +102,7 @@ def _add_tasks(app: Celery) -> None:
     add(single, name="tests.system.apps.in_turn", base=Singleton, overlap="buffer_all", unique_on=[])
     add(fail, name="tests.system.apps.fail")
     add(fail, name="tests.system.apps.single_fail", base=Singleton)
+    add(deadly, name="tests.system.apps.deadly")
     add(opaque, name="tests.system.apps.opaque")
     add(retrying, name="tests.system.apps.retrying", bind=True)
     add(retrying, name="tests.system.apps.single_retrying", bind=True, base=Singleton)

@@ -6,16 +6,20 @@ import json
 import os
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 from celery.schedules import schedule
 
 import singlebeat
-from singlebeat import Entry
+from singlebeat import Entry, Schedule
 from singlebeat.locks import backend_of
-from tests.support import APP, ROOT, CeleryProcess, wait_until
+from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
+from tests.system.apps import make_app
+from tests.system.tools import Tools
 
 #: What the doctor says: level and text of each thing.
 Said = dict[str, tuple[str, str]]
@@ -67,6 +71,25 @@ def doctor(celery):
     return doctor
 
 
+def put(app: Celery, *names: str, **fields: Any) -> None:
+    """Store entries that are due in an hour."""
+    for name in names:
+        fields = {"task": f"{APP}.plain", "schedule": schedule(3600), "args": [name], **fields}
+        Entry(name, app=app, last_run_at=datetime.now(UTC), **fields).save()
+
+
+def told(app: Celery, pattern: str, *command: str) -> str:
+    """Ask a command, the doctor by default, until a line of its answer matches; return that line."""
+
+    def line() -> str:
+        found = re.search(f"^.*{pattern}.*$", Tools(app).ask(*(command or ("doctor",))), re.MULTILINE)
+        return found[0] if found else ""
+
+    text = wait_until(line, timeout=60, what=pattern)
+    measured(f"$ celery -A shop singlebeat {' '.join(command) or 'doctor'}\n{text}")
+    return text
+
+
 def one_answers(said: Said) -> bool:
     return said.get("workers") == ("fine", "1 answer")
 
@@ -91,6 +114,11 @@ def test_workers_without_singlebeat_and_with_another_version_are_named(celery, a
     other = celery("worker", "-c", "1", env=installed("9.9")).ready()
     bare = celery("worker", "-c", "1", app="bare", env=installed()).ready()
     wait_until(backend_of(app).workers_seen, what="a worker to say that it looks after locks")
+    put(app, "weekly", "nightly")
+    put(app, "together", overlap="allow_all")
+    put(app, "elsewhere", options={"queue": "other"})
+    put(app, "single", task=f"{APP}.single")
+    put(app, "paused", paused=True)
     names = [process.wait_for(r"(w\d+@\S+) ready").group(1) for process in (same, other, bare)]
     versions = sorted([f"{singlebeat.__version__} on {names[0]}", f"9.9 on {names[1]}"])
     differ = f"{', '.join(versions)}, {singlebeat.__version__} here: "
@@ -103,7 +131,9 @@ def test_workers_without_singlebeat_and_with_another_version_are_named(celery, a
     )
 
     level, text = said["workers without singlebeat"]
+    measured(text)
     assert level == "problem"
+    assert "That concerns the entries whose queues it reads: nightly, weekly. How" in text
     assert text.startswith(f"{names[2]}: no singlebeat there")
     assert "up to 3600 s (singlebeat_queued_ttl)" in text
     level, text = said["versions of singlebeat differ"]
@@ -111,13 +141,19 @@ def test_workers_without_singlebeat_and_with_another_version_are_named(celery, a
     assert text.startswith(differ)
 
 
-def test_without_singlebeat_on_workers_doctor_names_no_lasting_locks(celery, doctor, installed):
+def test_without_singlebeat_on_workers_doctor_names_no_lasting_locks(celery, app, doctor, installed):
     celery("worker", "-c", "1", app="bare", env=installed()).ready()
+    put(app, "nightly")
+    put(app, "together", overlap="allow_all")
 
     said = doctor(one_answers)
 
     assert "workers without singlebeat" not in said
     assert said["workers"] == ("fine", "1 answer")
+    text = Tools(app).ask("doctor")
+    measured(text)
+    unlocked = "plain tasks are sent without a lock, so that runs of nightly may overlap; install it there, too"
+    assert f"warning  workers: no worker with singlebeat was seen: {unlocked}" in text
 
 
 def test_entries_whose_runs_all_fail_or_never_start_are_named(celery, app, doctor):
@@ -148,3 +184,85 @@ def test_entries_whose_runs_all_fail_or_never_start_are_named(celery, app, docto
     explain = celery("singlebeat", "explain", "fails")
     explain.wait(60)
     assert explain.matches(r"(?m)^Its last 4 runs all failed, the last one at .*\.$")
+
+
+def test_beats_of_another_version_are_named(celery, app, installed):
+    celery("beat", env=installed("9.9")).wait_for("this beat leads")
+    celery("beat").wait_for("Standing by")
+
+    text = told(app, "^warning  versions of beats differ: ")
+
+    versions = rf"9\.9 on \S+ \(pid \d+, which leads\), {re.escape(singlebeat.__version__)} on \S+ \(pid \d+, which "
+    assert re.search(rf"{versions}stands by\), {re.escape(singlebeat.__version__)} here: install the same", text)
+
+
+def test_two_fleets_that_share_the_prefix_of_the_schedule_are_named(celery, app, own_server):
+    """Their app has one name and one beat_schedule: they differ in their brokers alone."""
+    put(app, "e")
+    celery("beat", conf={"broker_url": own_server.celery_url}).wait_for("this beat leads")
+    ours, theirs = (re.escape(url) for url in (app.conf.broker_url, own_server.celery_url))
+    sends = (
+        rf"he beat \S+, pid \d+, which leads, sends to the broker {theirs}, and the broker of this process is {ours}"
+    )
+
+    told(app, f"^warning  redbeat_key_prefix redbeat:: t{sends}")
+    told(app, f"^T{sends}", "explain", "e")
+    told(app, f"^broker      t{sends}", "status")
+    with make_app(own_server.celery_url, {"redbeat_redis_url": app.conf.redbeat_redis_url}) as same:
+        assert "sends to the broker" not in Tools(same).ask("doctor")
+
+
+def test_two_fleets_that_share_the_prefix_of_the_locks_are_named(celery, app, oracle, own_server):
+    """A run of one fleet keeps an equal call of the other from running."""
+    conf = {"broker_url": own_server.celery_url}
+    worker = celery("worker", "-c", "1", conf=conf).ready()
+    name = worker.wait_for(r"(w\d+@\S+) ready").group(1)
+    with make_app(app.conf.broker_url, conf) as other:
+        task = other.tasks[f"{APP}.single"].delay("long", 300)
+        oracle.wait_started(1, "long")
+
+        text = told(app, "^problem  singleton_key_prefix SINGLETONLOCK_: ")
+
+        assert app.tasks[f"{APP}.single"].delay("long", 300).is_duplicate
+        assert "singleton_key_prefix" not in Tools(other).ask("doctor")
+    assert f"worker {name}, which has another broker (redis://" in text
+    assert f"localhost:{own_server.port}//), holds the lock of task" in text
+    assert f"holds the lock of task {task.id} ({APP}.single): two apps, or two fleets" in text
+    oracle.let_go("long")
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["acks late", "acks early"])
+def test_a_run_longer_than_the_visibility_timeout_is_named(celery, server, redis, oracle, late):
+    conf = {"broker_transport_options": {"visibility_timeout": 1}, "task_acks_late": late}
+    celery("worker", "-c", "1", conf=conf).ready()
+    with make_app(server.celery_url, conf) as app:
+        put(app, "long", args=["long", 2])
+        put(app, "short")
+        celery("beat", conf=conf)
+        for name in ("long", "short"):
+            Schedule(app).trigger(name)
+
+        text = told(app, "^warning  entry long: its run that ended at ")
+
+        assert "entry short" not in Tools(app).ask("doctor")
+    what = "its message was" if late else "messages that its worker had received, and not started yet, were"
+    assert re.search(rf"took \d+ s, longer than the broker's visibility_timeout of 1 s: {what} delivered again", text)
+
+
+def test_an_entry_whose_runs_all_kill_their_workers_is_named(celery, app, oracle):
+    conf = {"singlebeat_lock_lease": 1}
+    Entry("deadly", f"{APP}.deadly", schedule(3), args=["deadly"], run_on_start=True, app=app).save()
+    put(app, "fine")
+    celery("beat", conf=conf)
+    Schedule(app).trigger("fine")
+    for number in range(1, 5):
+        worker = celery("worker", "-c", "1", conf=conf)
+        oracle.wait_started(number, "deadly")
+        worker.wait()
+    celery("worker", "-c", "1", "-Q", "none", conf=conf).ready()
+
+    text = told(app, "^warning  entry deadly: its last [2-4] runs before the present one are over, and no worker has")
+
+    assert "each has probably killed its worker" in text
+    assert "entry fine" not in Tools(app).ask("doctor")
+    told(app, "^Its last [2-4] runs before the present one are over, and no worker has", "explain", "deadly")

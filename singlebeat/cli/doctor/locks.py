@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from ...beat.lost_messages import MOST, examine
+from ...config import Config
 from ...errors import SinglebeatError
+from ...locks import backend_of, worker_name
 from ...run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from ..locks import locks_of, old
 from ..workers import BrokerError, Workers
@@ -38,7 +41,26 @@ def check_locks(app: Celery, _: Read) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
+    yield from _of_other_brokers(app, [(record.get("task", ""), lock) for _, record, lock in rows])
     yield from _silent_owners(app, [lock for _, _, lock in rows if lock.seems_abandoned])
+
+
+def _of_other_brokers(app: Celery, locks: Sequence[tuple[str, HeldLock]]) -> Iterator[Finding]:
+    """Check for a lock of a worker of another broker, whose app or fleet has the same prefix for locks."""
+    brokers = defaultdict[str, set[str]](set)
+    for announced in backend_of(app).workers():
+        hostname, _, broker = announced.partition(" ")
+        brokers[hostname].add(broker)
+    for task, lock in locks:
+        others = brokers.get(lock.worker, set())
+        if lock.state == "running" and others and worker_name(app, lock.worker).partition(" ")[2] not in others:
+            text = (
+                f"worker {lock.worker}, which has another broker ({', '.join(sorted(others))}), holds the lock of task "
+                f"{lock.task_id} ({task}): two apps, or two fleets such as staging and production, share the prefix, "
+                "and a call of one keeps an equal call of the other from running. Give each a prefix of its own"
+            )
+            yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
+            return
 
 
 def _silent_owners(app: Celery, locks: Sequence[HeldLock]) -> Iterator[Finding]:

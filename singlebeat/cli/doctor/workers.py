@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
@@ -16,9 +16,10 @@ from ...beat.entries.statics import owner_of
 from ...beat.keys import Keys
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 from ...config import Config
-from ...connections import broker_place, schedule_client
+from ...connections import RedisError, broker_place, schedule_client
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
+from ...overlap import Overlap
 from ..locks import every
 from ..workers import BrokerError, Workers
 from .finding import Finding, Read, of_locks
@@ -41,7 +42,11 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     try:
         seen = backend_of(app).workers_seen()
         if not seen:
-            text = "no worker with singlebeat was seen: plain tasks are sent without a lock; install it there, too"
+            names = listed(sorted(entry.name for entry in _plain(app, schedule)))
+            which = f", so that runs of {names} may overlap" if names else ""
+            text = (
+                f"no worker with singlebeat was seen: plain tasks are sent without a lock{which}; install it there, too"
+            )
             yield Finding("warning", "workers", text)
     except LockBackendError as exc:
         yield of_locks(app, exc)
@@ -57,7 +62,12 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         return
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
-    yield from _versions(workers.versions, seen=seen, queued_ttl=Config.of(app).singlebeat_queued_ttl)
+    without = sorted(worker for worker, found in workers.versions.items() if not found)
+    if without and seen:
+        queues = frozenset().union(*(reader.queues for name, reader in workers.readers.items() if name in without))
+        entries = [entry.name for entry in _plain(app, schedule) if queue_of(app, entry) in queues]
+        yield _without_singlebeat(app, without, sorted(entries))
+    yield from _versions(workers.versions)
     if schedule.error is not None:
         return
     yield from _clocks(app, workers)
@@ -126,22 +136,38 @@ def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
         yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", text)
 
 
-def _versions(versions: Mapping[str, str], *, seen: bool, queued_ttl: float) -> Iterator[Finding]:
-    """Compare the versions of singlebeat in the workers and in this process.
+def _plain(app: Celery, schedule: Read) -> Sequence[Entry]:
+    """Return the entries whose locks beat acquires, and workers with singlebeat free: of plain tasks, with a lock.
+
+    Entries that do not run, or that another app sends, are left out.
+    """
+    with suppress(RedisError):  # an earlier part has reported it
+        if schedule.state.is_led_by(owner_of(app)):
+            active = (entry for entry in schedule.usable if entry.enabled and not entry.policy.paused)
+            locked = (entry for entry in active if entry.policy.overlap is not Overlap.ALLOW_ALL)
+            return [entry for entry in locked if not hasattr(app.tasks.get(entry.task), "generate_lock")]
+    return ()
+
+
+def _without_singlebeat(app: Celery, workers: Sequence[str], entries: Sequence[str]) -> Finding:
+    """Return the finding about workers without singlebeat beside workers that have it.
 
     Args:
-        seen: whether a worker with singlebeat was seen: then beat acquires locks for plain tasks.
+        entries: names of the entries of plain tasks whose queues these workers read.
     """
-    without = sorted(worker for worker, found in versions.items() if not found)
-    if without and seen:
-        text = (
-            f"{', '.join(without)}: no singlebeat there, or its settings name no server for locks. When such a worker "
-            "runs a plain task that beat has sent, it leaves the lock of that task as it is, and the next runs are "
-            "skipped until beat finds that out: most of a minute, or while messages wait in the queue up to "
-            f"{queued_ttl:g} s (singlebeat_queued_ttl). How the run ended is not recorded either. Install "
-            "celery-singlebeat there, too, and start the worker again"
-        )
-        yield Finding("problem", "workers without singlebeat", text)
+    which = f" That concerns the entries whose queues it reads: {listed(entries)}." if entries else ""
+    text = (
+        f"{', '.join(workers)}: no singlebeat there, or its settings name no server for locks. When such a worker "
+        "runs a plain task that beat has sent, it leaves the lock of that task as it is, and the next runs are "
+        "skipped until beat finds that out: most of a minute, or while messages wait in the queue up to "
+        f"{Config.of(app).singlebeat_queued_ttl:g} s (singlebeat_queued_ttl).{which} How the run ended is not recorded "
+        "either. Install celery-singlebeat there, too, and start the worker again"
+    )
+    return Finding("problem", "workers without singlebeat", text)
+
+
+def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare the versions of singlebeat in the workers and in this process."""
     found = {*versions.values(), __version__} - {""}
     if len(found) > 1:
         which = {f"{version} on {worker}" for worker, version in versions.items() if version}
