@@ -245,8 +245,10 @@ def test_a_run_longer_than_the_visibility_timeout_is_named(celery, server, redis
         text = told(app, "^warning  entry long: its run that ended at ")
 
         assert "entry short" not in Tools(app).ask("doctor")
-    what = "its message was" if late else "messages that its worker had received, and not started yet, were"
-    assert re.search(rf"took \d+ s, longer than the broker's visibility_timeout of 1 s: {what} delivered again", text)
+    what = "its message" if late else "messages that its worker had received, and not started yet,"
+    assert re.search(
+        rf"took \d+ s, longer than the broker's visibility_timeout of 1 s: {what} may have been delivered again", text
+    )
 
 
 def test_an_entry_whose_runs_all_kill_their_workers_is_named(celery, app, oracle):

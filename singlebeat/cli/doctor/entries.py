@@ -133,11 +133,11 @@ def _redelivered(app: Celery, entry: Entry, end: End) -> Iterator[Finding]:
     if took <= timeout:
         return
     is_late = task.acks_late if task is not None else app.conf.task_acks_late
-    what = "its message was" if is_late else "messages that its worker had received, and not started yet, were"
+    what = "its message" if is_late else "messages that its worker had received, and not started yet,"
     text = (
         f"its run that ended at {end.at:%Y-%m-%d %H:%M:%SZ} took {took:.0f} s, longer than the broker's "
-        f"visibility_timeout of {timeout:g} s: {what} delivered again meanwhile. singlebeat refuses such a copy, and a "
-        "worker without singlebeat runs it. Set visibility_timeout (broker_transport_options of all workers and beats) "
-        "to more than the longest run"
+        f"visibility_timeout of {timeout:g} s: {what} may have been delivered again meanwhile. "
+        "singlebeat refuses such a copy, and a worker without singlebeat runs it. Set visibility_timeout "
+        "(broker_transport_options of all workers and beats) to more than the longest run"
     )
     yield Finding("warning", f"entry {entry.name}", text)
