@@ -112,7 +112,7 @@ class _Pipeline:
 
 def same_slot(client: RedisClient, keys: Sequence[str]) -> list[list[int]]:
     """Return the indexes of the keys in groups for one script each; in a cluster, a group is the keys of one slot."""
-    if not isinstance(client, RedisCluster):
+    if len(keys) == 1 or not isinstance(client, RedisCluster):  # the latter takes long: it is a protocol's check
         return [list(range(len(keys)))]
     groups: dict[int, list[int]] = {}
     for index, key in enumerate(keys):

@@ -211,29 +211,30 @@ def plan_call(
     A task's own ``unique_on`` or ``generate_lock`` may raise anything.
     """
     key = key or str(task.generate_lock(task.name, args, kwargs))
-    otherwise, behind = unlocked_ticket(task, task_id, key, overlap), behind_key(key)
     if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.WHILE_EXECUTING:
-        return Plan(otherwise)
+        return Plan(unlocked_ticket(task, task_id, key, overlap))
     must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
     call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
     wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
-    match task.lock:
-        case LockMode.UNTIL_EXECUTING:
+    otherwise: Ticket | None = None
+    if task.lock == LockMode.UNTIL_EXECUTED:  # the usual one: no more is made than it needs
+        ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
+        if must_be_sent:
+            otherwise = Ticket(task_id, key, behind_key(key), waits=True)
+        if overlap is Overlap.BUFFER_ONE:
+            # At every call, joined or not: an error in only some calls would be found too late.
+            payload = encode_arguments(task, args, kwargs) if equal_calls_may_differ(task) else ""
+            ticket = dataclasses.replace(ticket, joinable=bool(payload))
+            if_held = IfHeld.LEAVE if must_be_sent else IfHeld.JOIN
+            call = dataclasses.replace(call, payload=payload, if_held=if_held)
+    else:
+        ticket = otherwise = unlocked_ticket(task, task_id, key, overlap)
+        if task.lock == LockMode.UNTIL_EXECUTING:
             ticket = Ticket(task_id, otherwise.key, key)
-        case LockMode.UNTIL_EXPIRED:
-            ticket = otherwise
-        case LockMode.UNTIL_AND_WHILE_EXECUTING:
+        elif task.lock == LockMode.UNTIL_AND_WHILE_EXECUTING:
+            behind = behind_key(key)
             ticket = Ticket(task_id, key, behind, waits=True)
             call = dataclasses.replace(call, ref=dataclasses.replace(call.ref, key=behind))
-        case LockMode.UNTIL_EXECUTED:
-            ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
-            otherwise = Ticket(task_id, key, behind, waits=True)
-            if overlap is Overlap.BUFFER_ONE:
-                # At every call, joined or not: an error in only some calls would be found too late.
-                payload = encode_arguments(task, args, kwargs) if equal_calls_may_differ(task) else ""
-                ticket = dataclasses.replace(ticket, joinable=bool(payload))
-                if_held = IfHeld.LEAVE if must_be_sent else IfHeld.JOIN
-                call = dataclasses.replace(call, payload=payload, if_held=if_held)
     if overlap in REPLACING or call.payload:
         _check_backend(task, overlap)
     return Plan(ticket, call, otherwise if must_be_sent else None, overlap, wait, is_of_beat)
@@ -308,6 +309,8 @@ def cancel_releases(call: Call) -> None:
 
 def left_behind(call: Call, holder: Holder) -> list[Ref]:
     """Return the locks that an earlier call of this process may have got after it had given up."""
+    if not awaits_releases():
+        return []
     return [found for place in places_of(call) if (found := refused(place.key, holder.task_id))]
 
 

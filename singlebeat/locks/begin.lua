@@ -69,7 +69,8 @@ local function reply(verdict, holds)
     r[6] or ""}
 end
 
-local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next", "since", "renewed")
+local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next", "since", "renewed",
+  "payload", "entry")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
 local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since")
@@ -155,7 +156,7 @@ if holder and math.floor(held_gen) == math.floor(gen) and state == "running" the
   return reply(held_gen == gen and held_nonce == nonce and "started" or "copy")
 end
 
-local bound = record[5]
+local bound, payload = record[5], record[10] or ""
 if not holder then
   redis.call("HSET", lock, "id", id, "task", task, "args", args, "entry", entry)
 end
@@ -167,15 +168,19 @@ if holder and held_gen < gen then
   -- A higher generation exists only after the lower generation has handed over, so the lower generation is over.
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. record[2])
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
-  redis.call("HSET", lock, "payload", "") -- the new message has its own arguments
+  payload = "" -- the new message has its own arguments
+  redis.call("HSET", lock, "payload", payload)
 end
 -- Microseconds of the server's clock, so that the fence rises even if no record of the last run is left.
 local fence = math.max(time[1] * 1000000 + time[2], (tonumber(record[6]) or 0) + 1)
-redis.call("HSET", lock, "gen", ARGV[2], "state", "running", "nonce", nonce,
-  "since", string.format("%.0f", now), "fence", string.format("%.0f", fence))
-redis.call("HDEL", lock, "next", "next_ttl", "worker", "renewed")
+local now_text, fence_text = string.format("%.0f", now), string.format("%.0f", fence)
+redis.call("HSET", lock, "gen", ARGV[2], "state", "running", "nonce", nonce, "since", now_text, "fence", fence_text)
+if record[7] or record[9] then
+  redis.call("HDEL", lock, "next", "next_ttl", "worker", "renewed")
+end
 if waiting[1] == id and waiting[2] and waiting[2] ~= "" then
-  redis.call("HSET", lock, "payload", waiting[2])
+  payload = waiting[2]
+  redis.call("HSET", lock, "payload", payload)
 end
 if waiting[1] == id and queued ~= behind then
   redis.call("DEL", queued)
@@ -191,4 +196,4 @@ if bound then
   lease = math.max(1, math.min(lease, bound - now))
 end
 redis.call("PEXPIRE", lock, string.format("%.0f", lease))
-return reply("started")
+return {"started", id, "running", now_text, fence_text, lease, payload, holder and (record[11] or "") or entry}

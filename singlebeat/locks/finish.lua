@@ -19,7 +19,7 @@
 --          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
 --                    a promise of the lock to this message is taken back
 --
--- A repetition replies "kept", and at most writes the time of the end again.
+-- A repetition replies "kept", and writes nothing.
 
 local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
@@ -42,8 +42,9 @@ local function finish(lock, done, turn, id, gen, nonce)
   local queued = ours and record[3] == "queued"
   local another = ours and not holds and not queued
 
+  -- A key of another type remembers nothing and is no error. The main process repeats what the run itself has done.
   if done_ms > 0 and (holds or (ran and not another)) then
-    if type(redis.pcall("ZCARD", done)) == "number" then -- a key of another type remembers nothing and is no error
+    if type(redis.pcall("ZSCORE", done, id .. ":" .. gen)) == "boolean" then
       redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
       redis.call("ZADD", done, now, id .. ":" .. gen)
       redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))

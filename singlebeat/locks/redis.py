@@ -10,9 +10,9 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from redis import RedisCluster
 from redis.exceptions import NoPermissionError
 
+from ..clients import is_cluster
 from ..config import Config
 from ..connections import RedisError, lock_server, masked, private, same_slot, shared, what_it_does
 from ..errors import LockBackendError, UnusableLockError
@@ -140,7 +140,7 @@ class RedisBackend(BaseBackend):
     @property
     def sends(self) -> bool:
         """Whether the locks are on one server, which may be the broker's."""
-        return not isinstance(self.redis, RedisCluster)
+        return not is_cluster(self.url, self.kwargs)
 
     def ask(self, calls: Sequence[Call], *, may_be_resent: bool = False) -> list[Holder]:
         """Return what ``acquire_many`` would answer to calls, without taking places; calls that join have joined."""
@@ -169,7 +169,7 @@ class RedisBackend(BaseBackend):
         values: list[str | int] = []
         for each in sendings:
             keys += (*self.keys_of(each.call), *(command.key for command in each.commands))
-            values += (self.requests([(each.call, each.only, "")]), len(each.commands))
+            values += (self.requests([(each.call, each.only, "")]), each.only, len(each.commands))
             values += (part for command in each.commands for part in (command.name, command.argument))
         where = broker.value, "" if broker.db == db else broker.db, db
         with senders.one() as sender:

@@ -16,6 +16,7 @@
 -- ARGV[7]    deadline  as in acquire
 -- ARGV[8...] for each call
 --            call      JSON: an array with the array of the call, as in acquire
+--            only      that of the call
 --            count     number of its commands
 --            commands  for each command: its name (lpush, pexpire, publish) and its argument
 --
@@ -67,8 +68,8 @@ local function refused(reason)
 end
 
 local function send()
-  local keys, call, count = {unpack(KEYS, key, key + 3)}, ARGV[argument], tonumber(ARGV[argument + 1])
-  local queue, command = key + 4, argument + 2
+  local keys, call, only = {unpack(KEYS, key, key + 3)}, ARGV[argument], ARGV[argument + 1]
+  local count, queue, command = tonumber(ARGV[argument + 2]), key + 4, argument + 3
   key, argument = queue + count, command + 2 * count
 
   if late then
@@ -78,7 +79,7 @@ local function send()
   if type(reply) ~= "string" then
     return refused(reply.err)
   end
-  local verdict, only = cjson.decode(reply)[1][1], cjson.decode(call)[1][10]
+  local verdict = string.match(reply, '%a+') -- the first word of its first array
   local is_granted = verdict == "acquired" or verdict == "waiting"
   if is_granted and (only == "" or only == verdict) then
     for i = 0, count - 1 do

@@ -657,6 +657,54 @@ def test_a_holder_that_waits_may_be_replaced(backend, redis, lives):
     assert finish(redis) == finish(redis, A) == "kept"
 
 
+def test_an_end_that_is_repeated_writes_nothing(backend, redis):
+    acquire(backend)
+    begin(backend)
+    backend.finish_many([RUN], remember_for=MEMORY, ran=True)
+    redis.pexpire(done_key(LOCK), 5000)
+    remembered = redis.zrange(done_key(LOCK), 0, -1, withscores=True)
+
+    backend.finish_many([RUN], remember_for=MEMORY, ran=True)
+
+    assert redis.zrange(done_key(LOCK), 0, -1, withscores=True) == remembered
+    assert redis.pttl(done_key(LOCK)) <= 5000
+
+
+def _queued(backend: RedisBackend) -> None:
+    acquire(backend, entry="nightly")
+
+
+def _joined(backend: RedisBackend) -> None:
+    acquire(backend, entry="nightly", payload="[1]", if_held=IfHeld.JOIN)
+    acquire(backend, B, payload="[2]", if_held=IfHeld.JOIN)
+
+
+def test_a_promise_to_a_retry_ends_with_the_start_of_a_later_retry(backend, redis):
+    acquire(backend)
+    begin(backend)
+    backend.promise(RUN, to=later(A, 1), ttl=QUEUED_TTL)
+    run = later(A, 2, "n3")
+
+    assert begin(backend, run).verdict is Verdict.STARTED
+
+    assert finish(redis, run) == "finished"
+    assert not redis.exists(LOCK)
+
+
+@pytest.mark.parametrize("prepare", [lambda _: None, _queued, _joined])
+@pytest.mark.parametrize("run", [RUN, replace(RUN, generation=1)], ids=["first", "retry"])
+def test_a_start_is_answered_as_its_repetition_is(backend, redis, prepare, run):
+    prepare(backend)
+
+    started = begin(backend, run, entry="nightly")
+
+    again = begin(backend, run, entry="nightly")
+    assert replace(started, ttl=0) == replace(again, ttl=0)
+    assert (started.verdict, started.task_id, started.state, started.entry) == ("started", "a", "running", "nightly")
+    assert started.ttl == pytest.approx(again.ttl, abs=SLACK)
+    assert started.payload == ("[2]" if prepare is _joined and run is RUN else "")
+
+
 def test_a_replaced_holder_is_remembered_as_long_as_it_may_wait(backend, redis):
     acquire(backend, ttl=2 * MEMORY)
     acquire(backend, B, ttl=1.0, if_held=IfHeld.REPLACE)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from celery import Celery
 from redis import CredentialProvider, Redis
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.connection import Connection, PythonRespSerializer, SSLConnection, UnixDomainSocketConnection
 from redis.sentinel import SentinelConnectionPool
 
 from singlebeat.clients import native
 from singlebeat.connections import (
+    DataError,
     RedisError,
     is_redis,
     lock_server,
@@ -31,6 +32,7 @@ from singlebeat.connections import (
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks import backend_of, new_backend
 from singlebeat.locks.redis import RedisBackend
+from singlebeat.overlap import Overlap
 from tests.support import ROOT, RedisServer, at_once, wait_until
 
 URL = "redis://127.0.0.1:1/0"  # no server is there, and none is asked
@@ -557,6 +559,33 @@ def test_a_url_that_cannot_be_used_is_an_error_without_its_password(url):
 def test_an_option_unknown_to_the_client_is_an_error_of_the_settings():
     with pytest.raises(ConfigError, match="no_such_option"):
         private(URL, timeout=1, options={"no_such_option": 1})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("PING",),
+        ("CONFIG GET", "maxmemory"),
+        (b"CONFIG GET", "maxmemory"),
+        ("SET", "key", "é ∑ 😀", "PX", 1000),
+        ("SET", "key", b"\xff\xfe".decode(errors="surrogateescape")),
+        ("ZADD", "key", 1.5, b"\xff\xfe", -1, "x" * 100_000),
+        ("HSET", "key", "policy", Overlap.SKIP, "", ""),
+    ],
+)
+def test_a_command_is_packed_as_redis_py_packs_it_in_one_piece(command):
+    ours = private(URL, timeout=1).connection_pool.make_connection()
+    its = PythonRespSerializer(6000, Connection(encoding_errors="surrogateescape").encoder.encode)
+
+    assert ours.pack_command(*command) == [b"".join(its.pack(*command))]
+
+
+@pytest.mark.parametrize("value", [None, True, {"a": 1}])
+def test_a_value_that_redis_py_refuses_is_no_argument_of_a_command(value):
+    ours = private(URL, timeout=1).connection_pool.make_connection()
+
+    with pytest.raises(DataError):
+        ours.pack_command("SET", "key", value)
 
 
 def test_one_url_has_one_client_in_a_process():

@@ -69,10 +69,12 @@ def restore_arguments(what: str, values: Any, given: Given) -> Any:
         EntryError: ``beat_schedule`` lacks one of the objects.
     """
     marks = [at for at, value in _items(values) if value == MARK]
-    ours = dict(_items(given.get(what))) if marks else {}
+    if not marks:
+        return values
+    ours = dict(_items(given.get(what)))
     if any(at not in ours for at in marks):
         raise EntryError(f"there is a BeatLazyFunc in its {what}, which the beat_schedule of this app must give")
-    return _map(values, lambda at, value: ours[at] if value == MARK else value) if marks else values
+    return _map(values, lambda at, value: ours[at] if value == MARK else value)
 
 
 def evaluate_lazy(values: Any) -> Any:
@@ -90,7 +92,9 @@ def _is_lazy(value: object) -> bool:
 
 
 def _items(values: Any) -> Iterable[tuple[Any, object]]:
-    return values.items() if isinstance(values, Mapping) else enumerate(values or ())
+    if not values:
+        return ()
+    return values.items() if isinstance(values, Mapping) else enumerate(values)
 
 
 def _map(values: Any, change: Callable[[Any, Any], object]) -> Any:

@@ -207,6 +207,8 @@ def check_headers(headers: object) -> None:
 
 
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    if not options:
+        return options
     check_headers(options.get("headers"))
     for name, value in options.items():
         if name in TAKEN_OPTIONS:

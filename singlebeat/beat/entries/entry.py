@@ -22,6 +22,7 @@ from ..server_time import server_now
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object
 from .fields import read_fields
+from .options import check_encoding
 from .permission import check_allowed
 from .policy import EntryPolicy, PolicyOptions
 from .save import save_entries
@@ -204,6 +205,20 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         entry = cls.decode(key, definition, app)
         entry._check_usable(now)
         return entry
+
+    def check_stored(self, definition: str, now: datetime) -> None:
+        """Check that a beat can use the entry as it is to be stored: an entry that can be built may have no JSON.
+
+        Args:
+            definition: the field to be stored.
+
+        Raises:
+            EntryError: as ``usable``.
+        """
+        read = copy.copy(self)  # far cheaper than to build another one
+        read.__dict__.update(decode_definition(definition, given_for(self.app, self.name)))
+        read._check_usable(now)
+        check_encoding(read.options)
 
     def _check_usable(self, now: datetime) -> None:
         check_allowed(self, Config.of(self.app).singlebeat_allowed_tasks)

@@ -132,6 +132,8 @@ class EntryPolicy:
         Raises:
             EntryError: a field is unknown or wrong, or two contradict each other; the message names them.
         """
+        if not wishes:
+            return _NO_WISHES
         values: dict[str, Any] = {}
         for name, value in wishes.items():
             if name not in _CHECKS:
@@ -156,7 +158,7 @@ class EntryPolicy:
     @classmethod
     def names(cls) -> frozenset[str]:
         """Return the names of all fields."""
-        return frozenset(_CHECKS)
+        return _NAMES
 
     @classmethod
     def decode(cls, text: str | None) -> EntryPolicy:
@@ -165,7 +167,7 @@ class EntryPolicy:
         Raises:
             EntryError: the policy cannot be decoded.
         """
-        return _decode(text) if text else cls()
+        return _decode(text) if text else _NO_WISHES
 
     def encode(self) -> str:
         """Return the ``policy`` field of an entry; an empty string if all values are defaults."""
@@ -180,7 +182,7 @@ class EntryPolicy:
 
 
 _CHECKS: Mapping[str, Callable[[object], object]] = {each.name: each.metadata["check"] for each in fields(EntryPolicy)}
-_NO_WISHES = EntryPolicy()
+_NAMES, _NO_WISHES = frozenset(_CHECKS), EntryPolicy()
 
 
 @lru_cache(maxsize=4096)

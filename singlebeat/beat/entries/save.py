@@ -13,7 +13,6 @@ from ..calendar.clocked import comes_once
 from .code_only import given_for
 from .definition import Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
-from .options import check_encoding
 from .policy import EntryPolicy
 from .schedule_json import have_same_times
 from .timetable import PARKED
@@ -230,10 +229,10 @@ def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
     """
     definition, meta, policy, since = wish.fields
     try:
-        json.loads(definition, parse_constant=_refuse)
-        read = type(entry).usable(wish.member, definition, entry.app, now)
-        check_encoding(read.options)
-        if why := EntryPolicy.decode(policy).contradicts(read.options):
+        if "N" in definition or "I" in definition:  # perhaps NaN or Infinity
+            json.loads(definition, parse_constant=_refuse)
+        entry.check_stored(definition, now)
+        if why := EntryPolicy.decode(policy).contradicts(entry.options):
             raise EntryError(why)  # noqa: TRY301
         if entry.enabled and (why := entry.timetable.why_without_time()):
             raise EntryError(why)  # noqa: TRY301

@@ -166,8 +166,10 @@ class Statics:
 
     def _unpark(self, names: Sequence[str], now: datetime) -> None:
         """Put parked entries back."""
-        kept = read_fields(self.client, [self.keys.parked(name) for name in names])
-        read = zip(names, kept, strict=True)
+        parked = [self.keys.parked(name) for name in names]
+        if not parked or not self.client.exists(*parked):  # the usual case, and far cheaper than to read them
+            return
+        read = zip(names, read_fields(self.client, parked), strict=True)
         found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
         if not found:
             return
