@@ -59,16 +59,16 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         return self.apply_async(entry, advance=False)
 
     @contextmanager
-    def collecting(self) -> Iterator[Outbox]:
-        """Let ``publish`` put each message into an outbox.
+    def collecting(self) -> Iterator[Outbox | None]:
+        """Let ``publish`` put each message into an outbox; None if the broker's transport, or kombu, has none.
 
         Raises:
-            NotImplementedError: the broker's transport, or this version of kombu, has no messages for an outbox.
             Exception: the broker is not reached.
         """
         producer = self.producer
         if not takes_outbox(producer):
-            raise NotImplementedError("only kombu 5.7 and newer, with Redis as the broker, hands messages over")
+            yield None
+            return
         with collecting(producer) as outbox:
             self._collecting = producer
             try:
