@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.beat import Scheduler, SchedulingError
 from celery.result import denied_join_result
+from kombu import Producer
 
 from ..broker import BrokerConnection
 from ..outbox import collecting, takes_outbox
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
-    from kombu import Connection, Producer
+    from kombu import Connection
 
     from ..outbox import Outbox
     from .entries.entry import Entry
 
-__all__ = ("BrokerAccess",)
+__all__ = ("BeatProducer", "BrokerAccess")
+
+
+class BeatProducer(Producer):  # type: ignore[misc]
+    """kombu's producer, which copies a queue for each message, only to find that the queue is declared."""
+
+    def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: object) -> Any:
+        """Declare a queue or an exchange if it is not declared already."""
+        if entity and entity.can_cache_declaration and hash(entity) in self.connection.declared_entities:
+            return False
+        return super().maybe_declare(entity, retry, **retry_policy)
 
 
 class BrokerAccess(Scheduler):  # type: ignore[misc]
