@@ -86,6 +86,7 @@ class OneWrite:
         self.dispatches = Dispatches(store, (self._broker, self._locks))
         self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
         self._refusal = ""  #: why the server does not record decisions
+        self._is_denied = False  #: the last write, for lack of a right
 
     def send(
         self,
@@ -125,7 +126,7 @@ class OneWrite:
             except Exception:  # a server is unreachable, for example: several writes find out what to do about it
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
-            messages = [message for message in messages if not message.goes_its_own_way]
+            messages = [message for message in messages if not self.dispatcher.goes_alone(message)]
             sending = _Sending(self, outbox, by_id, term, now, retry_at)
             return sending.send(self.dispatcher.by_failures(messages))
 
@@ -158,6 +159,12 @@ class OneWrite:
         for marker in (self._broker, self._locks):
             marker.rule_out(time.monotonic())
 
+    def note_denial(self, reason: str) -> None:
+        """Rule one write out if it is denied twice in a row; the queue of one message may be forbidden."""
+        if self._is_denied:
+            self.rule_out(reason)
+        self._is_denied = True
+
     def check_records(self) -> None:
         """Raise the server's error if it has not recorded all that was sent since the last check.
 
@@ -180,7 +187,7 @@ class OneWrite:
         except ResponseError:  # it is answered
             self._unanswered = None
             raise
-        self._unanswered = None
+        self._unanswered, self._is_denied = None, False
         for attempt, answer in zip(attempts, answers or (), strict=answers is not None):
             self._report(attempt, answer)
         return answers
@@ -392,7 +399,7 @@ class _Sending:
             if is_marked:
                 answers = one_write.write(batch, self._request(batch))
         except NoPermissionError as exc:
-            one_write.rule_out(str(exc))
+            one_write.note_denial(str(exc))
             self._is_possible = False
             return ()
         if answers is None:

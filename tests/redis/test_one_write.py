@@ -477,6 +477,27 @@ def test_a_right_that_is_missing_inside_of_the_script_is_said_once(server, redis
     assert logged("refused") == []
 
 
+def test_a_forbidden_queue_rules_one_write_out_for_no_other_entry(server, redis, bench_on, logged, caplog):
+    caplog.set_level("INFO", "celery.beat")
+    keys = ["redbeat:*", "SINGLETONLOCK_*", "singlebeat:*", "celery*", "_kombu*", "allowed"]
+    redis.acl_setuser("narrow", enabled=True, passwords=["+pw"], keys=keys, channels=["*"], commands=["+@all"])
+    try:
+        bench = bench_on(server, broker_url=server.celery_url.replace("://", "://narrow:pw@", 1))
+        scheduler = bench.scheduler()
+        bench.put("bad", options={"queue": "forbidden"})
+        for name in ("a", "b", "c"):
+            bench.put(name)
+            scheduler.tick()
+            bench.retry_now()
+            assert in_one_write(scheduler)
+    finally:
+        redis.acl_deluser("narrow")
+
+    assert bench.names == ["a", "b", "c"]
+    assert redis.zrange(PENDING, 0, -1) == ["redbeat:bad"]
+    assert logged("several_writes") == []
+
+
 def test_a_full_server_writes_nothing_and_goes_on_in_one_write(own_server, bench_on):
     bench = bench_on(own_server)
     scheduler = bench.scheduler()
