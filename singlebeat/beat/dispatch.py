@@ -288,12 +288,12 @@ class Dispatcher:
         made, characters = list[_Attempt](), 0
         with ExitStack() as stack:
             try:
-                is_alone = is_alone or self.goes_alone(left[0])
+                is_alone = is_alone or self._goes_alone(left[0])
                 outbox = None if is_alone else stack.enter_context(self._publisher.collecting())
             except Exception as exc:  # a transport's driver may raise anything
                 return [_Attempt(left.popleft(), error=exc)]
             while left and len(made) < MOST_MESSAGES and characters < MOST_CHARACTERS and may_send():
-                if made and (outbox is None or self.goes_alone(left[0])):
+                if made and (outbox is None or self._goes_alone(left[0])):
                     break
                 message = left.popleft()
                 made.append(self._make(message, holders.get(message.occurrence.id), outbox))
@@ -314,7 +314,7 @@ class Dispatcher:
             attempt.error = error
         return made
 
-    def goes_alone(self, message: Message) -> bool:
+    def _goes_alone(self, message: Message) -> bool:
         """Return whether a message is sent by itself; one that has failed may be the cause of the failure."""
         return message.goes_its_own_way or bool(self._backoff.failures_of(message.entry.key))
 

@@ -126,7 +126,7 @@ class OneWrite:
             except Exception:  # a server is unreachable, for example: several writes find out what to do about it
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
-            messages = [message for message in messages if not self.dispatcher.goes_alone(message)]
+            messages = [message for message in messages if not message.goes_its_own_way]
             sending = _Sending(self, outbox, by_id, term, now, retry_at)
             return sending.send(self.dispatcher.by_failures(messages))
 
