@@ -44,7 +44,8 @@ MARKER_TTL, WRITTEN_FOR = 90.0, 30.0
 #: Seconds for which there is no one write after a connection was found to lead to another server.
 ELSEWHERE_FOR = 600.0
 
-#: Messages, and characters of them, that are written at once: the server does nothing else meanwhile.
+#: Messages, and characters of them, that are written at once: a script keeps the server from all else meanwhile, and
+#: without one, a reply that is lost may mean as many copies.
 MOST_MESSAGES, MOST_CHARACTERS = 100, 1_000_000
 
 #: Prefix of the keys of the last replies to senders, and seconds for which a reply is kept: longer than any repetition.

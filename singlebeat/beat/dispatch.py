@@ -264,7 +264,7 @@ class Dispatcher:
                 if exc is None:
                     yield self._settle(message, attempt.outcome)
                 elif not self._publisher.may_publish(term):
-                    return
+                    continue
                 elif is_transient(exc):
                     failed[message.entry.key] = exc
                 else:
@@ -287,13 +287,14 @@ class Dispatcher:
         """
         made, characters = list[_Attempt](), 0
         with ExitStack() as stack:
+            is_alone = is_alone or self._goes_alone(left[0])
             try:
-                is_alone = is_alone or self._goes_alone(left[0])
                 outbox = None if is_alone else stack.enter_context(self._publisher.collecting())
             except Exception as exc:  # a transport's driver may raise anything
                 return [_Attempt(left.popleft(), error=exc)]
-            while left and len(made) < MOST_MESSAGES and characters < MOST_CHARACTERS and may_send():
-                if made and (outbox is None or self._goes_alone(left[0])):
+            most = MOST_MESSAGES if outbox is not None else 1
+            while left and len(made) < most and characters < MOST_CHARACTERS and may_send():
+                if made and self._goes_alone(left[0]):
                     break
                 message = left.popleft()
                 made.append(self._make(message, holders.get(message.occurrence.id), outbox))

@@ -243,6 +243,24 @@ def test_a_beat_that_stops_leading_while_it_makes_messages_sends_none(bench, red
     assert bench.decisions == ["dispatched"] * 5
 
 
+def test_what_a_batch_has_sent_is_confirmed_though_the_beat_leads_no_longer(bench, redis, broker, monkeypatch):
+    """The server refuses the first message of the batch."""
+    names, loser = put(bench, 3), bench.scheduler()
+    send = Outbox.send
+
+    def refuse_first(self: Outbox, messages: Any) -> Any:
+        errors = send(self, messages[1:])
+        loser.lease._trusted_until = 0
+        return [RedisConnectionError(), *errors]
+
+    monkeypatch.setattr(Outbox, "send", refuse_first)
+    loser.tick()
+
+    assert len(bench.history) == len(names) - 1
+    assert {record["id"] for record in bench.history} == set(ids(broker))
+    assert redis.zcard(PENDING) == 1
+
+
 def test_large_messages_are_sent_in_smaller_batches(bench, broker, batches):
     put(bench, 6, args=["x" * (MOST_CHARACTERS // 4)])
 
