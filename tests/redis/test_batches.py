@@ -243,7 +243,7 @@ def test_a_beat_that_stops_leading_while_it_makes_messages_sends_none(bench, red
     assert bench.decisions == ["dispatched"] * 5
 
 
-def test_what_a_batch_has_sent_is_confirmed_though_the_beat_leads_no_longer(bench, redis, broker, monkeypatch):
+def test_a_sent_part_of_a_batch_is_confirmed_after_the_end_of_the_term(bench, redis, broker, monkeypatch):
     """The server refuses the first message of the batch."""
     names, loser = put(bench, 3), bench.scheduler()
     send = Outbox.send
