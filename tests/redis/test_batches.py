@@ -261,6 +261,31 @@ def test_a_sent_part_of_a_batch_is_confirmed_after_the_end_of_the_term(bench, re
     assert redis.zcard(PENDING) == 1
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_a_beat_that_dies_around_a_batch_loses_none_of_it(bench, redis, broker, monkeypatch, task, when):
+    names, dead, heir, send = put(bench, 5, task=task), bench.scheduler(), bench.scheduler(), Outbox.send
+
+    def die(self: Outbox, messages: Any) -> None:
+        if when == "after":
+            send(self, messages)
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbox, "send", die)
+        # A process that is killed frees and confirms nothing.
+        patch.setattr(dead.dispatcher, "_release", lambda *_: None)
+        with pytest.raises(SystemExit):
+            dead.tick()
+    assert (bench.decisions, redis.zcard(PENDING)) == ([], len(names))
+    redis.delete(LOCK)
+    heir.tick()
+
+    assert bench.decisions == ["dispatched"] * len(names)
+    assert Counter(ids(broker)) == {record["id"]: 1 if when == "before" else 2 for record in bench.history}
+    assert redis.zcard(PENDING) == 0
+
+
 def test_large_messages_are_sent_in_smaller_batches(bench, broker, batches):
     put(bench, 6, args=["x" * (MOST_CHARACTERS // 4)])
 
