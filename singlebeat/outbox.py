@@ -1,4 +1,4 @@
-"""Keeps messages as Redis commands, for a script that writes them together with something else."""
+"""Keeps messages as Redis commands, to send many in one round trip, or by a script together with something else."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
+from celery.signals import after_task_publish, before_task_publish
+
 if TYPE_CHECKING:
+    from celery import Celery
     from kombu import Producer
 
     from .clients import RedisClient
@@ -28,6 +31,7 @@ __all__ = (
     "Outbox",
     "collecting",
     "database",
+    "reports_each",
     "senders",
     "size",
     "takes_outbox",
@@ -40,7 +44,8 @@ MARKER_TTL, WRITTEN_FOR = 90.0, 30.0
 #: Seconds for which there is no one write after a connection was found to lead to another server.
 ELSEWHERE_FOR = 600.0
 
-#: Messages, and characters of them, that are written at once: the server does nothing else meanwhile.
+#: Messages, and characters of them, that are written at once: a script keeps the server from all else meanwhile, and
+#: without one, a reply that is lost may mean as many copies.
 MOST_MESSAGES, MOST_CHARACTERS = 100, 1_000_000
 
 #: Prefix of the keys of the last replies to senders, and seconds for which a reply is kept: longer than any repetition.
@@ -69,7 +74,7 @@ class Outbox:
         self.channel, self.commands, self._full = channel, list[Command](), full
         self.is_full = False
 
-    def expect(self, full: Callable[[Outbox], object]) -> None:
+    def expect(self, full: Callable[[Outbox], object] = lambda _: None) -> None:
         """Keep one more message, and call ``full`` with it."""
         self.commands, self._full, self.is_full = [], full, False
 
@@ -95,8 +100,23 @@ class Outbox:
         name: str = queues.pop().removeprefix(self.channel.global_keyprefix)
         return name.partition(self.channel.sep)[0]  # behind it, the priority
 
+    def send(self, messages: Sequence[Sequence[Command]]) -> list[Exception | None]:
+        """Send messages in one round trip; return the server's error for each, None if it has taken the message.
+
+        Raises:
+            Exception: any error of the connection. It is unknown then which of the messages are sent.
+        """
+        prefix = self.channel.global_keyprefix
+        with self.channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+            for command in (command for message in messages for command in message):
+                getattr(pipe, command.name)(command.key.removeprefix(prefix), command.argument)
+            replies = pipe.execute(raise_on_error=False)
+        # The first command of a message puts the message into a queue.
+        first = [replies[at] for at in accumulate(map(len, messages[:-1]), initial=0)]
+        return [reply if isinstance(reply, Exception) else None for reply in first]
+
     def flush(self) -> None:
-        """Do nothing: the script sends the message."""
+        """Do nothing: the messages are sent otherwise."""
 
     discard = close = flush
 
@@ -104,6 +124,11 @@ class Outbox:
 def size(commands: Sequence[Command]) -> int:
     """Return the characters of a message."""
     return sum(len(str(command.argument)) for command in commands)
+
+
+def reports_each(app: Celery) -> bool:
+    """Return whether Celery reports each message of an app when it is published, to receivers or in an event."""
+    return bool(before_task_publish.receivers or after_task_publish.receivers or app.conf.task_send_sent_event)
 
 
 def takes_outbox(producer: Producer) -> bool:

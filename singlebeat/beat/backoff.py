@@ -25,11 +25,10 @@ class Backoff:
         """Return how many attempts of an entry have failed in a row."""
         return self._by_key[key]
 
-    def failed(self, key: str = "") -> bool:
-        """Record a failed attempt, of the server if no entry is given; return whether it is worth logging."""
-        if key:
-            self._by_key[key] += 1
-        if self._by_key[key] > 1:  # a repeated failure of one entry shows nothing new about the server
+    def failed(self, *keys: str) -> bool:
+        """Record a failed attempt of entries, of the server if none is given; return whether it is worth logging."""
+        self._by_key.update(keys)
+        if any(self._by_key[key] > 1 for key in keys):  # a repeated failure shows nothing new about the server
             return False
         self._failures += 1
         return self._failures == 1

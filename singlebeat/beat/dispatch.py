@@ -1,12 +1,13 @@
-"""From a claimed occurrence to its message: lock, publish, confirm."""
+"""From claimed occurrences to their messages: lock, publish, confirm."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from ..locks.acquire import UNSENT_TTL, Granted, Refused, cancel_releases, keep
 from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
+from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..overlap import Overlap
 from .backoff import Backoff
 from .decision_log import log_decision
@@ -31,16 +33,29 @@ from .message import Message, prepare
 from .store.probe import with_advice
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from celery import Celery
     from celery.result import AsyncResult
 
     from ..locks.base import Headers
+    from ..outbox import Command, Outbox
     from .entries.entry import Entry
     from .leadership.lease import Term
     from .store.claims import ClaimedOccurrence, Confirmation, Store
 
 
-__all__ = ("RETRY_AFTER", "Dispatcher", "Published", "delay_of", "is_transient", "not_published")
+__all__ = (
+    "BROKER",
+    "LOCKS",
+    "RETRY_AFTER",
+    "Dispatcher",
+    "Published",
+    "Publisher",
+    "delay_of",
+    "is_transient",
+    "not_published",
+)
 
 log = Log("celery.beat")
 
@@ -86,7 +101,9 @@ def _is_of_message(exc: BaseException) -> bool:
     cause = exc.__cause__ if isinstance(exc, OperationalError) else None
     if isinstance(cause, OSError):  # the error of a wrong certificate is also a ValueError
         return False
-    return isinstance(cause, UNUSABLE) or (isinstance(cause, ResponseError) and "WRONGTYPE" in str(cause))
+    return isinstance(cause, UNUSABLE) or any(
+        isinstance(each, ResponseError) and "WRONGTYPE" in str(each) for each in (exc, cause)
+    )
 
 
 class Publisher(Protocol):
@@ -94,6 +111,13 @@ class Publisher(Protocol):
 
     def publish(self, entry: Entry) -> AsyncResult:
         """Send the task of an entry; raise SchedulingError if it could not be sent."""
+
+    def collecting(self) -> AbstractContextManager[Outbox | None]:
+        """Let ``publish`` put each message into an outbox; None if the broker's transport, or kombu, has none.
+
+        Raises:
+            Exception: the broker is not reached.
+        """
 
     def may_publish(self, term: Term) -> bool:
         """Return whether this beat still leads in a term."""
@@ -115,6 +139,16 @@ class Published(NamedTuple):
     def under(cls, waits_for: Holder | None) -> Published:
         """Return the outcome of a message that is sent, and waits for the end of another run, or for none."""
         return cls(DecisionType.DISPATCHED) if waits_for is None else cls(DecisionType.BUFFERED, waits_for)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A message, and what has become of it."""
+
+    message: Message
+    outcome: Granted | Refused | None = None  #: as of ``Dispatcher.outcome``
+    error: Exception | None = None  #: why it is not sent
+    commands: Sequence[Command] = ()  #: that are to send it; empty: it is sent, or not to be sent
 
 
 class Dispatcher:
@@ -145,7 +179,7 @@ class Dispatcher:
         self._queues: dict[str, str] = {}  #: the queues of the messages of this dispatch, by task id
 
     def dispatch(self, claimed: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> None:
-        """Lock all occurrences in one round trip, publish one after the other, confirm all in one round trip.
+        """Lock all occurrences in one round trip, publish them in a few, confirm all in one round trip.
 
         Each occurrence comes with its entry and with the entry's past, in which the occurrence is counted.
 
@@ -164,7 +198,7 @@ class Dispatcher:
         messages, wrong = prepare(self.app, self.report_each(claimed), looked_after=looked_after)
         self._release(*(lock for message, _ in wrong for lock in message.locks))
         decided: list[Confirmation] = [self._give_up(*each) for each in wrong]
-        unsent, asked = list[str](), outage is None
+        unsent, asked, one_by_one = list[str](), outage is None, reports_each(self.app)
         messages = self.by_failures(messages)
         try:
             holders: Mapping[str, Holder] = {}
@@ -181,7 +215,7 @@ class Dispatcher:
             if outage is not None and unsent:
                 self._note_failure(outage)
             before_task_publish.connect(self._note_queue)
-            for settled in self._send_each(ready, holders, term, deadline, unsent):
+            for settled in self._send_all(ready, holders, term, deadline, unsent, one_by_one=one_by_one):
                 decided.append(settled)
         finally:
             before_task_publish.disconnect(self._note_queue)
@@ -199,47 +233,108 @@ class Dispatcher:
         """Return messages in another order: those that have failed most often come last."""
         return sorted(messages, key=lambda message: self._backoff.failures_of(message.entry.key))
 
-    def _send_each(
+    def _send_all(
         self,
         messages: Sequence[Message],
         holders: Mapping[str, Holder],
         term: Term,
         deadline: float,
         unsent: list[str],
+        *,
+        one_by_one: bool,
     ) -> Iterator[Confirmation]:
-        """Send messages one after the other, for as long as this beat may; yield the confirmation of each.
+        """Send messages, for as long as this beat may; yield the confirmation of each.
 
         Args:
             unsent: receives the keys of the entries whose messages a server does not take now.
+            one_by_one: send each in a round trip of its own.
         """
-        broker_is_down, patience = False, Config.of(self.app).singlebeat_socket_timeout
-        for message in messages:
-            key = message.entry.key
-            self.progress()
-            if not self._publisher.may_publish(term) or time.monotonic() > deadline:
-                return
+
+        def may_send() -> bool:
+            return self._publisher.may_publish(term) and time.monotonic() <= deadline
+
+        broker_is_down, patience, left = False, Config.of(self.app).singlebeat_socket_timeout, deque(messages)
+        while left and may_send():
             if broker_is_down:  # each further message would wait for the broker again
-                unsent.append(key)
-                continue
-            began = time.monotonic()
-            try:
-                settled = self._settle(message, holders.get(message.occurrence.id))
-                self._backoff.succeeded(key)
-                if settled.decision.is_sent:
-                    self._note_answer(BROKER)
-            except Exception as exc:  # claiming and sending run a task's own code and the broker's driver
-                if not self._publisher.may_publish(term):
-                    return
-                if is_transient(exc):
-                    unsent.append(key)
-                    self._note_failure(exc, key)
-                    patience -= time.monotonic() - began
-                    # The cause may be this message alone. A broker that hangs may still accept connections.
-                    broker_is_down = patience <= 0 or not self._publisher.reaches_broker()
+                unsent.extend(message.entry.key for message in left)
+                return
+            began, failed = time.monotonic(), dict[str, Exception]()
+            for attempt in self._send_next(left, holders, may_send, is_alone=one_by_one):
+                message, exc = attempt.message, attempt.error
+                if exc is None:
+                    yield self._settle(message, attempt.outcome)
+                elif not self._publisher.may_publish(term):
                     continue
-                self._release(*message.locks)
-                settled = self._give_up(message, exc)
-            yield settled
+                elif is_transient(exc):
+                    failed[message.entry.key] = exc
+                else:
+                    self._release(*message.locks)
+                    yield self._give_up(message, exc)
+            if failed:
+                unsent.extend(failed)
+                self._note_failure(next(iter(failed.values())), *failed)
+                patience -= time.monotonic() - began
+                # The cause may be one message alone. A broker that hangs may still accept connections.
+                broker_is_down = patience <= 0 or not self._publisher.reaches_broker()
+
+    def _send_next(
+        self, left: deque[Message], holders: Mapping[str, Holder], may_send: Callable[[], bool], *, is_alone: bool
+    ) -> list[_Attempt]:
+        """Send the first of the messages that are left, or many in one round trip where the broker takes that.
+
+        Returns:
+            The attempts; without those that this beat may no longer send.
+        """
+        made, characters = list[_Attempt](), 0
+        with ExitStack() as stack:
+            is_alone = is_alone or self._goes_alone(left[0])
+            try:
+                outbox = None if is_alone else stack.enter_context(self._publisher.collecting())
+            except Exception as exc:  # a transport's driver may raise anything
+                return [_Attempt(left.popleft(), error=exc)]
+            most = MOST_MESSAGES if outbox is not None else 1
+            while left and len(made) < most and characters < MOST_CHARACTERS and may_send():
+                if made and self._goes_alone(left[0]):
+                    break
+                message = left.popleft()
+                made.append(self._make(message, holders.get(message.occurrence.id), outbox))
+                characters += size(made[-1].commands)
+                if made[-1].error is not None:  # the connection may be forgotten
+                    break
+            collected = [attempt for attempt in made if attempt.commands]
+            if outbox is None or not collected:
+                return made
+            self.progress()
+            if not may_send():
+                return [attempt for attempt in made if not attempt.commands]
+            try:
+                errors: Sequence[Exception | None] = outbox.send([attempt.commands for attempt in collected])
+            except Exception as exc:  # a transport's driver may raise anything
+                errors = [exc] * len(collected)
+        for attempt, error in zip(collected, errors, strict=True):
+            attempt.error = error
+        return made
+
+    def _goes_alone(self, message: Message) -> bool:
+        """Return whether a message is sent by itself; one that has failed may be the cause of the failure."""
+        return message.goes_its_own_way or bool(self._backoff.failures_of(message.entry.key))
+
+    def _make(self, message: Message, holder: Holder | None, outbox: Outbox | None) -> _Attempt:
+        """Make the message of an occurrence, if it is to be sent; without an outbox it is sent at once."""
+        attempt = _Attempt(message)
+        self.progress()
+        try:
+            attempt.outcome = self.outcome(message, holder)
+            if isinstance(attempt.outcome, Refused):
+                return attempt
+            if outbox is not None:
+                outbox.expect()
+            self.publish(message, attempt.outcome)
+        except Exception as exc:  # sending runs a task's own code and the broker's driver
+            attempt.error = exc
+        else:
+            attempt.commands = outbox.commands if outbox is not None else ()
+        return attempt
 
     def check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
         """Return whether workers free the locks of the plain tasks here; if not, free those of tasks that were pending.
@@ -275,18 +370,11 @@ class Dispatcher:
             options["headers"] = {**options["headers"], HEADER: granted.ticket.header()}
         self._publisher.publish(message.entry)
 
-    def _publish(self, message: Message, granted: Granted | None) -> Published:
-        self.publish(message, granted)
-        waits_for = None
-        if granted is not None and message.task is not None:
-            waits_for = granted.note_sent(message.task) if granted.replacing is not None else granted.ticket.waits_for
-        return Published.under(waits_for)
-
-    def _note_failure(self, exc: Exception, key: str = "") -> None:
+    def _note_failure(self, exc: Exception, *keys: str) -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
         server = LOCKS if is_of_locks else BROKER
         self._publisher.forget_broker()
-        if self._backoff.failed(key) and server not in self._unreachable:
+        if self._backoff.failed(*keys) and server not in self._unreachable:
             self._unreachable.add(server)
             refuses = any(what_it_does(cause) == "refuses" for cause in _causes(exc))
             until = "takes it" if refuses else "answers"
@@ -387,21 +475,18 @@ class Dispatcher:
         holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
-    def _settle(self, message: Message, holder: Holder | None) -> Confirmation:
-        """Send or skip one occurrence, and return the decision and its change of the entry's past.
-
-        Raises:
-            Exception: the occurrence could not be sent, or its lock could not be acquired: any error of the broker or
-                of a task's code.
-        """
-        outcome = self.outcome(message, holder)
+    def _settle(self, message: Message, outcome: Granted | Refused | None) -> Confirmation:
+        """Note what has become of an occurrence, and return the decision and its change of the entry's past."""
         if isinstance(outcome, Refused):
-            decision = self.decide(message, not_published(message, outcome))
+            published = not_published(message, outcome)
         else:
-            decision = self.decide(message, self._publish(message, outcome))
-            about = {"task": message.entry.task, "id": message.occurrence.id}
-            log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
-        log_decision(decision, self._timestamp())
+            waits_for = None
+            if outcome is not None and message.task is not None:
+                replaces = outcome.replacing is not None
+                waits_for = outcome.note_sent(message.task) if replaces else outcome.ticket.waits_for
+            published = Published.under(waits_for)
+        decision = self.decide(message, published)
+        self.report(message, decision, BROKER)
         return message.claimed.confirmation(decision)
 
     def decide(self, message: Message, published: Published) -> Decision:
@@ -417,12 +502,12 @@ class Dispatcher:
         about = (other.task_id, other.entry) if other is not None else ("", "")
         return Decision(entry.name, entry.task, occurrence, kind, reason, *about)
 
-    def report(self, message: Message, decision: Decision) -> None:
-        """Log a decision that is written."""
+    def report(self, message: Message, decision: Decision, *servers: str) -> None:
+        """Log a decision, and that these servers work if its message is sent."""
         self._backoff.succeeded(message.entry.key)
         if decision.is_sent:
-            self._note_answer(BROKER)
-            self._note_answer(LOCKS)
+            for server in servers:
+                self._note_answer(server)
             about = {"task": decision.task, "id": decision.occurrence.id}
             log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
         log_decision(decision, self._timestamp())

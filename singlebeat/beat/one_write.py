@@ -8,9 +8,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
-from celery.signals import after_task_publish, before_task_publish
 from kombu import Producer
 from redis import RedisCluster
 from redis.exceptions import NoPermissionError
@@ -23,8 +22,8 @@ from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX
 from ..log import Log
-from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, size, takes_outbox
-from .dispatch import Published, delay_of, is_transient, not_published
+from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
+from .dispatch import BROKER, LOCKS, Published, delay_of, is_transient, not_published
 from .leadership.lease import Term
 from .lost_messages import note
 from .message import prepare
@@ -32,15 +31,13 @@ from .store.claims import ClaimVerdict, Store
 from .store.dispatches import UNRECORDED, Dispatch, Dispatches
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from celery import Celery
     from kombu import Connection
 
     from ..locks.acquire import Granted
     from ..locks.base import Call, Holder
     from ..outbox import Outbox
-    from .dispatch import Dispatcher
+    from .dispatch import Dispatcher, Publisher
     from .message import Message
     from .store.claims import Claim, ClaimedOccurrence
     from .store.dispatches import Answer, Request
@@ -59,20 +56,6 @@ MOST_TRIES = 3
 
 #: The words of a server whose user lacks a right: outside of a script, and inside, up to Redis 7.0 in others.
 DENIED = ("NOPERM", "ACL failure", "can't run this command", "can't access at least one of the keys")
-
-
-class Collector(Protocol):
-    """The scheduler as this module needs it."""
-
-    def collecting(self) -> AbstractContextManager[Outbox]:
-        """Let ``publish`` put each message into an outbox.
-
-        Raises:
-            Exception: the broker is not reached, or its transport has no outbox.
-        """
-
-    def may_publish(self, term: Term) -> bool:
-        """Return whether this beat still leads in a term."""
 
 
 class _NotSentError(Exception):
@@ -94,15 +77,16 @@ class OneWrite:
 
     Args:
         dispatcher: does the same in several writes, by the same rules.
-        collector: makes the messages.
+        publisher: makes the messages.
     """
 
-    def __init__(self, app: Celery, store: Store, dispatcher: Dispatcher, collector: Collector) -> None:
-        self.app, self.store, self.dispatcher, self.collector = app, store, dispatcher, collector
+    def __init__(self, app: Celery, store: Store, dispatcher: Dispatcher, publisher: Publisher) -> None:
+        self.app, self.store, self.dispatcher, self.publisher = app, store, dispatcher, publisher
         self._broker, self._locks = Marker(), Marker()
         self.dispatches = Dispatches(store, (self._broker, self._locks))
         self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
         self._refusal = ""  #: why the server does not record decisions
+        self._is_denied = False  #: the last write, for lack of a right
 
     def send(
         self,
@@ -135,7 +119,9 @@ class OneWrite:
         with ExitStack() as stack:
             try:
                 looked_after = self.dispatcher.check_workers(wanted)
-                outbox = stack.enter_context(self.collector.collecting())
+                outbox = stack.enter_context(self.publisher.collecting())
+                if outbox is None:
+                    return {}
                 self.mark(outbox)
             except Exception:  # a server is unreachable, for example: several writes find out what to do about it
                 return {}
@@ -173,6 +159,12 @@ class OneWrite:
         for marker in (self._broker, self._locks):
             marker.rule_out(time.monotonic())
 
+    def note_denial(self, reason: str) -> None:
+        """Rule one write out if it is denied twice in a row; the queue of one message may be forbidden."""
+        if self._is_denied:
+            self.rule_out(reason)
+        self._is_denied = True
+
     def check_records(self) -> None:
         """Raise the server's error if it has not recorded all that was sent since the last check.
 
@@ -195,7 +187,7 @@ class OneWrite:
         except ResponseError:  # it is answered
             self._unanswered = None
             raise
-        self._unanswered = None
+        self._unanswered, self._is_denied = None, False
         for attempt, answer in zip(attempts, answers or (), strict=answers is not None):
             self._report(attempt, answer)
         return answers
@@ -217,7 +209,7 @@ class OneWrite:
             log.warning("beat: The server refuses a part of the dispatch of %(entry)s", event="refused", **about)
         if not answer.recorded:
             return
-        self.dispatcher.report(message, decision)
+        self.dispatcher.report(message, decision, BROKER, LOCKS)
         self.store.signal(decision, answer.recorded)
         granted, holder = attempt.granted, answer.holder
         if granted is not None and granted.replacing is not None and holder is not None and message.task is not None:
@@ -287,9 +279,7 @@ class _Sending:
         self.term, self.now, self.retry_at = term, now, retry_at
         self.dispatcher, app = one_write.dispatcher, one_write.app
         #: Celery reports each message when it is published: it is written before that.
-        self.writes_each = bool(
-            before_task_publish.receivers or after_task_publish.receivers or app.conf.task_send_sent_event
-        )
+        self.writes_each = reports_each(app)
         self._batch, self._characters = list[_Attempt](), 0
         self._answers: dict[str, Holder] = {}  #: of the locks' server, by task id
         self._again: list[Message] = []  #: their locks are not held as they were when the messages were made
@@ -400,7 +390,7 @@ class _Sending:
         one_write = self.one_write
         if not batch or not self._is_possible:
             return ()
-        self._is_possible = one_write.collector.may_publish(self.term)
+        self._is_possible = one_write.publisher.may_publish(self.term)
         if not self._is_possible:
             return ()
         try:
@@ -409,7 +399,7 @@ class _Sending:
             if is_marked:
                 answers = one_write.write(batch, self._request(batch))
         except NoPermissionError as exc:
-            one_write.rule_out(str(exc))
+            one_write.note_denial(str(exc))
             self._is_possible = False
             return ()
         if answers is None:

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.beat import Scheduler, SchedulingError
 from celery.result import denied_join_result
+from kombu import Producer
 
 from ..broker import BrokerConnection
 from ..outbox import collecting, takes_outbox
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
-    from kombu import Connection, Producer
+    from kombu import Connection
 
     from ..outbox import Outbox
     from .entries.entry import Entry
 
-__all__ = ("BrokerAccess",)
+__all__ = ("BeatProducer", "BrokerAccess")
+
+
+class BeatProducer(Producer):  # type: ignore[misc]
+    """kombu's producer, which copies a queue for each message, only to find that the queue is declared."""
+
+    def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: object) -> Any:
+        """Declare a queue or an exchange if it is not declared already."""
+        if entity and entity.can_cache_declaration and hash(entity) in self.connection.declared_entities:
+            return False
+        return super().maybe_declare(entity, retry, **retry_policy)
 
 
 class BrokerAccess(Scheduler):  # type: ignore[misc]
@@ -59,16 +70,16 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         return self.apply_async(entry, advance=False)
 
     @contextmanager
-    def collecting(self) -> Iterator[Outbox]:
-        """Let ``publish`` put each message into an outbox.
+    def collecting(self) -> Iterator[Outbox | None]:
+        """Let ``publish`` put each message into an outbox; None if the broker's transport, or kombu, has none.
 
         Raises:
-            NotImplementedError: the broker's transport, or this version of kombu, has no messages for an outbox.
             Exception: the broker is not reached.
         """
         producer = self.producer
         if not takes_outbox(producer):
-            raise NotImplementedError("only kombu 5.7 and newer, with Redis as the broker, hands messages over")
+            yield None
+            return
         with collecting(producer) as outbox:
             self._collecting = producer
             try:

@@ -43,7 +43,7 @@ from .leadership.watchdog import Watchdog, is_orphan
 from .lost_messages import LostMessages
 from .metrics import BeatMetrics
 from .one_write import OneWrite
-from .publisher import BrokerAccess
+from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
 from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, with_advice
@@ -113,6 +113,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         check_schedule_server(app)
         # Celery makes one instance just for the banner, and a beat may stand by for ever. So nothing is connected here,
         # and the entries are installed once this beat leads.
+        kwargs = {"Producer": BeatProducer, **kwargs}
         super().__init__(app, lock_timeout=lock_timeout or config.redbeat_lock_timeout, lazy=True, **kwargs)
         self.lock_key = None
         self._gained: Term | None = None  #: our term, once it is logged

@@ -477,6 +477,55 @@ def test_a_right_that_is_missing_inside_of_the_script_is_said_once(server, redis
     assert logged("refused") == []
 
 
+def test_a_forbidden_queue_does_not_rule_one_write_out(server, redis, bench_on, logged, caplog):
+    """The user of the schedule may not write to it; the user of the broker may."""
+    caplog.set_level("INFO", "celery.beat")
+    keys = ["redbeat:*", "SINGLETONLOCK_*", "singlebeat:*", "celery*"]
+    redis.acl_setuser("narrow", enabled=True, passwords=["+pw"], keys=keys, channels=["*"], commands=["+@all"])
+    try:
+        bench = bench_on(server, redbeat_redis_url=server.url.replace("://", "://narrow:pw@", 1))
+        scheduler = bench.scheduler()
+        bench.put("bad", options={"queue": "forbidden"})
+        for name in ("a", "b", "c"):
+            bench.put(name)
+            scheduler.tick()
+            assert in_one_write(scheduler)
+        bench.make_due("bad")
+        scheduler.tick()
+        assert in_one_write(scheduler)
+        assert redis.llen("forbidden") == 2
+        for _ in range(2):  # with no success between
+            bench.make_due("bad")
+            scheduler.tick()
+        assert not in_one_write(scheduler)
+    finally:
+        redis.acl_deluser("narrow")
+
+    assert bench.names == ["a", "b", "c"]
+    assert redis.llen("forbidden") == 4
+    assert len(logged("several_writes")) == 1
+
+
+def test_an_entry_that_fails_keeps_no_other_from_one_write(server, redis, bench_on, monkeypatch):
+    keys = ["redbeat:*", "SINGLETONLOCK_*", "singlebeat:*", "celery*", "_kombu*"]
+    redis.acl_setuser("narrow", enabled=True, passwords=["+pw"], keys=keys, channels=["*"], commands=["+@all"])
+    try:
+        bench = bench_on(server, broker_url=server.celery_url.replace("://", "://narrow:pw@", 1))
+        bench.put("bad", options={"queue": "forbidden"})
+        scheduler = bench.scheduler()
+        scheduler.tick()
+        assert redis.zrange(PENDING, 0, -1) == ["redbeat:bad"]
+        monkeypatch.setattr(scheduler.store, "claim", lambda claims, *_, **__: pytest.fail("apart") if claims else [])
+        bench.put("a")
+        bench.retry_now()
+        scheduler.tick()
+    finally:
+        redis.acl_deluser("narrow")
+
+    assert bench.names == ["a"]
+    assert redis.zrange(PENDING, 0, -1) == ["redbeat:bad"]
+
+
 def test_a_full_server_writes_nothing_and_goes_on_in_one_write(own_server, bench_on):
     bench = bench_on(own_server)
     scheduler = bench.scheduler()
