@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, cast
 
 from kombu import Producer
 from redis import RedisCluster
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
-from ..connections import RedisError, ResponseError, schedule_client
+from ..connections import RedisError, ResponseError, broker_place, schedule_client
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of
 from ..locks.acquire import Refused, cancel_releases
@@ -48,6 +50,10 @@ log = Log("celery.beat")
 
 #: Why due entries need several writes.
 ELSEWHERE = "schedule, locks and broker are not on one server"
+
+#: Seconds for which a tick ends at an error of a server, once one write was possible there. Several writes send a message
+#: twice if the reply to it is lost.
+PATIENCE = 30.0
 
 #: How often the message of an occurrence is made until it is sent in several writes, because its lock has changed
 #: before each write.
@@ -87,6 +93,8 @@ class OneWrite:
         self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
         self._refusal = ""  #: why the server does not record decisions
         self._is_denied = False  #: the last write, for lack of a right
+        self.failed = ""  #: the id of the occurrence whose message has failed last when it was made
+        self._patient_until = 0.0  #: monotonic; infinite while no server has failed since the last write was answered
 
     def send(
         self,
@@ -123,7 +131,8 @@ class OneWrite:
                 if outbox is None:
                     return {}
                 self.mark(outbox)
-            except Exception:  # a server is unreachable, for example: several writes find out what to do about it
+            except Exception as exc:  # several writes find out what to do about it
+                self.end_tick(exc)
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
             messages = [message for message in messages if not message.goes_its_own_way]
@@ -150,8 +159,27 @@ class OneWrite:
         self.store.report_progress()
         self._locks.write(backend.redis, now, anew=anew)
 
+    def end_tick(self, exc: Exception) -> None:
+        """Raise the error of an unreachable server, unless one write is not known to be possible, or errors last.
+
+        Raises:
+            RedisError: to end the tick; what is due stays due.
+            LockBackendError: the same.
+        """
+        now = time.monotonic()
+        if not is_transient(exc) or not self._may_be_here():
+            return
+        self._patient_until = min(self._patient_until, now + PATIENCE)
+        if now >= self._patient_until:
+            return
+        self.publisher.forget_broker()
+        if isinstance(exc, RedisError | LockBackendError):
+            raise exc
+        raise RedisConnectionError(f"{BROKER} {broker_place(self.app)}: {exc}") from exc
+
     def rule_out(self, reason: str) -> None:
         """Send in several writes for a while, and say so once."""
+        self._patient_until = 0.0
         if not self._may_be_here():
             return
         text = "beat: Due entries are sent in several writes for %(seconds)g s"
@@ -188,6 +216,8 @@ class OneWrite:
             self._unanswered = None
             raise
         self._unanswered, self._is_denied = None, False
+        if answers is not None:
+            self._patient_until = math.inf
         for attempt, answer in zip(attempts, answers or (), strict=answers is not None):
             self._report(attempt, answer)
         return answers
@@ -323,6 +353,9 @@ class _Sending:
                 raise self._error from None
             if is_transient(exc):  # each further try may take as long
                 self._write()
+                if self.one_write.failed != message.occurrence.id:  # else the message is the cause
+                    self.one_write.failed = message.occurrence.id
+                    self.one_write.end_tick(exc)
                 self._is_possible = False
             return
         if attempt.has_message and self.outbox.is_full and self.writes_each:
@@ -419,7 +452,8 @@ class _Sending:
         """Mark the servers again, because they may have lost the markers; return whether it is done."""
         try:
             self.one_write.mark(self.outbox, anew=True)
-        except Exception:  # their drivers may raise anything
+        except Exception as exc:  # their drivers may raise anything
+            self.one_write.end_tick(exc)
             return False
         return True
 

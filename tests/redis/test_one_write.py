@@ -234,6 +234,81 @@ def test_a_beat_finds_out_what_a_request_without_a_reply_has_done(bench, monkeyp
     assert [line["entry"] for line in logged("dispatched")] == bench.names
 
 
+def let_time_pass(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let beat write markers as if seconds had passed."""
+    later = time.monotonic() + seconds
+    monkeypatch.setattr(one_write, "time", type("later", (), {"monotonic": staticmethod(lambda: later)}))
+
+
+def test_a_lost_connection_leads_to_no_second_message(server, redis, bench_on, monkeypatch, logged):
+    """The broker's connection ends twice: when its marker is written again, and after a message, if one is sent."""
+    with LossyProxy(server) as proxy:
+        bench = bench_on(server, broker_url=f"redis+socket://{proxy.path}")
+        bench.put("a")
+        scheduler = bench.scheduler()
+        scheduler.tick()
+        bench.put("b")
+        let_time_pass(monkeypatch, 31)
+        proxy.meanwhile = lambda: proxy.lose_next_reply(b"LPUSH")
+        proxy.lose_next_reply(b"singlebeat:marker:")
+
+        for _ in range(4):
+            scheduler.tick()
+            bench.retry_now()
+
+    assert proxy.lost == 1
+    assert bench.names == ["a", "b"]
+    assert bench.decisions == ["dispatched"] * 2
+    assert [line["level"] for line in logged("trouble")] == ["ERROR"]
+
+
+def test_a_broker_that_stays_away_holds_up_no_claim_for_long(server, redis, bench_on, monkeypatch, logged):
+    """It was on the server of the schedule until now."""
+    with LossyProxy(server) as proxy:
+        bench = bench_on(server, broker_url=f"redis+socket://{proxy.path}")
+        bench.put("a")
+        scheduler = bench.scheduler()
+        scheduler.tick()
+    bench.put("b")
+    let_time_pass(monkeypatch, 31)
+
+    scheduler.tick()
+    assert bench.pending("b") is None
+    let_time_pass(monkeypatch, 62)
+    scheduler.tick()
+
+    assert bench.pending("b") is not None
+    assert len(logged("trouble")) == 1
+    assert len(logged("unreachable")) == 1
+
+
+def test_a_message_that_fails_once_is_sent_in_one_write(bench, monkeypatch, logged):
+    """Twice in a row, it needs several writes, and delays no other message."""
+    for name in ("a", "b", "c"):
+        bench.put(name)
+    scheduler, failures = bench.scheduler(), ["b", "c", "c"]
+    publish, claim, claimed = scheduler.publish, scheduler.store.claim, list[str]()
+
+    def fail(entry: Any) -> Any:
+        if entry.name in failures:
+            failures.remove(entry.name)
+            raise OSError("the connection is lost")
+        return publish(entry)
+
+    def note(claims: Any, *args: Any, **options: Any) -> Any:
+        claimed.extend(each.stored.entry.name for each in claims)
+        return claim(claims, *args, **options)
+
+    monkeypatch.setattr(scheduler, "publish", fail)
+    monkeypatch.setattr(scheduler.store, "claim", note)
+    for _ in range(4):
+        scheduler.tick()
+
+    assert sorted(bench.names) == ["a", "b", "c"]
+    assert claimed == ["c"]
+    assert [line["level"] for line in logged("trouble")] == ["ERROR"]
+
+
 def test_a_beat_that_has_lost_its_term_sends_nothing_later(bench, redis, monkeypatch, told):
     """Not even what it does not know to be sent or not."""
     bench.put()
@@ -378,8 +453,7 @@ def test_markers_that_are_gone_are_written_again(bench, redis, monkeypatch):
     scheduler.tick()
     redis.delete(*redis.keys("singlebeat:marker:*"))
     bench.put("b")
-    later = time.monotonic() + 2
-    monkeypatch.setattr(one_write, "time", type("later", (), {"monotonic": staticmethod(lambda: later)}))
+    let_time_pass(monkeypatch, 2)
 
     scheduler.tick()
 
