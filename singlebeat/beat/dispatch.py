@@ -17,7 +17,7 @@ from kombu.utils.encoding import safe_repr
 
 from ..config import Config
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
-from ..errors import ConfigError, LockBackendError, UnusableLockError
+from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
 from ..locks.acquire import UNSENT_TTL, Granted, Refused, cancel_releases, keep
 from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
@@ -134,6 +134,7 @@ class Published(NamedTuple):
 
     type: DecisionType
     holder: Holder | None = None  #: the other run that holds its lock; None if there is none
+    reason: str = ""  #: how code of others has sent it; empty if beat has sent it as it is
 
     @classmethod
     def under(cls, waits_for: Holder | None) -> Published:
@@ -149,6 +150,7 @@ class _Attempt:
     outcome: Granted | Refused | None = None  #: as of ``Dispatcher.outcome``
     error: Exception | None = None  #: why it is not sent
     commands: Sequence[Command] = ()  #: that are to send it; empty: it is sent, or not to be sent
+    published: Published | None = None  #: by code of others
 
 
 class Dispatcher:
@@ -174,9 +176,11 @@ class Dispatcher:
         self.app, self.store, self._timestamp, self._suspect = app, store, timestamp, suspect
         self._publisher, self.progress = publisher, progress
         self._said_unlocked = False
+        self._said_unlocked_of = set[str]()  #: the same of entries, by their keys
         self._unreachable = set[str]()  #: the servers that were logged as unreachable
         self._backoff = Backoff()
         self._queues: dict[str, str] = {}  #: the queues of the messages of this dispatch, by task id
+        self._without_ticket = set[str]()  #: the ids of those that have none
 
     def dispatch(self, claimed: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> None:
         """Lock all occurrences in one round trip, publish them in a few, confirm all in one round trip.
@@ -262,7 +266,7 @@ class Dispatcher:
             for attempt in self._send_next(left, holders, may_send, is_alone=one_by_one):
                 message, exc = attempt.message, attempt.error
                 if exc is None:
-                    yield self._settle(message, attempt.outcome)
+                    yield self._settle(attempt)
                 elif not self._publisher.may_publish(term):
                     continue
                 elif is_transient(exc):
@@ -329,12 +333,42 @@ class Dispatcher:
                 return attempt
             if outbox is not None:
                 outbox.expect()
-            self.publish(message, attempt.outcome)
+            result = self.publish(message, attempt.outcome)
         except Exception as exc:  # sending runs a task's own code and the broker's driver
-            attempt.error = exc
-        else:
-            attempt.commands = outbox.commands if outbox is not None else ()
+            duplicate = next((cause for cause in _causes(exc) if isinstance(cause, DuplicateTaskError)), None)
+            if duplicate is not None and isinstance(duplicate.holder, Holder):
+                attempt.outcome = Refused(duplicate.holder)
+            else:
+                attempt.error = exc
+            return attempt
+        attempt.commands = outbox.commands if outbox is not None else ()
+        if message.is_sent_by_others:
+            attempt.published = self._published_by_others(message, result)
         return attempt
+
+    def _published_by_others(self, message: Message, result: object) -> Published | None:
+        """Return what code of others has done with a message, by its result; None if it was sent as beat sends it."""
+        if message.locks_itself:
+            held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
+            if getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
+                return not_published(message, Refused(held_by))
+            return Published.under(waits_for if isinstance(waits_for, Holder) else None)
+        sent_as, why = getattr(result, "id", None), ""
+        if sent_as is not None and sent_as != message.occurrence.id:
+            why = f"sent it as task {sent_as}"
+        elif message.plan is not None and message.occurrence.id in self._without_ticket:
+            why = "sent it without its headers"
+        if not why:
+            return None
+        why = f"its task's own apply_async, or the app's send_task, {why}"
+        if message.plan is not None:  # no worker would free it
+            self._release(*message.locks)
+            why = f"{why}, so without its lock"
+            if message.entry.key not in self._said_unlocked_of:
+                self._said_unlocked_of.add(message.entry.key)
+                about = {"entry": message.entry.name, "reason": why}
+                log.warning("beat: %(entry)s is sent without a lock", event="unlocked", **about)
+        return Published(DecisionType.DISPATCHED, reason=why)
 
     def check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
         """Return whether workers free the locks of the plain tasks here; if not, free those of tasks that were pending.
@@ -359,8 +393,8 @@ class Dispatcher:
             self.progress()
             yield each
 
-    def publish(self, message: Message, granted: Granted | None) -> None:
-        """Send the task of an entry.
+    def publish(self, message: Message, granted: Granted | None) -> object:
+        """Send the task of an entry, and return what its ``apply_async`` returns.
 
         Raises:
             SchedulingError: it could not be sent.
@@ -368,7 +402,7 @@ class Dispatcher:
         options = message.entry.options
         if granted is not None:
             options["headers"] = {**options["headers"], HEADER: granted.ticket.header()}
-        self._publisher.publish(message.entry)
+        return self._publisher.publish(message.entry)
 
     def _note_failure(self, exc: Exception, *keys: str) -> None:
         is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
@@ -442,6 +476,8 @@ class Dispatcher:
         **_: object,
     ) -> None:
         """Note the queue of a message that Celery is about to publish; an exchange may have many queues."""
+        if headers and HEADER not in headers:
+            self._without_ticket.add(str(headers.get("id")))
         if headers and RUN_HEADER in headers and (declare or not exchange):
             queue = declare[0] if declare else routing_key
             self._queues[str(headers.get("id"))] = str(getattr(queue, "name", queue))
@@ -461,6 +497,7 @@ class Dispatcher:
             for ref in message.locks:
                 refs[seconds][ref] = note(ref, queue=queue, delay=delay)
         self._queues.clear()
+        self._without_ticket.clear()
         for seconds, locks in refs.items():  # one round trip, unless countdowns differ
             if seconds > UNSENT_TTL:
                 self.progress()
@@ -475,9 +512,12 @@ class Dispatcher:
         holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         return {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
 
-    def _settle(self, message: Message, outcome: Granted | Refused | None) -> Confirmation:
+    def _settle(self, attempt: _Attempt) -> Confirmation:
         """Note what has become of an occurrence, and return the decision and its change of the entry's past."""
-        if isinstance(outcome, Refused):
+        message, outcome = attempt.message, attempt.outcome
+        if attempt.published is not None:
+            published = attempt.published
+        elif isinstance(outcome, Refused):
             published = not_published(message, outcome)
         else:
             waits_for = None
@@ -491,10 +531,11 @@ class Dispatcher:
 
     def decide(self, message: Message, published: Published) -> Decision:
         """Return the decision about an occurrence; have its lock checked if the message of the holder may be lost."""
-        entry, occurrence, (kind, other) = message.entry, message.occurrence, published
+        entry, occurrence, (kind, other, reason) = message.entry, message.occurrence, published
         if other is not None and other.state == "queued":
             self._suspect(*(lock.key for lock in message.locks))
-        reason = f"task {occurrence.id} has begun or ended before" if kind is DecisionType.RUN_BEFORE else ""
+        if kind is DecisionType.RUN_BEFORE:
+            reason = f"task {occurrence.id} has begun or ended before"
         if other is not None:
             # The name of the entry itself is not repeated in its own history.
             shown = replace(other, entry="") if other.entry == entry.name else other

@@ -207,6 +207,8 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
     match record.decision:
         case "dispatched" | "buffered":
             yield f"The run for {when} was sent{_recorded_at(facts, record, record.at)} as task {record.task_id}."
+            if record.decision == "dispatched" and record.reason:
+                yield f"{_sentence(record.reason)}."
             if record.decision == "buffered":
                 yield f"It met an equal call and had to wait for its turn: it {record.reason}."
             if record.kind == "catch_up":

@@ -43,7 +43,7 @@ class Message:
     plan: Plan | None = None  #: how its lock is acquired
     key: str = ""  #: of its lock; empty if it has none
     is_sent_by_others: bool = False  #: its task, or the app, has a method of its own that sends it
-    locks_itself: bool = False  #: its task acquires a lock when it is sent, as a task of celery-singleton does
+    locks_itself: bool = False  #: its task acquires its lock when it is sent, as a task of celery-singleton does
 
     @property
     def stored(self) -> Stored:
@@ -64,7 +64,8 @@ class Message:
         entry = self.entry
         overlap = self.occurrence.overlap or self.stored.policy.overlap
         task = app.tasks.get(entry.task)
-        self.is_sent_by_others = _is_by_others(app, "send_task") or _is_by_others(task, "apply_async")
+        has_own_way = _is_by_others(task, "apply_async")
+        self.is_sent_by_others = has_own_way or _is_by_others(app, "send_task")
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
         if not is_singleton(task):
@@ -78,6 +79,11 @@ class Message:
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
             return
         overlap = overlap_for(task, overlap) if is_singleton(task) else overlap or Overlap.SKIP
+        if is_singleton(task) and has_own_way:
+            # It may send the call under an id of its own, and would be refused by a lock that beat has acquired.
+            entry.options["overlap"] = Overlap.SKIP if overlap is Overlap.RAISE else overlap
+            self.locks_itself = True
+            return
         call = entry.args, entry.kwargs
         self.plan = plan_call(task, self.occurrence.id, *call, overlap=overlap, options=entry.options, key=self.key)
         self.task = task
