@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from kombu import Queue
+from .destination import queue_of_call
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..locks.base import Options
     from .entries.entry import Entry
 
 __all__ = ("Busy", "Delivery", "Reader", "queue_of")
@@ -118,13 +117,7 @@ def queue_of(app: Celery, entry: Entry) -> str | None:
 
     A task that only workers know may have its own queue in their configuration.
     """
-    task = app.tasks.get(entry.task)
     try:
-        options: Options = {**(task._get_exec_options() if task is not None else {}), **entry.options}
-        options = app.amqp.router.route(options, entry.task, entry.args, entry.kwargs, task)
+        return queue_of_call(app, entry.task, entry.options, entry.args, entry.kwargs) or None
     except Exception:  # a user's router may raise anything, and an unknown queue is an error
         return None
-    if options.get("exchange") or options.get("routing_key"):
-        return None  # the broker's bindings decide
-    queue = options.get("queue")
-    return queue.name if isinstance(queue, Queue) else queue

@@ -19,7 +19,7 @@ from ..config import Config
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import ConfigError, DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
-from ..locks.acquire import UNSENT_TTL, Granted, Refused, cancel_releases, keep
+from ..locks.acquire import UNSENT_TTL, Granted, Refused, cancel_releases, keep, note
 from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
@@ -27,8 +27,8 @@ from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..overlap import Overlap
 from .backoff import Backoff
 from .decision_log import log_decision
+from .destination import queue_reached
 from .entries.occurrence import Decision, DecisionType
-from .lost_messages import note
 from .message import Message, prepare
 from .store.probe import with_advice
 
@@ -341,7 +341,9 @@ class Dispatcher:
             else:
                 attempt.error = exc
             return attempt
-        attempt.commands = outbox.commands if outbox is not None else ()
+        if outbox is not None and outbox.is_full:
+            attempt.commands = outbox.commands
+            self._queues[message.occurrence.id] = outbox.queue
         if message.is_sent_by_others:
             attempt.published = self._published_by_others(message, result)
         return attempt
@@ -475,12 +477,11 @@ class Dispatcher:
         routing_key: str = "",
         **_: object,
     ) -> None:
-        """Note the queue of a message that Celery is about to publish; an exchange may have many queues."""
+        """Note the queue of a message that Celery is about to publish, and whether it has a ticket."""
         if headers and HEADER not in headers:
             self._without_ticket.add(str(headers.get("id")))
-        if headers and RUN_HEADER in headers and (declare or not exchange):
-            queue = declare[0] if declare else routing_key
-            self._queues[str(headers.get("id"))] = str(getattr(queue, "name", queue))
+        if headers and RUN_HEADER in headers:
+            self._queues[str(headers.get("id"))] = queue_reached(exchange, routing_key, (declare or [None])[0])
 
     def _keep_locks(self, sent: Collection[str], messages: Sequence[Message], now: datetime) -> None:
         """Prolong the locks of sent messages for the time that the messages may wait, and store the queue in each.

@@ -25,6 +25,7 @@ from ..locks.base import RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
+from .destination import queue_of_call
 from .result_backend import ResultBackendError, ask_results, stored_end
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ __all__ = (
     "examine",
     "free",
     "may_yet_start",
-    "note",
 )
 
 log = Log("celery.beat")
@@ -67,6 +67,9 @@ AHEAD_FROM = 1.0
 #: The words for the time of a lock that was queued or renewed in the future.
 BEFORE_SET_BACK = "before the clock of the locks' server was set back"
 
+#: Why it is not known whether a message waits in a queue.
+BOUND = "it was sent to an exchange, and the broker's bindings decide on its queue"
+
 #: Added to the reason if the lock of a lost message has the arguments of other calls.
 JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
 
@@ -81,16 +84,6 @@ _FREED = {
 }
 
 
-def note(ref: Ref, *, queue: str, delay: float) -> str:
-    """Return the note, in JSON, that beat stores in the lock of a message once the message is sent.
-
-    Args:
-        queue: of the message; empty if unknown.
-        delay: seconds from the sending of the message until it may start.
-    """
-    return json.dumps({"gen": str(ref.generation), "queue": queue, "delay": delay})
-
-
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A lock whose message has not started, as its record describes it."""
@@ -100,8 +93,8 @@ class Waiting:
     since: float  #: when it was queued, in seconds since 1970
     age: float  #: seconds since it was queued; 0 if it is ahead
     left: float  #: seconds until it ends by itself; if it is ahead, without the seconds by which it is ahead
-    is_noted: bool  #: beat has stored the note of this message
-    queue: str  #: of the message; empty if unknown
+    is_noted: bool  #: its sender has stored the note of this message
+    queue: str  #: of the message; empty if unknown, or if the broker's bindings decide
     entry: str  #: that has sent the run; empty if unknown
     delay: float  #: seconds that the message had to wait before it could start; 0 if unknown
     worker: str  #: that has renewed the lock last
@@ -311,13 +304,16 @@ def _ask(
     for lock in locks:
         if lock.queue:
             reasons[lock.ref] = broker.waits_in([lock.queue])
+        elif lock.is_noted:
+            reasons[lock.ref] = BOUND
     open_ = [lock for lock in locks if not reasons.get(lock.ref)]
     if any(not lock.queue for lock in open_):
         queues = {queue["name"] for reply in broker.ask("active_queues").values() for queue in reply or ()}
         queues |= {str(name) for name in app.amqp.queues}
         for lock in open_:
             if not lock.queue:
-                reasons[lock.ref] = broker.waits_in(sorted(queues | _queues_of(app, lock.task)))
+                own = _queue_of(app, lock.task)
+                reasons[lock.ref] = BOUND if own == "" else broker.waits_in(sorted(queues | {own or ""} - {""}))
         open_ = [lock for lock in open_ if not reasons.get(lock.ref)]
     if open_:
         known = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
@@ -338,15 +334,12 @@ def _ask(
         yield Found(lock, "", reason) if reason else Found(lock, MESSAGE_LOST, gone)
 
 
-def _queues_of(app: Celery, task: str) -> set[str]:
-    """Return the queue of a task for a call that names none."""
-    known = app.tasks.get(task)
-    options = {name: value for name in ("queue", "routing_key", "exchange") if (value := getattr(known, name, None))}
+def _queue_of(app: Celery, task: str) -> str | None:
+    """Return the queue of a task for a call that names none; empty if the broker's bindings decide, None if unknown."""
     try:
-        queue = app.amqp.router.route(options, task).get("queue")
+        return queue_of_call(app, task, {})
     except Exception:  # a user's own router may raise anything
-        return set()
-    return {str(getattr(queue, "name", queue))} if queue else set()
+        return None
 
 
 def _our_hostname(app: Celery, announced: str) -> str:

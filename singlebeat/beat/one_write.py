@@ -19,7 +19,7 @@ from redis.exceptions import NoPermissionError
 from ..connections import RedisError, ResponseError, broker_place, schedule_client
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of
-from ..locks.acquire import Refused, cancel_releases
+from ..locks.acquire import Refused, cancel_releases, note
 from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX
@@ -27,7 +27,6 @@ from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
 from .dispatch import BROKER, LOCKS, Published, delay_of, is_transient, not_published
 from .leadership.lease import Term
-from .lost_messages import note
 from .message import prepare
 from .store.claims import ClaimVerdict, Store
 from .store.dispatches import UNRECORDED, Dispatch, Dispatches

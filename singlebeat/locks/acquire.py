@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,6 +49,7 @@ __all__ = (
     "free",
     "keep",
     "left_behind",
+    "note",
     "plan_call",
     "unlocked_ticket",
 )
@@ -272,7 +274,8 @@ def _call(
     if task.lock == LockMode.UNTIL_EXPIRED and expiry:
         wait = expiry
     entry = entry_of(options.get("headers") or {})
-    return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry, entry=entry)
+    sent = note(ref, queue="", delay=0.0) if options.get("exchange") else ""
+    return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry, entry=entry, note=sent)
 
 
 def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
@@ -327,6 +330,16 @@ def answered(task: LockableTask, call: Call, holder: Holder) -> Holder:
         _suspect(task, key, holder)
     # The call has ended under this lock, so the current holder does not matter to it.
     return dataclasses.replace(holder, task_id=call.ref.task_id) if holder.verdict is Verdict.DONE else holder
+
+
+def note(ref: Ref, *, queue: str, delay: float) -> str:
+    """Return the note, in JSON, that is stored in the lock of a message for the search for lost messages.
+
+    Args:
+        queue: of the message; empty if the broker's bindings decide.
+        delay: seconds from the sending of the message until it may start.
+    """
+    return json.dumps({"gen": str(ref.generation), "queue": queue, "delay": delay})
 
 
 def keep(backend: BaseBackend, locks: Mapping[Ref, str], seconds: float) -> None:

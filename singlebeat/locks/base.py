@@ -303,6 +303,7 @@ class Call:
     payload: str = ""  #: its arguments, for the run of a call that stands for it; empty: that run has the same
     if_held: IfHeld = IfHeld.LEAVE
     entry: str = ""  #: name of the schedule's entry that sends it, for people; empty: a program sends it
+    note: str = ""  #: for the search for lost messages; empty: none
 
 
 @dataclass(frozen=True, slots=True)

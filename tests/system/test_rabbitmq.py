@@ -16,7 +16,9 @@ from celery.schedules import schedule
 from kombu import Exchange, Queue
 
 from singlebeat import Entry, Schedule, Scheduler
+from singlebeat.beat.lost_messages import BOUND, Found, Waiting, examine, may_yet_start
 from singlebeat.broker import ConfirmingSender
+from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
@@ -524,3 +526,37 @@ def test_a_dead_lettered_message_that_comes_back_runs_again(task, rabbit, celery
         sent.apply_async(("a", 4, False), task_id="a", headers=headers)
         worker.wait_for(rf"{APP}.{task}\[a\] has run already", timeout=60)
     assert (oracle.started("a"), oracle.max_concurrent("a")) == (4, 1)
+
+
+@pytest.mark.parametrize("named_by", ["the entry", "a route", "the task", "a call"])
+def test_a_message_behind_an_exchange_is_not_lost_while_its_queue_is_unknown(named_by, rabbit, celery, server, redis):
+    """The queue has no reader, is known to no app, and only RabbitMQ knows that the message waits there."""
+    where = {"exchange": "amq.direct", "routing_key": named_by}
+    conf = {**conf_of(rabbit, server), "task_default_queue": "read", "singlebeat_watchdog_timeout": None}
+    conf |= {"singlebeat_lost_after": 1, "task_routes": {SINGLE: where} if named_by == "a route" else {}}
+    celery("worker", "-c", "1", env={"SB_TEST_URL": rabbit.url}, conf=conf).ready()
+    with make_app(rabbit.url, conf) as app, app.connection_for_write() as connection:
+        task = app.tasks[SINGLE]
+        if named_by == "the task":
+            task.exchange, task.routing_key = where.values()
+        queue = Queue(f"behind {named_by}", Exchange("amq.direct", passive=True), routing_key=named_by)(connection)
+        queue.queue_declare()
+        queue.queue_bind()
+        if named_by == "the entry":
+            options = {"options": where}
+            Entry("e", SINGLE, schedule(60), ["x"], app=app, run_on_start=True, **options).save()
+            scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+            scheduler.tick()
+            scheduler.close()
+        else:
+            task.apply_async(["x"], **(where if named_by == "a call" else {}))
+        key, backend = task.generate_lock(SINGLE, ["x"]), backend_of(app)
+
+        def found() -> Found | None:
+            ((_, record),) = backend.read([key])
+            lock = Waiting.of(key, record)
+            return examine(app, [lock])[0] if lock is not None and not may_yet_start(lock, Config.of(app)) else None
+
+        finding = wait_until(found, timeout=30, what="the lock to be overdue")
+        assert queue.queue_declare(passive=True).message_count == 1
+        assert (finding.outcome, finding.reason) == ("", BOUND)

@@ -1,0 +1,58 @@
+"""The queue that a message goes to, where a sender can know it; pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kombu import Queue
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..locks.base import Options
+    from ..locks.key import Arguments, NamedArguments
+
+__all__ = ("queue_of_call", "queue_reached")
+
+#: The kinds of exchanges that pass a message on to each queue that is bound with its very routing key.
+PLAIN_KINDS = ("direct", "topic", "fanout")
+
+
+def queue_reached(exchange: object, routing_key: str | None, queue: object) -> str:
+    """Return the queue that a message reaches; empty if only the broker's bindings decide.
+
+    Args:
+        exchange: that it is sent to, or the exchange's name; empty for the broker's default exchange.
+        queue: that its sender declares. Celery declares the app's default queue if only an exchange is named.
+    """
+    name = getattr(exchange, "name", exchange)
+    if not name:
+        return str(routing_key or "")
+    if not isinstance(queue, Queue) or queue.exchange is None or queue.exchange.type not in PLAIN_KINDS:
+        return ""
+    return str(queue.name) if (queue.exchange.name, queue.routing_key) == (name, routing_key) else ""
+
+
+def queue_of_call(
+    app: Celery, task: str, options: Options, args: Arguments | None = None, kwargs: NamedArguments | None = None
+) -> str:
+    """Return the queue that Celery sends a call to; empty if the broker's bindings decide.
+
+    Args:
+        options: of the call, without those of its task.
+
+    Raises:
+        Exception: any error of a user's own router, or the queue is unknown.
+    """
+    known = app.tasks.get(task)
+    given = {**(known._get_exec_options() if known is not None else {}), **options}
+    route = app.amqp.router.route(given, task, args or (), kwargs or {}, known)
+    queue, exchange, routing_key = (route.get(name) for name in ("queue", "exchange", "routing_key"))
+    if isinstance(queue, str):
+        queue = app.amqp.queues[queue]
+    kind = route.get("exchange_type") or getattr(getattr(queue, "exchange", None), "type", "direct")
+    if (not exchange or not routing_key) and kind == "direct":  # as Celery does in ``send_task_message``
+        return str(getattr(queue, "name", ""))
+    if exchange is None:
+        exchange, routing_key = queue.exchange, routing_key or queue.routing_key
+    return queue_reached(exchange, routing_key, queue)
