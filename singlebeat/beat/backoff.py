@@ -9,6 +9,9 @@ __all__ = ("Backoff",)
 #: Seconds until the first retry, and the longest delay; the delay doubles with each failure.
 FIRST_RETRY, LAST_RETRY = 1.0, 4.0
 
+#: How many failures of an entry later its failure is logged again: about five minutes.
+LOGGED_EACH = 75
+
 
 class Backoff:
     """The failures in a row: an unreachable broker fails for all entries, a broken entry only for itself.
@@ -20,6 +23,7 @@ class Backoff:
     def __init__(self) -> None:
         self._failures = 0  #: in a row: failures of the server, and first failures of entries
         self._by_key = Counter[str]()
+        self._logged_at: dict[str, int] = {}  #: at how many failures of an entry these are logged again
 
     def failures_of(self, key: str) -> int:
         """Return how many attempts of an entry have failed in a row."""
@@ -33,6 +37,23 @@ class Backoff:
         self._failures += 1
         return self._failures == 1
 
+    def refused(self, key: str) -> bool:
+        """Record that a server answers and refuses the message of an entry; return whether it is worth logging."""
+        self._by_key[key] += 1
+        return self.fails_alone(key, after=0)
+
+    def fails_alone(self, key: str, *, after: int = 1) -> bool:
+        """Return whether it is worth logging that an entry fails while its server answers: now and then.
+
+        Args:
+            after: how many failures of the entry may be those of the server.
+        """
+        failures = self._by_key[key]
+        if failures < self._logged_at.get(key, after + 1):
+            return False
+        self._logged_at[key] = failures + LOGGED_EACH
+        return True
+
     def succeeded(self, key: str) -> None:
         """Record that the server answers, and forget the failures of this entry."""
         self._failures = 0
@@ -42,6 +63,7 @@ class Backoff:
         """Forget the failures of entries; this says nothing about the server."""
         for key in keys:
             self._by_key.pop(key, None)
+            self._logged_at.pop(key, None)
 
     def seconds(self, key: str) -> float:
         """Return the seconds until the retry of an entry that has failed, or has waited behind a failed entry."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from celery.beat import SchedulingError
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
@@ -53,6 +54,7 @@ __all__ = (
     "Published",
     "Publisher",
     "delay_of",
+    "in_words",
     "is_transient",
     "not_published",
 )
@@ -92,6 +94,17 @@ def _causes(exc: BaseException | None) -> Iterator[BaseException]:
             return
         met.add(id(exc))
         exc = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
+
+
+def _server_of(exc: BaseException) -> str:
+    """Return the server that is behind the error of a message."""
+    return LOCKS if any(isinstance(cause, LockBackendError) for cause in _causes(exc)) else BROKER
+
+
+def in_words(exc: Exception) -> str:
+    """Return an error for a log: the name of the first cause as well if that has no words."""
+    *_, cause = _causes(exc)
+    return with_advice(exc) if str(cause) else f"{with_advice(exc).rstrip(': ')}: {type(cause).__name__}"
 
 
 def _is_of_message(exc: BaseException) -> bool:
@@ -262,7 +275,7 @@ class Dispatcher:
             if broker_is_down:  # each further message would wait for the broker again
                 unsent.extend(message.entry.key for message in left)
                 return
-            began, failed = time.monotonic(), dict[str, Exception]()
+            began, failed = time.monotonic(), list[tuple[Message, Exception]]()
             for attempt in self._send_next(left, holders, may_send, is_alone=one_by_one):
                 message, exc = attempt.message, attempt.error
                 if exc is None:
@@ -270,16 +283,20 @@ class Dispatcher:
                 elif not self._publisher.may_publish(term):
                     continue
                 elif is_transient(exc):
-                    failed[message.entry.key] = exc
+                    failed.append((message, exc))
                 else:
                     self._release(*message.locks)
                     yield self._give_up(message, exc)
             if failed:
-                unsent.extend(failed)
-                self._note_failure(next(iter(failed.values())), *failed)
+                unsent.extend(message.entry.key for message, _ in failed)
+                away = [(message, exc) for message, exc in failed if not self._is_refused(message, exc)]
+                if away:
+                    self._note_failure(away[0][1], *(message.entry.key for message, _ in away))
                 patience -= time.monotonic() - began
                 # The cause may be one message alone. A broker that hangs may still accept connections.
                 broker_is_down = patience <= 0 or not self._publisher.reaches_broker()
+                if not broker_is_down:
+                    self._note_lone_failures(away)
 
     def _send_next(
         self, left: deque[Message], holders: Mapping[str, Holder], may_send: Callable[[], bool], *, is_alone: bool
@@ -334,6 +351,8 @@ class Dispatcher:
             if outbox is not None:
                 outbox.expect()
             result = self.publish(message, attempt.outcome)
+            if outbox is not None and outbox.is_full and not outbox.commands:
+                raise SchedulingError("no queue is bound to its exchange with its routing key")
         except Exception as exc:  # sending runs a task's own code and the broker's driver
             duplicate = next((cause for cause in _causes(exc) if isinstance(cause, DuplicateTaskError)), None)
             if duplicate is not None and isinstance(duplicate.holder, Holder):
@@ -406,17 +425,37 @@ class Dispatcher:
             options["headers"] = {**options["headers"], HEADER: granted.ticket.header()}
         return self._publisher.publish(message.entry)
 
+    def _is_refused(self, message: Message, exc: Exception) -> bool:
+        """Return whether RabbitMQ answers and refuses one message, as for a full queue; log it now and then."""
+        # By its name: a beat whose broker is Redis does not load the driver of RabbitMQ.
+        if not any(type(cause).__name__ == "MessageNacked" for cause in _causes(exc)):
+            return False
+        if self._backoff.refused(message.entry.key):
+            self._log_refusal(message, exc)
+        return True
+
+    def _note_lone_failures(self, failed: Sequence[tuple[Message, Exception]]) -> None:
+        """Log the messages that fail again and again, unless their server is known to be unreachable."""
+        for message, exc in failed:
+            if _server_of(exc) not in self._unreachable and self._backoff.fails_alone(message.entry.key):
+                self._log_refusal(message, exc)
+
+    def _log_refusal(self, message: Message, exc: Exception) -> None:
+        text = "beat: %(server)s answers, and does not take the message of %(entry)s, which stays pending"
+        about = {"server": _server_of(exc), "entry": message.entry.name}
+        log.error(text, event="refused", **about, reason=in_words(exc))
+
     def _note_failure(self, exc: Exception, *keys: str) -> None:
-        is_of_locks = any(isinstance(cause, LockBackendError) for cause in _causes(exc))
-        server = LOCKS if is_of_locks else BROKER
+        server = _server_of(exc)
         self._publisher.forget_broker()
         if self._backoff.failed(*keys) and server not in self._unreachable:
             self._unreachable.add(server)
             refuses = any(what_it_does(cause) == "refuses" for cause in _causes(exc))
             until = "takes it" if refuses else "answers"
             text = f"Scheduler: Message Error: due occurrences stay pending until %(server)s {until}"
-            where = "" if is_of_locks else f"{BROKER} {broker_place(self.app)}: "  # the locks' server is in the error
-            log.error(text, event="unreachable", server=server, reason=f"{where}{with_advice(exc)}")
+            # The locks' server is in the error.
+            where = "" if server == LOCKS else f"{BROKER} {broker_place(self.app)}: "
+            log.error(text, event="unreachable", server=server, reason=f"{where}{in_words(exc)}")
 
     def _note_answer(self, server: str) -> None:
         if server in self._unreachable:

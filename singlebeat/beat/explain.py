@@ -166,7 +166,8 @@ def _pending(facts: Facts) -> Iterator[str]:
     if facts.state.redbeat_leads:
         yield f"The run for {when} is claimed and waits until a beat of singlebeat leads, as task {facts.pending.id}."
         return
-    why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable, or trouble)"
+    why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable, refused or "
+    why += "trouble)"
     if facts.running is None:
         why = f"{facts.broker_away.rstrip('.') or 'the broker does not answer'}. Beat sends it once that is over"
     elif facts.locks_away:

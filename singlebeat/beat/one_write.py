@@ -25,7 +25,7 @@ from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
-from .dispatch import BROKER, LOCKS, Published, delay_of, is_transient, not_published
+from .dispatch import BROKER, LOCKS, Published, delay_of, in_words, is_transient, not_published
 from .leadership.lease import Term
 from .message import prepare
 from .store.claims import ClaimVerdict, Store
@@ -174,7 +174,7 @@ class OneWrite:
         self.publisher.forget_broker()
         if isinstance(exc, RedisError | LockBackendError):
             raise exc
-        raise RedisConnectionError(f"{BROKER} {broker_place(self.app)}: {exc}") from exc
+        raise RedisConnectionError(f"{BROKER} {broker_place(self.app)}: {in_words(exc)}") from exc
 
     def rule_out(self, reason: str) -> None:
         """Send in several writes for a while, and say so once."""
@@ -400,6 +400,8 @@ class _Sending:
         """Take the message that kombu has made."""
         dispatch = attempt.dispatch
         dispatch.commands = outbox.commands
+        if not outbox.commands:  # several writes record that it reaches no queue
+            raise _NotSentError
         if dispatch.call is not None:
             delay = delay_of(attempt.message, self.one_write.app, self.now)
             dispatch.note = note(dispatch.call.ref, queue=outbox.queue, delay=delay)

@@ -12,6 +12,7 @@ from celery.result import denied_join_result
 from kombu import Producer
 
 from ..broker import BrokerConnection
+from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
 
 if TYPE_CHECKING:
@@ -25,7 +26,20 @@ __all__ = ("BeatProducer", "BrokerAccess")
 
 
 class BeatProducer(Producer):  # type: ignore[misc]
-    """kombu's producer, which copies a queue for each message, only to find that the queue is declared."""
+    """kombu's producer, which lets RabbitMQ say that a message reaches no queue.
+
+    kombu's own copies a queue for each message, only to find that the queue is declared.
+    """
+
+    def publish(self, *args: object, **options: Any) -> Any:
+        """Send a message.
+
+        Raises:
+            Exception: any error of the broker, or RabbitMQ has no queue for the message of a run.
+        """
+        if RUN_HEADER in (options.get("headers") or {}) and self.connection.transport.driver_name == "py-amqp":
+            options.setdefault("mandatory", True)
+        return super().publish(*args, **options)
 
     def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: object) -> Any:
         """Declare a queue or an exchange if it is not declared already."""

@@ -649,6 +649,18 @@ def test_a_message_that_cannot_be_made_is_no_others_concern(bench):
     assert sorted(bench.decisions) == ["dispatched", "dispatched", "publish_failed"]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_message_that_reaches_no_queue_has_failed(server, redis, own_server, bench_on, elsewhere):
+    bench = bench_on(server, **({"broker_url": own_server.celery_url} if elsewhere else {}))
+    bench.put("a", options={"exchange": "nowhere", "routing_key": "a typing error"})
+    bench.put("b")
+
+    bench.tick()
+
+    assert {each["entry"]: each["decision"] for each in bench.history} == {"a": "publish_failed", "b": "dispatched"}
+    assert "no queue is bound" in next(each["reason"] for each in bench.history if each["entry"] == "a")
+
+
 def test_what_is_made_before_a_server_fails_is_written(bench, monkeypatch):
     for name in ("a", "b", "c"):
         bench.put(name)

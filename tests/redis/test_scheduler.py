@@ -28,6 +28,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
+from singlebeat.beat.backoff import LOGGED_EACH
 from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
@@ -986,6 +987,35 @@ def test_runs_that_the_broker_never_takes_delay_no_other_entry(bench, caplog):
     assert bench.names == ["b", "c", "d", "e"]
     assert bench.redis.zrange(PENDING, 0, -1) == [f"redbeat:{name}" for name in bad]
     assert caplog.text.count("stay pending") == 1
+
+
+def test_an_entry_that_alone_fails_is_named_again_and_again(bench, redis, logged):
+    """What others are sent says nothing about it."""
+    scheduler = bench.scheduler(app=put_refused(bench, "a"))
+    for number in range(LOGGED_EACH + 20):
+        if number % 10 == 0:
+            bench.put(f"b{number}")
+        scheduler.tick()
+        bench.retry_now()
+
+    named = logged("refused")
+    assert [line["entry"] for line in named] == ["a"] * 2
+    assert all("no route to the host" in line["reason"] for line in named)
+    assert len(logged("unreachable")) == len(logged("recovered")) == 1
+
+
+def test_entries_of_a_broker_that_is_away_are_not_named(server, redis, own_server, bench_on, logged):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    for name in ("a", "b"):
+        bench.put(name)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    for _ in range(4):
+        scheduler.tick()
+        bench.retry_now()
+
+    assert logged("refused") == []
+    assert len(logged("unreachable")) == 1
 
 
 def test_a_broker_that_hangs_is_asked_once_in_a_tick(server, redis, bench_on, monkeypatch):

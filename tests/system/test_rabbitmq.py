@@ -457,6 +457,54 @@ def test_a_message_that_rabbitmq_refuses_takes_no_other_with_it(refused, rabbit,
             assert connection.default_channel.queue_declare("refusing", passive=True).message_count == 3
 
 
+def test_an_entry_whose_queue_is_full_is_named(rabbit, server, redis, caplog):
+    """The others are sent, so the broker is not unreachable."""
+    conf = {**conf_of(rabbit, server), "task_default_queue": "roomy", "singlebeat_watchdog_timeout": None}
+    full = Queue("full", queue_arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    conf["task_queues"] = [Queue("roomy"), full]
+    with make_app(rabbit.url, conf) as app, app.connection_for_write() as connection:
+        full(connection).declare()
+        app.send_task("any", queue="full")
+        for at, options in enumerate([{"queue": "full"}, {}]):
+            Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], options=options, app=app, run_on_start=True).save()
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        for _ in range(3):
+            scheduler.tick()
+            redis.zadd("redbeat::pending", {"redbeat:e0": 0}, xx=True)
+        lines = [facts for record in caplog.records if (facts := getattr(record, "singlebeat", None))]
+        named = [(line["entry"], line["reason"]) for line in lines if line["event"] == "refused"]
+
+        assert [record.entry for record in Schedule(app).history()] == ["e1"]
+        assert named == [("e0", "Couldn't apply scheduled task e0: MessageNacked")]
+        assert not [line for line in lines if line["event"] in {"unreachable", "recovered"}]
+        full(connection).purge()
+        scheduler.tick()
+        scheduler.close()
+        assert {record.entry for record in Schedule(app).history()} == {"e0", "e1"}
+
+
+def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
+    """RabbitMQ confirms such a message, and drops it."""
+    conf = {**conf_of(rabbit, server), "task_default_queue": "reached", "singlebeat_watchdog_timeout": None}
+    conf["task_send_sent_event"] = True  # these reach no queue either
+    nowhere = {"exchange": "amq.direct", "routing_key": "a typing error"}
+    with make_app(rabbit.url, conf) as app, app.connection_for_write() as connection:
+        for at, options in enumerate([{}, nowhere, {}, {**nowhere, "mandatory": False}, {}]):
+            Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], options=options, app=app, run_on_start=True).save()
+            redis.zadd("redbeat::schedule", {f"redbeat:e{at}": at})
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler.tick()
+        scheduler.close()
+
+        decided = {record.entry: (record.decision, record.reason) for record in Schedule(app).history()}
+        assert {name: decision for name, (decision, _) in decided.items() if decision != "dispatched"} == {
+            "e1": "publish_failed"
+        }
+        assert "NO_ROUTE" in decided["e1"][1]
+        assert len(decided) == 5
+        assert connection.default_channel.queue_declare("reached", passive=True).message_count == 3
+
+
 def conf_of(rabbit: RabbitMQ, server: RedisServer) -> dict[str, Any]:
     """Return the settings for a broker that is RabbitMQ, with everything else in Redis."""
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from singlebeat.beat.backoff import Backoff
+from singlebeat.beat.backoff import LOGGED_EACH, Backoff
 
 
 def test_an_unreachable_broker_is_asked_less_and_less_often():
@@ -57,3 +57,17 @@ def test_a_forgotten_entry_has_no_failures_and_says_nothing_of_servers():
 
     assert not backoff.failures_of("a")
     assert not backoff.failed("b"), "the server has not answered since"
+
+
+def test_an_entry_that_fails_alone_is_named_now_and_then():
+    backoff, named = Backoff(), []
+    for at in range(1, LOGGED_EACH + 5):
+        backoff.failed("a")
+        backoff.succeeded("b")
+        named += [at] * backoff.fails_alone("a")
+    refused = [backoff.refused("c") for _ in range(LOGGED_EACH + 1)]
+
+    assert named == [2, LOGGED_EACH + 2]
+    assert [at for at, is_named in enumerate(refused, 1) if is_named] == [1, LOGGED_EACH + 1]
+    backoff.succeeded("c")
+    assert backoff.refused("c")

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from celery import Celery
 from celery.schedules import schedule
+from kombu import Exchange, Queue
 
 from singlebeat import Entry
 from singlebeat.beat.delivery import Busy, Delivery, Reader, listed, queue_of
@@ -63,6 +64,11 @@ def test_a_list_names_the_first_few():
         ({}, "celery"),
         ({"queue": "mine"}, "mine"),
         ({"exchange": "topics", "routing_key": "a.b"}, None),
+        ({"exchange": "topics"}, "celery"),  # Celery sends it to the queue itself, as it does without an exchange
+        ({"routing_key": "a.b"}, "celery"),
+        ({"queue": Queue("named", Exchange("topics", "topic"), "a.b")}, "named"),
+        ({"queue": Queue("named", Exchange("topics", "topic"), "a.#"), "routing_key": "a.b"}, None),
+        ({"queue": Queue("named", Exchange("topics", "topic"), "a.b"), "exchange": "others", "routing_key": "a.b"}, None),
     ],
 )
 def test_the_queue_of_an_entry_is_that_of_its_options(options, queue):
