@@ -351,8 +351,6 @@ class Dispatcher:
             if outbox is not None:
                 outbox.expect()
             result = self.publish(message, attempt.outcome)
-            if outbox is not None and outbox.is_full and not outbox.commands:
-                raise SchedulingError("no queue is bound to its exchange with its routing key")
         except Exception as exc:  # sending runs a task's own code and the broker's driver
             duplicate = next((cause for cause in _causes(exc) if isinstance(cause, DuplicateTaskError)), None)
             if duplicate is not None and isinstance(duplicate.holder, Holder):
@@ -363,6 +361,8 @@ class Dispatcher:
         if outbox is not None and outbox.is_full:
             attempt.commands = outbox.commands
             self._queues[message.occurrence.id] = outbox.queue
+            if not outbox.commands:
+                attempt.error = SchedulingError("no queue is bound to its exchange with its routing key")
         if message.is_sent_by_others:
             attempt.published = self._published_by_others(message, result)
         return attempt

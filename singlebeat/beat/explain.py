@@ -207,9 +207,8 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
     when = _moment(record.nominal)
     match record.decision:
         case "dispatched" | "buffered":
-            yield f"The run for {when} was sent{_recorded_at(facts, record, record.at)} as task {record.task_id}."
-            if record.decision == "dispatched" and record.reason:
-                yield f"{_sentence(record.reason)}."
+            how = f": {record.reason}" if record.decision == "dispatched" and record.reason else ""
+            yield f"The run for {when} was sent{_recorded_at(facts, record, record.at)} as task {record.task_id}{how}."
             if record.decision == "buffered":
                 yield f"It met an equal call and had to wait for its turn: it {record.reason}."
             if record.kind == "catch_up":

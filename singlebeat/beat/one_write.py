@@ -50,8 +50,8 @@ log = Log("celery.beat")
 #: Why due entries need several writes.
 ELSEWHERE = "schedule, locks and broker are not on one server"
 
-#: Seconds for which a tick ends at an error of a server, once one write was possible there. Several writes send a message
-#: twice if the reply to it is lost.
+#: Seconds for which each tick ends at an error of a server where one write was possible. Several writes might send a
+#: message twice: if the reply to it is lost.
 PATIENCE = 30.0
 
 #: How often the message of an occurrence is made until it is sent in several writes, because its lock has changed

@@ -68,7 +68,7 @@ def test_a_list_names_the_first_few():
         ({"routing_key": "a.b"}, "celery"),
         ({"queue": Queue("named", Exchange("topics", "topic"), "a.b")}, "named"),
         ({"queue": Queue("named", Exchange("topics", "topic"), "a.#"), "routing_key": "a.b"}, None),
-        ({"queue": Queue("named", Exchange("topics", "topic"), "a.b"), "exchange": "others", "routing_key": "a.b"}, None),
+        ({"queue": Queue("named", Exchange("topics", "topic"), "a.b"), "exchange": "others", "routing_key": "b"}, None),
     ],
 )
 def test_the_queue_of_an_entry_is_that_of_its_options(options, queue):

@@ -8,8 +8,8 @@ import pytest
 from celery import Celery
 
 from singlebeat.beat.lost_messages import Found, Waiting, _read_ends, may_yet_start
-from singlebeat.locks.acquire import note
 from singlebeat.config import Config
+from singlebeat.locks.acquire import note
 from singlebeat.locks.base import Ref
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
 
