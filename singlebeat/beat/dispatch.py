@@ -104,7 +104,7 @@ def _server_of(exc: BaseException) -> str:
 def in_words(exc: Exception) -> str:
     """Return an error for a log: the name of the first cause as well if that has no words."""
     *_, cause = _causes(exc)
-    return with_advice(exc) if str(cause) else f"{with_advice(exc).rstrip(': ')}: {type(cause).__name__}"
+    return with_advice(exc) if cause.args else f"{with_advice(exc).rstrip(': ')}: {type(cause).__name__}"
 
 
 def _is_of_message(exc: BaseException) -> bool:

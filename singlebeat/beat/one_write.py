@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
 from kombu import Producer
 from redis import RedisCluster
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
-from ..connections import RedisError, ResponseError, broker_place, schedule_client
+from ..clients import native
+from ..connections import RedisError, ResponseError, broker_place, lock_server, schedule_client, schedule_url
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of
 from ..locks.acquire import Refused, cancel_releases, note
@@ -93,7 +95,8 @@ class OneWrite:
         self._refusal = ""  #: why the server does not record decisions
         self._is_denied = False  #: the last write, for lack of a right
         self.failed = ""  #: the id of the occurrence whose message has failed last when it was made
-        self._patient_until = 0.0  #: monotonic; infinite while no server has failed since the last write was answered
+        #: Monotonic; infinite while no server has failed since the last write was answered.
+        self._patient_until = math.inf if _has_one_address(app) else 0.0
 
     def send(
         self,
@@ -243,6 +246,20 @@ class OneWrite:
         granted, holder = attempt.granted, answer.holder
         if granted is not None and granted.replacing is not None and holder is not None and message.task is not None:
             granted.note_replaced(message.task, holder)
+
+
+def _has_one_address(app: Celery) -> bool:
+    """Return whether schedule, locks and broker are on one server by their settings, before a marker proves it."""
+    broker = app.conf.broker_write_url or app.conf.broker_url
+    try:
+        return len({_address(str(url)) for url in (broker, schedule_url(app), lock_server(app).url)}) == 1
+    except (ConfigError, ValueError):  # one has no address in the settings, or a port that is none
+        return False
+
+
+def _address(url: str) -> tuple[str | None, int | None, str]:
+    parts = urlsplit(native(url))
+    return parts.hostname, parts.port, parts.path if parts.scheme == "unix" else ""
 
 
 def _why_not(app: Celery, store: Store) -> str:

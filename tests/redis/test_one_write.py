@@ -262,6 +262,24 @@ def test_a_lost_connection_leads_to_no_second_message(server, redis, bench_on, m
     assert [line["level"] for line in logged("trouble")] == ["ERROR"]
 
 
+def test_a_new_beat_sends_no_second_message_either(server, redis, bench_on, logged):
+    """It knows nothing yet but the addresses of its servers."""
+    with LossyProxy(server) as proxy:
+        url = f"redis+socket://{proxy.path}"
+        bench = bench_on(server, broker_url=url, redbeat_redis_url=proxy.url, singleton_backend_url=proxy.url)
+        bench.put("a")
+        proxy.meanwhile = lambda: proxy.lose_next_reply(b"LPUSH")
+        proxy.lose_next_reply(b"singlebeat:marker:")
+        scheduler = bench.scheduler()
+        for _ in range(4):
+            scheduler.tick()
+            bench.retry_now()
+
+    assert bench.names == ["a"]
+    assert bench.decisions == ["dispatched"]
+    assert [line["level"] for line in logged("trouble")] == ["ERROR"]
+
+
 def test_a_broker_that_stays_away_holds_up_no_claim_for_long(server, redis, bench_on, monkeypatch, logged):
     """It was on the server of the schedule until now."""
     with LossyProxy(server) as proxy:
