@@ -55,6 +55,7 @@ __all__ = (
     "Publisher",
     "delay_of",
     "in_words",
+    "is_refusal",
     "is_transient",
     "not_published",
 )
@@ -94,6 +95,11 @@ def _causes(exc: BaseException | None) -> Iterator[BaseException]:
             return
         met.add(id(exc))
         exc = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
+
+
+def is_refusal(exc: Exception) -> bool:
+    """Return whether a server has answered, and its answer is the error."""
+    return any(what_it_does(cause) == "refuses" for cause in _causes(exc))
 
 
 def _server_of(exc: BaseException) -> str:
@@ -450,8 +456,7 @@ class Dispatcher:
         self._publisher.forget_broker()
         if self._backoff.failed(*keys) and server not in self._unreachable:
             self._unreachable.add(server)
-            refuses = any(what_it_does(cause) == "refuses" for cause in _causes(exc))
-            until = "takes it" if refuses else "answers"
+            until = "takes it" if is_refusal(exc) else "answers"
             text = f"Scheduler: Message Error: due occurrences stay pending until %(server)s {until}"
             # The locks' server is in the error.
             where = "" if server == LOCKS else f"{BROKER} {broker_place(self.app)}: "

@@ -27,7 +27,7 @@ from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
-from .dispatch import BROKER, LOCKS, Published, delay_of, in_words, is_transient, not_published
+from .dispatch import BROKER, LOCKS, Published, delay_of, in_words, is_refusal, is_transient, not_published
 from .leadership.lease import Term
 from .message import prepare
 from .store.claims import ClaimVerdict, Store
@@ -169,7 +169,7 @@ class OneWrite:
             LockBackendError: the same.
         """
         now = time.monotonic()
-        if not is_transient(exc) or not self._may_be_here():
+        if not is_transient(exc) or is_refusal(exc) or not self._may_be_here():
             return
         self._patient_until = min(self._patient_until, now + PATIENCE)
         if now >= self._patient_until:

@@ -577,7 +577,7 @@ def test_a_dead_lettered_message_that_comes_back_runs_again(task, rabbit, celery
 
 
 @pytest.mark.parametrize("named_by", ["the entry", "a route", "the task", "a call"])
-def test_a_message_behind_an_exchange_is_not_lost_while_its_queue_is_unknown(named_by, rabbit, celery, server, redis):
+def test_a_message_in_an_unknown_queue_is_not_called_lost(named_by, rabbit, celery, server, redis):
     """The queue has no reader, is known to no app, and only RabbitMQ knows that the message waits there."""
     where = {"exchange": "amq.direct", "routing_key": named_by}
     conf = {**conf_of(rabbit, server), "task_default_queue": "read", "singlebeat_watchdog_timeout": None}
