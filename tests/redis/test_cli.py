@@ -1105,3 +1105,21 @@ def test_an_error_of_settings_says_that_no_app_was_named(server, redis):
     assert told.exit_code == 2
     assert "set redbeat_redis_url to a Redis server" in told.output
     assert "celery -A APP singlebeat" in told.output
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_doctor_names_an_entry_whose_runs_pile_up(bench, findings, no_worker_is_awaited, ended):
+    backend_of(bench.app).announce("w@h", ttl=60)
+    bench.put(task="tests.system.apps.single", args=["x"], overlap="buffer_all", ago=None)
+    scheduler = bench.scheduler()
+    for _ in range(13):
+        bench.make_due()
+        scheduler.tick()
+    assert bench.decisions.count("buffered") == 12
+    if ended:
+        record_end_of_message(bench.app, {"id": bench.ids[-2], RUN_HEADER: {"entry": "e"}}, "success", worker="w")
+        flush_ends(bench.app)
+
+    text = "its last 12 runs wait for their turn, and none of them has ended"
+    found = [level for level, each in findings("entry e", app=bench.app) if each.startswith(text)]
+    assert found == ([] if ended else ["warning"])

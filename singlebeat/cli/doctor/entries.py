@@ -1,4 +1,4 @@
-"""Checks entries: unusable, late or never due, and runs that fail or are skipped."""
+"""Checks entries: unusable, late or never due, and runs that fail, are skipped or pile up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from ...beat.delivery import listed
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 #: Maximum number of entries whose own history is read, and of records in the history of all.
 MOST_HISTORIES = 10_000
+
+#: How many of the last runs of an entry may wait for their turn.
+MOST_WAITING = 10
 
 
 def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
@@ -95,7 +98,7 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
 
 
 def _histories(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
-    """Check the own history of each entry for last runs that all failed or were all skipped, and for long runs."""
+    """Check the history of each entry for last runs that all failed, were all skipped or wait, and for long runs."""
     by_name, recorded = {entry.name: entry for entry in entries[:MOST_HISTORIES]}, True
     with suppress(SinglebeatError):  # another part reports it
         recorded = backend_of(app).workers_seen()
@@ -110,6 +113,7 @@ def _histories(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
             silent[name] = text
         if ends := [end for end in own.ends if end.duration is not None]:
             longest[name] = max(ends, key=_duration)
+    yield from _piling_up({name: waiting for name in by_name if (waiting := _waiting(recent[name])) > MOST_WAITING})
     for name, text in islice(silent.items(), MOST_NAMED):
         yield Finding("warning", f"entry {name}", f"{text} (celery singlebeat explain {shlex.quote(name)})")
     if len(silent) > MOST_NAMED:
@@ -121,6 +125,26 @@ def _histories(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
     if longest:
         name, end = max(longest.items(), key=lambda each: _duration(each[1]))
         yield from _redelivered(app, by_name[name], end)
+
+
+def _waiting(records: Sequence[Record]) -> int:
+    """Return how many of an entry's last runs wait for their turn, since the last one that has ended."""
+    sent = (record for record in records if record.decision in {"dispatched", "buffered"})
+    return sum(record.decision == "buffered" for record in takewhile(lambda record: record.end is None, sent))
+
+
+def _piling_up(waiting: Mapping[str, int]) -> Iterator[Finding]:
+    """Name the entries whose runs pile up, those with most runs first."""
+    most_first = sorted(waiting.items(), key=lambda each: -each[1])
+    for name, count in most_first[:MOST_NAMED]:
+        text = (
+            f"its last {count} runs wait for their turn, and none of them has ended: they come due faster than they "
+            "end, or the run before them hangs. Let it run less often, or choose another overlap "
+            f"(celery singlebeat explain {shlex.quote(name)})"
+        )
+        yield Finding("warning", f"entry {name}", text)
+    if len(most_first) > MOST_NAMED:
+        yield Finding("warning", "entries", f"the runs of {len(most_first) - MOST_NAMED} more entries pile up")
 
 
 def _duration(end: End) -> float:
