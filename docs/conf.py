@@ -1,12 +1,16 @@
 """How Sphinx builds these pages: ``tox -e docs``."""
 
+import sys
 from importlib.metadata import version as version_of
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for directives.py
 
 project = "singlebeat"
 author = "the authors of singlebeat"
 version = release = version_of("celery-singlebeat")
 
-extensions = ["sphinx.ext.autodoc"]
+extensions = ["directives", "sphinx.ext.autodoc"]
 nitpicky = True
 html_theme = "furo"
 html_title = f"singlebeat {release}"
