@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import Field, fields
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from sphinx.util.docutils import SphinxDirective
 
+import singlebeat
 from singlebeat.config import Config
 
 if TYPE_CHECKING:
@@ -47,6 +50,16 @@ class Settings(Generated):
                 yield ""
 
 
+class Policy(Generated):
+    """Prints the fields of an entry's policy from their schema."""
+
+    def text(self) -> Iterator[str]:
+        """Yield each field with its meaning."""
+        schema = json.loads(resources.files(singlebeat).joinpath("schemas/policy.json").read_text("utf-8"))
+        for name, field in schema["properties"].items():
+            yield from (f"``{name}``", f"   {field['description']}", "")
+
+
 def _type(setting: Field[Any]) -> str:
     names = str(setting.type).split(" | ") if setting.type not in WRITTEN else [str(setting.type)]
     words = " or ".join(WRITTEN.get(name, name) for name in names).replace(" | ", " or ")
@@ -63,5 +76,6 @@ def _literal(value: object) -> str:
 
 def setup(app: Sphinx) -> dict[str, object]:
     """Add the directives to Sphinx."""
+    app.add_directive("policy", Policy)
     app.add_directive("settings", Settings)
     return {"parallel_read_safe": True}

@@ -168,7 +168,7 @@ class Config:
     redbeat_redis_options: _Options = _setting(
         {},
         _options,
-        "The options of the Redis client of the schedule, such as ``socket_timeout``, ``sentinels`` and ``service_name``.",
+        "The options of the schedule's Redis client, such as ``socket_timeout``, ``sentinels`` and ``service_name``.",
     )
     redbeat_redis_use_ssl: _Options | bool = _setting(
         False,
