@@ -10,10 +10,11 @@ project = "singlebeat"
 author = "the authors of singlebeat"
 version = release = version_of("celery-singlebeat")
 
-extensions = ["directives", "sphinx.ext.autodoc"]
+extensions = ["directives", "sphinx.ext.autodoc", "sphinx_click"]
 nitpicky = True
 html_theme = "furo"
 html_title = f"singlebeat {release}"
+smartquotes = False  # the help of a command names options: --json
 html_copy_source = False
 html_show_copyright = False
 templates_path: list[str] = []
