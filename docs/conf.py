@@ -10,8 +10,12 @@ project = "singlebeat"
 author = "the authors of singlebeat"
 version = release = version_of("celery-singlebeat")
 
-extensions = ["directives", "sphinx.ext.autodoc", "sphinx_click"]
+extensions = ["directives", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
 nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!singlebeat\.(errors|signals|embedded)\b).*")]  # of other projects, or not public
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 html_theme = "furo"
 html_title = f"singlebeat {release}"
 smartquotes = False  # the help of a command names options: --json
