@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields
-from importlib import resources
+from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any
 
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 import singlebeat
+from singlebeat import signals
 from singlebeat.config import Config
+from singlebeat.events import EVENTS
+from singlebeat.locks.modes import TOGETHER
+from singlebeat.overlap import Overlap
+from singlebeat.run_results import OUTCOMES, UNSEEN
 
 if TYPE_CHECKING:
     from docutils.nodes import Node
@@ -60,6 +67,78 @@ class Policy(Generated):
             yield from (f"``{name}``", f"   {field['description']}", "")
 
 
+class Events(Generated):
+    """Prints the events of the log."""
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the events."""
+        rows = (
+            (f"``{name}``", " or ".join(map(logging.getLevelName, event.levels)), event.meaning)
+            for name, event in EVENTS.items()
+        )
+        yield from _table(("Event", "Level", "Meaning"), rows, widths="23 15 62")
+
+
+class Signals(Generated):
+    """Prints the signals."""
+
+    def text(self) -> Iterator[str]:
+        """Yield each signal with its meaning, sender and arguments."""
+        for name, described in signals.DESCRIPTIONS.items():
+            yield from (f".. py:data:: singlebeat.signals.{name}", "", f"   {described.meaning}", "")
+            for argument, meaning in {"sender": described.sender, **described.arguments}.items():
+                yield f"   - ``{argument}``: {meaning}"
+            yield ""
+
+
+class Words(Generated):
+    """Prints the words of an enumeration, with the comments of its members."""
+
+    required_arguments = 1
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the words."""
+        module, _, name = self.arguments[0].rpartition(".")
+        analyzer = ModuleAnalyzer.for_module(module)
+        analyzer.analyze()
+        members = getattr(import_module(module), name)
+        rows = ((f"``{each}``", " ".join(analyzer.attr_docs[name, each.name]).strip()) for each in members)
+        yield from _table(("Word", "Meaning"), rows, widths="25 75")
+
+
+class Pairs(Generated):
+    """Prints which overlap policies are valid for each lock mode."""
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the lock modes."""
+        rows = (
+            (
+                f"``{lock}``",
+                "all" if words == set(Overlap) else ", ".join(f"``{each}``" for each in Overlap if each in words),
+            )
+            for lock, words in TOGETHER.items()
+        )
+        yield from _table(("``lock``", "``overlap``"), rows, widths="35 65")
+
+
+class Outcomes(Generated):
+    """Prints the words for the ends of runs."""
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the words."""
+        rows = ((f"``{word}``", meaning) for word, meaning in {**OUTCOMES, **UNSEEN}.items())
+        yield from _table(("Word", "Meaning"), rows, widths="25 75")
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, widths: str) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield from (".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", "")
+    for first, *others in (heads, *rows):
+        yield f"   * - {first}"
+        yield from (f"     - {cell}" for cell in others)
+    yield ""
+
+
 def _type(setting: Field[Any]) -> str:
     names = str(setting.type).split(" | ") if setting.type not in WRITTEN else [str(setting.type)]
     words = " or ".join(WRITTEN.get(name, name) for name in names).replace(" | ", " or ")
@@ -76,6 +155,6 @@ def _literal(value: object) -> str:
 
 def setup(app: Sphinx) -> dict[str, object]:
     """Add the directives to Sphinx."""
-    app.add_directive("policy", Policy)
-    app.add_directive("settings", Settings)
+    for directive in (Events, Outcomes, Pairs, Policy, Settings, Signals, Words):
+        app.add_directive(directive.__name__.lower(), directive)
     return {"parallel_read_safe": True}
