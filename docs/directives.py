@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields
 from importlib import import_module, resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 import singlebeat
-from singlebeat import signals
+import singlebeat.beat.metrics
+import singlebeat.tasks.metrics
+from singlebeat import beat, signals, tasks
 from singlebeat.config import Config
 from singlebeat.events import EVENTS
+from singlebeat.exposition import BUILD, Metric
 from singlebeat.locks.modes import TOGETHER
 from singlebeat.overlap import Overlap
 from singlebeat.run_results import OUTCOMES, UNSEEN
@@ -77,6 +83,53 @@ class Events(Generated):
             for name, event in EVENTS.items()
         )
         yield from _table(("Event", "Level", "Meaning"), rows, widths="23 15 62")
+
+
+class Metrics(Generated):
+    """Prints the metrics of a ``beat`` or a ``worker``."""
+
+    required_arguments = 1
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the metrics."""
+        metrics = {"beat": beat.metrics, "worker": tasks.metrics}[self.arguments[0]].METRICS
+        rows = ((_with_labels(each), each.type, _meaning(each)) for each in (*metrics.values(), BUILD))
+        yield from _table(("Metric", "Type", "Meaning"), rows, widths="45 10 45")
+
+
+def _with_labels(metric: Metric) -> str:
+    labels = f"{{{', '.join(metric.labels)}}}" if metric.labels else ""
+    return f"``{metric.name}{labels}``"
+
+
+def _meaning(metric: Metric) -> str:
+    """Return the meaning of a metric, with the words of its labels."""
+    words = (
+        f" ``{label}``: {', '.join(f'``{word}``' for word in words)}."
+        for label, words in metric.labels.items()
+        if words
+    )
+    return f"{_literally(metric.meaning)}{''.join(words)}"
+
+
+def _literally(text: str) -> str:
+    """Return a plain text as reStructuredText, with the names of settings as literals."""
+    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", r"``\g<0>``", text)
+
+
+class Alerts(Generated):
+    """Prints the alert rules, each with its summary and what to do."""
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the alerts."""
+        path = Path(self.env.srcdir, "deploy", "alerts.yml")
+        self.env.note_dependency(str(path))
+        (group,) = yaml.safe_load(path.read_text("utf-8"))["groups"]
+        rows = (
+            (f"``{rule['alert']}``", *(rule["annotations"][name].replace("`", "``") for name in ("summary", "action")))
+            for rule in group["rules"]
+        )
+        yield from _table(("Alert", "What is wrong", "What to do"), rows, widths="22 30 48")
 
 
 class Signals(Generated):
@@ -155,6 +208,6 @@ def _literal(value: object) -> str:
 
 def setup(app: Sphinx) -> dict[str, object]:
     """Add the directives to Sphinx."""
-    for directive in (Events, Outcomes, Pairs, Policy, Settings, Signals, Words):
+    for directive in (Alerts, Events, Metrics, Outcomes, Pairs, Policy, Settings, Signals, Words):
         app.add_directive(directive.__name__.lower(), directive)
     return {"parallel_read_safe": True}
