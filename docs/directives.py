@@ -19,10 +19,13 @@ import singlebeat
 import singlebeat.beat.metrics
 import singlebeat.tasks.metrics
 from singlebeat import beat, signals, tasks
+from singlebeat.beat.keys import ENTRY_FIELDS, ENTRY_KEYS, LEASE_KEYS, OWN_KEYS
 from singlebeat.config import Config
 from singlebeat.events import EVENTS
 from singlebeat.exposition import BUILD, Metric
+from singlebeat.locks.key import LOCK_FIELDS, LOCK_KEYS
 from singlebeat.locks.modes import TOGETHER
+from singlebeat.outbox import OUTBOX_KEYS
 from singlebeat.overlap import Overlap
 from singlebeat.run_results import OUTCOMES, UNSEEN
 
@@ -83,6 +86,37 @@ class Events(Generated):
             for name, event in EVENTS.items()
         )
         yield from _table(("Event", "Level", "Meaning"), rows, widths="23 15 62")
+
+
+class Keys(Generated):
+    """Prints the keys in Redis of the ``schedule``, of ``locks``, or of an ``outbox``."""
+
+    required_arguments = 1
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the keys."""
+        own = {f":{name}": stored for name, stored in {**LEASE_KEYS, **OWN_KEYS}.items()}
+        keys = {
+            "schedule": {f"redbeat:{name}": stored for name, stored in {**ENTRY_KEYS, **own}.items()},
+            "locks": LOCK_KEYS,
+            "outbox": OUTBOX_KEYS,
+        }[self.arguments[0]]
+        yield from _table(
+            ("Key", "Type", "Holds"), ((f"``{key}``", *stored) for key, stored in keys.items()), widths="28 10 62"
+        )
+
+
+class Fields(Generated):
+    """Prints the fields of the hash of an ``entry`` or a ``lock``."""
+
+    required_arguments = 1
+
+    def text(self) -> Iterator[str]:
+        """Yield a table of the fields."""
+        fields = {"entry": ENTRY_FIELDS, "lock": LOCK_FIELDS}[self.arguments[0]]
+        yield from _table(
+            ("Field", "Holds"), ((f"``{name}``", holds) for name, holds in fields.items()), widths="20 80"
+        )
 
 
 class Metrics(Generated):
@@ -208,6 +242,6 @@ def _literal(value: object) -> str:
 
 def setup(app: Sphinx) -> dict[str, object]:
     """Add the directives to Sphinx."""
-    for directive in (Alerts, Events, Metrics, Outcomes, Pairs, Policy, Settings, Signals, Words):
+    for directive in (Alerts, Events, Fields, Keys, Metrics, Outcomes, Pairs, Policy, Settings, Signals, Words):
         app.add_directive(directive.__name__.lower(), directive)
     return {"parallel_read_safe": True}
