@@ -12,7 +12,8 @@ version = release = version_of("celery-singlebeat")
 
 extensions = ["directives", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!singlebeat\.(errors|signals|embedded)\b).*")]  # of other projects, or not public
+# Names of other projects, and of modules that are not public.
+nitpick_ignore_regex = [("py:.*", r"(?!singlebeat\.((errors|signals|embedded)\.)?\w+$).*")]
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

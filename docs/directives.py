@@ -41,7 +41,8 @@ class Generated(SphinxDirective):
     """A directive that prints reStructuredText which it computes."""
 
     def run(self) -> list[Node]:
-        """Return the nodes of the text."""
+        """Return the nodes of the text; the page is read anew in each build, because the code may have changed."""
+        self.env.note_reread()
         return self.parse_text_to_nodes("\n".join(self.text()), allow_section_headings=True)
 
     def text(self) -> Iterator[str]:
