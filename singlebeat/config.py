@@ -144,8 +144,18 @@ def _anything(value: object) -> object:
     return value
 
 
-def _setting(default: object, check: Callable[[object], object], doc: str) -> Any:
-    return field(default_factory=lambda: default, metadata={"check": check, "doc": doc})
+def _setting(
+    default: object, check: Callable[[object], object], doc: str, *, unit: str = "", fallback: str = ""
+) -> Any:
+    """Return the field of a setting; its page in the docs is made from the metadata.
+
+    Args:
+        doc: what the setting means, for users, in reStructuredText.
+        unit: of a number.
+        fallback: what applies while the setting has its default, if the default does not say so itself.
+    """
+    metadata = {"check": check, "doc": doc, "unit": unit, "fallback": fallback}
+    return field(default_factory=lambda: default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,85 +163,133 @@ class Config:
     """All settings of one app, checked; a field is named like the setting."""
 
     redbeat_redis_url: str | None = _setting(
-        None, _text_or_none, "server that keeps the schedule; default: ``broker_url``"
+        None, _text_or_none, "The URL of the server that keeps the schedule.", fallback="``broker_url``"
     )
     redbeat_redis_options: _Options = _setting(
-        {}, _options, "options for the Redis client of the schedule (``socket_timeout``, ``sentinels``, …)"
+        {},
+        _options,
+        "The options of the schedule's Redis client, such as ``socket_timeout``, ``sentinels`` and ``service_name``.",
     )
     redbeat_redis_use_ssl: _Options | bool = _setting(
-        False, _ssl, "TLS options of that client; default: ``broker_use_ssl`` when the broker's URL is used"
+        False,
+        _ssl,
+        "The TLS options of that client.",
+        fallback="``broker_use_ssl`` if the URL is the broker's",
     )
-    redbeat_key_prefix: str = _setting("redbeat:", _text, "prefix of every key of the schedule")
+    redbeat_key_prefix: str = _setting("redbeat:", _text, "The prefix of every key of the schedule.")
     redbeat_lock_key: str | None = _setting(
-        "", _lock_name, "key of the leader's lock; default: ``<prefix>:lock``; ``None`` switches the lock off"
+        "",
+        _lock_name,
+        "The key of the leader's lock. With ``None`` no beat leads, and all beats share the work. Then ``health`` and "
+        "``/readyz`` fail if no beat has worked for 30 s. ``status`` and ``doctor`` name the beats that work, and name "
+        "a dead beat for 20 s: probe the ``/healthz`` of each beat.",
+        fallback="``<prefix>:lock``",
     )
     redbeat_lock_timeout: float = _setting(
-        DEFAULT_LEADER_LEASE, _seconds, "seconds after a leader's crash until a standby may lead"
+        DEFAULT_LEADER_LEASE,
+        _seconds,
+        "How long leadership outlives a leader that died. Then a standby leads.",
+        unit="seconds",
     )
     redbeat_key_expiry_check: str = _setting(
         "warn",
         _expiry_check,
-        "reaction if the schedule's server may evict keys: ``ignore``, ``warn``, ``error`` or ``raise``",
+        "The reaction if the schedule's server may evict keys: ``ignore``; ``warn`` and ``error``, which log at that "
+        "level; or ``raise``, which ends beat.",
     )
     singleton_backend_url: str | None = _setting(
-        None, _text_or_none, "server that keeps the locks; default: ``result_backend``, then ``broker_url``"
+        None,
+        _text_or_none,
+        "The URL of the server that keeps the locks.",
+        fallback="``result_backend``, else ``broker_url``, else ``redbeat_redis_url``",
     )
     singleton_backend_class: object = _setting(
         None,
         _anything,
-        "class of the lock backend, or its path; default: ``singlebeat.locks.redis.RedisBackend``",
+        "The class of the lock backend, or its dotted path.",
+        fallback="``singlebeat.locks.redis.RedisBackend``",
     )
-    singleton_backend_kwargs: _Options = _setting({}, _options, "keyword arguments for that class")
-    singleton_key_prefix: str = _setting("SINGLETONLOCK_", _text, "prefix of every lock")
+    singleton_backend_kwargs: _Options = _setting({}, _options, "The keyword arguments for that class.")
+    singleton_key_prefix: str = _setting("SINGLETONLOCK_", _text, "The prefix of every lock.")
     singleton_raise_on_duplicate: bool | None = _setting(
-        None, _flag_or_none, "raise ``DuplicateTaskError`` instead of returning the holder's result"
+        None,
+        _flag_or_none,
+        "Whether a duplicate call raises ``DuplicateTaskError``. Otherwise it returns the result of the holder. A "
+        "task's own option wins.",
     )
     singleton_lock_expiry: float | None = _setting(
-        None, _seconds_or_none, "seconds from the call until a lock ends, even if its task still runs; default: none"
+        None,
+        _seconds_or_none,
+        "How long after a call its lock ends, in every Singleton, even if the task still runs. With ``None`` the lock "
+        "lasts as long as its run. A task's own option wins.",
+        unit="seconds",
     )
     singleton_on_backend_error: str | None = _setting(
         None,
         _backend_error,
-        "if the locks' server is unreachable: ``raise`` or ``run``; default: raise at the call, run at start",
+        "What a Singleton does while the locks' server is unreachable. ``raise``: a call raises, and a worker puts a "
+        "start off by 5 s. ``run``: both go on without a lock. ``None``: a call raises, and a start runs; but a start "
+        "is put off if it waits for another run, or if calls with other arguments may have joined it. Plain tasks run "
+        "unless they wait for their turn. Occurrences that beat has to send stay pending.",
     )
     singleton_json_encoder_class: type | str | None = _setting(
-        None, _class, "JSON encoder for arguments in unique keys; default: kombu's"
+        None, _class, "The JSON encoder for the arguments in unique keys, or its dotted path.", fallback="kombu's"
     )
     singlebeat_overlap: Overlap = _setting(
-        Overlap.SKIP, _overlap, "policy for duplicate calls of tasks that set no policy"
+        Overlap.SKIP,
+        _overlap,
+        "The policy for the duplicate calls of a Singleton that sets no ``overlap`` itself.",
     )
-    singlebeat_lock_lease: float = _setting(30.0, _seconds, "seconds that a running task's lock outlives its worker")
+    singlebeat_lock_lease: float = _setting(
+        30.0, _seconds, "How long the lock of a running task outlives its worker.", unit="seconds"
+    )
     singlebeat_queued_ttl: float = _setting(
-        3600.0, _seconds, "seconds that a lock lasts until its message starts, in addition to countdown or eta"
+        3600.0,
+        _seconds,
+        "How long a lock waits for its message to start, in addition to countdown and eta. The ends of runs are "
+        "remembered as long.",
+        unit="seconds",
     )
     singlebeat_lost_after: float | None = _setting(
         30.0,
         _seconds_or_none,
-        "seconds after which beat checks whether the message of a queued lock is gone; None: never",
+        "After how long beat checks whether the message of a queued lock is gone. ``None``: never.",
+        unit="seconds",
     )
     singlebeat_socket_timeout: float = _setting(
-        5.0, _patience, "seconds that one call to Redis may take; leases use shorter timeouts"
+        5.0, _patience, "How long one call to Redis may take. Leases use shorter timeouts.", unit="seconds"
     )
     singlebeat_watchdog_timeout: float | None = _setting(
         60.0,
         _seconds_or_none,
-        "seconds without progress after which beat exits, so that a standby leads; None: never",
+        "After how long without progress beat ends, with its stacks in the log, so that a standby leads. ``None``: "
+        "never.",
+        unit="seconds",
     )
-    singlebeat_history_limit: int = _setting(10_000, _count, "number of beat's decisions that are kept; 0 keeps none")
+    singlebeat_history_limit: int = _setting(
+        10_000, _count, "How many decisions of beat, and how many ends of runs, are kept. 0 keeps none.", unit="records"
+    )
     singlebeat_allowed_tasks: tuple[str, ...] = _setting(
-        ("*",), _patterns, "patterns of the task names that entries may use; an entry with another task is quarantined"
+        ("*",),
+        _patterns,
+        "Patterns of the names of the tasks that entries may run. An entry with another task is quarantined.",
     )
     singlebeat_other_app_check: str = _setting(
         "warn",
         _other_app_check,
-        "if a beat leads or stands by for the entries of another app: ``ignore``, ``warn`` or ``raise``",
+        "The reaction if a beat leads over the entries of another app, or stands by for the beat of another app: "
+        "``ignore``, ``warn``, or ``raise``, which ends that beat.",
     )
     singlebeat_metrics_port: int | None = _setting(
-        None, _port, "port on which beat serves Prometheus metrics, ``/healthz`` and ``/readyz``; None: no port"
+        None, _port, "The port on which beat serves ``/metrics``, ``/healthz`` and ``/readyz``. ``None``: no port."
     )
-    singlebeat_metrics_host: str = _setting("127.0.0.1", _text, "address of the metrics ports of beat and the workers")
+    singlebeat_metrics_host: str = _setting(
+        "127.0.0.1", _text, "The address of the metrics ports of beat and of the workers."
+    )
     singlebeat_worker_metrics_port: int | None = _setting(
-        None, _port, "port on which a worker serves Prometheus metrics, its own on each host; None: no port"
+        None,
+        _port,
+        "The port on which a worker serves ``/metrics``. Each worker of a host needs its own. ``None``: no port.",
     )
 
     @classmethod

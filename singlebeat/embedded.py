@@ -2,9 +2,10 @@
 
 The kernel keeps the users of the server: each process holds a shared lock on the file ``users`` until it ends, even if
 it is killed. A supervisor owns the server and ends it once no process holds that lock. It has its own session, so that
-Ctrl-C does not reach it. It runs this same file as a script, so only the standard library is imported here.
+Ctrl-C does not reach it.
 """
 
+# The supervisor runs this same file as a script, so only the standard library is imported here.
 from __future__ import annotations
 
 import importlib.util

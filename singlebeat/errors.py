@@ -25,7 +25,10 @@ class ConfigError(SinglebeatError, ClickException):
 
 
 class DuplicateTaskError(SinglebeatError):
-    """A call is a duplicate of a queued or running call, and the caller asked for an error (``raise_on_duplicate``)."""
+    """A call is a duplicate of a queued or running call, and the caller asked for an error.
+
+    ``overlap="raise"`` and ``raise_on_duplicate`` ask for it. ``task_id`` is the id of the other call.
+    """
 
     def __init__(self, message: str, task_id: str, holder: object = None) -> None:
         # Both in args: Celery pickles errors between processes, and pickle calls the class with args.

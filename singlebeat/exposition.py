@@ -1,19 +1,22 @@
-"""An HTTP server in a thread, for the Prometheus metrics and the health of a process."""
+"""The Prometheus metrics and the health of a process: what a metric is, and an HTTP server in a thread."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import GaugeMetricFamily
 
-__all__ = ("DELAYS", "Answer", "metrics_of", "new_registry", "serve")
+__all__ = ("BUILD", "DELAYS", "Answer", "Metric", "metrics_of", "new_registry", "serve")
 
 #: Upper bounds of the histogram buckets for delays, in seconds.
 DELAYS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
@@ -21,6 +24,46 @@ DELAYS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
 
 #: Seconds that a client may take to send its request, and to read the answer.
 PATIENCE = 10.0
+
+
+class Metric(NamedTuple):
+    """One metric of a beat or a worker; the reference in the docs prints it.
+
+    ``type`` is ``counter``, ``gauge`` or ``histogram``, and ``labels`` holds the words of each label by its name.
+    """
+
+    name: str
+    type: str
+    meaning: str
+    labels: Mapping[str, Collection[str]] = MappingProxyType({})
+    buckets: Sequence[float] = ()  #: upper bounds, of a histogram
+
+    def made(self, registry: CollectorRegistry) -> Any:
+        """Return the counter or histogram in a registry; needs ``prometheus_client``."""
+        from prometheus_client import Counter, Histogram  # noqa: PLC0415 - an extra
+
+        if self.type == "histogram":
+            return Histogram(self.name, self.meaning, buckets=self.buckets, registry=registry)
+        counter = Counter(self.name, self.meaning, [*self.labels], registry=registry)
+        # Each series begins at 0: increase() misses the first event of a counter that appears with this event.
+        for words in product(*self.labels.values()) if self.labels else ():
+            counter.labels(*words)
+        return counter
+
+    def gauge(self, value: float | Mapping[str, float]) -> GaugeMetricFamily:
+        """Return the gauge with a value, or with one for each word of its label; needs ``prometheus_client``."""
+        from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
+
+        if not isinstance(value, Mapping):
+            return GaugeMetricFamily(self.name, self.meaning, value=value)
+        family = GaugeMetricFamily(self.name, self.meaning, labels=[*self.labels])
+        for word, each in value.items():
+            family.add_metric([word], each)
+        return family
+
+
+#: The metric of beats and workers alike.
+BUILD = Metric("singlebeat_build_info", "gauge", "1; the label is the version of singlebeat.", {"version": ()})
 
 
 class Answer(NamedTuple):
@@ -41,7 +84,7 @@ def new_registry() -> CollectorRegistry:
     from prometheus_client import CollectorRegistry, Info  # noqa: PLC0415 - an extra
 
     registry = CollectorRegistry()
-    Info("singlebeat_build", "Version of singlebeat.", registry=registry).info({"version": __version__})
+    Info(BUILD.name.removesuffix("_info"), BUILD.meaning, registry=registry).info({"version": __version__})
     return registry
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count
@@ -50,6 +50,18 @@ MOST_MESSAGES, MOST_CHARACTERS = 100, 1_000_000
 
 #: Prefix of the keys of the last replies to senders, and seconds for which a reply is kept: longer than any repetition.
 SENT_KEY, SENT_FOR = "singlebeat:sent:", 60.0
+
+#: The keys of one write: the Redis type and what each holds; the reference in the docs prints them.
+OUTBOX_KEYS: Mapping[str, tuple[str, str]] = {
+    "singlebeat:marker:<id>": (
+        "string",
+        "A marker, which proves that a connection leads to the server of a script. It expires after 90 s.",
+    ),
+    "singlebeat:sent:<id>": (
+        "string",
+        "The last reply to a sender, so that a repeated write sends no message twice. It expires after a minute.",
+    ),
+}
 
 
 class Command(NamedTuple):

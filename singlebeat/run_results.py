@@ -35,6 +35,7 @@ __all__ = (
     "OUTCOMES",
     "RAN_ELSEWHERE",
     "RESULT_NOT_STORED",
+    "UNSEEN",
     "flush_ends",
     "is_result_lost",
     "outcome_of",
@@ -71,15 +72,32 @@ _OUTCOMES = {
     Terminated: "terminated",
 }
 
-#: Ends that no worker with singlebeat has seen: the message was lost, or a worker without singlebeat has run it.
+#: Ends that no worker with singlebeat has seen.
 MESSAGE_LOST, RAN_ELSEWHERE = "message_lost", "ran_elsewhere"
 
-#: Every word for an end that a worker sees; ``duplicate_refused``: an equal call runs, or this call has run before;
-#: ``postponed``: the message was sent again to wait for its turn, and a later end is recorded.
-OUTCOMES = (
-    *("success", RESULT_NOT_STORED, "failure", *_OUTCOMES.values(), DUPLICATE_REFUSED, "postponed"),
-    *("revoked", "expired", "unknown_task"),
-)
+#: Every word for an end that a worker sees, with its meaning, which the reference in the docs prints.
+OUTCOMES: Mapping[str, str] = {
+    "success": "The body has returned.",
+    RESULT_NOT_STORED: "The body has returned, and the result backend did not store its result.",
+    "failure": "The body has raised an error.",
+    "retry": "The task is sent again for a retry.",
+    "ignored": "The body has raised ``Ignore``, or the task was replaced.",
+    "rejected": "The body has raised ``Reject``, or the worker has rejected the message.",
+    "worker_lost": "The process that ran the task has died.",
+    "time_limit": "The task has run for longer than its hard time limit.",
+    "terminated": "The run was terminated by ``revoke(terminate=True)``.",
+    DUPLICATE_REFUSED: "The run did not start, because an equal call runs, or because its id has run before.",
+    "postponed": "The message was sent again to wait for its turn. A later end is recorded, too.",
+    "revoked": "The task was revoked before its start.",
+    "expired": "The message had passed its ``expires`` before its start.",
+    "unknown_task": "The worker has no task of this name.",
+}
+
+#: The words for the other ends, which beat records when it frees the lock.
+UNSEEN: Mapping[str, str] = {
+    MESSAGE_LOST: "The message is gone. Beat has freed its lock.",
+    RAN_ELSEWHERE: "A worker without singlebeat has run the task. Beat has freed its lock.",
+}
 
 
 def outcome_of(exc: BaseException) -> str:

@@ -1,23 +1,12 @@
-"""Celery-style signals; Celery logs the error of a receiver that raises, and nothing else fails.
+"""Celery-style signals, with the meaning of each; the reference in the docs prints this table.
 
-===================== ============================================================================
-signal                arguments
-===================== ============================================================================
-leadership_gained     sender: the app · term
-leadership_lost       sender: the app · term, reason
-tick_ended            sender: the app · seconds (its duration); standbys send it, too
-occurrence_decided    sender: the app · entry (its name), decision (``beat.entries.occurrence.Decision``)
-entry_quarantined     sender: the app · entry (its key, or its name), reason; once for each reason
-entry_recovered       sender: the app · entry
-duplicate             sender: the task · task_id (of the holder), args, kwargs, at (``send``, or ``start`` of its run)
-run_ended             sender: the app · outcome (of ``run_results.OUTCOMES``), began (in seconds since 1970, or None),
-                      headers (of its message); in a worker's main process, of calls that have a lock or come from beat;
-                      in beat: ``message_lost`` or ``ran_elsewhere``, with only the id and the entry in the headers
-lock_lost             sender: the task's name, or ``singlebeat.exclusive`` · ref (``locks.base.Ref``)
-===================== ============================================================================
+Celery logs the error of a receiver that raises, and nothing else fails.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from celery.utils.dispatch import Signal
 
@@ -33,12 +22,77 @@ __all__ = (
     "tick_ended",
 )
 
-leadership_gained = Signal(name="leadership_gained", providing_args={"term"})
-leadership_lost = Signal(name="leadership_lost", providing_args={"term", "reason"})
-tick_ended = Signal(name="tick_ended", providing_args={"seconds"})
-entry_quarantined = Signal(name="entry_quarantined", providing_args={"entry", "reason"})
-entry_recovered = Signal(name="entry_recovered", providing_args={"entry"})
-occurrence_decided = Signal(name="occurrence_decided", providing_args={"entry", "decision"})
-duplicate = Signal(name="duplicate", providing_args={"task_id", "args", "kwargs", "at"})
-run_ended = Signal(name="run_ended", providing_args={"outcome", "began", "headers"})
-lock_lost = Signal(name="lock_lost", providing_args={"ref"})
+
+class Description(NamedTuple):
+    """What a signal means, who its sender is, and its arguments by name; in reStructuredText."""
+
+    meaning: str
+    sender: str
+    arguments: Mapping[str, str]
+
+
+#: The description of each signal, by its name.
+DESCRIPTIONS: dict[str, Description] = {}
+
+
+def _signal(name: str, meaning: str, *, sender: str = "the app", **arguments: str) -> Signal:
+    DESCRIPTIONS[name] = Description(meaning, sender, arguments)
+    return Signal(name=name, providing_args=set(arguments))
+
+
+leadership_gained = _signal(
+    "leadership_gained",
+    "A beat leads, and has installed ``beat_schedule``.",
+    term="the term, with its ``number``",
+)
+leadership_lost = _signal(
+    "leadership_lost",
+    "A beat leads no longer.",
+    term="the term that is over",
+    reason="why it is over: ``lost``",
+)
+tick_ended = _signal(
+    "tick_ended",
+    "A beat has looked for due entries and has sent them; standbys send the signal, too.",
+    seconds="how long that took",
+)
+occurrence_decided = _signal(
+    "occurrence_decided",
+    "Beat has decided about an occurrence, and has recorded the decision.",
+    entry="the name of the entry",
+    decision="the decision, with its ``outcome``, ``reason``, ``occurrence``, ``task`` and ``holder``",
+)
+entry_quarantined = _signal(
+    "entry_quarantined",
+    "Beat cannot use an entry. Sent once for each reason.",
+    entry="the key or the name of the entry",
+    reason="why the entry cannot be used",
+)
+entry_recovered = _signal(
+    "entry_recovered",
+    "A quarantined entry is usable again.",
+    entry="the key or the name of the entry",
+)
+duplicate = _signal(
+    "duplicate",
+    "A call of a Singleton was not sent, or its message was not run, because an equal call is queued or running.",
+    sender="the task",
+    task_id="the id of the equal call",
+    args="the positional arguments of the duplicate",
+    kwargs="its keyword arguments",
+    at="``send`` in the process of the caller, or ``start`` in a worker",
+)
+run_ended = _signal(
+    "run_ended",
+    "A run with a lock, or one that beat has sent, has ended. A worker's main process sends the signal. Beat sends the "
+    "signal with ``message_lost`` and ``ran_elsewhere``, and with only the id and the entry in the headers.",
+    outcome="the word for the end, as in the history",
+    began="when the run began, in seconds since 1970, or None",
+    headers="the headers of its message",
+)
+lock_lost = _signal(
+    "lock_lost",
+    "A lock has ended, or another call holds it, while its owner runs. The owner goes on.",
+    sender="the name of the task, or ``singlebeat.exclusive``",
+    ref="the lock, with its ``key`` and ``task_id``",
+)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
+from ..events import EVENTS
 from ..log import Log, utc_iso
 from .entries.occurrence import DecisionType
 
@@ -15,15 +15,15 @@ __all__ = ("log_decision",)
 
 log = Log("celery.beat")
 
-#: Level and sentence for each decision. A pause is intended, so its occurrences are logged at DEBUG.
-_LINES = {
-    DecisionType.DISPATCHED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s)"),
-    DecisionType.BUFFERED: (logging.INFO, "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn"),
-    DecisionType.SKIPPED_OVERLAP: (logging.INFO, "Scheduler: Skipping task %(entry)s (%(task)s)"),
-    DecisionType.RUN_BEFORE: (logging.WARNING, "Scheduler: Not sending task %(entry)s (%(task)s) once more"),
-    DecisionType.PAUSED: (logging.DEBUG, "Scheduler: Leaving out task %(entry)s (%(task)s)"),
-    DecisionType.MISSED: (logging.WARNING, "Scheduler: Missed task %(entry)s (%(task)s)"),
-    DecisionType.PUBLISH_FAILED: (logging.ERROR, "Scheduler: Message Error: %(entry)s (%(task)s) cannot be sent"),
+#: The sentence for each decision.
+_SENTENCES = {
+    DecisionType.DISPATCHED: "Scheduler: Sending due task %(entry)s (%(task)s)",
+    DecisionType.BUFFERED: "Scheduler: Sending due task %(entry)s (%(task)s) to wait for its turn",
+    DecisionType.SKIPPED_OVERLAP: "Scheduler: Skipping task %(entry)s (%(task)s)",
+    DecisionType.RUN_BEFORE: "Scheduler: Not sending task %(entry)s (%(task)s) once more",
+    DecisionType.PAUSED: "Scheduler: Leaving out task %(entry)s (%(task)s)",
+    DecisionType.MISSED: "Scheduler: Missed task %(entry)s (%(task)s)",
+    DecisionType.PUBLISH_FAILED: "Scheduler: Message Error: %(entry)s (%(task)s) cannot be sent",
 }
 
 
@@ -34,7 +34,7 @@ def log_decision(decision: Decision, now: float, *, detail: str = "") -> None:
         now: seconds since 1970 by the server's clock.
         detail: further lines after the reason, such as a traceback.
     """
-    level, sentence = _LINES[decision.outcome]
+    level, sentence = EVENTS[decision.outcome].level, _SENTENCES[decision.outcome]
     if not log.wants(level):
         return
     occurrence = decision.occurrence

@@ -1,8 +1,9 @@
-"""Every key of a schedule in Redis."""
+"""Every key of a schedule in Redis, with its type and what it holds; the reference in the docs prints these tables."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,86 @@ from ..errors import EntryError
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("Keys", "LeaseKeys")
+__all__ = ("ENTRY_FIELDS", "ENTRY_KEYS", "LEASE_KEYS", "OWN_KEYS", "Keys", "LeaseKeys")
 
-_OWN = ("schedule", "statics", "owners", "pending", "quarantine", "history", "runs", "clock", "alive", "zone", "doctor")
+#: The fields of the hash of an entry, with what each holds.
+ENTRY_FIELDS: Mapping[str, str] = {
+    "definition": "The definition of the entry, as RedBeat writes it: JSON.",
+    "meta": "Its past, as RedBeat writes it: JSON.",
+    "policy": "Its policy, which you may write: JSON.",
+    "pending": "The occurrence that is claimed and not yet confirmed: JSON.",
+    "since": "The time from which its next time counts, after its times were changed or a pause has ended.",
+    "sent": "The nominal time of the last run of its schedule that was sent.",
+    "history": "About the last four decisions about it.",
+    "runs": "About the last four ends of its runs.",
+    "backfill": "How far a backfill has come.",
+    "asked": "The id of the last run that was triggered or backfilled.",
+}
+
+#: The keys of entries: the Redis type and what each holds, by what follows the prefix.
+ENTRY_KEYS: Mapping[str, tuple[str, str]] = {
+    "<name>": ("hash", "An entry, with the fields of the table below."),
+    ":parked:<name>": ("hash", "An entry that has left ``beat_schedule``. It expires after seven days."),
+}
+
+#: The keys of the schedule itself: the Redis type and what each holds, by their names.
+OWN_KEYS: Mapping[str, tuple[str, str]] = {
+    "schedule": (
+        "zset",
+        "The keys of entries, or their bare names, by the time of their next run in seconds since 1970. 0: now; "
+        "negative: never.",
+    ),
+    "statics": ("set", "The names of the entries that come from ``beat_schedule``."),
+    "owners": (
+        "hash",
+        "The apps from which each of these entries comes, one a line. The entry goes when the last app drops it.",
+    ),
+    "pending": ("zset", "The keys of entries with a pending occurrence, by the time when beat tries it again."),
+    "quarantine": ("hash", "The entries that cannot be used: why, and since when."),
+    "history": (
+        "stream",
+        "One record per decision: entry, nominal time, decision, reason, task id, holder and its entry, leader, term.",
+    ),
+    "runs": ("stream", "One record per end of a run that beat has sent: outcome, start, duration, worker."),
+    "clock": (
+        "string",
+        "The latest time by which a beat has decided, in seconds since 1970. Written every 10 s.",
+    ),
+    "alive": (
+        "string",
+        "With ``redbeat_lock_key`` None, the time by which a beat has last decided. Written every 10 s.",
+    ),
+    "zone": (
+        "string",
+        "Celery's ``timezone`` of the last leader, in which the times of crontabs and rules were computed.",
+    ),
+    "doctor": ("any", "Data on which ``doctor``, ``health`` and ``/readyz`` try commands, for a moment."),
+}
+
+#: The keys of leadership: the Redis type and what each holds, by their names.
+LEASE_KEYS: Mapping[str, tuple[str, str]] = {
+    "lock": ("string", "The leader's token."),
+    "leader": (
+        "hash",
+        "Who leads: host, pid, app, ``version``, ``broker``, since when, for which term, how far its clock is "
+        "``ahead``, its token and its lease. ``took``: the seconds of the renewal before the last one. ``lost``: "
+        "the number of an earlier term that Redis had forgotten when this one began. ``lost_since``: since when the "
+        "server has lost changes. The hash lives as long as the lock.",
+    ),
+    "term": ("string", "The number of the last term."),
+    "standbys": (
+        "zset",
+        "The beats that stand by: host, pid, since when, app, version, broker, and how far a wrong clock is ``ahead``. "
+        "Gone 5 s after their last campaign. With ``redbeat_lock_key`` None, the beats that share the work: written "
+        "every 5 s, gone after 15 to 20 s.",
+    ),
+    "resigned": ("string", "The beat that was made to resign. For 5 s it lets standbys go first."),
+}
+
+_OWN = tuple(OWN_KEYS)
 #: Prefix of the names of parked entries in their keys.
 _PARKED = ":parked:"
-_LEASE = ("leader", "term", "standbys", "resigned")
+_LEASE = tuple(name for name in LEASE_KEYS if name != "lock")
 #: The name of an entry whose key is one of the schedule itself of another app, whose prefix is longer.
 _OF_OTHERS = re.compile(rf"::((?:{'|'.join((*_OWN, *_LEASE, 'lock'))})\Z|parked:)")
 

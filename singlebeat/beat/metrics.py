@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import signals
 from ..config import Config
 from ..connections import RedisError, schedule_client
-from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
+from ..exposition import DELAYS, Answer, Metric, metrics_of, new_registry, serve
 from ..log import Log
 from .entries.occurrence import DecisionType, Kind
 from .status import ScheduleStatus
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
 
     from celery import Celery
-    from prometheus_client.metrics_core import Metric
+    from prometheus_client.metrics_core import GaugeMetricFamily
 
     from ..clients import RedisClient
     from .leadership.lease import Lease
 
-__all__ = ("BeatMetrics",)
+__all__ = ("METRICS", "BeatMetrics")
 
 log = Log("celery.beat")
 
@@ -38,6 +38,81 @@ PROBE_TIMEOUT = 2.0
 TICKS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
 
+#: Every metric of a beat, by its name.
+METRICS: Mapping[str, Metric] = {
+    each.name: each
+    for each in (
+        Metric(
+            "singlebeat_decisions_total",
+            "counter",
+            "Decisions about occurrences.",
+            {"decision": [*DecisionType], "kind": [*Kind]},
+        ),
+        Metric(
+            "singlebeat_lateness_seconds",
+            "histogram",
+            "Time from the nominal time of a run to its sending.",
+            buckets=DELAYS,
+        ),
+        Metric(
+            "singlebeat_tick_duration_seconds",
+            "histogram",
+            "Time that ticks take: one read of the due entries, and their sending.",
+            buckets=TICKS,
+        ),
+        Metric(
+            "singlebeat_leadership_total",
+            "counter",
+            "Terms of leadership that this beat has gained or lost.",
+            {"event": ("gained", "lost")},
+        ),
+        Metric("singlebeat_quarantines_total", "counter", "Unusable entries that this beat has found."),
+        Metric("singlebeat_leader", "gauge", "1: this beat leads. 0: it does not."),
+        Metric(
+            "singlebeat_renewal_seconds",
+            "gauge",
+            "Time that this beat's last renewal of leadership took, 0 if it has not led; a quarter of "
+            "redbeat_lock_timeout is too long.",
+        ),
+        Metric(
+            "singlebeat_redis_up",
+            "gauge",
+            "1: the schedule's server answers. 0: it does not, and the following gauges are missing.",
+        ),
+        Metric("singlebeat_term", "gauge", "Number of the present term."),
+        Metric(
+            "singlebeat_standbys",
+            "gauge",
+            "Beats that stand by; with redbeat_lock_key None, the beats that share the work.",
+        ),
+        Metric("singlebeat_lease_left_seconds", "gauge", "Time until leadership ends unless it is renewed."),
+        Metric(
+            "singlebeat_clock_ahead_seconds",
+            "gauge",
+            "How far the clock of this host is ahead of the clock of the schedule's server.",
+        ),
+        Metric(
+            "singlebeat_clock_set_back_seconds",
+            "gauge",
+            "How long entries still wait, because the clock of the schedule's server was set back.",
+        ),
+        Metric("singlebeat_entries", "gauge", "Entries of the schedule."),
+        Metric(
+            "singlebeat_overdue_entries",
+            "gauge",
+            "Entries that have been due for 5 s and are not decided; a place of 0 does not tell since when.",
+        ),
+        Metric(
+            "singlebeat_lag_seconds",
+            "gauge",
+            "How late the most overdue entry, or the oldest pending occurrence, is.",
+        ),
+        Metric("singlebeat_pending_occurrences", "gauge", "Occurrences that are claimed and not confirmed."),
+        Metric("singlebeat_quarantined_entries", "gauge", "Entries that cannot be used until they are fixed."),
+    )
+}
+
+
 class BeatMetrics:
     """The metrics of one beat; needs ``prometheus_client``.
 
@@ -46,32 +121,17 @@ class BeatMetrics:
     """
 
     def __init__(self, app: Celery, lease: Lease) -> None:
-        from prometheus_client import Counter, Histogram  # noqa: PLC0415 - an extra
-
         self.app, self.lease = app, lease
         self.registry = registry = new_registry()
         self.last_tick = time.monotonic()
         self.server: ThreadingHTTPServer | None = None
         self._client: RedisClient = None
-        self._decisions = Counter(
-            "singlebeat_decisions_total", "Decisions about occurrences.", ["decision", "kind"], registry=registry
-        )
-        self._lateness = Histogram(
-            "singlebeat_lateness_seconds", "From nominal time to its sending.", buckets=DELAYS, registry=registry
-        )
-        self._ticks = Histogram(
-            "singlebeat_tick_duration_seconds", "Time that ticks take.", buckets=TICKS, registry=registry
-        )
-        self._terms = Counter("singlebeat_leadership_total", "Begun and lost terms.", ["event"], registry=registry)
-        self._quarantines = Counter(
-            "singlebeat_quarantines_total", "Unusable entries that were found.", registry=registry
-        )
-        # Each series begins at 0: increase() misses the first event of a counter that appears with this event.
-        for outcome in DecisionType:
-            for kind in Kind:
-                self._decisions.labels(outcome.value, kind.value)
-        for event in ("gained", "lost"):
-            self._terms.labels(event)
+        made = {name: metric.made(registry) for name, metric in METRICS.items() if metric.type != "gauge"}
+        self._decisions = made["singlebeat_decisions_total"]
+        self._lateness = made["singlebeat_lateness_seconds"]
+        self._ticks = made["singlebeat_tick_duration_seconds"]
+        self._terms = made["singlebeat_leadership_total"]
+        self._quarantines = made["singlebeat_quarantines_total"]
         registry.register(self)
         # Signals keep weak references to methods: this object must live as long as its beat. Without a dispatch_uid,
         # Celery before 5.7 confuses the methods of two objects.
@@ -128,35 +188,31 @@ class BeatMetrics:
     def _verdict(problem: str) -> Answer:
         return Answer.of(problem or "ok", 503 if problem else 200)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield gauges of the present state in Redis."""
-        from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
-
-        leads = self.lease.term() is not None
-        yield GaugeMetricFamily("singlebeat_leader", "Whether this beat leads.", value=leads)
-        text = "Time that this beat's last renewal of its term took."
-        yield GaugeMetricFamily("singlebeat_renewal_seconds", text, value=self.lease.took_s)
+        yield METRICS["singlebeat_leader"].gauge(self.lease.term() is not None)
+        yield METRICS["singlebeat_renewal_seconds"].gauge(self.lease.took_s)
         try:
             state = self._state()
         except RedisError:
-            yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=0)
+            yield METRICS["singlebeat_redis_up"].gauge(0)
             return
-        yield GaugeMetricFamily("singlebeat_redis_up", "Whether the schedule's server answers.", value=1)
-        for name, text, value in (
-            ("term", "Number of the present term.", float(state.leader.get("term") or 0)),
-            ("standbys", "Beats that stand by.", len(state.standbys)),
-            ("lease_left_seconds", "Time until leadership ends unless it is renewed.", state.lease_left),
-            ("clock_ahead_seconds", "How far the clock of this host is ahead of the server's.", state.host_ahead),
-            ("clock_set_back_seconds", "For how long entries wait: the server's clock was set back.", state.set_back),
-            ("entries", "Entries of the schedule.", state.entries),
-            ("overdue_entries", "Entries that are due and not decided about.", state.overdue),
-            ("lag_seconds", "How late the most overdue entry, or the oldest pending occurrence, is.", state.lag),
-            ("pending_occurrences", "Occurrences that are claimed and not confirmed.", state.pending),
-            ("quarantined_entries", "Entries that cannot be used until they are fixed.", state.quarantined),
-        ):
-            yield GaugeMetricFamily(f"singlebeat_{name}", text, value=value)
+        for name, value in {
+            "redis_up": 1,
+            "term": float(state.leader.get("term") or 0),
+            "standbys": len(state.standbys),
+            "lease_left_seconds": state.lease_left,
+            "clock_ahead_seconds": state.host_ahead,
+            "clock_set_back_seconds": state.set_back,
+            "entries": state.entries,
+            "overdue_entries": state.overdue,
+            "lag_seconds": state.lag,
+            "pending_occurrences": state.pending,
+            "quarantined_entries": state.quarantined,
+        }.items():
+            yield METRICS[f"singlebeat_{name}"].gauge(value)
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[GaugeMetricFamily]:
         """Return no names: otherwise the registry would ask Redis when this object is registered."""
         return iter(())
 

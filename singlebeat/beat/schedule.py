@@ -83,7 +83,10 @@ _UNCHANGED = _Past(False, False, "")
 
 
 class Schedule:
-    """The entries of an app.
+    """The entries of an app, for its programs; needs Redis, and no beat.
+
+    An entry that beat could not use, or that holds a number which JSON does not have, is not stored: an ``EntryError``
+    says why.
 
     >>> Schedule(app).upsert("greet", "tasks.greet", crontab(minute=0), args=["world"], jitter=5)  # doctest: +SKIP
     """

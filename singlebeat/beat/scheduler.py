@@ -97,6 +97,8 @@ def _handle_ending_signals() -> None:
 class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     """Celery beat's scheduler on RedBeat's data: one beat leads, the others stand by, no occurrence is sent twice.
 
+    Celery makes it: ``celery beat -S singlebeat.Scheduler``, or by its short name ``-S singlebeat``.
+
     Raises:
         ConfigError: a setting is wrong; the message names it.
     """

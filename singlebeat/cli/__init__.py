@@ -90,6 +90,8 @@ def main() -> None:
 
     Commands that an answer advises leave out -A APP: add it, as in the command that gave the answer.
 
-    Exit codes: 0: done; 1: not found, conflict or unhealthy; 2: usage error, wrong setting, or a server that does not
-    answer.
+    Only the runs of ``trigger`` and ``backfill`` need a beat that leads. Times are in UTC.
+
+    Exit code 0: done, healthy, no problem. 1: not found, conflict or unhealthy. 2: usage error, such as a value that
+    no entry can have; wrong setting; or a server that does not answer or refuses the command.
     """

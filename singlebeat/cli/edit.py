@@ -33,14 +33,20 @@ if TYPE_CHECKING:
 
 NAME = click.argument("name")
 DEFINITION: Sequence[Decorator] = (
-    click.option("--every", type=Seconds(min=0, min_open=True), help="Seconds between two runs."),
-    click.option("--cron", help="Five fields: minute, hour, day of month, month, day of week."),
-    click.option("--args", "args_", help="JSON array."),
-    click.option("--kwargs", "kwargs_", help="JSON object."),
-    click.option("--options", "options_", help="JSON object: options of apply_async."),
-    click.option("--enable/--disable", "enabled", default=None),
+    click.option("--every", type=Seconds(min=0, min_open=True), help="Interval between two runs, in seconds."),
+    click.option("--cron", help="Crontab of five fields: minute, hour, day of month, month, day of week."),
+    click.option("--args", "args_", help="Positional arguments of the task, as a JSON array."),
+    click.option("--kwargs", "kwargs_", help="Keyword arguments of the task, as a JSON object."),
+    click.option("--options", "options_", help="Options of apply_async, as a JSON object."),
     click.option(
-        "--set", "wishes", multiple=True, metavar="NAME=VALUE", help="Set a policy option; without VALUE, unset it."
+        "--enable/--disable", "enabled", default=None, help="Whether the entry runs. Default of a new entry: yes."
+    ),
+    click.option(
+        "--set",
+        "wishes",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Set an option of the policy, such as timezone=Europe/Berlin. Without VALUE, unset it. May be repeated.",
     ),
 )
 
@@ -198,15 +204,21 @@ def _check_left(found: Salvage, fields: Fields, wishes: Wishes) -> None:
     click.option("--replace", is_flag=True, help="Replace an entry of this name, and keep its past and pause."),
 )
 def add_(app: Celery, as_json: bool, name: str, task: str, replace: bool, **given: Any) -> None:
-    """Store a new entry; fail if there is an entry of this name."""
+    """Store a new entry that runs TASK; fail if there is an entry of this name.
+
+    Give it a schedule by --every or --cron. An entry that beat could not use is not stored.
+    """
     if given["every"] is None and given["cron"] is None:
         raise click.UsageError("it needs --every or --cron")
     _store(app, name, task, given, as_json, new=True, replace=replace)
 
 
-@command("edit", NAME, *DEFINITION, click.option("--task", help="Name of the task."))
+@command("edit", NAME, *DEFINITION, click.option("--task", help="Name of the task that the entry runs."))
 def edit_(app: Celery, as_json: bool, name: str, task: str | None, **given: Any) -> None:
-    """Change the given parts of an entry, and keep the others."""
+    """Change the given parts of an entry, and keep the others.
+
+    If parts of the entry cannot be read, the error names the options that you have to give for them.
+    """
     _store(app, name, task, given, as_json)
 
 
@@ -219,16 +231,22 @@ def _done(as_json: bool, text: str, **facts: object) -> None:
 
 @command("delete", NAME)
 def delete_(app: Celery, as_json: bool, name: str) -> None:
-    """Delete an entry. An entry of beat_schedule comes back when the next term of leadership begins."""
+    """Delete an entry, also one that cannot be read.
+
+    An entry of beat_schedule comes back when the next term of leadership begins: pause it instead.
+    """
     if not Schedule(app).delete(name):
         fail(f"there is no entry {name!r}")
     back = _comes_back(app, name, "brings it back")
     _done(as_json, f"{name}: deleted{back}", name=name, deleted=True)
 
 
-@command("pause", NAME, click.option("--note", default="", help="The reason, for other operators."))
+@command("pause", NAME, click.option("--note", default="", help="Reason of the pause, for other operators."))
 def pause_(app: Celery, as_json: bool, name: str, note: str) -> None:
-    """Pause an entry: its times pass without a run."""
+    """Pause an entry: its times pass without a run.
+
+    The pause stays, also when beat_schedule is installed again, until you resume the entry.
+    """
     Schedule(app).pause(name, note)
     _done(as_json, f"{name}: paused", name=name, paused=True)
 
@@ -245,9 +263,22 @@ def resume_(app: Celery, as_json: bool, name: str) -> None:
     _done(as_json, f"{name}: resumed{off}", name=name, paused=False, **({"disabled": True} if off else {}))
 
 
-@command("trigger", NAME, click.option("--timeout", type=Seconds(), default=10.0, show_default=True))
+@command(
+    "trigger",
+    NAME,
+    click.option(
+        "--timeout",
+        type=Seconds(),
+        default=10.0,
+        show_default=True,
+        help="How long to wait while another occurrence of the entry is pending, in seconds.",
+    ),
+)
 def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
-    """Run an entry once, as soon as a beat leads; also an entry that is paused."""
+    """Run an entry once, as soon as a beat leads, and print the id of the task.
+
+    The entry may be paused, disabled or finished. Its other times stay, and the run is not counted.
+    """
     task_id = Schedule(app).trigger(name, timeout=timeout)
     state = ScheduleStatus.of(app)
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
@@ -261,19 +292,30 @@ def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
     NAME,
     click.argument("start"),
     click.argument("end"),
-    click.option("--dry-run", is_flag=True, help="Only list the times of the runs."),
-    click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Maximum of runs."),
+    click.option("--dry-run", is_flag=True, help="Only print the times of the runs."),
+    click.option(
+        "--limit",
+        type=click.IntRange(min=1),
+        default=1000,
+        show_default=True,
+        help="Most runs; if there are more, none is sent.",
+    ),
     click.option(
         "--overlap",
         type=click.Choice([word.value for word in Overlap]),
         default=Overlap.BUFFER_ALL.value,
         show_default=True,
+        help="What becomes of a run that meets an equal call.",
     ),
 )
 def backfill_(
     app: Celery, as_json: bool, name: str, start: str, end: str, dry_run: bool, limit: int, overlap: str
 ) -> None:
-    """Run an entry once for each of its times in (START, END]; repeat the command to continue after an interruption."""
+    """Run an entry once for each of its times after START until END, END included.
+
+    START and END are in ISO 8601, in UTC unless they have an offset. Beat gets each run after it has sent the run
+    before. Repeat the command to continue after an interruption; after a complete backfill, all times run again.
+    """
     entries, first, last = Schedule(app), parse_instant(start), parse_instant(end)
     assert first is not None  # noqa: S101 - for the type checker
     assert last is not None  # noqa: S101

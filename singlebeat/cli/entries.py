@@ -105,7 +105,10 @@ def _outlook(
 
 @command("list")
 def list_(app: Celery, as_json: bool) -> None:
-    """List all entries by their next run, also entries that never run; LAST is the time since the last run was due."""
+    """List all entries by their next run, also entries that never run.
+
+    LAST is the time since the last run was due. Unusable entries and unknown fields are named after the table.
+    """
     state_of_all = ScheduleStatus.of(app)
     quarantine, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
     entries, unusable = Schedule(app).examine(now)
@@ -165,7 +168,10 @@ def list_(app: Celery, as_json: bool) -> None:
 
 @command("show", click.argument("name"))
 def show_(app: Celery, as_json: bool, name: str) -> None:
-    """Show an entry with its policy and its past; of an unreadable entry, show the readable parts."""
+    """Show an entry with its policy and its past.
+
+    Of an entry that cannot be read, show the readable parts, and the raw strings of the others.
+    """
     entries, found = Schedule(app), ScheduleStatus.of(app)
     problem, now = found.quarantine.get(name, {}).get("reason", ""), datetime.fromtimestamp(found.now, UTC)
     try:
@@ -241,7 +247,7 @@ def _show_reason(reason: str) -> None:
 @command(
     "next",
     click.argument("name"),
-    click.option("-n", "count", type=click.IntRange(1, 10_000), default=10, show_default=True),
+    click.option("-n", "count", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Number of times."),
     click.option("--after", help="Show only later times; ISO 8601, in UTC unless it has an offset."),
     click.option("--timezone", help="Show the times in this time zone. Default: UTC."),
 )

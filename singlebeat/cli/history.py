@@ -104,10 +104,15 @@ def _pending_text(client: RedisClient, key: str) -> str | None:
 @command(
     "history",
     click.argument("name", required=False),
-    click.option("-n", "count", type=click.IntRange(1, 100_000), default=20, show_default=True),
+    click.option(
+        "-n", "count", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Number of decisions."
+    ),
 )
 def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
-    """Show the last decisions about one entry or all entries, and how their runs ended; the last decision first."""
+    """Show the last decisions about one entry, or about all entries without NAME, and how their runs ended.
+
+    The last decision comes first. How a run ended is known if its worker has singlebeat.
+    """
     entries = Schedule(app)
     records = entries.history(name, count)
     if name is not None and not records:
@@ -220,7 +225,10 @@ def _may_have_result(record: Record) -> bool:
     click.option("--at", help="Time in ISO 8601, in UTC unless it has an offset. Default: the last run."),
 )
 def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
-    """Explain why an entry ran, did not run, or will run."""
+    """Explain why an entry ran, did not run, or will run.
+
+    The answer names the decision, the task that held the lock, and the end of the run, and says what to do.
+    """
     when = parse_instant(at)
     if when is not None and not when.microsecond:  # a time as the tools print it stands for all of its second
         when += timedelta(seconds=1, microseconds=-1)

@@ -124,6 +124,9 @@ def locks_(app: Celery, as_json: bool) -> None:
 def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
     """Free a lock by its task id or key; needs --force if the lock's owner is known to be alive.
 
+    Without --force it frees the lock of a run whose worker seems dead, and of a message that is lost. In doubt the lock
+    stays.
+
     A worker that has not renewed its lock for 40 % of the lease has died, or hangs. Make sure that its process is gone:
     the run of a process that hangs goes on beside the next run.
     """

@@ -49,7 +49,10 @@ _UNKNOWN = {"host": "?", "pid": "?", "term": "?", "since": "?"}
 
 @command("status")
 def status_(app: Celery, as_json: bool) -> None:
-    """Show the leader and the standbys, and how many entries are scheduled, overdue, pending and quarantined."""
+    """Show the leader and the standbys, and how many entries are scheduled, overdue, pending and quarantined.
+
+    It names each problem with the leader, the clocks and the server.
+    """
     state = ScheduleStatus.of(app)
     if as_json:
         show_json(asdict(state))
@@ -87,14 +90,18 @@ def status_(app: Celery, as_json: bool) -> None:
         "--role",
         type=click.Choice(["any", "leader"]),
         default="any",
-        help="leader: require that the leader runs on this host.",
+        help="leader: a beat of this host must lead.",
     ),
     click.option(
-        "--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="Seconds that a run may be late."
+        "--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="How late a run may be, in seconds."
     ),
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
-    """Check whether a beat leads and keeps up; exit code 0: yes, 1: no, 2: Redis does not answer."""
+    """Check whether a beat leads and keeps up, for probes.
+
+    A server that refuses writes is unhealthy. A run that is claimed and not sent counts as late. Exit code 0: healthy.
+    1: unhealthy. 2: Redis does not answer.
+    """
     state = ScheduleStatus.of(app)
     wrong = ticks_refusal(app) or state.problem(max_lag) or state.sent_elsewhere
     if wrong:
@@ -116,7 +123,9 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
 
 @command("resign")
 def resign_(app: Celery, as_json: bool) -> None:
-    """End the current term of leadership; a standby begins the next term, or the same beat if there is no standby.
+    """End the current term of leadership: a standby leads next, or the same beat if there is no standby.
+
+    The term goes on if no beat could lead, as when the server refuses writes.
 
     Use this command also after a beat of RedBeat was killed: its lock lasts for up to 25 minutes. Do not use it for a
     beat of RedBeat that lives, but stop that beat. It would end with an error in its next tick, and a message that it

@@ -34,7 +34,10 @@ FIELDS = ("name", "definition", "policy", "meta")
 
 @command("export")
 def export_(app: Celery, as_json: bool) -> None:
-    """Print all entries as JSON, for ``import``; name unusable entries, leave them out, and exit with code 1.
+    """Print all entries as JSON, for ``import``.
+
+    Entries that cannot be read, or that hold a number which JSON does not have, are named and left out; then the exit
+    code is 1.
 
     Entries without a place in the schedule are printed, too, and named: an import gives them a place. Unknown fields,
     which beat ignores, are named and left out.
@@ -70,13 +73,20 @@ def export_(app: Celery, as_json: bool) -> None:
     raise SystemExit(1 if problems else 0)
 
 
-@command("import", click.argument("file", type=click.File("rb")), click.option("--dry-run", is_flag=True))
+@command(
+    "import",
+    click.argument("file", type=click.File("rb")),
+    click.option("--dry-run", is_flag=True, help="Only say which entries can be stored."),
+)
 def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
-    An entry of the same name is replaced and keeps its past, unless the file has a later run, or has scheduled a task
-    of one run anew; a new entry gets the past from the file. Entries that cannot be stored are named, and the others
-    are stored. RedBeat's entries need no import: singlebeat uses them in place.
+    An entry of the same name is replaced. It stays paused if it is, and keeps its past unless the file has a later run:
+    so you may import a later dump once more. An enabled task of one run runs again if it was changed in Django after
+    its run here, and has not run there. A new entry gets the past from the file.
+
+    An entry that cannot be stored, such as one with an unknown field, is named. The others are stored, and the exit
+    code is 1. RedBeat's entries need no import: singlebeat uses them in place.
     """
     source = getattr(file, "name", "standard input")
     try:

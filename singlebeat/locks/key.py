@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from kombu.utils import json as kombu_json
 
 __all__ = (
+    "LOCK_FIELDS",
+    "LOCK_KEYS",
     "behind_key",
     "beside",
     "canonical",
@@ -30,6 +32,41 @@ __all__ = (
 #: The arguments of a call by position and by name, which may have any type.
 Arguments = Sequence[object]
 NamedArguments = Mapping[str, object]
+
+#: The fields of a lock that other programs may read, with what each holds; the reference in the docs prints these
+#: tables. There are more fields, which may change.
+LOCK_FIELDS: Mapping[str, str] = {
+    "id": "The id of the task that holds the lock.",
+    "state": "``queued`` or ``running``.",
+    "task": "The name of the task.",
+    "args": "The arguments of the call, for people.",
+    "entry": "The entry that has sent the call; empty: a program has sent it.",
+    "since": "Since when the lock is in this state, in milliseconds since 1970.",
+    "fence": "The fencing number of the run.",
+    "worker": "The worker that has renewed the lock last.",
+    "renewed": "When that was, in milliseconds since 1970.",
+}
+
+#: The keys of locks: the Redis type and what each holds.
+LOCK_KEYS: Mapping[str, tuple[str, str]] = {
+    "<lock>": ("hash", "A lock, with the fields of the table below."),
+    "<lock>:done": ("zset", "The ids of the runs that ended under the lock lately, which must not run again."),
+    "<lock>:next": (
+        "hash",
+        "The lock of the call that waits behind it (``buffer_one``, ``until_and_while_executing``).",
+    ),
+    "<lock>:turn": (
+        "hash",
+        "The lock of the next call that waits and runs by itself (``buffer_all``, a step of a chain).",
+    ),
+    "<lock>:<task id>": ("hash", "The lock of a run that has one of its own, beside the first."),
+    "<prefix>:suspects": ("zset", "The locks that have refused a call, and whose messages may be lost."),
+    "singlebeat:workers": (
+        "zset",
+        "For a day the workers with singlebeat that were seen, each with its broker and the time. All apps of a server "
+        "and its database share the key.",
+    ),
+}
 
 #: Maximum length of the arguments in a lock's record, which are for people.
 READABLE_LENGTH = 200

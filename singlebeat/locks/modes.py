@@ -40,11 +40,16 @@ __all__ = (
 class LockMode(StrEnum):
     """The time in which a call excludes its duplicates (the terms of sidekiq-unique-jobs)."""
 
-    UNTIL_EXECUTED = "until_executed"  #: from the call to the end of its run
-    UNTIL_EXECUTING = "until_executing"  #: from the call to the start of its run
-    UNTIL_EXPIRED = "until_expired"  #: from the call until ``lock_expiry`` has passed
-    WHILE_EXECUTING = "while_executing"  #: from the start to the end of its run, retries and their countdowns included
-    UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"  #: one call may run while another is queued
+    #: From the call to the end of its run, retries included. This is the default.
+    UNTIL_EXECUTED = "until_executed"
+    #: From the call to the start of its run.
+    UNTIL_EXECUTING = "until_executing"
+    #: For ``lock_expiry`` seconds from the call.
+    UNTIL_EXPIRED = "until_expired"
+    #: From the start to the end of its run, retries and their countdowns included.
+    WHILE_EXECUTING = "while_executing"
+    #: One call may run, and one more may wait.
+    UNTIL_AND_WHILE_EXECUTING = "until_and_while_executing"
 
 
 _AT_THE_CALL = {Overlap.SKIP, Overlap.RAISE, Overlap.ALLOW_ALL}

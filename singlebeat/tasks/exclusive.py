@@ -61,7 +61,7 @@ def exclusive(key: str | Callable[..., str], *, app: Celery | None = None, lease
 class Exclusive:
     """A lock for any code; it is true if it was acquired."""
 
-    #: The holder of the lock: this object, or another that acquired the lock before.
+    #: The holder of the lock, which is this object or another that acquired the lock before.
     holder: Holder
 
     ref: Ref

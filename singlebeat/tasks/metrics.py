@@ -10,24 +10,62 @@ from typing import TYPE_CHECKING
 
 from .. import signals
 from ..config import Config
-from ..exposition import DELAYS, Answer, metrics_of, new_registry, serve
+from ..exposition import DELAYS, Answer, Metric, metrics_of, new_registry, serve
 from ..locks.base import RUN_HEADER
 from ..log import Log
 from ..run_results import OUTCOMES
 
 if TYPE_CHECKING:
     from celery import Celery
-    from prometheus_client.metrics_core import Metric
+    from prometheus_client.metrics_core import GaugeMetricFamily
 
     from ..locks.base import Headers
     from .renewer import Renewer
 
-__all__ = ("WorkerMetrics",)
+__all__ = ("METRICS", "WorkerMetrics")
 
 log = Log(__name__)
 
 #: Kinds of runs (``beat.entries.occurrence.Kind``) that should begin at their nominal time.
 ON_TIME = {"scheduled", "catch_up"}
+
+
+#: Every metric of a worker, by its name.
+METRICS: Mapping[str, Metric] = {
+    each.name: each
+    for each in (
+        Metric("singlebeat_runs_total", "counter", "Ends of runs.", {"outcome": OUTCOMES}),
+        Metric(
+            "singlebeat_start_delay_seconds",
+            "histogram",
+            "Time from the nominal time of a run that beat has sent to its start, observed at its end; not of retries, "
+            "manual runs and backfills.",
+            buckets=DELAYS,
+        ),
+        Metric(
+            "singlebeat_duplicates_total",
+            "counter",
+            "Duplicate calls by the tasks of this process, which were not sent; only of pools without child processes "
+            "(threads, gevent and others).",
+        ),
+        Metric(
+            "singlebeat_locks_lost_total",
+            "counter",
+            "Locks that have ended, or that another call got, while their task ran.",
+        ),
+        Metric(
+            "singlebeat_locks_held",
+            "gauge",
+            "Messages of this worker that have a lock, which this worker renews.",
+            {"state": ("queued", "running")},
+        ),
+        Metric(
+            "singlebeat_locks_up",
+            "gauge",
+            "1: the locks' server answered the last renewal, which is a third of a lease ago at most. 0: it did not.",
+        ),
+    )
+}
 
 
 class WorkerMetrics:
@@ -38,22 +76,14 @@ class WorkerMetrics:
     """
 
     def __init__(self, app: Celery, renewer: Renewer) -> None:
-        from prometheus_client import Counter, Histogram  # noqa: PLC0415 - an extra
-
         self.renewer, self._pid = renewer, os.getpid()
         self._host = Config.of(app).singlebeat_metrics_host
         self.registry = registry = new_registry()
-        self._runs = Counter("singlebeat_runs_total", "Ends of runs.", ["outcome"], registry=registry)
-        self._delays = Histogram(
-            "singlebeat_start_delay_seconds", "From nominal time to the start.", buckets=DELAYS, registry=registry
-        )
-        self._duplicates = Counter(
-            "singlebeat_duplicates_total", "Duplicate calls that this process has not sent.", registry=registry
-        )
-        self._lost = Counter("singlebeat_locks_lost_total", "Locks that a run has lost.", registry=registry)
-        # Each series begins at 0, because increase() does not see the first event of a new series.
-        for outcome in OUTCOMES:
-            self._runs.labels(outcome)
+        made = {name: metric.made(registry) for name, metric in METRICS.items() if metric.type != "gauge"}
+        self._runs = made["singlebeat_runs_total"]
+        self._delays = made["singlebeat_start_delay_seconds"]
+        self._duplicates = made["singlebeat_duplicates_total"]
+        self._lost = made["singlebeat_locks_lost_total"]
         registry.register(self)
         # Signals keep weak references to methods: this object must live as long as its worker.
         # Without a dispatch_uid, Celery before 5.7 takes the same method of two objects for one receiver.
@@ -72,18 +102,12 @@ class WorkerMetrics:
         """Return the answer to a request for a path."""
         return metrics_of(self.registry) if path == "/metrics" else Answer.of("/metrics", 404)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the current gauges of the worker's locks."""
-        from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
+        yield METRICS["singlebeat_locks_held"].gauge(self.renewer.held())
+        yield METRICS["singlebeat_locks_up"].gauge(not self.renewer.failing)
 
-        held = GaugeMetricFamily("singlebeat_locks_held", "Messages of this worker that have a lock.", labels=["state"])
-        for state, count in self.renewer.held().items():
-            held.add_metric([state], count)
-        yield held
-        up = not self.renewer.failing
-        yield GaugeMetricFamily("singlebeat_locks_up", "Whether the locks' server has answered.", value=up)
-
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[GaugeMetricFamily]:
         """Yield nothing, so that the registry does not check the names of the gauges."""
         return iter(())
 

@@ -70,16 +70,18 @@ class Singleton(Task):  # type: ignore[misc]
     #: Read by the Request class: this task acquires its lock itself, in the process that runs it.
     has_own_gate = True
 
-    #: The arguments that make a call unique: their names, dotted paths into them, a function of all of them, or [] for
-    #: the task's name alone; None for all arguments.
+    #: The arguments that make a call unique, given by their names, by dotted paths into them (``"user.id"``), or by a
+    #: function of all of them. With [] the task runs once at a time, with any arguments; None is for all arguments.
     unique_on: Sequence[str] | str | Callable[..., object] | None = None
-    #: When a call excludes its duplicates: a word of ``locks.modes.LockMode``.
+    #: In which time a call excludes its duplicates, as a word of ``LockMode``.
     lock: str = LockMode.UNTIL_EXECUTED
-    #: Policy for a duplicate: a word of ``overlap.Overlap``; None for the setting ``singlebeat_overlap``.
+    #: What becomes of a duplicate, as a word of ``Overlap``; None for the setting ``singlebeat_overlap``. A call may
+    #: have its own: ``task.apply_async(args, overlap="raise")``.
     overlap: str | None = None
-    #: Raise DuplicateTaskError for a duplicate; None for the setting ``singleton_raise_on_duplicate``.
+    #: The same as ``overlap="raise"``; None for the setting ``singleton_raise_on_duplicate``.
     raise_on_duplicate: bool | None = None
-    #: Seconds from the call after which its lock ends in any case; None for the setting ``singleton_lock_expiry``.
+    #: Seconds from the call after which its lock ends, even if the task still runs. They count from the start of the
+    #: run if calls with other arguments have joined it. None is for the setting ``singleton_lock_expiry``.
     lock_expiry: float | None = None
 
     call_signature = inspect.Signature()
@@ -161,7 +163,7 @@ class Singleton(Task):  # type: ignore[misc]
         A call for which other calls wait (chain, chord, group, link) is always sent, and waits for its turn.
 
         Args:
-            overlap: a word of ``overlap.Overlap``, in place of the task's policy.
+            overlap: a word of ``Overlap``, in place of the task's policy.
 
         Returns:
             The result of the sent call, or of the equal call if this call is a duplicate (``is_duplicate``).

@@ -14,6 +14,7 @@ import pytest
 from celery import Celery
 from celery.bin.celery import celery
 from celery.schedules import crontab, schedule
+from click import Context, Option
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrenc
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.store.claims import Store
-from singlebeat.cli import COMMANDS
+from singlebeat.cli import COMMANDS, main
 from singlebeat.cli.doctor.beats import _leadership
 from singlebeat.cli.doctor.finding import Read
 from singlebeat.cli.doctor.servers import check_settings
@@ -85,6 +86,15 @@ def test_every_command_is_listed_and_has_help(cli):
     assert all(name in text for name in COMMANDS)
     for name in COMMANDS:
         assert "--json" in cli(name, "--help").output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_a_command_has_help(name):
+    """The reference prints it."""
+    command = main.get_command(Context(main), name)
+
+    assert re.match(r"[A-Z].*[.:;,]", command.help)
+    assert [option.name for option in command.params if isinstance(option, Option) and not option.help] == []
 
 
 def test_status_shows_the_leader_and_quarantined_entries(cli, put, lead, redis):

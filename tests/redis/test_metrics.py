@@ -10,24 +10,36 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import UTC, datetime
+from itertools import product
+from typing import Any
 
 import pytest
+import yaml
 from celery.schedules import schedule
 from prometheus_client.parser import text_string_to_metric_families
 
 from singlebeat import Entry, signals
+from singlebeat.beat import metrics as metrics_of_beat
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
-from singlebeat.exposition import Answer, serve
+from singlebeat.cli import COMMANDS
+from singlebeat.config import Config
+from singlebeat.events import EVENTS
+from singlebeat.exposition import BUILD, Answer, serve
 from singlebeat.locks.base import HEADER, RUN_HEADER, Ref
+from singlebeat.overlap import Overlap
+from singlebeat.run_results import OUTCOMES
+from singlebeat.tasks import metrics as metrics_of_worker
 from singlebeat.tasks.metrics import WorkerMetrics
 from singlebeat.tasks.renewer import Renewer
-from tests.support import APP, RedisServer, connected, ended_well, fork, free_port, page, wait_until
+from tests.support import APP, ROOT, RedisServer, connected, ended_well, fork, free_port, wait_until
 from tests.system.apps import make_app
 
 TASK = f"{APP}.plain"
@@ -84,21 +96,43 @@ def test_names_follow_the_conventions_of_prometheus(either):
         assert not re.search(r"_(ms|milliseconds|minutes|s|secs)$", name), "base units only"
 
 
-def documented() -> tuple[set[str], str]:
-    """Return the names of metrics in the docs, and their alert rules."""
-    table, rules = page("reference/metrics"), page("how-to/monitor")
-    names = set(
-        re.findall(r"^``(singlebeat_\w+)(?:\{[\w, ]+\})?``  .*(?:counter|gauge|histogram)", table, re.MULTILINE)
-    )
-    return names, rules[rules.index("- alert:") : rules.index("When an alert fires")]
+@pytest.mark.parametrize("table", [metrics_of_beat.METRICS, metrics_of_worker.METRICS], ids=["beat", "worker"])
+def test_exactly_the_metrics_of_the_table_are_served(table, metrics, of_worker):
+    """With their types, and with the labels and words of the table from the start."""
+    source = metrics if table is metrics_of_beat.METRICS else of_worker
+    served: dict[str, tuple[str, str, set[tuple[str, ...]]]] = {}
+    for family in families(source.answer("/metrics")[2].decode()).values():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        words = {
+            tuple(value for label, value in s.labels.items() if label not in {"le", "version"}) for s in family.samples
+        }
+        if not name.endswith("_created"):  # the library adds them
+            served[name] = family.type, family.documentation, words
+
+    told = {
+        each.name: (each.type, each.meaning, {tuple(map(str, words)) for words in product(*each.labels.values())})
+        for each in table.values()
+    }
+    assert served == told | {BUILD.name: (BUILD.type, BUILD.meaning, {()})}
 
 
-def test_every_metric_is_documented_and_every_documented_one_is_there(metrics, of_worker):
-    found = families(metrics.answer("/metrics")[2].decode()) | families(of_worker.answer("/metrics")[2].decode())
+def alerts() -> list[dict[str, Any]]:
+    """Return the alert rules of the docs."""
+    (group,) = yaml.safe_load((ROOT / "docs/deploy/alerts.yml").read_text("utf-8"))["groups"]
+    return group["rules"]
 
-    written = {f"{name}_total" if family.type == "counter" else name for name, family in found.items()}
-    written = {name for name in written if not name.endswith("_created")}  # the library adds them
-    assert written == documented()[0]
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_every_alert_says_what_is_wrong_and_what_to_do(rule):
+    """By names that are there: events of the log, decisions, outcomes, commands, settings and policies."""
+    told = rule["annotations"]
+    names = {*EVENTS, *OUTCOMES, *DecisionType, *COMMANDS, *Overlap, *EntryPolicy.names()}
+    names |= {field.name for field in fields(Config)} | {each["alert"] for each in alerts()}
+
+    assert told.keys() == {"summary", "action"}
+    assert all(re.fullmatch(r"[A-Z`].*\.", text) for text in told.values())
+    named = {words.split()[0] for words in re.findall(r"`([^`]+)`", told["action"])}
+    assert named - names - {"visibility_timeout", "lock_expiry"} == set()
 
 
 def test_every_alert_rule_is_about_series_that_are_there_from_the_start(metrics, of_worker):
@@ -109,10 +143,7 @@ def test_every_alert_rule_is_about_series_that_are_there_from_the_start(metrics,
         for family in text_string_to_metric_families(metrics.answer("/metrics")[2].decode())
         for sample in family.samples
     ]
-    rules = re.findall(r"- alert: (\w+)\n +expr: (.*)", documented()[1])
-    assert len(rules) >= 20
-
-    for name, expr in rules:
+    for name, expr in ((rule["alert"], rule["expr"]) for rule in alerts()):
         found = re.findall(r"(singlebeat_\w+)(?:\{(\w+)=~?\"([^\"]+)\"\})?", expr)
         assert found, name
         for metric, label, words in found:

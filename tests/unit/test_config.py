@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ from click import ClickException
 from singlebeat import DuplicateTaskError
 from singlebeat.config import Config
 from singlebeat.errors import ConfigError, EntryError, LockBackendError, SinglebeatError
+from tests.support import page
 
 #: A right value for every setting, other than its default, and what is read from it.
 RIGHT: dict[str, tuple[Any, Any]] = {
@@ -99,7 +101,15 @@ def test_these_tests_know_every_setting():
 
     assert set(RIGHT) == names
     assert set(WRONG) == names - UNCHECKED
-    assert all(field.metadata["doc"] for field in fields(Config))
+
+
+def test_the_reference_prints_the_documentation_of_every_setting():
+    prefixes = tuple(re.findall(r"^\.\. settings:: (\w+)$", page("reference/settings"), re.MULTILINE))
+
+    for field in fields(Config):
+        assert field.name.startswith(prefixes)
+        assert re.fullmatch(r"[A-Z].*\.", field.metadata["doc"])
+        assert ("float" in field.type) == (field.metadata["unit"] == "seconds")
 
 
 @pytest.mark.parametrize("name", RIGHT)

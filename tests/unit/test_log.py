@@ -10,18 +10,20 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from singlebeat import signals
 from singlebeat.beat.decision_log import log_decision
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
+from singlebeat.events import EVENTS
 from singlebeat.log import Log, printable, without_passwords
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
-from tests.support import ROOT, page
+from tests.support import ROOT
 
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LOGGER = "singlebeat.test_log"
 PAIR = re.compile(r' (\w+)=("(?:[^"\\]|\\.)*"|[^\s"=\\]+)')
 SECRET = "ge/h ei@m?"
@@ -243,10 +245,12 @@ def calls() -> Iterator[tuple[Path, ast.Call]]:
                 yield path, node
 
 
-def constants(node: ast.Call, keyword: str) -> Iterator[Any]:
-    for each in node.keywords:
-        if each.arg == keyword and isinstance(each.value, ast.Constant):
-            yield each.value.value
+def logged() -> Iterator[tuple[str, str]]:
+    """Yield each event that the package names, with the method of its log or the function that it is given to."""
+    for _, call in calls():
+        for each in call.keywords:
+            if each.arg == "event" and isinstance(each.value, ast.Constant):
+                yield each.value.value, getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def test_every_line_of_the_package_is_written_by_its_log():
@@ -259,10 +263,39 @@ def test_every_line_of_the_package_is_written_by_its_log():
     assert loggers == {"log.py"}
 
 
-def test_every_event_is_documented_and_every_documented_one_is_there():
-    section = page("reference/events")
-    section = section[section.index("\nLog lines\n----") : section.index("\nSignals\n----")]
-    documented = set(re.findall(r"^``(\w+)``", section, re.MULTILINE))
-    written = {event for _, call in calls() for event in constants(call, "event")}
+def test_the_table_of_events_has_exactly_the_events_that_are_logged():
+    assert set(EVENTS) == {event for event, _ in logged()} | {*DecisionType, MESSAGE_LOST, RAN_ELSEWHERE}
 
-    assert documented == written | {str(outcome) for outcome in DecisionType} | {MESSAGE_LOST, RAN_ELSEWHERE}
+
+def test_events_are_logged_at_the_levels_of_their_table():
+    """A level that is computed is one of several."""
+    levels = {"exception": logging.ERROR, **{level.lower(): getattr(logging, level) for level in LEVELS}}
+    found: dict[str, set[int]] = {}
+    for event, method in logged():
+        found.setdefault(event, set()).update({levels[method]} if method in levels else EVENTS[event].levels)
+
+    assert found == {event: set(EVENTS[event].levels) for event in found}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_meaning_of_an_event_is_a_sentence(event):
+    assert re.fullmatch(r"[A-Z`].*\.", EVENTS[event].meaning)
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_every_signal_is_described():
+    assert set(signals.DESCRIPTIONS) == set(signals.__all__)
+    for name in signals.__all__:
+        assert getattr(signals, name).name == name
+
+
+def test_signals_are_sent_with_the_arguments_of_their_description():
+    sent: dict[str, set[str]] = {}
+    for _, call in calls():
+        for node in (call.func, *call.args):  # or ``partial`` gets the method
+            if found := re.fullmatch(r"signals\.(\w+)\.send", ast.unparse(node)):
+                sent.setdefault(found[1], set()).update(str(each.arg) for each in call.keywords)
+
+    assert sent == {name: {"sender", *about.arguments} for name, about in signals.DESCRIPTIONS.items()}

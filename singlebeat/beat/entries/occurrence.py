@@ -18,23 +18,35 @@ __all__ = ("Decision", "DecisionType", "Kind", "Occurrence")
 class DecisionType(StrEnum):
     """The kind of a decision about an occurrence."""
 
-    DISPATCHED = "dispatched"  #: its message was sent
-    BUFFERED = "buffered"  #: its message was sent, and waits for the end of an equal call
-    SKIPPED_OVERLAP = "skipped_overlap"  #: an equal call is queued or running
-    RUN_BEFORE = "run_before"  #: a run with its id has begun or ended already: it is not sent again
-    PAUSED = "paused"  #: its entry is paused or disabled
-    MISSED = "missed"  #: it was later than its misfire grace time allows
-    PUBLISH_FAILED = "publish_failed"  #: its message can never be sent
-    QUARANTINED = "quarantined"  #: its entry cannot be used until it is fixed
+    #: Its message was sent. The reason, if code of yours has sent it otherwise: how.
+    DISPATCHED = "dispatched"
+    #: Its message was sent, and waits for the end of an equal call. The reason: which call, since when.
+    BUFFERED = "buffered"
+    #: It was not sent, because an equal call is queued or running. The reason: which call, since when, of which entry.
+    SKIPPED_OVERLAP = "skipped_overlap"
+    #: It was not sent again: a run with its id has begun or ended, as after a backup was restored.
+    RUN_BEFORE = "run_before"
+    #: Its entry is paused or disabled. The reason: the note of the pause.
+    PAUSED = "paused"
+    #: It was later than ``misfire_grace_time`` or ``end_time`` allows. The reason: by how much.
+    MISSED = "missed"
+    #: Its message can never be sent, or reaches no queue. The reason: why.
+    PUBLISH_FAILED = "publish_failed"
+    #: Its entry cannot be used until it is fixed. The reason: why; recorded once for each reason.
+    QUARANTINED = "quarantined"
 
 
 class Kind(StrEnum):
     """The reason why an entry runs."""
 
-    SCHEDULED = "scheduled"  #: its time has come
-    CATCH_UP = "catch_up"  #: its time has passed while no beat ran; it stands for all missed occurrences
-    MANUAL = "manual"  #: an operator or a program has triggered it
-    BACKFILL = "backfill"  #: an operator or a program wants runs for a time in the past
+    #: Its time has come.
+    SCHEDULED = "scheduled"
+    #: Its time has passed while no beat ran. It stands for all missed occurrences.
+    CATCH_UP = "catch_up"
+    #: An operator or a program has triggered it.
+    MANUAL = "manual"
+    #: An operator or a program wants runs for a time in the past.
+    BACKFILL = "backfill"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,11 @@ PARTS: Sequence[Check] = (
 
 @command("doctor")
 def doctor_(app: Celery, as_json: bool) -> None:
-    """Check servers, settings, beats, workers, entries and locks; exit code 1 if there is a problem."""
+    """Check servers, settings, beats, workers, entries and locks; say what is wrong, and what to do.
+
+    Exit code 1: there is a problem. 2: the schedule's server does not answer; the parts that need no such server are
+    checked nevertheless.
+    """
     schedule = Read(app)
     found = dict[Finding, None]()
     with progress("parts checked", len(PARTS), quiet=as_json) as step:

@@ -1,0 +1,225 @@
+"""Every event that singlebeat logs, with its levels and its meaning; the reference in the docs prints this table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
+from typing import NamedTuple
+
+__all__ = ("EVENTS", "Event")
+
+
+class Event(NamedTuple):
+    """One event: its levels, the usual one first, and its meaning in reStructuredText."""
+
+    levels: tuple[int, ...]
+    meaning: str
+
+    @property
+    def level(self) -> int:
+        """The usual level."""
+        return self.levels[0]
+
+
+EVENTS: Mapping[str, Event] = {
+    # Who leads.
+    "leadership_gained": Event(
+        (INFO, WARNING),
+        "This beat leads: ``term``, ``leader``. WARNING if this beat has stood by or led before.",
+    ),
+    "leadership_lost": Event(
+        (WARNING,),
+        "This beat does not lead any more, and stands by. ``term``: the one that is over.",
+    ),
+    "stands_by": Event(
+        (INFO, WARNING),
+        "Another beat leads: ``leader``, ``term``, ``since``. WARNING if this beat has led or stood by before.",
+    ),
+    "lock_released": Event((INFO,), "This beat has given up leadership at its end."),
+    "lease_nearly_lost": Event(
+        (WARNING,),
+        "A renewal of leadership came so late that only ``left`` seconds were left.",
+    ),
+    "not_renewed": Event(
+        (WARNING,),
+        "Leadership, or the locks of a worker, could not be renewed: ``reason``. ``left``: seconds that are left.",
+    ),
+    "other_app": Event(
+        (WARNING,),
+        "This beat leads over ``entries`` of the app ``other``, or stands by for a beat of that app: ``reason``.",
+    ),
+    "tick_ended": Event((WARNING,), "A tick took more than 10 s: ``seconds``."),
+    "stuck": Event(
+        (CRITICAL,),
+        "This beat makes no progress and ends, with its stacks in the log (``singlebeat_watchdog_timeout``).",
+    ),
+    "orphaned": Event((CRITICAL,), "The main process of ``worker -B`` is gone, so this beat ends."),
+    # What beat has decided.
+    "dispatched": Event((INFO,), "A run was sent. ``lateness``: seconds since its nominal time."),
+    "buffered": Event((INFO,), "A run was sent, and waits for the end of the task ``holder``."),
+    "skipped_overlap": Event(
+        (INFO,),
+        "A run was not sent, because the task ``holder`` is queued or running. ``holder_entry``: the entry that has "
+        "sent that task, if it is another entry.",
+    ),
+    "run_before": Event((WARNING,), "A run was not sent, because a run with its id has begun or ended before."),
+    "missed": Event(
+        (WARNING,),
+        "A run was not sent, because it was later than ``misfire_grace_time`` or ``end_time`` allows.",
+    ),
+    "paused": Event((DEBUG,), "A run was not sent, because its entry is paused or disabled, which is intended."),
+    "publish_failed": Event(
+        (ERROR,),
+        "A run can never be sent: ``reason``, and the traceback. The entry goes on with its next time.",
+    ),
+    "published": Event((DEBUG,), "The message of a run was sent to the broker."),
+    # Entries.
+    "quarantined": Event(
+        (ERROR,),
+        "An entry cannot be used and is quarantined: ``reason``. Logged once for each reason.",
+    ),
+    "entry_recovered": Event((WARNING,), "A quarantined entry is usable again."),
+    "left_out": Event((WARNING,), "``Schedule.list()`` has left out an entry that cannot be used: ``reason``."),
+    "not_added": Event(
+        (ERROR, WARNING),
+        "An entry of ``beat_schedule`` is wrong, cannot be stored, or belongs to another app: ``reason``. WARNING "
+        "if a tool has added the entry to ``beat_schedule``, so that it stays as it is stored.",
+    ),
+    "entry_removed": Event((INFO,), "An entry has left ``beat_schedule`` and is removed; it is kept for seven days."),
+    "entry_back": Event((INFO,), "An entry is in ``beat_schedule`` again, and has its past and its pause back."),
+    "field_ignored": Event((WARNING,), "A definition has a field that no beat knows: ``reason``."),
+    "place_corrected": Event(
+        (WARNING,),
+        "The place of an entry was no time in seconds since 1970, such as one in milliseconds. Beat has put 0 there.",
+    ),
+    "zone_changed": Event(
+        (WARNING,),
+        "Wall clocks are read in ``zone``, and no longer in ``before``. ``moved``: entries that are due earlier.",
+    ),
+    "schedule_vanished": Event(
+        (WARNING,),
+        "Redis has lost the schedule, or its last changes: ``reason``. The leader, or the next leader, installs "
+        "``beat_schedule`` again.",
+    ),
+    # Servers and clocks.
+    "unreachable": Event(
+        (ERROR,),
+        "The broker or the locks' server (``server``) does not answer, or refuses a command: ``reason``. Due "
+        "occurrences stay pending.",
+    ),
+    "trouble": Event(
+        (ERROR,),
+        "A tick failed because of the schedule's server: ``reason``. Beat tries again. Logged once for each kind of "
+        "error.",
+    ),
+    "recovered": Event(
+        (WARNING,),
+        "The trouble of an earlier ``trouble``, ``unreachable``, ``not_renewed`` or ``ends_not_recorded`` is over. "
+        "A server that answers reads and refuses writes has not recovered.",
+    ),
+    "may_evict": Event(
+        (WARNING, ERROR),
+        "The schedule's server may evict keys: ``reason``. ERROR if ``redbeat_key_expiry_check`` is ``error``.",
+    ),
+    "several_writes": Event(
+        (INFO,),
+        "For ``seconds``, due entries are not decided, locked and sent in one write: ``reason``.",
+    ),
+    "refused": Event(
+        (WARNING, ERROR),
+        "The server refuses a part of the one write for an entry: ``reason``. Beat tries the rest by itself. ERROR: the "
+        "broker answers and does not take the message of this entry, which stays pending. Logged again every five "
+        "minutes or so.",
+    ),
+    "clock_differs": Event(
+        (WARNING,),
+        "The clock of this ``host`` is ``ahead`` seconds ahead of the clock of the schedule's server, or behind if "
+        "the number is negative.",
+    ),
+    "clock_agrees": Event((WARNING,), "The clock of this host agrees with the clock of the schedule's server again."),
+    "clock_set_back": Event(
+        (WARNING,),
+        "The clock of the schedule's server was set back from ``before`` to ``now``, or the last leader had the "
+        "clock of another server. Entries wait until ``before``, or count from now if that is more than three hours "
+        "off.",
+    ),
+    "clock_caught_up": Event((WARNING,), "The clock has caught up, and entries do not wait for the clock any more."),
+    "metrics_not_served": Event((ERROR,), "The metrics are not served: ``reason``, such as a port that is in use."),
+    # Calls, messages and runs.
+    "duplicate": Event(
+        (INFO,),
+        "A call was not sent, or a message was not run, because the task ``holder`` is queued or running.",
+    ),
+    "duplicate_refused": Event((INFO,), "A copy of a message that has run was dropped."),
+    "replaced": Event((INFO,), "A message was dropped, because another call has taken its place (``cancel_other``)."),
+    "not_replaced": Event(
+        (WARNING,),
+        "A call was sent and waits for its turn, because it could not take the places of others: ``reason``.",
+    ),
+    "not_terminated": Event(
+        (WARNING,),
+        "A call was sent and waits for its turn, because the run of ``holder`` could not be terminated: ``reason``.",
+    ),
+    "payload_unreadable": Event(
+        (WARNING,),
+        "A run has the arguments that its message has, because later ones in its lock cannot be read: ``reason``.",
+    ),
+    "postponed": Event(
+        (INFO, WARNING),
+        "A message was sent again to wait for its turn: ``countdown``, ``reason``. WARNING if its lock cannot be "
+        "read: the message waits until you delete the value at the lock's key.",
+    ),
+    "unsent": Event(
+        (WARNING,),
+        "A message that has to wait for its turn cannot be sent again: ``reason``. If the message was acknowledged, "
+        "the worker tries for a minute, and then the task fails.",
+    ),
+    "unconfirmed": Event(
+        (WARNING,),
+        "An acknowledged message was sent again to wait for its turn, after an alarm of RabbitMQ had lasted for a "
+        "minute. The message is lost if RabbitMQ dies before the alarm ends.",
+    ),
+    "put_back": Event(
+        (WARNING,),
+        "A message cannot start for another ``reason``, and the broker will deliver the message again.",
+    ),
+    "result_not_stored": Event(
+        (ERROR,),
+        "The result backend did not store how a run ended, or that a run was skipped: ``reason``.",
+    ),
+    "ends_not_recorded": Event(
+        (WARNING,),
+        "The ends of runs could not be recorded, because of the schedule's server: ``reason``.",
+    ),
+    "trace_lost": Event((DEBUG,), "A message is sent again to wait for its turn under a new trace: ``reason``."),
+    "check_in_open": Event((DEBUG,), "Sentry could not be told that a run was refused: ``reason``."),
+    # Locks.
+    "unlocked": Event(
+        (WARNING, ERROR, INFO),
+        "A call is sent, or a task runs, without a lock: ``reason``. ERROR if the lock of an entry cannot be read. "
+        "INFO if the app of a worker has no server for locks.",
+    ),
+    "locked": Event(
+        (WARNING,),
+        "A worker with singlebeat was seen, so beat sends plain tasks with a lock from now on.",
+    ),
+    "lock_lost": Event((WARNING,), "A run goes on without its lock, which has ended or which another call holds."),
+    "lock_kept": Event(
+        (WARNING, ERROR),
+        "A lock could not be freed, and ends by itself. ERROR, with the traceback, if the cause is unexpected.",
+    ),
+    "renewer_failed": Event(
+        (ERROR,),
+        "The thread that renews locks met an unexpected error and goes on. The traceback follows.",
+    ),
+    "message_lost": Event((WARNING,), "Beat has freed a lock whose message is gone: ``reason``."),
+    "ran_elsewhere": Event(
+        (WARNING,),
+        "Beat has freed a lock whose task has run on a worker without singlebeat: ``reason``.",
+    ),
+    "not_asked": Event((DEBUG,), "Lost messages are not searched for, because a server does not answer: ``reason``."),
+    "search_failed": Event(
+        (ERROR,),
+        "The search for lost messages met an unexpected error and goes on. The traceback follows.",
+    ),
+}
