@@ -25,6 +25,7 @@ from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
+from ..share import Share
 from .quarantine import RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
 
@@ -95,6 +96,7 @@ class Due:
     more: bool  #: there are more entries due than one batch holds
     statics_gone: bool
     zone: str | None = None  #: of the app, in which the places of the schedule were computed; None if unknown
+    passed: int = 0  #: entries in the parts of other beats that the next tick passes over, because they are so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +225,11 @@ class Store:
         level = logging.ERROR if check == "error" else logging.WARNING
         log.write(level, "beat: The schedule is not safe", event="may_evict", reason=text)
 
-    def due(self, now: datetime, *, all_pending: bool, start: int = 0) -> Due:
+    def due(self, now: datetime, share: Share = Share(), *, all_pending: bool, start: int = 0) -> Due:  # noqa: B008
         """Read due entries and pending occurrences in two round trips, however many entries there are.
 
         Args:
+            share: our part of them; the others are left to the beats in whose parts they are.
             start: leave out this number of entries, those that have been due for the longest time.
             all_pending: return every pending occurrence, not only those whose time for a retry has come.
         """
@@ -236,7 +239,7 @@ class Store:
             # Not eval(), which redis-py refuses in the pipelines of clusters.
             pipe.execute_command("EVAL", READ_CLOCK.text, 1, keys.schedule)
             pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
-            pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
+            pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=share.beats, withscores=True)
             bound = "+inf" if all_pending else seconds
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
             # Only some names: thousands of entries may stay in quarantine.
@@ -245,7 +248,13 @@ class Store:
             pipe.get(keys.zone)
             shown, members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
         self._time.heard(shown, asked)
-        scores, pending = dict(members), dict(waiting)
+        ours = [row for row in members if share.has(keys.entry(row[0]), seconds - row[1])]
+        passed = len(members) - len(ours) if 2 * len(ours) * share.beats < len(members) else 0
+        # By the time of the retry as well: each retry has another beat, because one may not reach the broker.
+        retried = [row for row in waiting if share.has(f"{keys.entry(row[0])} {row[1]}", seconds - row[1])]
+        # The next one that is ours, if it is among them: not every beat wakes up for every entry.
+        upcoming = [row for row in upcoming if share.has(keys.entry(row[0]), 0)] or upcoming[-1:]
+        scores, pending = dict(ours), dict(retried)
         self.quarantine.cursor, rechecked = quarantined
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
         stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
@@ -264,6 +273,7 @@ class Store:
             more=len(members) == BATCH,
             statics_gone=not statics,
             zone=zone,
+            passed=passed,
         )
 
     def _read(
