@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from zlib import crc32
 
-__all__ = ("TURN", "Share")
+__all__ = ("PAUSE", "TURN", "Share")
 
-#: Seconds for which work is in the part of one beat. Afterwards it is late, and goes on to the part of another beat.
+#: Seconds for which work is in the part of one beat. Then it is late, and goes on to the part of the next beat.
 TURN = 10.0
 
-#: Spreads the bits of a product (Knuth's multiplicative hashing).
-_SPREAD, _BITS = 0x9E3779B1, 0xFFFFFFFF
+#: Seconds at the beginning of a later turn in which work is in no part: the beat before may just be doing it.
+PAUSE = 1.0
+
+#: Work is divided by slots, so that a beat calculates few weights.
+SLOTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one beat: at each moment, all work is in the parts of the beats, and in one part each.
+    """The part of one beat: at each moment, work is in the part of one beat at most.
 
-    For each key, the beats have an order by weights (rendezvous hashing): the first one has the first turn. So when a
-    beat joins or leaves, no work changes hands between the others.
+    The beats have turns. For each slot of work, their order is another one, by weights (rendezvous hashing). So when a
+    beat joins or leaves, no other work than its own changes hands in the first turn.
 
     Args:
         beat: name of this beat.
@@ -29,12 +33,12 @@ class Share:
 
     beat: str = ""
     others: Collection[str] = ()
-    _own: int = field(init=False, repr=False)
-    _seeds: tuple[int, ...] = field(init=False, repr=False)
+    _turns: Sequence[int] = field(init=False, repr=False, compare=False)  #: for each slot, the number of our turn
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_own", crc32(self.beat.encode()))
-        object.__setattr__(self, "_seeds", tuple(crc32(other.encode()) for other in self.others))
+        own = _weights(self.beat)
+        before = [map(int.__gt__, _weights(other), own) for other in self.others]
+        object.__setattr__(self, "_turns", [*map(sum, zip(*before, strict=True))])
 
     @property
     def beats(self) -> int:
@@ -48,11 +52,18 @@ class Share:
             key: of the work: all beats use the same one.
             late: seconds since the work could be done; negative if it cannot yet be done.
         """
-        if not self._seeds:
+        if not self._turns:
             return True
-        number = crc32(key.encode(errors="surrogateescape"))
-        own = (number ^ self._own) * _SPREAD & _BITS
-        before = 0
-        for seed in self._seeds:
-            before += (number ^ seed) * _SPREAD & _BITS > own
-        return before == max(0, int(late // TURN)) % self.beats
+        turn = self._turns[crc32(key.encode(errors="surrogateescape")) % SLOTS]
+        if late < TURN:
+            return turn == 0
+        number, passed = divmod(late, TURN)
+        return passed >= PAUSE and turn == number % self.beats
+
+
+@lru_cache(maxsize=64)
+def _weights(beat: str) -> Sequence[int]:
+    """Return the weight of a beat for each slot of work."""
+    seed = crc32(beat.encode())
+    # Knuth's multiplicative hashing: the checksums of two beats differ by the same bits for all slots.
+    return [crc32(slot.to_bytes(2), seed) * 0x9E3779B1 & 0xFFFFFFFF for slot in range(SLOTS)]

@@ -55,7 +55,7 @@ class Row:
     seconds: float
 
 
-def beat(stage: Stage, number: int, kill_after: int, go: Event, done: Event, pipe: Connection) -> None:
+def beat(stage: Stage, number: int, kill_after: int, warm: Event, go: Event, done: Event, pipe: Connection) -> None:
     """Work as a beat until all is done, and report what this has used.
 
     Args:
@@ -68,7 +68,7 @@ def beat(stage: Stage, number: int, kill_after: int, go: Event, done: Event, pip
         granted = claim(self, due, claims, *rest)
         used.asked += len(claims)
         used.lost += len(claims) - len(granted)
-        if kill_after and used.asked >= kill_after:
+        if go.is_set() and 0 < kill_after <= used.asked:
             report()
             os.kill(os.getpid(), signal.SIGKILL)
         return granted
@@ -79,13 +79,12 @@ def beat(stage: Stage, number: int, kill_after: int, go: Event, done: Event, pip
 
     Tick._claim = counting  # type: ignore[method-assign]
     with stage.singlebeat(stage.app("sharing", redbeat_lock_key=None, singlebeat_history_limit=1000)) as scheduler:
-        # As after some time: with all others known.
-        wait_until(lambda: scheduler.tick() and stage.client.zcard("sharing::standbys") == number, timeout=60)
-        time.sleep(1)
-        scheduler.tick()
+        # As after some time: each has sent messages, and knows all others.
+        while not (warm.is_set() and scheduler.lease.share.beats == number):
+            warm.wait(scheduler.tick())
         pipe.send(None)
         go.wait()
-        begun = sum(os.times()[:2])
+        begun, used.asked, used.lost = sum(os.times()[:2]), 0, 0
         while not done.is_set():
             done.wait(scheduler.tick())
         report()
@@ -94,19 +93,22 @@ def beat(stage: Stage, number: int, kill_after: int, go: Event, done: Event, pip
 def run(stage: Stage, count: int, beats: int, kills: int) -> Row:
     """Let beats work off due entries, and return what they have used."""
     stage.client.flushall()
-    go, done = FORK.Event(), FORK.Event()
+    warm, go, done = FORK.Event(), FORK.Event(), FORK.Event()
     pipes = [FORK.Pipe() for _ in range(beats)]
     doomed = [(at + 1) * count // beats // (kills + 1) if at < kills else 0 for at in range(beats)]
     processes = [
-        FORK.Process(target=beat, args=(stage, beats, after, go, done, its), daemon=True)
+        FORK.Process(target=beat, args=(stage, beats, after, warm, go, done, its), daemon=True)
         for after, (_, its) in zip(doomed, pipes, strict=True)
     ]
     for process in processes:
         process.start()
     try:
+        make_due(stage, count)
+        wait_until(lambda: stage.sent() >= count, timeout=PATIENCE, what="the last message of the warm-up")
+        warm.set()
         for ours, _ in pipes:
             ours.recv()
-        stage.store("sharing:", count, PLAIN, due=just_now())
+        make_due(stage, count)
         before, begun = commands(stage), time.monotonic()
         go.set()
         wait_until(lambda: stage.sent() >= count, timeout=PATIENCE, what="the last message")
@@ -114,7 +116,8 @@ def run(stage: Stage, count: int, beats: int, kills: int) -> Row:
         done.set()
         used: list[Used] = [ours.recv() for ours, _ in pipes]
     finally:
-        done.set()
+        for event in (warm, go, done):
+            event.set()
         for process in processes:
             process.join()
     ids = [json.loads(text)["headers"]["id"] for text in stage.client.lrange(QUEUE, 0, -1)]
@@ -122,6 +125,11 @@ def run(stage: Stage, count: int, beats: int, kills: int) -> Row:
         raise RuntimeError(f"{len(ids)} messages of {len(set(ids))} occurrences were sent instead of {count}")
     asked, lost = sum(each.asked for each in used), sum(each.lost for each in used)
     return Row(beats, kills, sum(each.cpu for each in used) / count, ran / count, lost / asked, seconds)
+
+
+def make_due(stage: Stage, count: int) -> None:
+    stage.clear()
+    stage.store("sharing:", count, PLAIN, due=just_now())
 
 
 def commands(stage: Stage) -> int:

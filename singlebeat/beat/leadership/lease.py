@@ -171,7 +171,9 @@ class Lease:
             pipe.pexpire(key, round(STAY * 1000))
             pipe.zrange(key, 0, -1)
             *_, signs = pipe.execute()
-        self.share = Share(identity(), frozenset(self._sharing(signs)) - {identity()})
+        others = frozenset(self._sharing(signs)) - {identity()}
+        if others != self.share.others:
+            self.share = Share(identity(), others)
         self._share_at = self._clock() + SHARE_EVERY
 
     def _sharing(self, signs: Iterable[str]) -> Iterator[str]:

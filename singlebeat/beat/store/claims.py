@@ -52,6 +52,9 @@ log = Log("celery.beat")
 #: Bytes that an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
 
+#: Reads due entries where beats share the work.
+WINDOW = script(__package__, "window")
+
 #: Decoded entries that are kept, by their raw definition.
 CACHE_SIZE = 5_000
 
@@ -238,7 +241,10 @@ class Store:
         with self.client.pipeline(transaction=False) as pipe:
             # Not eval(), which redis-py refuses in the pipelines of clusters.
             pipe.execute_command("EVAL", READ_CLOCK.text, 1, keys.schedule)
-            pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
+            if share.others:  # of these rows, only some are ours
+                pipe.execute_command("EVAL", WINDOW.text, 1, keys.schedule, 0, repr(seconds), start, BATCH)
+            else:
+                pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=share.beats, withscores=True)
             bound = "+inf" if all_pending else seconds
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
@@ -248,6 +254,9 @@ class Store:
             pipe.get(keys.zone)
             shown, members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
         self._time.heard(shown, asked)
+        if share.others:
+            found = json.loads(members)
+            members = [*zip(found[::2], map(float, found[1::2]), strict=True)]
         ours = [row for row in members if share.has(keys.entry(row[0]), seconds - row[1])]
         passed = len(members) - len(ours) if 2 * len(ours) * share.beats < len(members) else 0
         # By the time of the retry as well: each retry has another beat, because one may not reach the broker.
