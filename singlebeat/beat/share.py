@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from zlib import crc32
 
-__all__ = ("PAUSE", "TURN", "Share")
+__all__ = ("ALL", "PAUSE", "TURN", "Share")
 
 #: Seconds for which work is in the part of one beat. Then it is late, and goes on to the part of the next beat.
 TURN = 10.0
@@ -67,3 +67,7 @@ def _weights(beat: str) -> Sequence[int]:
     seed = crc32(beat.encode())
     # Knuth's multiplicative hashing: the checksums of two beats differ by the same bits for all slots.
     return [crc32(slot.to_bytes(2), seed) * 0x9E3779B1 & 0xFFFFFFFF for slot in range(SLOTS)]
+
+
+#: The part of a beat that works alone, or that leads.
+ALL = Share()

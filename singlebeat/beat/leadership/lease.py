@@ -21,7 +21,7 @@ from ...log import Log
 from ...lua import script
 from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
-from ..share import Share
+from ..share import ALL, Share
 
 __all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign")
 
@@ -97,7 +97,7 @@ class Lease:
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
         #: Our part of the work: all of it while we lead. Where leadership is switched off, beats share the work.
-        self.share = Share()
+        self.share = ALL
         self._share_at = 0.0  #: when to give the next sign of life; 0: at once
         self._lost_since = ""  #: in our term, the time since which the server has lost changes
         self._not_renewed = False

@@ -25,7 +25,7 @@ from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
-from ..share import Share
+from ..share import ALL, Share
 from .quarantine import RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
 
@@ -228,7 +228,7 @@ class Store:
         level = logging.ERROR if check == "error" else logging.WARNING
         log.write(level, "beat: The schedule is not safe", event="may_evict", reason=text)
 
-    def due(self, now: datetime, share: Share = Share(), *, all_pending: bool, start: int = 0) -> Due:  # noqa: B008
+    def due(self, now: datetime, share: Share = ALL, *, all_pending: bool, start: int = 0) -> Due:
         """Read due entries and pending occurrences in two round trips, however many entries there are.
 
         Args:
