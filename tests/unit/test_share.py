@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,8 @@ from singlebeat.beat.share import ALL, PAUSE, TURN, Share
 KEYS = [*(f"redbeat:entry {number}" for number in range(4000)), "redbeat:\udcff", ""]
 
 
-def shares(count: int) -> list[Share]:
+@cache
+def shares(count: int) -> Sequence[Share]:
     names = {f"host:{4000 + number}" for number in range(count)}
     return [Share(name, frozenset(names - {name})) for name in sorted(names)]
 
