@@ -182,7 +182,7 @@ class Config:
         _lock_name,
         "The key of the leader's lock. With ``None`` no beat leads, and all beats share the work. Then ``health`` and "
         "``/readyz`` fail if no beat has worked for 30 s. ``status`` and ``doctor`` name the beats that work, and name "
-        "a dead beat for 20 s: probe the ``/healthz`` of each beat.",
+        "a dead beat for 5 s: probe the ``/healthz`` of each beat (:ref:`share`).",
         fallback="``<prefix>:lock``",
     )
     redbeat_lock_timeout: float = _setting(

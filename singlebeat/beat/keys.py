@@ -83,8 +83,8 @@ LEASE_KEYS: Mapping[str, tuple[str, str]] = {
     "standbys": (
         "zset",
         "The beats that stand by: host, pid, since when, app, version, broker, and how far a wrong clock is ``ahead``. "
-        "Gone 5 s after their last campaign. With ``redbeat_lock_key`` None, the beats that share the work: written "
-        "every 5 s, gone after 15 to 20 s.",
+        "Gone 5 s after their last campaign. With ``redbeat_lock_key`` None, the beats that share the work, with "
+        "their ``zone``: written every second, gone after 5 s.",
     ),
     "resigned": ("string", "The beat that was made to resign. For 5 s it lets standbys go first."),
 }

@@ -141,6 +141,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
         connect, keys = partial(schedule_client, self.app, timeout=timeout), Keys.of(self.app).lease
         about = {**signature_of(self.app), "version": __version__, "broker": broker_place(self.app)}
+        if keys.lock is None:
+            about["zone"] = str(app_zone(self.app))
         says = partial(schedule_error, self.app)
         return Lease(connect, keys, ttl=self.lock_timeout, about=about, server_time=self.server_time, says=says)
 
@@ -299,10 +301,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if self._recheck_at is not None:
             wants_all = time.monotonic() >= self._recheck_at
             self._recheck_at = None if wants_all else self._recheck_at
-        due, zone = self.work.read(now, all_pending=wants_all), str(app_zone(self.app))
+        due, zone = self.work.read(now, self.lease.share, all_pending=wants_all), str(app_zone(self.app))
         if due.zone != zone and (term.token or not due.zone or time.monotonic() >= self._zone_turn_at):
             self.places.renew(due.zone, now, term)
-            due = self.work.read(now, all_pending=wants_all)
+            due = self.work.read(now, self.lease.share, all_pending=wants_all)
         if due.zone == zone:
             self._zone_turn_at = time.monotonic() + ZONE_TURN
         return due

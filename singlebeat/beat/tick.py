@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from .leadership.lease import Term
+    from .share import Share
 
 __all__ = ("SHORTEST_SLEEP", "Tick", "next_delay")
 
@@ -49,13 +50,14 @@ class Tick:
     ) -> None:
         self.app, self.store, self.dispatcher, self.one_write = app, store, dispatcher, one_write
         self._progress, self._timestamp = progress, timestamp
-        #: Number of due entries that are blocked by an earlier occurrence which is not sent yet. They keep their places
-        #: at the head of the due entries, so the next tick reads on behind them, until it reaches the end.
-        self._blocked = 0
+        #: Number of due entries that are left: blocked by an earlier occurrence which is not sent yet, or in the parts
+        #: of beats that are slow. They keep their places at the head of the due entries, so the next tick reads on
+        #: behind them, until it reaches the end.
+        self._left = 0
 
-    def read(self, now: datetime, *, all_pending: bool) -> Due:
+    def read(self, now: datetime, share: Share, *, all_pending: bool) -> Due:
         """Read one batch of due entries, and the pending occurrences to be retried, or all pending ones."""
-        return self.store.due(now, all_pending=all_pending, start=self._blocked)
+        return self.store.due(now, share, all_pending=all_pending, start=self._left)
 
     def work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
         """Decide about one batch, send it, and return the scores of the entries that this has moved on."""
@@ -114,7 +116,7 @@ class Tick:
         left = [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is None]
         answers = iter(self.store.claim(left, term, retry_at=retry_at))
         verdicts = [verdict or next(answers) for verdict in verdicts]
-        self._blocked = self._blocked + verdicts.count(ClaimVerdict.PENDING) if due.more else 0
+        self._left = self._left + due.passed + verdicts.count(ClaimVerdict.PENDING) if due.more else 0
         return [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is ClaimVerdict.CLAIMED]
 
     def _record(self, over: Sequence[Confirmation], claims: Sequence[Claim], term: Term) -> None:

@@ -207,6 +207,32 @@ def test_beats_without_a_lock_share_the_work(chaos_on, server):
     wait_until(lambda: named() == [beats[1].pid], timeout=60)
 
 
+@pytest.mark.skipif(not ONE_WRITE, reason="kombu 5.7 is the first to hand out commands")
+def test_beats_without_a_lock_take_over_from_a_paused_and_a_killed_one(chaos_on, server):
+    """No worker and no lock would tell a copy from its original. The paused beat sends what it has read, or nothing."""
+    chaos = chaos_on(server, redbeat_lock_key=None)
+    beats = [chaos.beat("slow publish 0.01").ready() for _ in range(3)]
+    wait_until(lambda: len(ScheduleStatus.of(chaos.app).standbys) == 3, timeout=30, what="three beats")
+
+    chaos.feed(600)
+    paused, killed, last = beats
+    for beat in beats:
+        beat.wait_for("Sending due task", count=10)
+    paused.pause()
+    killed.kill()
+    assert len(chaos.dispatched()) < 600, "they are amid their work"
+    wait_until(lambda: len(chaos.dispatched()) == 600, timeout=60, what="the last beat to send all")
+    paused.resume()
+    chaos.feed(60)
+    wait_until(lambda: len(chaos.dispatched()) == 660, timeout=60, what="both to send the rest")
+    last.terminate()
+    paused.terminate()
+    assert (last.wait(), paused.wait()) == (0, 0)
+
+    assert chaos.queued() == Counter(chaos.expected.keys())
+    assert set(chaos.decided().values()) == {1}
+
+
 def test_a_beat_that_is_stuck_ends_itself_with_its_stacks_in_the_log(chaos):
     chaos.worker()
     stuck = chaos.beat("hang before publish 10", singlebeat_watchdog_timeout=2)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,8 +21,9 @@ from ...log import Log
 from ...lua import script
 from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
+from ..share import ALL, Share
 
-__all__ = ("SHARE_EVERY", "SHARE_STAY", "STAY", "Lease", "Term", "resign")
+__all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign")
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -37,11 +38,12 @@ RENEWALS_PER_LEASE = 3
 #: The fraction of a lease, at its end, in which the leader trusts it no longer, because clocks run unevenly.
 MARGIN = 0.1
 
-#: Seconds for which a standby counts as alive after its last campaign: it makes several campaigns each second.
+#: Seconds for which a beat counts as alive after its last campaign, or after its last sign of life where leadership is
+#: switched off. A standby makes several campaigns each second.
 STAY = 5.0
 
-#: Where leadership is switched off: seconds between two signs of life of a beat, and for which each sign counts.
-SHARE_EVERY, SHARE_STAY = 5.0, 15.0
+#: Where leadership is switched off: seconds between two signs of life of a beat.
+SHARE_EVERY = 1.0
 
 
 def identity() -> str:
@@ -66,8 +68,8 @@ class Lease:
         connect: returns a new client with its own connections and a short timeout, or the client that the user has set.
         ttl: seconds that leadership lasts after its last renewal.
         clock: monotonic seconds.
-        about: strings stored with host and pid while this beat leads or stands by: ``app``, ``statics``, ``version``
-            and ``broker``.
+        about: strings stored with host and pid while this beat leads, stands by or shares the work: ``app``,
+            ``statics``, ``version``, ``broker`` and, where leadership is switched off, ``zone``.
         server_time: learns the server's time from each campaign.
         says: returns an error of the server in words for the log.
     """
@@ -94,6 +96,8 @@ class Lease:
         self._known = 0  #: number of the last known term, of this beat or another
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
+        #: Our part of the work: all of it while we lead. Where leadership is switched off, beats share the work.
+        self.share = ALL
         self._share_at = 0.0  #: when to give the next sign of life; 0: at once
         self._lost_since = ""  #: in our term, the time since which the server has lost changes
         self._not_renewed = False
@@ -109,7 +113,7 @@ class Lease:
         if self._stopped:
             return None
         if self.keys.lock is None:
-            self._share()
+            self._give_sign()
             return Term(0, "")
         if (term := self.term()) is not None:
             return term
@@ -147,8 +151,8 @@ class Lease:
     def _now(self) -> str:
         return self.server_time.now().isoformat(timespec="seconds")
 
-    def _share(self) -> None:
-        """Give a sign of life for operators, where leadership is switched off and beats share the work."""
+    def _give_sign(self) -> None:
+        """Give a sign of life, where leadership is switched off, and share the work with the beats that do the same."""
         if self._clock() < self._share_at:
             return
         if self._client is None:
@@ -156,16 +160,29 @@ class Lease:
         self._since = self._since or self._now()
         before, self._standby = self._standby, self._encode_standby(socket.gethostname(), os.getpid())
         now, key = self.server_time.timestamp() * 1000, self.keys.standbys
-        until = now + SHARE_STAY * 1000
+        until = now + STAY * 1000
         with self._client.pipeline(transaction=False) as pipe:
             if before != self._standby:
                 pipe.zrem(key, before)
             pipe.zremrangebyscore(key, "-inf", now)
-            pipe.zremrangebyscore(key, f"({until!r}", "+inf")  # from before the server's clock was set back
+            # Signs from before the server's clock was set back, and not those that another beat gives at this moment.
+            pipe.zremrangebyscore(key, f"({until + STAY * 1000!r}", "+inf")
             pipe.zadd(key, {self._standby: until})
-            pipe.pexpire(key, round(SHARE_STAY * 1000))
-            pipe.execute()
+            pipe.pexpire(key, round(STAY * 1000))
+            pipe.zrange(key, 0, -1)
+            *_, signs = pipe.execute()
+        others = frozenset(self._sharing(signs)) - {identity()}
+        if others != self.share.others:
+            self.share = Share(identity(), others)
         self._share_at = self._clock() + SHARE_EVERY
+
+    def _sharing(self, signs: Iterable[str]) -> Iterator[str]:
+        """Yield host and pid of the beats that give signs of life in our zone: claims from another zone are refused."""
+        for sign in signs:
+            with suppress(ValueError, TypeError, KeyError):  # another program may write there
+                record = json.loads(sign)
+                if record["zone"] == self._about["zone"]:
+                    yield f"{record['host']}:{record['pid']}"
 
     def _encode_standby(self, host: str, pid: int) -> str:
         """Return the record of this beat as a standby, in JSON; it says how far the clock is off if that matters."""

@@ -25,6 +25,7 @@ from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
+from ..share import ALL, Share
 from .quarantine import RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
 
@@ -50,6 +51,9 @@ log = Log("celery.beat")
 
 #: Bytes that an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
+
+#: Reads due entries where beats share the work.
+WINDOW = script(__package__, "window")
 
 #: Decoded entries that are kept, by their raw definition.
 CACHE_SIZE = 5_000
@@ -95,6 +99,7 @@ class Due:
     more: bool  #: there are more entries due than one batch holds
     statics_gone: bool
     zone: str | None = None  #: of the app, in which the places of the schedule were computed; None if unknown
+    passed: int = 0  #: entries in the parts of other beats that the next tick passes over, because they are so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +228,11 @@ class Store:
         level = logging.ERROR if check == "error" else logging.WARNING
         log.write(level, "beat: The schedule is not safe", event="may_evict", reason=text)
 
-    def due(self, now: datetime, *, all_pending: bool, start: int = 0) -> Due:
+    def due(self, now: datetime, share: Share = ALL, *, all_pending: bool, start: int = 0) -> Due:
         """Read due entries and pending occurrences in two round trips, however many entries there are.
 
         Args:
+            share: our part of them; the others are left to the beats in whose parts they are.
             start: leave out this number of entries, those that have been due for the longest time.
             all_pending: return every pending occurrence, not only those whose time for a retry has come.
         """
@@ -235,8 +241,11 @@ class Store:
         with self.client.pipeline(transaction=False) as pipe:
             # Not eval(), which redis-py refuses in the pipelines of clusters.
             pipe.execute_command("EVAL", READ_CLOCK.text, 1, keys.schedule)
-            pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
-            pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=1, withscores=True)
+            if share.others:  # of these rows, only some are ours
+                pipe.execute_command("EVAL", WINDOW.text, 1, keys.schedule, 0, repr(seconds), start, BATCH)
+            else:
+                pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
+            pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=share.beats, withscores=True)
             bound = "+inf" if all_pending else seconds
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
             # Only some names: thousands of entries may stay in quarantine.
@@ -245,7 +254,16 @@ class Store:
             pipe.get(keys.zone)
             shown, members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
         self._time.heard(shown, asked)
-        scores, pending = dict(members), dict(waiting)
+        if share.others:
+            found = json.loads(members)
+            members = [*zip(found[::2], map(float, found[1::2]), strict=True)]
+        ours = [row for row in members if share.has(keys.entry(row[0]), seconds - row[1])]
+        passed = len(members) - len(ours) if 2 * len(ours) * share.beats < len(members) else 0
+        # By the time of the retry as well: each retry has another beat, because one may not reach the broker.
+        retried = [row for row in waiting if share.has(f"{keys.entry(row[0])} {row[1]}", seconds - row[1])]
+        # The next one that is ours, if it is among them: not every beat wakes up for every entry.
+        upcoming = [row for row in upcoming if share.has(keys.entry(row[0]), 0)] or upcoming[-1:]
+        scores, pending = dict(ours), dict(retried)
         self.quarantine.cursor, rechecked = quarantined
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
         stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
@@ -264,6 +282,7 @@ class Store:
             more=len(members) == BATCH,
             statics_gone=not statics,
             zone=zone,
+            passed=passed,
         )
 
     def _read(

@@ -1,0 +1,244 @@
+"""Beats that share the work: each takes its own part first, and none of it stays undone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+
+import pytest
+from redis import Redis
+
+from singlebeat import Scheduler
+from singlebeat.beat.entries.entry import Meta
+from singlebeat.beat.entries.fields import BATCH
+from singlebeat.beat.entries.occurrence import Occurrence
+from singlebeat.beat.share import PAUSE, TURN, Share
+from singlebeat.beat.store.claims import Store
+from tests.redis.bench import HOUR, Bench
+from tests.support import RedisServer
+
+SCHEDULE, STANDBYS, PENDING = "redbeat::schedule", "redbeat::standbys", "redbeat::pending"
+
+
+@pytest.fixture
+def bench(server: RedisServer, redis: Redis, bench_on) -> Bench:
+    """A bench whose beats share the work."""
+    return bench_on(server, redbeat_lock_key=None)
+
+
+@pytest.fixture
+def tick_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a beat tick as on a host of its own."""
+
+    def tick_on(host: str, scheduler: Scheduler, *, at: datetime | None = None) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("socket.gethostname", lambda: host)
+            scheduler.lease._share_at = 0.0  # as time does
+            now, term = at or datetime.now(UTC), scheduler.lease.acquire()
+            scheduler._tick(now, term)
+
+    return tick_on
+
+
+@pytest.fixture
+def pair(bench: Bench, tick_on) -> tuple[Scheduler, Scheduler]:
+    """Two beats that know one another."""
+    one, other = bench.scheduler(), bench.scheduler()
+    for host, scheduler in (("one", one), ("other", other), ("one", one)):
+        tick_on(host, scheduler)
+    assert (one.lease.share.beats, other.lease.share.beats) == (2, 2)
+    return one, other
+
+
+def put_all(bench: Bench, names: Sequence[str], *, late: float = 1.0) -> None:
+    """Store entries that are due, the first one for the longest time."""
+    fields = bench.redis.hgetall(bench.put("copied").key)
+    bench.schedule.delete("copied")
+    definition, past = json.loads(fields["definition"]), datetime.now(UTC) - timedelta(seconds=late)
+    meta = Meta(past - HOUR).encode()
+    with bench.redis.pipeline(transaction=False) as pipe:
+        for number, name in enumerate(names):
+            own = json.dumps({**definition, "name": name, "args": [name]})
+            pipe.hset(f"redbeat:{name}", mapping={"definition": own, "meta": meta})
+            pipe.zadd(SCHEDULE, {f"redbeat:{name}": past.timestamp() + number / 1e5})
+        pipe.execute()
+
+
+def names_of(scheduler: Scheduler, count: int) -> list[str]:
+    """Return names of entries in the part of a beat."""
+    share = scheduler.lease.share
+    return list(
+        islice((name for name in map("n{}".format, itertools.count()) if share.has(f"redbeat:{name}", 0)), count)
+    )
+
+
+def shares(count: int) -> list[Share]:
+    names = {f"host:{number}" for number in range(count)}
+    return [Share(name, frozenset(names - {name})) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_beats_read_parts_that_are_disjoint_complete_and_in_order(bench, count):
+    names = [f"e{number}" for number in range(2 * BATCH + 100)]
+    put_all(bench, names)
+    now, store, found = datetime.now(UTC), Store(bench.app, bench.redis), list[str]()
+
+    for share in shares(count):
+        read = [store.due(now, share, all_pending=False, start=start) for start in range(0, len(names), BATCH)]
+        ours = [stored.entry.name for due in read for stored in due.entries]
+        assert ours == [name for name in names if name in set(ours)]
+        assert [due.more for due in read] == [True, True, False]
+        found += ours
+
+    assert sorted(found) == sorted(names)
+
+
+def test_a_beat_leaves_the_entries_of_another_beat_to_it(bench, pair, tick_on):
+    one, other = pair
+    names = [*names_of(one, 5), *names_of(other, 5)]
+    put_all(bench, names)
+
+    tick_on("one", one)
+    assert bench.names == names[:5]
+    tick_on("other", other)
+    assert bench.names == names
+    assert set(bench.decisions) == {"dispatched"}
+
+
+def test_a_beat_takes_the_late_entries_of_another_beat(bench, pair, tick_on):
+    """The other one gives signs of life, and sends nothing."""
+    one, other = pair
+    names = names_of(other, 5)
+    put_all(bench, names)
+
+    for late in (0, TURN - 1.5, TURN + PAUSE / 2 - 1):
+        tick_on("one", one, at=datetime.now(UTC) + timedelta(seconds=late))
+        assert bench.messages == []
+    tick_on("one", one, at=datetime.now(UTC) + timedelta(seconds=TURN + PAUSE))
+
+    assert bench.names == names
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_a_beat_takes_the_entries_of_a_beat_that_works_no_longer(bench, pair, tick_on, redis, how):
+    one, other = pair
+    names = [*names_of(one, 2), *names_of(other, 5)]
+    put_all(bench, names)
+    if how == "ended":
+        other.close()
+    else:
+        (sign,) = [sign for sign in redis.zrange(STANDBYS, 0, -1) if '"other"' in sign]
+        redis.zadd(STANDBYS, {sign: 1000 * (redis.time()[0] - 1)})  # as STAY seconds later
+
+    tick_on("one", one)
+
+    assert one.lease.share.beats == 1
+    assert bench.names == names
+
+
+def test_a_beat_reads_on_behind_the_entries_of_a_slow_beat(bench, pair, tick_on):
+    one, other = pair
+    names = names_of(one, 5)
+    put_all(bench, [*names_of(other, 2 * BATCH + 10), *names])
+
+    for _ in range(3):
+        assert bench.messages == []
+        tick_on("one", one)
+
+    assert bench.names == names
+
+
+def test_each_retry_of_a_pending_occurrence_is_in_the_part_of_one_beat(bench, redis):
+    """Not always of the same beat: one may not reach the broker."""
+    entry, now = bench.put(ago=timedelta()), datetime.now(UTC)
+    redis.hset(entry.key, "pending", Occurrence.of("redbeat:", "e", now).encode())
+    store, owners = Store(bench.app, redis), list[str]()
+
+    for number in range(20):
+        redis.zadd(PENDING, {entry.key: now.timestamp() - 5 + number / 10})
+        owners += [share.beat for share in shares(2) if store.due(now, share, all_pending=False).recovered]
+        assert len(owners) == number + 1
+
+    assert len(set(owners)) == 2
+
+
+def test_a_beat_wakes_up_for_its_own_next_entry(bench, pair):
+    one, other = pair
+    now = datetime.now(UTC)
+    (own,), (others,) = names_of(one, 1), names_of(other, 1)
+    bench.redis.zadd(SCHEDULE, {f"redbeat:{others}": now.timestamp() + 10, f"redbeat:{own}": now.timestamp() + 20})
+
+    def next_score(*args: Share) -> float | None:
+        return one.store.due(now, *args, all_pending=False).next_score
+
+    assert next_score(one.lease.share) == bench.score(own)
+    assert next_score(other.lease.share) == next_score() == bench.score(others)
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        "?",
+        "[]",
+        "7",
+        '{"host": "other", "pid": "1"}',
+        '{"host": "other", "pid": "1", "zone": "Asia/Tokyo"}',
+    ],
+)
+def test_a_beat_shares_only_with_beats_that_may_claim(bench, tick_on, redis, sign):
+    """Claims from another zone are refused, and a beat of an earlier version does not leave entries to others."""
+    one = bench.scheduler()
+    redis.zadd(STANDBYS, {sign: 1000 * (redis.time()[0] + 5)})
+    put_all(bench, ["a", "b", "c", "d"])
+
+    tick_on("one", one)
+
+    assert one.lease.share.beats == 1
+    assert bench.names == ["a", "b", "c", "d"]
+
+
+def test_a_leader_shares_nothing_and_reads_nothing_more(server, redis, bench_on):
+    bench = bench_on(server)
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    sign = {"host": "other", "pid": "1", "since": "", "zone": str(bench.app.timezone)}
+    redis.zadd(STANDBYS, {json.dumps(sign): 1000 * (redis.time()[0] + 60)})
+    put_all(bench, ["a", "b", "c", "d"])
+    scheduler.tick()
+    assert bench.names == ["a", "b", "c", "d"]
+
+    redis.config_resetstat()
+    scheduler.tick()
+
+    ran = {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in redis.info("commandstats").items()}
+    assert {name: ran.get(name, 0) for name in ("eval", "zrangebyscore", "zrange", "zadd")} == {
+        "eval": 1,
+        "zrangebyscore": 3,
+        "zrange": 0,
+        "zadd": 0,
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_beats_that_come_and_go_double_nothing_and_leave_nothing(bench, tick_on, seed):
+    """Each second some of them tick; one never does after its start, and two more start later."""
+    chance, now = random.Random(seed), datetime.now(UTC)
+    beats = {host: bench.scheduler() for host in ("a", "b", "hangs")}
+    for host, scheduler in beats.items():
+        tick_on(host, scheduler)
+    hung = beats.pop("hangs")
+    names = [f"e{number}" for number in range(200)]
+    put_all(bench, names)
+
+    for second in range(int(4 * TURN)):
+        if second in {2, 5}:
+            beats[f"new {second}"] = bench.scheduler()
+        for host in chance.sample(sorted(beats), chance.randint(1, len(beats))):
+            tick_on(host, beats[host], at=now + timedelta(seconds=second))
+
+    assert sorted(bench.names) == sorted(names)
+    assert hung.lease.share.beats > 1
