@@ -52,6 +52,9 @@ log = Log("celery.beat")
 #: Bytes that an entry keeps of its own history: about four records.
 HISTORY_BYTES = 600
 
+#: Where beats share the work: times ``BATCH``, so many rows of due entries a beat reads at once to find its own.
+MOST_BATCHES = 4
+
 #: Reads due entries where beats share the work.
 WINDOW = script(__package__, "window")
 
@@ -238,11 +241,12 @@ class Store:
         """
         self.report_progress()
         keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
+        most = BATCH * min(share.beats, MOST_BATCHES)
         with self.client.pipeline(transaction=False) as pipe:
             # Not eval(), which redis-py refuses in the pipelines of clusters.
             pipe.execute_command("EVAL", READ_CLOCK.text, 1, keys.schedule)
             if share.others:  # of these rows, only some are ours
-                pipe.execute_command("EVAL", WINDOW.text, 1, keys.schedule, 0, repr(seconds), start, BATCH)
+                pipe.execute_command("EVAL", WINDOW.text, 1, keys.schedule, 0, repr(seconds), start, most)
             else:
                 pipe.zrangebyscore(keys.schedule, 0, seconds, start=start, num=BATCH, withscores=True)
             pipe.zrangebyscore(keys.schedule, f"({seconds!r}", "+inf", start=0, num=share.beats, withscores=True)
@@ -263,7 +267,7 @@ class Store:
         retried = [row for row in waiting if share.has(f"{keys.entry(row[0])} {row[1]}", seconds - row[1])]
         # The next one that is ours, if it is among them: not every beat wakes up for every entry.
         upcoming = [row for row in upcoming if share.has(keys.entry(row[0]), 0)] or upcoming[-1:]
-        scores, pending = dict(ours), dict(retried)
+        scores, pending = dict(ours[:BATCH]), dict(retried)
         self.quarantine.cursor, rechecked = quarantined
         wanted = list(dict.fromkeys([*scores, *pending, *rechecked]))
         stored = {item.member: item for item in self._read(wanted, scores, rechecked, now)}
@@ -279,7 +283,7 @@ class Store:
             entries=[stored[member] for member in scores if member in stored and member == first[keys.entry(member)]],
             recovered=[replace(stored[member], pending_score=pending[member]) for member in waits.values()],
             next_score=upcoming[0][1] if upcoming else None,
-            more=len(members) == BATCH,
+            more=len(members) == most or len(ours) > BATCH,
             statics_gone=not statics,
             zone=zone,
             passed=passed,
