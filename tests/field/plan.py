@@ -93,11 +93,20 @@ class Given:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of the fleet; ``clock`` is libfaketime's, such as ``+20s`` or ``+0 x1.02``."""
+    """A process of the fleet; the clock of its host is ahead, and gains so many seconds in each second."""
 
     name: str
     pool: str = ""
-    clock: str = ""
+    ahead: float = 0.0
+    drift: float = 0.0
+
+    @property
+    def has_right_clock(self) -> bool:
+        return not (self.ahead or self.drift)
+
+    def __str__(self) -> str:
+        clock = "" if self.has_right_clock else f"({self.ahead:+g} s {self.drift:+g} s/s)"
+        return " ".join(filter(None, (self.name, self.pool, clock)))
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Plan:
     edits: Sequence[Edit]
 
     def lines(self) -> list[str]:
-        fleet = ", ".join(f"{each.name} {each.pool} {each.clock}".strip() for each in (*self.beats, *self.workers))
+        fleet = ", ".join(map(str, (*self.beats, *self.workers)))
         return [
             f"seed {self.seed}, {self.seconds:.0f} s, topology {self.topology}",
             f"fleet: {fleet}; {len(self.entries)} entries, {len(self.edits)} edits",
@@ -124,11 +133,11 @@ class Plan:
 
 POOLS = ("prefork", "threads", "gevent", "solo")
 
-#: Clocks of beats' hosts that are wrong, or run too fast or too slowly.
-CLOCKS = ("+20s", "-20s", "+0 x1.05", "+0 x0.95", "+3600s")
+#: Clocks of beats' hosts that are wrong, or run too fast or too slowly: seconds ahead, and gained in each second.
+CLOCKS = ((20.0, 0.0), (-20.0, 0.0), (0.0, 0.05), (0.0, -0.05), (3600.0, 0.0))
 
 #: Of workers' hosts: kombu takes messages away from other workers by its own clock, after its visibility timeout.
-WORKERS_CLOCKS = ("+5s", "-5s")
+WORKERS_CLOCKS = ((5.0, 0.0), (-5.0, 0.0))
 
 
 def make_plan(
@@ -142,8 +151,8 @@ def make_plan(
     """
     rng = random.Random(f"{seed} {topology}")
 
-    def clock(choices: Sequence[str]) -> str:
-        return rng.choice(choices) if rng.random() < 0.3 and clocks else ""
+    def clock(choices: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return rng.choice(choices) if rng.random() < 0.3 and clocks else (0.0, 0.0)
 
     beat_names = [f"beat{n}" for n in range(beats)]
     worker_names = [f"worker{n}" for n in range(workers)]
@@ -151,9 +160,9 @@ def make_plan(
         seed=seed,
         seconds=seconds,
         topology=topology,
-        beats=[Process(name, clock=clock(CLOCKS)) for name in beat_names],
+        beats=[Process(name, "", *clock(CLOCKS)) for name in beat_names],
         workers=[
-            Process(name, POOLS[number % len(POOLS)], clock(WORKERS_CLOCKS)) for number, name in enumerate(worker_names)
+            Process(name, POOLS[number % len(POOLS)], *clock(WORKERS_CLOCKS)) for number, name in enumerate(worker_names)
         ],
         entries=_entries(rng),
         faults=list(_faults(rng, seconds, kinds, beat_names, worker_names)),
