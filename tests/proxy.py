@@ -166,9 +166,7 @@ class Link:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if client in self._orphans:
-                with suppress(OSError):
-                    while await reader.read(1 << 16):  # what the client sends leads nowhere
-                        pass
+                await asyncio.wait(tasks[:1])  # until the client ends it; what it sends leads nowhere
         finally:
             self._orphans.discard(client)
             self._pairs.discard(pair)

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,6 +59,12 @@ SAMPLE_EVERY, PROBE_EVERY = 5.0, 5.0
 
 #: Seconds of a fault after which doctor and the metrics are asked about it; a fault that is longer must be named.
 ASKED_AFTER, NAMED_AFTER = 7.0, 10.0
+
+#: Seconds after which the metrics are read: a call to a server that hangs is tried three times.
+SCRAPED_AFTER = 9.8
+
+#: What a process with a wrong clock imports first.
+WRONG_CLOCK = ROOT / "tests/field/wrong_clock"
 
 #: Of the time, a starved process runs so many seconds, and stands so many.
 RUNS, STANDS = 0.01, 0.09
@@ -199,9 +206,11 @@ class Bed:
     def _start(self, slot: Slot) -> None:
         env = {"SB_FIELD_CONF": json.dumps(slot.conf), "TMPDIR": str(self.directory)}
         if not slot.given.has_right_clock:
-            # Not by libfaketime's own rates: time.sleep() fails with them.
+            # The monotonic clock stays right, as it does on a host.
             faked = {"LD_PRELOAD": self.libfaketime, "FAKETIME_TIMESTAMP_FILE": str(self._clock_of(slot.given))}
             env |= {**faked, "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+            paths = (WRONG_CLOCK, ROOT / "tests/without_shell", ROOT)
+            env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
         slot.process = CeleryProcess(*slot.args, app="tests.field.tasks", env=env, cwd=self.directory)
         slot.history.append(slot.process)
         slot.is_down = False
@@ -336,16 +345,17 @@ class Bed:
         self.records.faults.append(happened)
         positions = {name: (slot.process, slot.process.position) for name, slot in self.slots.items() if slot.process}
         if fault.seconds > NAMED_AFTER:
-            self._at(fault.at + ASKED_AFTER, lambda: self._ask(fault, happened))
+            self._at(self._elapsed + ASKED_AFTER, lambda: self._ask(fault))
+            self._at(self._elapsed + SCRAPED_AFTER, lambda: self._scrape(fault, happened))
 
         def end() -> None:
             heal()
             happened.ended = time.time()
             if fault.seconds > NAMED_AFTER:
-                self._at(fault.end + 5, lambda: self._read_logs(fault, happened, positions))
+                self._at(self._elapsed + 5, lambda: self._read_logs(fault, happened, positions))
 
         if fault.seconds:
-            self._at(fault.at + (time.monotonic() - self._begun - fault.at) + fault.seconds, end)
+            self._at(self._elapsed + fault.seconds, end)
         else:
             end()
 
@@ -487,26 +497,30 @@ class Bed:
 
     # ---------------------------------------------------------------- is it named
 
-    def _ask(self, fault: Fault, happened: Happened) -> None:
+    def _ask(self, fault: Fault) -> None:
         conf = {**CONF, **self.topology.urls("operator")}
         env = {**os.environ, "SB_FIELD_CONF": json.dumps(conf), "PYTHONPATH": str(ROOT)}
         path = self.directory / f"doctor{next(self._numbers)}"
         with path.open("wb") as out:
             command = [sys.executable, "-m", "celery", "-A", "tests.field.tasks", "singlebeat", "doctor", "--json"]
             self._doctors.append((_spawn(command, stdout=out, env=env, cwd=self.directory), path, fault))
-        # From a thread: a process that stands still does not answer.
-        threading.Thread(target=self._scrape, args=(fault, happened), daemon=True).start()
 
     def _scrape(self, fault: Fault, happened: Happened) -> None:
-        texts = []
+        """Read the metrics of all processes, each from a thread: one that stands still does not answer."""
+        naming = Naming(str(fault), fault.kind, happened.whom, "metrics", "")
+        self.records.namings.append(naming)
+
+        def read(slot: Slot) -> None:
+            with suppress(OSError):
+                url = f"http://127.0.0.1:{slot.metrics_port}/metrics"
+                with urllib.request.urlopen(url, timeout=10) as reply:
+                    lines = reply.read().decode().splitlines()
+                shown = [f"{slot.name} {line}" for line in lines if not re.search(r"^#|_created|_bucket", line)]
+                naming.text += "\n".join(shown) + "\n"
+
         for slot in self.slots.values():
             if not slot.is_down:
-                with suppress(OSError):
-                    url = f"http://127.0.0.1:{slot.metrics_port}/metrics"
-                    with urllib.request.urlopen(url, timeout=2) as reply:
-                        lines = reply.read().decode().splitlines()
-                    texts += [f"{slot.name} {line}" for line in lines if not line.startswith("#")]
-        self.records.namings.append(Naming(str(fault), fault.kind, happened.whom, "metrics", "\n".join(texts)))
+                threading.Thread(target=read, args=(slot,), daemon=True).start()
 
     def _read_logs(self, fault: Fault, happened: Happened, positions: Mapping[str, tuple[CeleryProcess, int]]) -> None:
         texts = []

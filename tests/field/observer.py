@@ -275,7 +275,7 @@ def what_is_decided_is_sent(records: Records) -> Iterator[Violation]:
         if message.is_original:
             pushed[message.id].append(message)
     sent = {d.id: d for d in records.decisions if d.decision in SENT}
-    not_sent = {d.id: d for d in records.decisions if d.decision not in SENT} if True else {}
+    not_sent = {d.id: d for d in records.decisions if d.decision not in SENT}
     for id_, decision in sent.items():
         messages = pushed.get(id_, [])
         if not messages:

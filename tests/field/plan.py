@@ -205,7 +205,7 @@ def _faults(
         faults.append(Fault(kind, start, length, *_details(rng, kind, beats, workers)))
         busy[resource] = start + length
         # Mostly one after the other, so that the fleet has recovered; sometimes two or three at once.
-        at = start + (rng.uniform(0, length) if rng.random() < 0.35 else length + rng.uniform(1, 12))
+        at = start + (rng.uniform(0, length) if rng.random() < 0.35 else length + rng.uniform(1, 20))
 
 
 def _details(
