@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--topology", choices=TOPOLOGIES, default="one")
     parser.add_argument("--beats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--gap", type=float, default=20, help="most seconds between two faults")
     parser.add_argument("--only", nargs="*", help="kinds of faults; all by default")
     parser.add_argument("--keep", type=Path, help="a file for the records, to check them again")
     options = parser.parse_args()
@@ -45,6 +46,7 @@ def main() -> None:
         beats=options.beats,
         workers=options.workers,
         clocks=bool(libfaketime),
+        gap=options.gap,
     )
     say("\n".join(plan.lines()))
     began = time.monotonic()

@@ -141,13 +141,22 @@ WORKERS_CLOCKS = ((5.0, 0.0), (-5.0, 0.0))
 
 
 def make_plan(
-    seed: int, seconds: float, *, topology: str, kinds: Sequence[str], beats: int = 3, workers: int = 3, clocks: bool
+    seed: int,
+    seconds: float,
+    *,
+    topology: str,
+    kinds: Sequence[str],
+    beats: int = 3,
+    workers: int = 3,
+    clocks: bool,
+    gap: float = 20.0,
 ) -> Plan:
     """Make the plan of a seed; the same arguments always give the same plan.
 
     Args:
         kinds: of faults that this topology knows.
         clocks: whether libfaketime is there.
+        gap: most seconds between two faults that do not meet one another.
     """
     rng = random.Random(f"{seed} {topology}")
 
@@ -162,11 +171,12 @@ def make_plan(
         topology=topology,
         beats=[Process(name, "", *clock(CLOCKS)) for name in beat_names],
         workers=[
-            Process(name, POOLS[number % len(POOLS)], *clock(WORKERS_CLOCKS)) for number, name in enumerate(worker_names)
+            Process(name, POOLS[number % len(POOLS)], *clock(WORKERS_CLOCKS))
+            for number, name in enumerate(worker_names)
         ],
         entries=_entries(rng),
-        faults=list(_faults(rng, seconds, kinds, beat_names, worker_names)),
-        edits=list(_edits(rng, seconds)),
+        faults=_faults(rng, seconds, kinds, beat_names, worker_names, gap),
+        edits=_edits(rng, seconds),
     )
 
 
@@ -189,7 +199,7 @@ def _entries(rng: random.Random) -> list[Given]:
 
 
 def _faults(
-    rng: random.Random, seconds: float, kinds: Sequence[str], beats: Sequence[str], workers: Sequence[str]
+    rng: random.Random, seconds: float, kinds: Sequence[str], beats: Sequence[str], workers: Sequence[str], gap: float
 ) -> list[Fault]:
     faults: list[Fault] = []
     busy: dict[str, float] = {}
@@ -205,7 +215,7 @@ def _faults(
         faults.append(Fault(kind, start, length, *_details(rng, kind, beats, workers)))
         busy[resource] = start + length
         # Mostly one after the other, so that the fleet has recovered; sometimes two or three at once.
-        at = start + (rng.uniform(0, length) if rng.random() < 0.35 else length + rng.uniform(1, 20))
+        at = start + (rng.uniform(0, length) if rng.random() < 0.35 else length + rng.uniform(1, gap))
 
 
 def _details(
