@@ -42,7 +42,13 @@ CONF: Mapping[str, Any] = {
     "beat_scheduler": "singlebeat.Scheduler",
     "broker_connection_retry_on_startup": True,
     "broker_connection_max_retries": None,
-    "broker_transport_options": {"visibility_timeout": 30},
+    # By default workers look for the messages of dead workers every 100 s.
+    "broker_transport_options": {
+        "visibility_timeout": 15,
+        "unacked_restore_interval": 2,
+        "unacked_restore_throttle": 1,
+        "unacked_mutex_expire": 10,
+    },
     "redbeat_lock_timeout": 4,
     "singlebeat_history_limit": 100_000,
     "singlebeat_lock_lease": 6,
@@ -340,10 +346,10 @@ class Bed:
 
     def _begin(self, fault: Fault) -> None:
         self.say(f"{self._elapsed:7.1f} s begins: {fault}")
+        positions = {name: (slot.process, slot.process.position) for name, slot in self.slots.items() if slot.process}
         whom, heal = self._harm(fault)
         happened = Happened(fault.kind, whom, time.time(), weather=dict(fault.weather))
         self.records.faults.append(happened)
-        positions = {name: (slot.process, slot.process.position) for name, slot in self.slots.items() if slot.process}
         if fault.seconds > NAMED_AFTER:
             self._at(self._elapsed + ASKED_AFTER, lambda: self._ask(fault))
             self._at(self._elapsed + SCRAPED_AFTER, lambda: self._scrape(fault, happened))
@@ -607,11 +613,13 @@ class Bed:
         self.sender.terminate()
         self.sender.wait()
         self._agenda.clear()
+        self.say(f"{self._elapsed:7.1f} s all entries are deleted: {self._unfinished()}")
         deadline = time.monotonic() + REST
         while (left := self._unfinished()) and time.monotonic() < deadline:
             time.sleep(0.2)
             self._check_exits()
         self.records.unfinished = left
+        self.say(f"{self._elapsed:7.1f} s all messages have run; locks: {self._held()}")
         while (held := self._held()) and time.monotonic() < deadline:
             time.sleep(0.5)
             if all(lock["state"] != "running" for lock in held.values()):
@@ -619,8 +627,10 @@ class Bed:
         self.records.locks = held
         self.records.keys = self.redis.dbsize()
         wait_until(lambda: self._check_exits() or not self._doctors, timeout=60, what="the last doctor")
+        self.say(f"{self._elapsed:7.1f} s at rest")
         self._stop_fleet()
         self._collect()
+        self.say(f"{self._elapsed:7.1f} s ended")
 
     def _unfinished(self) -> str:
         self.messages.read()

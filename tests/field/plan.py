@@ -150,6 +150,7 @@ def make_plan(
     workers: int = 3,
     clocks: bool,
     gap: float = 20.0,
+    longest: float = 20.0,
 ) -> Plan:
     """Make the plan of a seed; the same arguments always give the same plan.
 
@@ -157,6 +158,7 @@ def make_plan(
         kinds: of faults that this topology knows.
         clocks: whether libfaketime is there.
         gap: most seconds between two faults that do not meet one another.
+        longest: most seconds of a fault.
     """
     rng = random.Random(f"{seed} {topology}")
 
@@ -175,7 +177,7 @@ def make_plan(
             for number, name in enumerate(worker_names)
         ],
         entries=_entries(rng),
-        faults=_faults(rng, seconds, kinds, beat_names, worker_names, gap),
+        faults=_faults(rng, seconds, kinds, beat_names, worker_names, gap, longest),
         edits=_edits(rng, seconds),
     )
 
@@ -199,7 +201,13 @@ def _entries(rng: random.Random) -> list[Given]:
 
 
 def _faults(
-    rng: random.Random, seconds: float, kinds: Sequence[str], beats: Sequence[str], workers: Sequence[str], gap: float
+    rng: random.Random,
+    seconds: float,
+    kinds: Sequence[str],
+    beats: Sequence[str],
+    workers: Sequence[str],
+    gap: float,
+    longest: float,
 ) -> list[Fault]:
     faults: list[Fault] = []
     busy: dict[str, float] = {}
@@ -208,7 +216,7 @@ def _faults(
         kind = rng.choice(kinds)
         low, high = DURATIONS[kind]
         length = rng.uniform(low, high) if rng.random() < 0.7 else min(high, low * 1.5)
-        resource = RESOURCES[kind]
+        length, resource = min(length, longest), RESOURCES[kind]
         start = max(at, busy.get(resource, 0.0) + 1)
         if start + length > seconds - CALM:
             return faults

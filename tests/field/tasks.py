@@ -18,7 +18,7 @@ from redis import Redis
 
 from singlebeat import Singleton
 
-RUNS, PAYLOADS = "runs", "payloads"
+RUNS = "runs"
 NAME = "field"
 
 _clients: dict[int, Redis] = {}

@@ -17,15 +17,15 @@ from tests.support import measured
 SECONDS = 20
 
 #: Of many seeds those whose faults are of many kinds and meet one another.
-SEEDS = (("one", 3), ("two", 7))
+SEEDS = (("one", 16), ("two", 55))
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("topology", "seed"), SEEDS)
 def test_no_promise_is_broken_under_seeded_faults(topology, seed):
     # Without wrong clocks: those need libfaketime, and the plan shall be the same without it.
-    kinds = faults_of(topology)
-    plan = make_plan(seed, SECONDS, topology=topology, kinds=kinds, beats=2, workers=2, clocks=False, gap=2)
+    how = {"beats": 2, "workers": 2, "clocks": False, "gap": 2, "longest": 4}
+    plan = make_plan(seed, SECONDS, topology=topology, kinds=faults_of(topology), **how)
     measured("\n".join(plan.lines()))
 
     with Bed(plan, say=measured) as bed:
