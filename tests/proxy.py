@@ -164,9 +164,10 @@ class Link:
         pumps = [self._pump(reader, server, is_reply=False), self._pump(from_server, client, is_reply=True)]
         tasks = [asyncio.ensure_future(pump) for pump in pumps]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if client in self._orphans:
-                await asyncio.wait(tasks[:1])  # until the client ends it; what it sends leads nowhere
+            with suppress(asyncio.CancelledError):  # asyncio's streams would log it
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if client in self._orphans:
+                    await asyncio.wait(tasks[:1])  # until the client ends it; what it sends leads nowhere
         finally:
             self._orphans.discard(client)
             self._pairs.discard(pair)

@@ -71,6 +71,9 @@ class Collector(Protocol):
             Exception: the broker is not reached, or its transport has no outbox.
         """
 
+    def forget_broker(self) -> None:
+        """Forget a broker connection that failed: the next outbox is of a new one."""
+
     def may_publish(self, term: Term) -> bool:
         """Return whether this beat still leads in a term."""
 
@@ -135,14 +138,30 @@ class OneWrite:
         with ExitStack() as stack:
             try:
                 looked_after = self.dispatcher.check_workers(wanted)
-                outbox = stack.enter_context(self.collector.collecting())
-                self.mark(outbox)
+                outbox = self._marked_outbox(stack)
             except Exception:  # a server is unreachable, for example: several writes find out what to do about it
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
             messages = [message for message in messages if not message.goes_its_own_way]
             sending = _Sending(self, outbox, by_id, term, now, retry_at)
             return sending.send(self.dispatcher.by_failures(messages))
+
+    def _marked_outbox(self, stack: ExitStack) -> Outbox:
+        """Return an outbox for messages, on a server that is marked.
+
+        Raises:
+            Exception: as of ``mark``, and of ``Collector.collecting``.
+        """
+        with suppress(Exception), ExitStack() as first:
+            outbox = first.enter_context(self.collector.collecting())
+            self.mark(outbox)
+            stack.push(first.pop_all())
+            return outbox
+        # The connection may have died while it was idle: only a new one tells whether the broker is unreachable.
+        self.collector.forget_broker()
+        outbox = stack.enter_context(self.collector.collecting())
+        self.mark(outbox)
+        return outbox
 
     def _may_be_possible(self) -> bool:
         """Return whether nothing forbids one write as far as this process knows."""

@@ -294,9 +294,23 @@ def what_is_decided_is_sent(records: Records) -> Iterator[Violation]:
     for id_, messages in pushed.items():
         if not messages[0].entry or id_ in sent:
             continue
-        if id_ in not_sent and not_sent[id_].decision == "run_before":
-            continue
-        yield Violation("sent without a decision", f"{messages[0]}: {not_sent.get(id_)}")
+        if not _may_have_no_decision(records, messages[0], not_sent.get(id_)):
+            yield Violation("sent without a decision", f"{messages[0]}: {not_sent.get(id_)}")
+
+
+def _may_have_no_decision(records: Records, message: Message, decision: Decision | None) -> bool:
+    """Return whether a message may be sent without a decision to send it: where broker and schedule are two servers.
+
+    Its entry may be deleted before its decision is recorded. And the reply of the broker may be lost: then its beat does
+    not know that it is sent, and it may be too late, or its entry paused, when the broker answers.
+    """
+    if records.is_one_server:
+        return False
+    if decision is None:
+        deletions = [edit for edit in records.edits if edit.kind == "delete" and edit.entry == message.entry]
+        return any(edit.began - 2 < message.at < edit.ended + 2 for edit in deletions)
+    windows = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)), after=2.0)
+    return decision.decision == "run_before" or any(begin - 1 < message.at < end for begin, end in windows)
 
 
 def missed_occurrences_are_too_late(records: Records) -> Iterator[Violation]:
