@@ -152,11 +152,15 @@ class OneWrite:
         Raises:
             Exception: as of ``mark``, and of ``Collector.collecting``.
         """
-        with suppress(Exception), ExitStack() as first:
-            outbox = first.enter_context(self.collector.collecting())
-            self.mark(outbox)
-            stack.push(first.pop_all())
-            return outbox
+        try:
+            with ExitStack() as first:
+                outbox = first.enter_context(self.collector.collecting())
+                self.mark(outbox)
+                stack.push(first.pop_all())
+                return outbox
+        except Exception as exc:
+            if not is_transient(exc):
+                raise
         # The connection may have died while it was idle: only a new one tells whether the broker is unreachable.
         self.collector.forget_broker()
         outbox = stack.enter_context(self.collector.collecting())

@@ -301,8 +301,8 @@ def what_is_decided_is_sent(records: Records) -> Iterator[Violation]:
 def _may_have_no_decision(records: Records, message: Message, decision: Decision | None) -> bool:
     """Return whether a message may be sent without a decision to send it: where broker and schedule are two servers.
 
-    Its entry may be deleted before its decision is recorded. And the reply of the broker may be lost: then its beat does
-    not know that it is sent, and it may be too late, or its entry paused, when the broker answers.
+    Its entry may be deleted before its decision is recorded. And the reply of the broker may be lost: its beat does not
+    know then that it is sent, and it may be too late, or its entry paused, when the broker answers.
     """
     if records.is_one_server:
         return False
