@@ -159,7 +159,7 @@ class OneWrite:
                 stack.push(first.pop_all())
                 return outbox
         except Exception as exc:
-            if not is_transient(exc):
+            if isinstance(exc, ResponseError) or not is_transient(exc):
                 raise
         # The connection may have died while it was idle: only a new one tells whether the broker is unreachable.
         self.collector.forget_broker()
