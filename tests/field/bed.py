@@ -64,7 +64,7 @@ CONF: Mapping[str, Any] = {
 SAMPLE_EVERY, PROBE_EVERY = 5.0, 5.0
 
 #: Seconds of a fault after which doctor and the metrics are asked about it; a fault that is longer must be named.
-ASKED_AFTER, NAMED_AFTER = 7.0, 10.0
+ASKED_AFTER, NAMED_AFTER = 3.0, 10.0
 
 #: Seconds after which the metrics are read: a call to a server that hangs is tried three times.
 SCRAPED_AFTER = 9.8
@@ -148,7 +148,7 @@ class Bed:
         self._starved: set[int] = set()
         self._numbers = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
-        self._doctors: list[tuple[subprocess.Popen[Any], Path, Fault]] = []
+        self._doctors: list[tuple[subprocess.Popen[Any], Path, Fault, Happened]] = []
         self._stack = ExitStack()
         self._edits = threading.Lock()
 
@@ -298,11 +298,11 @@ class Bed:
                 self.records.exits.append(exit_)
                 self.say(f"{self._elapsed:7.1f} s {slot.name} ended by itself with {slot.process.returncode}")
                 self._start(slot)
-        for doctor, path, fault in list(self._doctors):
+        for doctor, path, fault, happened in list(self._doctors):
             if doctor.poll() is not None:
-                self._doctors.remove((doctor, path, fault))
-                text = path.read_text(errors="replace")
-                self.records.namings.append(Naming(str(fault), fault.kind, fault.whom, "doctor", text))
+                self._doctors.remove((doctor, path, fault, happened))
+                text, is_late = path.read_text(errors="replace"), happened.ended < float("inf")
+                self.records.namings.append(Naming(str(fault), fault.kind, fault.whom, "doctor", text, is_late))
 
     def _sample(self) -> None:
         self._at(self._elapsed + SAMPLE_EVERY, self._sample)
@@ -351,7 +351,7 @@ class Bed:
         happened = Happened(fault.kind, whom, time.time(), weather=dict(fault.weather))
         self.records.faults.append(happened)
         if fault.seconds > NAMED_AFTER:
-            self._at(self._elapsed + ASKED_AFTER, lambda: self._ask(fault))
+            self._at(self._elapsed + ASKED_AFTER, lambda: self._ask(fault, happened))
             self._at(self._elapsed + SCRAPED_AFTER, lambda: self._scrape(fault, happened))
 
         def end() -> None:
@@ -503,13 +503,13 @@ class Bed:
 
     # ---------------------------------------------------------------- is it named
 
-    def _ask(self, fault: Fault) -> None:
+    def _ask(self, fault: Fault, happened: Happened) -> None:
         conf = {**CONF, **self.topology.urls("operator")}
         env = {**os.environ, "SB_FIELD_CONF": json.dumps(conf), "PYTHONPATH": str(ROOT)}
         path = self.directory / f"doctor{next(self._numbers)}"
         with path.open("wb") as out:
             command = [sys.executable, "-m", "celery", "-A", "tests.field.tasks", "singlebeat", "doctor", "--json"]
-            self._doctors.append((_spawn(command, stdout=out, env=env, cwd=self.directory), path, fault))
+            self._doctors.append((_spawn(command, stdout=out, env=env, cwd=self.directory), path, fault, happened))
 
     def _scrape(self, fault: Fault, happened: Happened) -> None:
         """Read the metrics of all processes, each from a thread: one that stands still does not answer."""

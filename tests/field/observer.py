@@ -21,8 +21,9 @@ START_SLACK = 25.0
 #: Seconds of the lease of a lock, and what of it a fault takes at least if the lock is to end before its run.
 LEASE, ENDS_A_LEASE = 6.0, 2.5
 
-#: Seconds that the fleet needs after a fault: leases that end, timeouts, processes that start.
+#: Seconds that the fleet needs after a fault: leases that end, timeouts, processes that start; after some, fewer.
 RECOVERY = 10.0
+RECOVERIES = {"slow_network": 2.0, "resets": 4.0, "connections_reset": 4.0, "half_open": 6.0, "beat_ended": 4.0}
 
 #: Faults during which, and for ``RECOVERY`` after which, no beat may be able to decide or to send.
 DELAYS_BEATS = re.compile(r"slow_network|resets|half_open|connections_reset|black_hole|refused|server_|read_only"
@@ -133,6 +134,7 @@ class Naming:
     whom: str
     tool: str
     text: str
+    is_late: bool = False  #: the fault was over before the tool had answered
 
 
 @dataclass
@@ -163,10 +165,13 @@ class Records:
 
     # ------------------------------------------------ what is asked of it
 
-    def windows(self, matches: Callable[[Happened], bool], *, after: float = 0.0) -> list[tuple[float, float]]:
-        """Return the times of these faults, and of ``after`` seconds behind each, joined where they meet."""
+    def windows(self, matches: Callable[[Happened], bool], *, after: float | None = None) -> list[tuple[float, float]]:
+        """Return the times of these faults, joined where they meet, each with its recovery, or ``after`` seconds."""
         joined: list[tuple[float, float]] = []
-        for begin, end in sorted((f.began, f.ended + after) for f in self.faults if matches(f)):
+        faults = [fault for fault in self.faults if matches(fault)]
+        behind = [RECOVERIES.get(fault.kind, RECOVERY) if after is None else after for fault in faults]
+        times = [(fault.began, fault.ended + more) for fault, more in zip(faults, behind, strict=True)]
+        for begin, end in sorted(times):
             if joined and begin <= joined[-1][1]:
                 joined[-1] = joined[-1][0], max(end, joined[-1][1])
             else:
@@ -204,7 +209,7 @@ def occurrences_are_decided(records: Records) -> Iterator[Violation]:
     A later occurrence stands for those that beats could not decide in time: then a fault lay there, and its kind is
     ``catch_up``.
     """
-    delays = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)), after=RECOVERY)
+    delays = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)))
     by_entry = defaultdict(list)
     for decision in records.decisions:
         if decision.kind in SCHEDULED and decision.decision != "quarantined":
@@ -306,10 +311,10 @@ def _may_have_no_decision(records: Records, message: Message, decision: Decision
     """
     if records.is_one_server:
         return False
+    windows = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)), after=2.0)
     if decision is None:
         deletions = [edit for edit in records.edits if edit.kind == "delete" and edit.entry == message.entry]
-        return any(edit.began - 2 < message.at < edit.ended + 2 for edit in deletions)
-    windows = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)), after=2.0)
+        return any(edit.ended > message.at and undisturbed(message.at, edit.began, windows) < 2 for edit in deletions)
     return decision.decision == "run_before" or any(begin - 1 < message.at < end for begin, end in windows)
 
 
@@ -492,7 +497,7 @@ def skips_are_true(records: Records) -> Iterator[Violation]:
     pushed: dict[str, list[Message]] = defaultdict(list)
     for message in records.messages:
         pushed[message.id].append(message)
-    everything = records.windows(lambda _: True, after=RECOVERY)
+    everything = records.windows(lambda _: True)
     for decision in records.decisions:
         if decision.decision != "skipped_overlap":
             continue
@@ -542,7 +547,6 @@ def workers_work(records: Records) -> Iterator[Violation]:
     for sent, worker, id_ in records.probes:
         windows = records.windows(
             lambda fault, worker=worker: not fault.kind.startswith("beat") and fault.whom in {"", "workers", worker},
-            after=RECOVERY,
         )
         run = runs.get(id_, [None])[0]
         began = run.started if run else records.ended
@@ -628,7 +632,7 @@ def long_faults_are_named(records: Records) -> Iterator[Violation]:
             continue
         whom = r"worker\d" if naming.whom == "workers" else naming.whom
         text = _problems(naming.text) if naming.tool == "doctor" else naming.text
-        if not re.search(pattern.replace("{whom}", whom), text):
+        if not naming.is_late and not re.search(pattern.replace("{whom}", whom), text):
             shown = "\n".join(naming.text.splitlines()[-25:])
             yield Violation("silence", f"{naming.tool} does not name {naming.fault}:\n{shown}")
 
@@ -667,7 +671,7 @@ CHECKS: Sequence[Callable[[Records], Iterator[Violation]]] = (
 def counts(records: Records) -> Mapping[str, int | float]:
     """Return what a run amounts to."""
     decisions = Counter(decision.decision for decision in records.decisions)
-    delays = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)), after=RECOVERY)
+    delays = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)))
     return {
         "seconds": round(records.deleted - records.began),
         "calm": round(undisturbed(records.began, records.deleted, delays)),
