@@ -7,6 +7,7 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ from kombu.messaging import Producer
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from singlebeat import Scheduler, signals
+from singlebeat import Scheduler, outbox, signals
 from singlebeat.beat import one_write
 from singlebeat.beat.store.claims import ClaimVerdict
 from singlebeat.beat.store.dispatches import DISPATCH
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.locks.key import behind_key
-from tests.proxy import LossyProxy
+from tests.proxy import LossyProxy, Network
 from tests.redis.bench import Bench
 from tests.support import RedisServer, connected
 from tests.system.apps import make_app
@@ -210,6 +211,29 @@ def test_a_message_is_sent_once_though_the_reply_is_lost(behind_proxy, told):
     assert proxy.lost == 1
     assert sorted(bench.names) == ["a", "b"]
     assert bench.decisions == told == ["dispatched"] * 2
+
+
+def test_a_dead_connection_to_the_broker_costs_no_one_write(server, redis, bench_on, monkeypatch):
+    """A load balancer has forgotten it: what was sent over it would be sent once more after a lost reply."""
+    with Network() as network:
+        link = network.link("broker", server.port, Random(1))
+        url = f"redis://127.0.0.1:{link.port}"
+        bench = bench_on(server, broker_url=url, redbeat_redis_url=server.url, singlebeat_socket_timeout=1)
+        scheduler = bench.scheduler()
+        bench.put("a")
+        scheduler.tick()
+        claimed = []
+        monkeypatch.setattr(scheduler.store, "claim", lambda claims, *_, **__: claimed.extend(claims) or [])
+
+        link.half_open()
+        bench.put("b")
+        later = time.monotonic() + outbox.WRITTEN_FOR
+        monkeypatch.setattr(one_write, "time", type("later", (), {"monotonic": staticmethod(lambda: later)}))
+        scheduler.tick()  # ends with the connection
+        scheduler.tick()
+
+        assert (claimed, bench.names, bench.decisions) == ([], ["a", "b"], ["dispatched"] * 2)
+        scheduler.close()
 
 
 def test_a_beat_finds_out_what_a_request_without_a_reply_has_done(bench, monkeypatch, told, logged, caplog):

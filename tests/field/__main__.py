@@ -1,0 +1,67 @@
+"""``python -m tests.field --seed 7 --minutes 10 --topology two``: one run by hand; the same seed, the same plan."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.field.bed import Bed
+from tests.field.observer import check, counts
+from tests.field.plan import make_plan
+from tests.field.topology import TOPOLOGIES, faults_of
+
+
+def find_libfaketime() -> str:
+    """Return the library that gives a process another clock, empty where it is not installed."""
+    return str(next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), ""))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - the purpose of the command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.field")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--topology", choices=TOPOLOGIES, default="one")
+    parser.add_argument("--beats", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--gap", type=float, default=20, help="most seconds between two faults")
+    parser.add_argument("--only", nargs="*", help="kinds of faults; all by default")
+    parser.add_argument("--keep", type=Path, help="a file for the records, to check them again")
+    options = parser.parse_args()
+    say(f"seed {options.seed}")
+    libfaketime = find_libfaketime()
+    plan = make_plan(
+        options.seed,
+        options.minutes * 60,
+        topology=options.topology,
+        kinds=options.only or faults_of(options.topology),
+        beats=options.beats,
+        workers=options.workers,
+        clocks=bool(libfaketime),
+        gap=options.gap,
+    )
+    say("\n".join(plan.lines()))
+    began = time.monotonic()
+    with Bed(plan, libfaketime=libfaketime, say=say) as bed:
+        records = bed.run()
+    if options.keep:
+        options.keep.write_bytes(pickle.dumps(records))
+    found = check(records)
+    say(f"seed {plan.seed}, topology {plan.topology}, {time.monotonic() - began:.0f} s in all")
+    say(", ".join(f"{name} {count}" for name, count in counts(records).items()))
+    for violation in found:
+        say(f"VIOLATION {violation}")
+    say(f"{len(found)} violations {dict(Counter(violation.check for violation in found))}")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

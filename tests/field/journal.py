@@ -1,0 +1,228 @@
+"""Messages and decisions, as a server wrote them to its append-only file: no client and no fault stands between.
+
+A server with ``appendfsync always`` writes each change to that file before it answers, in the order of the changes,
+with what scripts have changed. So the file is complete where a ``MONITOR`` has gaps: around the death of a server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+#: Options of a server whose file can be read so.
+AOF = (
+    *("--appendonly", "yes", "--appendfsync", "always", "--aof-timestamp-enabled", "yes"),
+    *("--auto-aof-rewrite-percentage", "0"),
+)
+
+Command = Sequence[bytes]
+
+
+def commands(data: bytes) -> Iterator[tuple[Command, int]]:
+    """Yield the complete commands of a file and the offset behind each; a timestamp is a command ``#TS``."""
+    at = 0
+    while (end := data.find(b"\r\n", at)) >= 0:
+        head = data[at:end]
+        if head.startswith(b"#"):
+            name, _, value = head.partition(b":")
+            at = end + 2
+            yield (name, value), at
+            continue
+        command: list[bytes] = []
+        at = end + 2
+        for _ in range(int(head[1:])):
+            end = data.find(b"\r\n", at)
+            start = end + 2
+            stop = start + int(data[at + 1 : end]) if end >= 0 else len(data)
+            if stop + 2 > len(data):
+                return
+            command.append(data[start:stop])
+            at = stop + 2
+        yield command, at
+
+
+@dataclass
+class Decision:
+    """One record of the history."""
+
+    at: float
+    entry: str
+    nominal: float
+    kind: str
+    decision: str
+    id: str
+    reason: str = ""
+    holder: str = ""
+    term: int = 0
+    transaction: int = 0
+
+
+@dataclass
+class Message:
+    """One message that was put into a queue."""
+
+    at: float
+    id: str
+    task: str
+    is_original: bool  #: neither a retry, nor sent again to wait, nor delivered again
+    entry: str = ""
+    transaction: int = 0
+    popped: float | None = None
+    kept: float | None = None  #: since when a worker has had it
+    acked: float | None = None
+
+
+@dataclass
+class Journal:
+    """What happened on one server, read again and again from where the last reading ended.
+
+    Args:
+        directory: of the server.
+        prefix: of the schedule's keys.
+    """
+
+    directory: Path
+    prefix: str = "redbeat:"
+    decisions: list[Decision] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    ends: list[dict[str, str]] = field(default_factory=list)  #: ends of runs, as workers have told
+    writes: Counter[str] = field(default_factory=Counter)  #: commands by name
+
+    def __post_init__(self) -> None:
+        self._offsets: dict[Path, int] = {}
+        self._now, self._database, self._transaction = 0.0, 0, 0
+        self._queues: dict[tuple[int, str], deque[Message | None]] = defaultdict(deque)
+        self._unacked: dict[str, Message] = {}
+        self._popped: dict[str, deque[Message]] = defaultdict(deque)
+        self._does: Mapping[str, Callable[[list[str]], None]] = {
+            "LPUSH": self._lpush,
+            "RPUSH": self._rpush,
+            "LPOP": self._lpop,
+            "RPOP": self._rpop,
+            "HSET": self._hset,
+            "HDEL": self._hdel,
+            "XADD": self._xadd,
+            "DEL": self._delete,
+            "UNLINK": self._delete,
+        }
+
+    def read(self) -> None:
+        """Take in what was written since the last call."""
+        for path in sorted(self.directory.glob("appendonlydir/*.incr.aof")):
+            with path.open("rb") as file:
+                file.seek(start := self._offsets.get(path, 0))
+                data = file.read()
+            for command, end in commands(data):
+                self._offsets[path] = start + end
+                self._take(command)
+
+    def _take(self, command: Command) -> None:
+        name = command[0].decode().upper()
+        if name == "#TS":
+            self._now = float(command[1])
+        elif name == "SELECT":
+            self._database = int(command[1])
+        elif name == "MULTI":
+            self._transaction += 1
+        else:
+            self.writes[name] += 1
+            if name in self._does:
+                self._does[name]([part.decode(errors="replace") for part in command[1:]])
+
+    def _lpush(self, args: list[str]) -> None:
+        for raw in args[1:]:
+            self._queue(args).appendleft(self._sent(raw))
+
+    def _rpush(self, args: list[str]) -> None:
+        for raw in args[1:]:
+            self._queue(args).append(self._sent(raw))
+
+    def _sent(self, raw: str) -> Message | None:
+        message = _message(raw, self._now, self._transaction)
+        if message is not None:
+            self.messages.append(message)
+        return message
+
+    def _lpop(self, args: list[str]) -> None:
+        if queue := self._queue(args):
+            self._took(queue.popleft())
+
+    def _rpop(self, args: list[str]) -> None:
+        if queue := self._queue(args):
+            self._took(queue.pop())
+
+    def _queue(self, args: list[str]) -> deque[Message | None]:
+        return self._queues[self._database, args[0]]
+
+    def _took(self, message: Message | None) -> None:
+        if message is not None:
+            message.popped = self._now
+            self._popped[message.id].append(message)
+
+    def _hset(self, args: list[str]) -> None:
+        if args[0] != "unacked":
+            return
+        for tag, raw in zip(args[1::2], args[2::2], strict=False):
+            id_ = json.loads(raw)[0]["headers"]["id"]
+            if waiting := self._popped.get(id_):
+                message = waiting.popleft()
+                message.kept = self._now
+                self._unacked[tag] = message
+
+    def _hdel(self, args: list[str]) -> None:
+        if args[0] == "unacked":
+            for tag in args[1:]:
+                if message := self._unacked.pop(tag, None):
+                    message.acked = self._now
+
+    def _delete(self, args: list[str]) -> None:
+        for key in args:
+            self._queues.pop((self._database, key), None)
+
+    def _xadd(self, args: list[str]) -> None:
+        if args[0] not in {f"{self.prefix}:history", f"{self.prefix}:runs"}:
+            return
+        at = next(
+            number for number, arg in enumerate(args) if number and arg.partition("-")[0].isdigit() and "-" in arg
+        )
+        record = dict(zip(args[at + 1 :: 2], args[at + 2 :: 2], strict=True))
+        if args[0] == f"{self.prefix}:runs":
+            self.ends.append(record)
+            return
+        self.decisions.append(
+            Decision(
+                at=int(args[at].partition("-")[0]) / 1000,
+                entry=record["entry"],
+                nominal=datetime.fromisoformat(record["nominal"]).timestamp(),
+                kind=record["kind"],
+                decision=record["decision"],
+                id=record["id"],
+                reason=record["reason"],
+                holder=record["holder"],
+                term=int(record["term"]),
+                transaction=self._transaction,
+            )
+        )
+
+    def waiting(self) -> int:
+        """Return how many messages are in a queue or with a worker."""
+        queued = sum(message is not None for queue in self._queues.values() for message in queue)
+        return queued + len(self._unacked)
+
+
+def _message(raw: str, at: float, transaction: int) -> Message | None:
+    try:
+        envelope: dict[str, Any] = json.loads(raw)
+        headers, properties = envelope["headers"], envelope["properties"]
+        id_ = headers["id"]
+    except (ValueError, KeyError, TypeError):
+        return None  # of remote control, or no message at all
+    delivered_again = properties.get("delivery_info", {}).get("redelivered") or headers.get("redelivered")
+    is_original = not (delivered_again or headers.get("retries") or headers.get("eta"))
+    entry = (headers.get("singlebeat") or {}).get("entry", "")
+    return Message(at, id_, headers["task"], is_original, entry, transaction)

@@ -1,0 +1,263 @@
+"""What one run of the test bed consists of, made from a seed and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+#: Seconds between the start of the fleet and the first fault, and between the last fault's end and the end of the run.
+CALM = 4.0
+
+#: Seconds that a fault of each kind may last. What is longer than ten seconds must be named by doctor, log and metrics.
+DURATIONS: Mapping[str, tuple[float, float]] = {
+    "slow_network": (4, 15),
+    "resets": (3, 12),
+    "half_open": (0, 0),
+    "connections_reset": (0, 0),
+    "black_hole": (1, 16),
+    "refused": (1, 16),
+    "server_killed": (0.2, 14),
+    "server_hangs": (0.5, 16),
+    "read_only": (1, 15),
+    "out_of_memory": (1, 15),
+    "broker_killed": (0.2, 14),
+    "beat_killed": (0.2, 12),
+    "beat_stopped": (0.5, 16),
+    "beat_ended": (0.2, 4),
+    "beats_killed": (0.5, 14),
+    "beat_starved": (3, 12),
+    "worker_killed": (0.2, 8),
+    "worker_host_lost": (0.2, 8),
+    "worker_stopped": (0.5, 16),
+    "worker_warm": (0.2, 4),
+    "worker_cold": (0.2, 4),
+    "worker_starved": (3, 12),
+}
+
+#: What a fault needs: two of them never at once on one of these.
+RESOURCES: Mapping[str, str] = {
+    **dict.fromkeys(("slow_network", "resets", "half_open", "connections_reset", "black_hole", "refused"), "network"),
+    **dict.fromkeys(("server_killed", "server_hangs", "read_only", "out_of_memory"), "server"),
+    "broker_killed": "broker",
+    **dict.fromkeys(("beat_killed", "beat_stopped", "beat_ended", "beats_killed", "beat_starved"), "beats"),
+    **dict.fromkeys(
+        ("worker_killed", "worker_host_lost", "worker_stopped", "worker_warm", "worker_cold", "worker_starved"),
+        "workers",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: from ``at`` on, for ``seconds``; at once and over if that is 0."""
+
+    kind: str
+    at: float
+    seconds: float
+    whom: str = ""  #: the process or the link that it meets; empty: all
+    weather: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def end(self) -> float:
+        return self.at + self.seconds
+
+    def __str__(self) -> str:
+        how = " ".join(f"{key}={value:.3g}" for key, value in self.weather.items())
+        return " ".join(filter(None, (f"{self.at:7.1f} s", self.kind, self.whom, f"for {self.seconds:.1f} s", how)))
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What an operator does to an entry; ``every`` is the new interval of one that is rescheduled or put again."""
+
+    at: float
+    kind: str
+    entry: str
+    every: float = 0.0
+
+
+@dataclass(frozen=True)
+class Given:
+    """An entry of the schedule. Its nominal times are ``every`` seconds apart; ``anchor`` is one of them, if known."""
+
+    name: str
+    task: str
+    every: float
+    calendar: str = "interval"  #: or rrule, crontab
+    overlap: str = "skip"
+    seconds: float = 0.0  #: of the body
+    grace: float | None = None  #: misfire_grace_time
+    edited: bool = False
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of the fleet; the clock of its host is ahead, and gains so many seconds in each second."""
+
+    name: str
+    pool: str = ""
+    ahead: float = 0.0
+    drift: float = 0.0
+
+    @property
+    def has_right_clock(self) -> bool:
+        return not (self.ahead or self.drift)
+
+    def __str__(self) -> str:
+        clock = "" if self.has_right_clock else f"({self.ahead:+g} s {self.drift:+g} s/s)"
+        return " ".join(filter(None, (self.name, self.pool, clock)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens in a run of so many seconds, which begin when the fleet works."""
+
+    seed: int
+    seconds: float
+    topology: str
+    beats: Sequence[Process]
+    workers: Sequence[Process]
+    entries: Sequence[Given]
+    faults: Sequence[Fault]
+    edits: Sequence[Edit]
+
+    def lines(self) -> list[str]:
+        fleet = ", ".join(map(str, (*self.beats, *self.workers)))
+        return [
+            f"seed {self.seed}, {self.seconds:.0f} s, topology {self.topology}",
+            f"fleet: {fleet}; {len(self.entries)} entries, {len(self.edits)} edits",
+            *map(str, self.faults),
+        ]
+
+
+POOLS = ("prefork", "threads", "gevent", "solo")
+
+#: Clocks of beats' hosts that are wrong, or run too fast or too slowly: seconds ahead, and gained in each second.
+CLOCKS = ((20.0, 0.0), (-20.0, 0.0), (0.0, 0.05), (0.0, -0.05), (3600.0, 0.0))
+
+#: Of workers' hosts: kombu takes messages away from other workers by its own clock, after its visibility timeout.
+WORKERS_CLOCKS = ((5.0, 0.0), (-5.0, 0.0))
+
+
+def make_plan(
+    seed: int,
+    seconds: float,
+    *,
+    topology: str,
+    kinds: Sequence[str],
+    beats: int = 3,
+    workers: int = 3,
+    clocks: bool,
+    gap: float = 20.0,
+    longest: float = 20.0,
+) -> Plan:
+    """Make the plan of a seed; the same arguments always give the same plan.
+
+    Args:
+        kinds: of faults that this topology knows.
+        clocks: whether libfaketime is there.
+        gap: most seconds between two faults that do not meet one another.
+        longest: most seconds of a fault.
+    """
+    rng = random.Random(f"{seed} {topology}")
+
+    def clock(choices: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return rng.choice(choices) if rng.random() < 0.3 and clocks else (0.0, 0.0)
+
+    beat_names = [f"beat{n}" for n in range(beats)]
+    worker_names = [f"worker{n}" for n in range(workers)]
+    return Plan(
+        seed=seed,
+        seconds=seconds,
+        topology=topology,
+        beats=[Process(name, "", *clock(CLOCKS)) for name in beat_names],
+        workers=[
+            Process(name, POOLS[number % len(POOLS)], *clock(WORKERS_CLOCKS))
+            for number, name in enumerate(worker_names)
+        ],
+        entries=_entries(rng),
+        faults=_faults(rng, seconds, kinds, beat_names, worker_names, gap, longest),
+        edits=_edits(rng, seconds),
+    )
+
+
+def _entries(rng: random.Random) -> list[Given]:
+    entries = [
+        Given("plain-1s", "plain", 1, overlap="allow_all", seconds=0.05),
+        Given("plain-2s", "plain", 2, seconds=rng.choice((0.1, 2.5))),
+        Given("late-2s", "late", 2, seconds=0.3),
+        Given("skip-1s", "skip", 1, seconds=rng.choice((0.2, 1.5))),
+        Given("skip-3s", "late_skip", 3, seconds=1),
+        Given("one-2s", "skip", 2, overlap="buffer_one", seconds=rng.choice((0.5, 2.5))),
+        Given("all-3s", "in_turn", 3, overlap="buffer_all", seconds=0.5),
+        Given("beside-3s", "beside", 3, overlap="allow_all", seconds=1),
+        Given("grace-1s", "plain", 1, overlap="allow_all", grace=3, seconds=0.05),
+        Given("rule-2s", "plain", 2, "rrule", overlap="allow_all", seconds=0.05),
+        Given("rule-3s", "skip", 3, "rrule", seconds=0.5),
+        Given("minutely", "late", 60, "crontab", seconds=0.2),
+    ]
+    return [*entries, *(Given(f"edited-{n}", "plain", 1 + n % 2, overlap="allow_all", edited=True) for n in range(4))]
+
+
+def _faults(
+    rng: random.Random,
+    seconds: float,
+    kinds: Sequence[str],
+    beats: Sequence[str],
+    workers: Sequence[str],
+    gap: float,
+    longest: float,
+) -> list[Fault]:
+    faults: list[Fault] = []
+    busy: dict[str, float] = {}
+    at = CALM
+    while True:
+        kind = rng.choice(kinds)
+        low, high = DURATIONS[kind]
+        length = rng.uniform(low, high) if rng.random() < 0.7 else min(high, low * 1.5)
+        length, resource = min(length, longest), RESOURCES[kind]
+        start = max(at, busy.get(resource, 0.0) + 1)
+        if start + length > seconds - CALM:
+            return faults
+        faults.append(Fault(kind, start, length, *_details(rng, kind, beats, workers)))
+        busy[resource] = start + length
+        # Mostly one after the other, so that the fleet has recovered; sometimes two or three at once.
+        at = start + (rng.uniform(0, length) if rng.random() < 0.35 else length + rng.uniform(1, gap))
+
+
+def _details(
+    rng: random.Random, kind: str, beats: Sequence[str], workers: Sequence[str]
+) -> tuple[str, Mapping[str, float]]:
+    if RESOURCES[kind] == "network":
+        whom = rng.choice(("", "beats", "workers", "sender", *beats, *workers))
+        weather = {}
+        if kind == "slow_network":
+            weather = {"delay": rng.choice((0.001, 0.01, 0.05, 0.1, 0.2)), "jitter": rng.choice((0.0, 0.01, 0.1))}
+        if kind == "resets":
+            weather = {"resets": rng.choice((0.01, 0.05, 0.2))}
+        return whom, weather
+    if kind.startswith("worker_"):
+        return rng.choice(workers), {}
+    if kind.startswith("beat_"):
+        return rng.choice(("the leader", *beats)), {}
+    return "", {}
+
+
+def _edits(rng: random.Random, seconds: float) -> list[Edit]:
+    edits = []
+    at = CALM
+    paused: set[str] = set()
+    while (at := at + rng.uniform(1, 5)) < seconds - CALM:
+        entry = f"edited-{rng.randrange(4)}"
+        if entry in paused:
+            kind = "resume"
+            paused.remove(entry)
+        else:
+            kind = rng.choice(("pause", "reschedule", "put_again", "backfill", "trigger"))
+        if kind == "pause":
+            paused.add(entry)
+        if kind == "backfill":
+            entry = "rule-2s"
+        edits.append(Edit(at, kind, entry, rng.choice((1, 2, 3))))
+    return edits

@@ -1,0 +1,228 @@
+"""The observer itself: records that are forged, each with one thing wrong, and the check that must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.field.journal import AOF, Decision, Journal, Message
+from tests.field.observer import (
+    Call,
+    Edited,
+    Exit,
+    Happened,
+    Naming,
+    Records,
+    Run,
+    Sample,
+    check,
+    undisturbed,
+)
+from tests.field.plan import Given, make_plan
+from tests.field.topology import faults_of
+from tests.support import RedisServer
+
+TICK = Given("tick", "skip", 2.0)
+FREE = Given("free", "plain", 2.0, overlap="allow_all")
+DATED = Given("dated", "plain", 2.0, overlap="allow_all", grace=3.0)
+
+
+def forged(*, seconds: int = 60) -> Records:
+    """Return the records of a run in which all is well: three entries every two seconds from 1000 on."""
+    records = Records([TICK, FREE, DATED], is_one_server=True, began=1000.0, deleted=1000.0 + seconds)
+    records.ended = records.deleted + 10
+    for given in records.entries:
+        records.edits.append(Edited("put", given.name, 2.0, 999.8, 1000.0))
+        for nominal in range(1001, 1000 + seconds, 2):
+            id_ = f"{given.name} {nominal}"
+            at, transaction = nominal + 0.1, len(records.decisions)
+            records.decisions.append(
+                Decision(at, given.name, nominal, "scheduled", "dispatched", id_, transaction=transaction)
+            )
+            message = Message(at, id_, "t", is_original=True, entry=given.name, transaction=transaction)
+            message.popped = message.kept = message.acked = at + 0.1
+            records.messages.append(message)
+            run = Run(id_, "t", id_, f"entry {given.name}", "worker0@host", 1, at + 0.2, ended=at + 0.5)
+            records.runs.append(run)
+        records.edits.append(Edited("delete", given.name, 0.0, records.deleted, records.deleted + 0.2))
+    call = Call(1010.0, "merge", "merged", 7, 1010.1, "call")
+    records.calls.append(call)
+    records.messages.append(Message(1010.0, "call", "t", is_original=True, popped=1010.2, kept=1010.2, acked=1010.3))
+    records.runs.append(Run("call", "t", "call", "merged", "worker0@host", 1, 1010.4, 7, 1010.9))
+    records.probes.append((1020.0, "worker0", "probe"))
+    records.runs.append(Run("probe", "t", "probe", "probe worker0", "worker0@host", 1, 1020.4, ended=1020.9))
+    return records
+
+
+def test_nothing_is_found_where_all_is_well():
+    assert check(forged()) == []
+
+
+def lose(records: Records) -> None:
+    records.decisions = [d for d in records.decisions if not (d.entry == "tick" and 1020 < d.nominal < 1040)]
+    records.messages = [m for m in records.messages if not (m.entry == "tick" and 1020 < m.at < 1040)]
+
+
+def change(records: Records, **changes: object) -> None:
+    records.decisions[5] = replace(records.decisions[5], **changes)
+
+
+def add_message(records: Records) -> None:
+    records.messages.append(replace(records.messages[5]))
+
+
+def add_run(records: Records, after: float) -> None:
+    run = records.runs[5]
+    records.runs.append(replace(run, run="again", started=run.started + after, ended=run.started + after + 1))
+
+
+def overlap(records: Records) -> None:
+    run = records.runs[5]
+    records.runs.append(replace(run, run="other", id="other", started=run.started + 0.1))
+
+
+def skip_falsely(records: Records) -> None:
+    """Skip the run at 1041 because of the one at 1011, which has ended at 1011.6."""
+    at = next(i for i, d in enumerate(records.decisions) if d.id == "tick 1041")
+    held = {"decision": "skipped_overlap", "reason": "held", "holder": "tick 1011"}
+    records.decisions[at] = replace(records.decisions[at], **held)
+    records.messages = [m for m in records.messages if m.id != "tick 1041"]
+
+
+def pause(records: Records) -> None:
+    records.edits[1:1] = [Edited("pause", "tick", 0, 1020.0, 1020.1), Edited("resume", "tick", 0, 1030.0, 1030.1)]
+
+
+def backfill(records: Records) -> None:
+    records.edits.append(Edited("backfill", "free", 0, 1012.0, 1012.1, until=1010.0))
+
+
+def grow(records: Records) -> None:
+    samples = [
+        Sample(1000.0 + at, "beat0", 1, memory=10, threads=at, files=1, connections=1) for at in range(0, 300, 5)
+    ]
+    records.samples.extend(samples)
+
+
+def hold(records: Records, **lock: str) -> None:
+    records.locks = {"lock": {"id": "tick 1011", "state": "queued", "pttl": "1000", **lock}}
+
+
+def unnamed(records: Records, tool: str) -> None:
+    records.namings.append(Naming("server_hangs for 12 s", "server_hangs", "", tool, "[]"))
+
+
+FAULTS: dict[str, Callable[[Records], object]] = {
+    "lost or late": lose,
+    "calendar": lambda records: change(records, nominal=1011.7),
+    "two ids": lambda records: records.decisions.append(replace(records.decisions[5], id="other")),
+    "decided twice": lambda records: records.decisions.append(records.decisions[5]),
+    "not sent": lambda records: records.messages.pop(5),
+    "sent twice": add_message,
+    "not one write": lambda records: change(records, transaction=9999),
+    "sent without a decision": lambda records: change(records, decision="skipped_overlap", reason="held"),
+    "missed in time": lambda records: change(records, decision="missed", reason="late"),
+    "no reason": lambda records: change(records, decision="missed"),
+    "refused": lambda records: change(records, decision="publish_failed", reason="it cannot"),
+    "sent in a pause": pause,
+    "backfill": backfill,
+    "overlap": overlap,
+    "ran twice": lambda records: add_run(records, 1.0),
+    "never ran": lambda records: records.runs.pop(5),
+    "call": lambda records: records.calls.append(Call(1030.0, "skip", "asked", 0, 1030.1, "no message")),
+    "last arguments": lambda records: records.calls.append(Call(1030.0, "merge", "merged", 8, 1030.1, "call")),
+    "stale lock": skip_falsely,
+    "lock left": lambda records: hold(records, state="running"),
+    "lock without end": lambda records: hold(records, pttl="-1"),
+    "lock without a message": hold,
+    "process": lambda records: records.exits.append(Exit(1030.0, "beat0", 1)),
+    "no rest": lambda records: setattr(records, "unfinished", "3 messages"),
+    "worker silent": lambda records: records.runs.pop(),
+    "growth": grow,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_check_finds_what_it_is_for(name):
+    records = forged()
+
+    FAULTS[name](records)
+
+    assert name in {violation.check for violation in check(records)}
+
+
+@pytest.mark.parametrize("tool", ["doctor", "log", "metrics"])
+def test_silence_about_a_long_fault_is_found(tool):
+    records = forged()
+
+    unnamed(records, tool)
+
+    assert [violation.check for violation in check(records)] == ["silence"]
+
+
+def test_times_that_were_merged_without_a_word_are_found():
+    records = forged()
+
+    for each in (records.decisions, records.messages, records.runs):
+        del each[5]
+
+    assert [violation.check for violation in check(records)] == ["catch-up"]
+
+
+def test_a_fault_excuses_what_was_late_through_it():
+    records = forged()
+    lose(records)
+    records.runs = [run for run in records.runs if not (run.name == "entry tick" and 1020 < run.started < 1040)]
+    later = next(i for i, d in enumerate(records.decisions) if d.entry == "tick" and d.nominal == 1041)
+    records.decisions[later] = replace(records.decisions[later], kind="catch_up")
+
+    records.faults.append(Happened("server_hangs", "", 1020.0, 1032.0))
+
+    assert check(records) == []
+
+
+def test_a_stopped_worker_excuses_an_overlap_only_after_its_lease():
+    for seconds, found in ((8.0, []), (1.0, ["overlap"])):
+        records = forged()
+        run = next(run for run in records.runs if run.id == "tick 1011")
+        other = next(run for run in records.runs if run.id == "tick 1021")
+        run.ended = other.started + 0.1
+        records.runs = [run for run in records.runs if run.name != "entry tick" or run.id in {"tick 1011", "tick 1021"}]
+        records.decisions = [d for d in records.decisions if d.entry != "tick"]
+        records.messages = [m for m in records.messages if m.entry != "tick"]
+        records.edits = [edit for edit in records.edits if edit.entry != "tick"]
+        records.faults.append(Happened("worker_stopped", "worker0", 1012.0, 1012.0 + seconds))
+
+        assert [violation.check for violation in check(records)] == found
+
+
+def test_windows_are_left_out_of_a_time():
+    assert undisturbed(10, 20, []) == 10
+    assert undisturbed(10, 20, [(0, 12), (15, 16), (19, 40)]) == 6
+    assert undisturbed(10, 20, [(0, 40)]) == 0
+
+
+def test_the_same_seed_gives_the_same_plan():
+    def plan(seed: int) -> object:
+        return make_plan(seed, 300, topology="two", kinds=faults_of("two"), clocks=True)
+
+    assert plan(1) == plan(1) != plan(2)
+
+
+def test_a_journal_outlives_its_server_and_reads_each_change_once():
+    with RedisServer(*AOF) as server:
+        journal, script = Journal(server.directory), "redis.call('LPUSH', KEYS[1], ARGV[1]) return redis.call('PING')"
+        message = '{"headers": {"id": "%s", "task": "t"}, "properties": {}}'
+        server.client().eval(script, 1, "celery", message % 1)
+        journal.read()
+        server.client().lpush("celery", message % 2, message % 3)
+        server.restart()
+        server.client().brpop("celery")
+        journal.read()
+        journal.read()
+
+        assert [message.id for message in journal.messages] == ["1", "2", "3"]
+        assert [message.popped is not None for message in journal.messages] == [True, False, False]
+        assert journal.waiting() == 2
