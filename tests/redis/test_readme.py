@@ -1,4 +1,4 @@
-"""The apps and snippets of README and docs, as they stand: only the addresses of the servers are others."""
+"""What the apps of README and docs promise beside what ``tests/docs`` runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from celery.backends.base import DisabledBackend
 from celery_singleton import Singleton as TheirSingleton
 
 from singlebeat import Singleton, embedded
+from tests.docs.pages import python
 from tests.support import ROOT, RedisServer, page
 from tests.system.apps import make_app
 
 README = (ROOT / "README.rst").read_text("utf-8")
-
-
-def blocks(text: str) -> list[str]:
-    """Return the Python blocks of a document."""
-    found = re.findall(r"code-block:: python\n\n((?:    .*\n|\n)+)", text)
-    return [re.sub(r"(?m)^    ", "", block) for block in found]
 
 
 @pytest.fixture
@@ -47,12 +42,12 @@ def make_shop(server: RedisServer, redis: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def shop(make_shop: Callable[..., ModuleType]) -> ModuleType:
     """README's ``shop.py``, with its task and that of the snippet about Singletons."""
-    return make_shop(*blocks(README)[:2])
+    return make_shop(*python("README")[:2])
 
 
 @pytest.mark.parametrize("name", ["how-to/entries", "tutorial"])
 def test_the_app_of_a_page_has_every_task_that_the_page_names(make_shop, name):
-    shop = make_shop(blocks(page(name))[0])
+    shop = make_shop(python(name)[0])
 
     named = set(re.findall(r"\bshop\.(?!py\b)(\w+)\b", page(name)))
     assert named
