@@ -121,7 +121,13 @@ def tutorial(reader: Reader) -> Iterator[None]:
     third.wait_for(LEADS)
     yield  # ``add``
     reader.processes[0].wait_for(r"shop\.greet\S+ succeeded.*Hello, you!")
-    yield  # ``list``
+    yield from [None] * 5  # ``list`` and the other commands, and a Singleton
+    worker, *_ = reader.processes
+    worker.kill_group()
+    with (reader.folder / "shop.py").open("a", encoding="utf-8") as file:
+        file.write(python("tutorial")[1])
+    reader.start("celery -A shop worker -l INFO").ready()
+    yield  # the shell
 
 
 def entries(reader: Reader) -> Iterator[None]:
@@ -299,14 +305,6 @@ def redbeat(reader: Reader) -> Iterator[None]:
     beat.wait_for(LEADS)
 
 
-def commands(reader: Reader) -> Iterator[None]:
-    """A beat leads, and a worker has died amid a run."""
-    given_shop(reader)
-    reader.start("celery -A shop beat -S singlebeat.Scheduler -l INFO").wait_for(LEADS)
-    given_dead_run(reader)
-    yield
-
-
 SENTRY = """
 import sentry_sdk
 init = sentry_sdk.init
@@ -317,7 +315,7 @@ sentry_sdk.init = lambda dsn, **options: init("http://key@localhost:1/1", **opti
 def sentry(reader: Reader) -> Iterator[None]:
     """Beat and worker send their signals, and the page's data source name is that of no server."""
     send = "for signal in (beat_init, celeryd_init):\n    signal.send(None)\n"
-    reader.around = (SENTRY, f"{send}assert sentry_sdk.is_initialized()")
+    reader.around = (SENTRY, f"{send}assert sentry_sdk.is_initialized()\nsentry_sdk.get_client().close(timeout=0)")
     yield
 
 
@@ -333,6 +331,5 @@ STORIES: dict[str, Story] = {
     "how-to/redis": servers,
     "how-to/sentry-opentelemetry": sentry,
     "how-to/troubleshoot": troubleshoot,
-    "reference/cli": commands,
     "reference/events": events,
 }
