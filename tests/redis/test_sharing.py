@@ -159,6 +159,17 @@ def test_a_beat_reads_on_behind_the_entries_of_a_slow_beat(bench, pair, tick_on)
     assert bench.names == names
 
 
+def test_a_tick_of_a_slow_beat_is_no_longer_than_that_of_a_leader(bench, pair):
+    """The other one has done its part, so most of the rows are ours."""
+    one, _ = pair
+    put_all(bench, names_of(one, BATCH + 5))
+
+    due = one.store.due(datetime.now(UTC), one.lease.share, all_pending=False)
+
+    assert len(due.entries) == BATCH
+    assert due.more
+
+
 def test_each_retry_of_a_pending_occurrence_is_in_the_part_of_one_beat(bench, redis):
     """Not always of the same beat: one may not reach the broker."""
     entry, now = bench.put(ago=timedelta()), datetime.now(UTC)
@@ -176,7 +187,7 @@ def test_each_retry_of_a_pending_occurrence_is_in_the_part_of_one_beat(bench, re
 def test_a_beat_wakes_up_for_its_own_next_entry(bench, pair):
     one, other = pair
     now = datetime.now(UTC)
-    (own,), (others,) = names_of(one, 1), names_of(other, 1)
+    (own,), (others, later) = names_of(one, 1), names_of(other, 2)
     bench.redis.zadd(SCHEDULE, {f"redbeat:{others}": now.timestamp() + 10, f"redbeat:{own}": now.timestamp() + 20})
 
     def next_score(*args: Share) -> float | None:
@@ -184,6 +195,8 @@ def test_a_beat_wakes_up_for_its_own_next_entry(bench, pair):
 
     assert next_score(one.lease.share) == bench.score(own)
     assert next_score(other.lease.share) == next_score() == bench.score(others)
+    bench.redis.zadd(SCHEDULE, {f"redbeat:{later}": now.timestamp() + 15})
+    assert next_score(one.lease.share) == bench.score(later), "it reads no further"
 
 
 @pytest.mark.parametrize(
