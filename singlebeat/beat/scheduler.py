@@ -39,6 +39,7 @@ from .entries.statics import Statics, is_from_code, signature_of
 from .keys import Keys
 from .leadership.clock_guard import Clock
 from .leadership.lease import Lease, Term
+from .leadership.service_manager import ServiceManager
 from .leadership.watchdog import Watchdog, is_orphan
 from .lost_messages import LostMessages
 from .metrics import BeatMetrics
@@ -133,6 +134,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._zone_turn_at = 0.0  #: from when on we may compute the places in our zone; 0: at once
         timeout = config.singlebeat_watchdog_timeout
         self._watchdog = Watchdog(timeout + _longest_call(config)) if timeout else None
+        self._service_manager = ServiceManager.of_environment()
         self._lost_messages = LostMessages(app)
 
     @cached_property
@@ -220,14 +222,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             raise SystemExit(1)
         if self._closed:
             raise SystemExit  # again: a library has swallowed the SystemExit of the signal's handler
-        if self._watchdog is not None:
-            self._watchdog.progress()
         if not self._ticked:
             _handle_ending_signals()
         if self._metrics is None and not self._ticked:
             self._metrics = BeatMetrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
         try:
+            self._report_progress()
             if not self.server_time.is_known:  # once in the life of a beat
                 self._ask_time()
             term = self.lease.acquire()
@@ -257,8 +258,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def _report_progress(self) -> None:
         # Only in a tick: a program that stores entries through a scheduler is no beat, and nothing would end its watch.
-        if self._watchdog is not None and self._ticking:
+        if not self._ticking:
+            return
+        if self._watchdog is not None:
             self._watchdog.progress()
+        self._service_manager.progress()
 
     def _ask_time(self) -> None:
         self.server_time.ask(schedule_client(self.app), Keys.of(self.app).schedule)
@@ -454,6 +458,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.stop()
+        self._service_manager.stop()
         self._lost_messages.stop()
         if "lease" in self.__dict__:
             self.lease.release()

@@ -1,0 +1,46 @@
+"""The app of the deployment kit on real servers."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT, CeleryProcess, free_port
+
+KIT = ROOT / "docs/deploy"
+
+
+@pytest.fixture
+def shop_directory(tmp_path: Path) -> Path:
+    """The directory in which the app of the kit is installed; its processes write nothing to it."""
+    directory = tmp_path / "shop"
+    directory.mkdir()
+    shutil.copy(KIT / "shop.py", directory)
+    return directory
+
+
+@pytest.fixture
+def shop_env(server, redis) -> dict[str, str]:
+    """The environment of the app of the kit."""
+    return {
+        "REDIS_URL": server.celery_url,
+        "BEAT_METRICS_PORT": str(free_port()),
+        "WORKER_METRICS_PORT": str(free_port()),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+@pytest.fixture
+def shop(celery, shop_directory, shop_env) -> Callable[..., CeleryProcess]:
+    """Starts a process of the kit by its own command line."""
+
+    def start(command: str, **env: str) -> CeleryProcess:
+        program, *args = shlex.split(command)
+        assert (Path(program).name, args[:2]) == ("celery", ["-A", "shop"])
+        return celery(*args[2:], app="shop", cwd=shop_directory, env={**shop_env, **env}, defaults=False)
+
+    return start
