@@ -12,6 +12,7 @@ import pytest
 from tests.support import ROOT, CeleryProcess, free_port
 
 KIT = ROOT / "docs/deploy"
+ALERTS = KIT / "alerts.yml"
 
 
 @pytest.fixture
