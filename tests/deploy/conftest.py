@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,13 @@ from tests.support import ROOT, CeleryProcess, free_port
 
 KIT = ROOT / "docs/deploy"
 ALERTS = KIT / "alerts.yml"
+DASHBOARD = json.loads((KIT / "grafana.json").read_text("utf-8"))
+
+
+def queries() -> list[str]:
+    """Return the queries of the dashboard, with Grafana's variable as Grafana fills it."""
+    targets = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    return [target["expr"].replace("$__rate_interval", "1m") for target in targets]
 
 
 @pytest.fixture
