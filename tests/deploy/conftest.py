@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from celery import Celery, _state
 
 from tests.support import ROOT, CeleryProcess, free_port
 
@@ -53,3 +55,20 @@ def shop(celery, shop_directory, shop_env) -> Callable[..., CeleryProcess]:
         return celery(*args[2:], app="shop", cwd=shop_directory, env={**shop_env, **env}, defaults=False)
 
     return start
+
+
+@pytest.fixture
+def shop_app(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Celery]]:
+    """Makes the app of the kit in this process, for an environment; no app of another test gets its tasks."""
+    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
+    made: list[Celery] = []
+
+    def make(env: Mapping[str, str]) -> Celery:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        made.append(runpy.run_path(str(KIT / "shop.py"))["app"])
+        return made[-1]
+
+    yield make
+    for app in made:
+        app.close()

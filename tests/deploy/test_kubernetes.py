@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from celery import _state
 
 from tests.deploy.conftest import KIT
 
@@ -51,17 +49,9 @@ def test_a_drained_node_leaves_a_beat():
 
 
 @pytest.mark.parametrize("name", ["beat", "worker"])
-def test_kubernetes_probes_the_port_that_the_app_serves(name, monkeypatch):
+def test_kubernetes_probes_the_port_that_the_app_serves(name, shop_app):
     given = container(name)
-    env = {each["name"]: each.get("value", "redis://redis/0") for each in given["env"]}
-    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))  # no other app gets its tasks
-    for variable, value in env.items():
-        monkeypatch.setenv(variable, value)
-    spec = importlib.util.spec_from_file_location("shop_in_kubernetes", KIT / "shop.py")
-    shop = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shop)
-    conf = shop.app.conf
-    shop.app.close()
+    conf = shop_app({each["name"]: each.get("value", "redis://redis/0") for each in given["env"]}).conf
 
     setting = "singlebeat_metrics_port" if name == "beat" else "singlebeat_worker_metrics_port"
     (port,) = given["ports"]
