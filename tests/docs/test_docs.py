@@ -24,6 +24,8 @@ NOT_RUN = {
     "cd first": "the tests have a folder of their own",
     ". .venv/bin/activate": "the tests run in the environment",
     "python manage.py dumpdata": "what it writes is among the files of the tests",
+    "systemd-analyze verify": "tests/deploy/test_systemd.py verifies the units with the program that is there",
+    "systemctl enable": "tests/deploy/test_systemd.py starts beat by the command of its unit",
 }
 
 EACH_PAGE = pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
