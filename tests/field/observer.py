@@ -31,13 +31,6 @@ RECOVERIES = {
     "half_open": 6.0,
     "beat_ended": 4.0,
 }
-    "delivered_again": 0.0,
-    "slow_network": 2.0,
-    "resets": 4.0,
-    "connections_reset": 4.0,
-    "half_open": 6.0,
-    "beat_ended": 4.0,
-}
 
 #: Faults during which, and for ``RECOVERY`` after which, no beat may be able to decide or to send.
 DELAYS_BEATS = re.compile(r"slow_network|resets|half_open|connections_reset|black_hole|refused|server_|read_only"
