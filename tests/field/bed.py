@@ -501,6 +501,12 @@ class Bed:
 
     _worker_starved = _beat_starved
 
+    def _delivered_again(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        self.messages.read()
+        with suppress(RedisError):
+            self.topology.broker.client().rpush("celery", *self.messages.acknowledged()[-20:])
+        return "", lambda: None
+
     # ---------------------------------------------------------------- is it named
 
     def _ask(self, fault: Fault, happened: Happened) -> None:

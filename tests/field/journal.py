@@ -98,6 +98,7 @@ class Journal:
         self._now, self._database, self._transaction = 0.0, 0, 0
         self._queues: dict[tuple[int, str], deque[Message | None]] = defaultdict(deque)
         self._unacked: dict[str, Message] = {}
+        self._last: deque[tuple[Message, str]] = deque(maxlen=100)
         self._popped: dict[str, deque[Message]] = defaultdict(deque)
         self._does: Mapping[str, Callable[[list[str]], None]] = {
             "LPUSH": self._lpush,
@@ -146,6 +147,7 @@ class Journal:
         message = _message(raw, self._now, self._transaction)
         if message is not None:
             self.messages.append(message)
+            self._last.append((message, raw))
         return message
 
     def _lpop(self, args: list[str]) -> None:
@@ -208,6 +210,13 @@ class Journal:
                 transaction=self._transaction,
             )
         )
+
+    def acknowledged(self) -> list[str]:
+        """Return the last messages that workers have acknowledged, as a broker that has forgotten that sends them."""
+        copies = [json.loads(raw) for message, raw in self._last if message.acked is not None]
+        for copy in copies:
+            copy["properties"]["delivery_info"]["redelivered"] = True
+        return [json.dumps(copy) for copy in copies]
 
     def waiting(self) -> int:
         """Return how many messages are in a queue or with a worker."""

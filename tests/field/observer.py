@@ -23,7 +23,14 @@ LEASE, ENDS_A_LEASE = 6.0, 2.5
 
 #: Seconds that the fleet needs after a fault: leases that end, timeouts, processes that start; after some, fewer.
 RECOVERY = 10.0
-RECOVERIES = {"slow_network": 2.0, "resets": 4.0, "connections_reset": 4.0, "half_open": 6.0, "beat_ended": 4.0}
+RECOVERIES = {
+    "delivered_again": 0.0,
+    "slow_network": 2.0,
+    "resets": 4.0,
+    "connections_reset": 4.0,
+    "half_open": 6.0,
+    "beat_ended": 4.0,
+}
 
 #: Faults during which, and for ``RECOVERY`` after which, no beat may be able to decide or to send.
 DELAYS_BEATS = re.compile(r"slow_network|resets|half_open|connections_reset|black_hole|refused|server_|read_only"
@@ -432,7 +439,7 @@ def a_task_with_a_lock_runs_once(records: Records) -> Iterator[Violation]:
 def _end_may_be_unknown(records: Records, run: Run) -> bool:
     host = run.host.partition("@")[0]
     for fault in records.faults:
-        concerns = fault.whom in {"", "workers", host}
+        concerns = fault.whom in {"", "workers", host} and fault.kind != "delivered_again"
         if concerns and fault.began - 1 < run.over < fault.ended + RECOVERY and not fault.kind.startswith("beat"):
             return True
     return False
@@ -473,8 +480,8 @@ def calls_are_sent(records: Records) -> Iterator[Violation]:
     pushed = Counter(message.id for message in records.messages if message.is_original)
     cut = records.windows(lambda fault: fault.whom in {"", "sender"} and DELAYS_BEATS.match(fault.kind) is not None)
     for call in records.calls:
-        # Where lock and message are two writes, the reply of the broker may be lost: kombu sends again, under the same id.
-        # On one server this is so while the sender's connections break.
+        # Where lock and message are two writes, the reply of the broker may be lost: kombu sends again, under one id.
+        # On one server they are two while the sender's connections break.
         most = 1 if records.is_one_server and not any(begin < call.began < end for begin, end in cut) else 2
         if call.id and not call.is_duplicate and not 1 <= pushed[call.id] <= most:
             yield Violation("call", f"{call}: {pushed[call.id]} messages")

@@ -33,6 +33,7 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "worker_warm": (0.2, 4),
     "worker_cold": (0.2, 4),
     "worker_starved": (3, 12),
+    "delivered_again": (0, 0),
 }
 
 #: What a fault needs: two of them never at once on one of these.
@@ -45,6 +46,7 @@ RESOURCES: Mapping[str, str] = {
         ("worker_killed", "worker_host_lost", "worker_stopped", "worker_warm", "worker_cold", "worker_starved"),
         "workers",
     ),
+    "delivered_again": "messages",
 }
 
 
