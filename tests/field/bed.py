@@ -44,7 +44,7 @@ CONF: Mapping[str, Any] = {
     "broker_connection_max_retries": None,
     # By default workers look for the messages of dead workers every 100 s.
     "broker_transport_options": {
-        "visibility_timeout": 15,
+        "visibility_timeout": 10,
         "unacked_restore_interval": 2,
         "unacked_restore_throttle": 1,
         "unacked_mutex_expire": 10,
