@@ -164,6 +164,7 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "save, paused": lambda redis: save(redis, ["d", "m", False, False], ["d", False, "p", False]),
     "time": lambda _: ([SCHEDULE], []),
     "unpark": unparked,
+    "window": lambda redis: (placed(redis)[0][1:2], [0, "6", 0, 10]),
     "save, resumed": lambda redis: save(redis, ["d", "m", "p", False], ["d", False, "", "s"]),
 }
 
@@ -195,7 +196,7 @@ def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
 
     assert (without_time(call, run(redis, keys, args)) == first) is (call not in SAY_SOMETHING_ELSE)
     assert contents(redis, but=[STANDBYS]) == after
-    assert (after == before) is (call in {"probe", "read", "renew", "time", "campaign, another leads"})
+    assert (after == before) is (call in {"probe", "read", "renew", "time", "window", "campaign, another leads"})
 
 
 def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):

@@ -15,6 +15,7 @@ import pytest
 from celery.schedules import crontab, schedule, solar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kombu import Exchange, Queue
 from redbeat import RedBeatSchedulerEntry
 from redbeat.schedules import rrule
 
@@ -324,6 +325,8 @@ def test_an_imported_entry_runs_as_it_did_in_django(cli, app, bench, redis):
         if row["model"].endswith("crontabschedule"):
             row["fields"].update(minute="*", hour="*", day_of_week="*")
     cli("import", "-", stdin=json.dumps(dump))
+    with app.connection_for_write() as connection:  # as a worker declares it
+        Queue("mails", Exchange("x"), routing_key="r").bind(connection.default_channel).declare()
     bench.tick()
 
     (feed,) = (json.loads(text)["headers"] for text in redis.lrange("q", 0, -1))
