@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 import pytest
+from kombu import Producer
 from redis import Redis
 
 from singlebeat.beat.keys import ENTRY_FIELDS, ENTRY_KEYS, LEASE_KEYS, OWN_KEYS
@@ -89,7 +90,8 @@ def test_a_schedule_has_the_keys_of_its_tables_and_no_others(lived):
     own = {name: key for name, key in {**OWN_KEYS, **LEASE_KEYS}.items() if name != MOMENTARY}
     table = {re.escape(f"redbeat::{name}"): key for name, key in own.items()}
     table |= {pattern(f"redbeat:{name}", name="[^:].*"): key for name, key in ENTRY_KEYS.items()}
-    table |= {pattern(key, id="[0-9a-f]{32}"): stored for key, stored in OUTBOX_KEYS.items()}
+    if hasattr(Producer, "batch"):  # kombu 5.7 is the first to hand out commands
+        table |= {pattern(key, id="[0-9a-f]{32}"): stored for key, stored in OUTBOX_KEYS.items()}
     of_others = re.compile(r"^(left|shared):")
 
     check_all({of_others.sub("redbeat:", key): lived[key] for key in lived if not OTHER.match(key)}, table)
