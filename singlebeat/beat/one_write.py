@@ -165,7 +165,7 @@ class OneWrite:
         """Raise the error of an unreachable server, unless one write is not known to be possible, or errors last.
 
         Raises:
-            RedisError: to end the tick; what is due stays due.
+            RedisError: to end the tick; due entries stay due.
             LockBackendError: the same.
         """
         now = time.monotonic()

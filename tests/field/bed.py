@@ -601,7 +601,7 @@ class Bed:
     # ---------------------------------------------------------------- rest
 
     def _settle(self) -> None:
-        """Let the fleet come to rest, and note what is left then."""
+        """Let the fleet come to rest, and note the state then."""
         self._agenda = [item for item in self._agenda if item[0] < float("inf")]
         deadline = time.monotonic() + 60
         while any(slot.is_down for slot in self.slots.values()) and time.monotonic() < deadline:
