@@ -17,10 +17,10 @@ from ..beat.late_places import LatePlace, late_places
 from ..beat.schedule import Schedule
 from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, pending_occurrences
 from ..connections import schedule_client
+from ..diagnosis.facts import AGAIN
+from ..diagnosis.leader import refusal
 from ..errors import EntryError, UnknownEntryError
-from .history import AGAIN
 from .output import age, command, marked, moment, parse_instant, printable, show_json, table
-from .status import refusal
 
 if TYPE_CHECKING:
     from celery import Celery

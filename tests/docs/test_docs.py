@@ -44,7 +44,7 @@ def reader(
     """A reader at the beginning of a page; no app of another test gets the tasks of the page."""
     monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
     monkeypatch.setenv("SINGLEBEAT_REDIS_URL", server.url)
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.3)
+    monkeypatch.setattr("singlebeat.diagnosis.workers.TIMEOUT", 0.3)
     for name in ("shop", "exampleconf"):
         monkeypatch.setitem(sys.modules, name, sys)
         monkeypatch.delitem(sys.modules, name)

@@ -27,11 +27,11 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS, main
-from singlebeat.cli.doctor.beats import _leadership
-from singlebeat.cli.doctor.finding import Read
-from singlebeat.cli.doctor.servers import check_settings
-from singlebeat.cli.doctor.workers import _queues
-from singlebeat.cli.workers import Workers
+from singlebeat.diagnosis.doctor.beats import _leadership
+from singlebeat.diagnosis.doctor.finding import Read
+from singlebeat.diagnosis.doctor.servers import check_settings
+from singlebeat.diagnosis.doctor.workers import _queues
+from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
 from singlebeat.locks.memory import MemoryBackend
@@ -569,7 +569,7 @@ def test_doctor_reads_entries_once_and_few_locks_of_many(cli, app, put, redis, m
     backend_of(app).acquire_many([Call(ref, "t", "", 60) for ref in refs])
     asked = Workers({}, {"w": frozenset({"other"})}, {"w": ""}, {}, {}, (0.0, 0.0))
     monkeypatch.setattr(Workers, "ask", lambda app, **kwargs: asked)
-    monkeypatch.setattr("singlebeat.cli.doctor.locks.MOST_OLD_LOCKS", 1_000)
+    monkeypatch.setattr("singlebeat.diagnosis.doctor.locks.MOST_OLD_LOCKS", 1_000)
     lists, locks, list_, read = [], [], Schedule.list, RedisBackend._read
     monkeypatch.setattr(Schedule, "list", lambda *args, **kwargs: lists.append(1) or list_(*args, **kwargs))
     monkeypatch.setattr(RedisBackend, "_read", lambda self, keys: locks.extend(keys) or read(self, keys))

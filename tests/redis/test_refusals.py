@@ -23,8 +23,8 @@ from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs, with_advice
-from singlebeat.cli.workers import Workers
 from singlebeat.connections import ResponseError
+from singlebeat.diagnosis.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref

@@ -14,8 +14,8 @@ from ...beat.status import MAX_LAG, PLAIN_BEAT, REDBEAT_LEADS, ScheduleStatus, c
 from ...beat.store.probe import refuses_writes
 from ...config import Config
 from ...connections import schedule_client
-from ..history import AGAIN
-from ..status import who
+from ..facts import AGAIN
+from ..leader import who
 from .finding import Finding, Read
 
 if TYPE_CHECKING:
