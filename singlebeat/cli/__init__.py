@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, str] = {
     "unlock": "locks",
     "export": "transfer",
     "import": "transfer",
+    "web": "web",
 }
 
 

@@ -1,0 +1,163 @@
+"""What each view shows: functions of the board, the request and the user that return a template and its context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, tzinfo
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import EntryError, UnknownEntryError
+from .board import IN_TIMELINE
+from .render import zone_of
+from .security import Role, User
+
+if TYPE_CHECKING:
+    from ..beat.store.history import Record
+    from .board import Board
+    from .exchange import PageRequest
+
+__all__ = ("STATES", "VIEWS", "Page", "View")
+
+#: Entries on one page of the list.
+SIZES = (25, 50, 100)
+
+#: The words for the state of an entry.
+STATES = ("on", "paused", "disabled", "finished", "quarantined")
+
+#: How the list can be sorted.
+SORTS = {"next": "next run", "last": "last run", "name": "name", "lateness": "lateness"}
+
+
+class Page(NamedTuple):
+    """A template and its context; ``status`` is that of the answer."""
+
+    template: str
+    context: Mapping[str, Any]
+    status: int = 200
+
+
+class View(NamedTuple):
+    """A view, and the least role that may see it."""
+
+    show: Callable[[Board, PageRequest, User], Page]
+    role: Role = Role.READ
+    is_live: bool = True  #: its page asks for it again while it is visible
+
+
+def entries(board: Board, request: PageRequest, user: User) -> Page:
+    """Show the entries: search, filters, sorting and paging happen here."""
+    query = request.query
+    sort = query.get("sort") if query.get("sort") in SORTS else "next"
+    size = query.number("size", 50, most=max(SIZES))
+    rows = board.page(
+        search=query.get("q")[:200],
+        task=query.get("task"),
+        state=query.get("state"),
+        tag=query.get("tag"),
+        sort=sort,
+        cursor=query.get("cursor"),
+        size=size,
+    )
+    return Page("entries.html", {"rows": rows, "sort": sort, "sorts": SORTS, "states": STATES, "board": board})
+
+
+def entry(board: Board, request: PageRequest, user: User) -> Page:
+    """Show one entry, except for its explanation, which takes longer."""
+    name, schedule = request.query.get("name"), board.schedule()
+    found = why = None
+    salvaged = None
+    try:
+        found = schedule.get(name)
+        why = found.why_unusable(board.now)
+    except UnknownEntryError:
+        if name not in board.state.quarantine:
+            raise
+        why = board.state.quarantine[name]["reason"]
+    except EntryError as exc:
+        why, salvaged = str(exc), schedule.salvage(name)
+    upcoming: list[Any] = []
+    state, next_run = "quarantined", None
+    if found is not None and not why:
+        next_run, state = board.outlook(found)
+        with suppress(EntryError):
+            upcoming = [*schedule.next_runs(name, 10)]
+    records = board.history(name, IN_TIMELINE)
+    context = {
+        "name": name,
+        "entry": found,
+        "why": why or "",
+        "salvaged": salvaged,
+        "word": state,
+        "next": next_run,
+        "upcoming": upcoming,
+        "records": records,
+        "is_static": board.is_static(name),
+        "zone": zone(board, request, found),
+        "lock": _lock_of(board, found),
+        "timeline": timeline,
+    }
+    return Page("entry.html", context)
+
+
+class Bar(NamedTuple):
+    """One decision in a timeline; times are seconds after its nominal time, widths are of 200."""
+
+    record: Record
+    sent: float | None
+    started: float | None
+    wait: float
+    width: float
+
+
+def timeline(records: Sequence[Record]) -> Sequence[Bar]:
+    """Return how long each run waited and ran, drawn to the scale of the longest one."""
+    found = []
+    for record in records:
+        sent = (record.at - record.nominal).total_seconds() if record.decision in {"dispatched", "buffered"} else None
+        started = None
+        if record.end is not None and record.end.started:
+            with suppress(ValueError):
+                started = (datetime.fromisoformat(record.end.started) - record.nominal).total_seconds()
+        if record.kind in {"manual", "backfill"} and sent is not None:  # they count from when they were asked for
+            started, sent = None if started is None else max(0.0, started - sent), 0.0
+        took = record.end.duration or 0.0 if record.end is not None else 0.0
+        found.append((record, sent, started, max(0.0, started or 0.0), took))
+    scale = 200 / (max((wait + took for *_, wait, took in found), default=0.0) or 1.0)
+    return [
+        Bar(
+            record,
+            sent,
+            started,
+            round(wait * scale, 1),
+            max(1.0, round(took * scale, 1)) if started is not None else 0,
+        )
+        for record, sent, started, wait, took in found
+    ]
+
+
+def _lock_of(board: Board, entry: Any) -> Any:
+    """Return the lock that a run of an entry holds, with its record, or None."""
+    if entry is None:
+        return None
+    with suppress(Exception):  # the locks' server is another one, and may be unreachable
+        return next((row for row in board.locks() if row[0].get("entry") == entry.name), None)
+    return None
+
+
+def why(board: Board, request: PageRequest, user: User) -> Page:
+    """Explain an entry, for which the workers are asked."""
+    name = request.query.get("name")
+    return Page("why.html", {"name": name, "sentences": board.explain(name)})
+
+
+def zone(board: Board, request: PageRequest, entry: Any = None) -> tzinfo:
+    """Return the zone in which the times of an entry are written for a reader."""
+    return zone_of(request.cookies.get("singlebeat_zone", "entry"), board.zone_of(entry))
+
+
+VIEWS: Mapping[str, View] = {
+    "/": View(entries),
+    "/entry": View(entry),
+    "/why": View(why),
+}
