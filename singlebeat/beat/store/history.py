@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import ResponseError, schedule_client
+from ...lua import packed, script
 from ..entries.fields import BATCH
 from ..entries.occurrence import DecisionType
 from ..keys import Keys
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from ...clients import RedisClient
 
-__all__ = ("End", "History", "Own", "Record")
+__all__ = ("NO_END", "End", "History", "Own", "Record", "read_records")
 
 #: Records of a stream that one round trip reads.
 PAGE = 1000
@@ -68,6 +69,23 @@ class Own(NamedTuple):
     decisions: Sequence[Record]
     ends: Sequence[End]
     is_pending: bool = False  #: an occurrence is claimed, and not yet among the decisions
+    last_end_id: str = ""  #: of the record of the last end, without messages that did not run; empty if there is none
+
+    @classmethod
+    def of(cls, name: str, history: str | None, runs: str | None, pending: str | None) -> Own:
+        """Return the history of an entry from the fields of its hash, empty if another program has written there."""
+        try:
+            ends = _ends(_lines(runs, _OF_END))
+            rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
+            last = next((at for at, fields in ends.values() if fields["outcome"] not in NO_END), "")
+            return cls(_join_ends(rows, ends), [_end(*end) for end in ends.values()], bool(pending), last)
+        except (ValueError, TypeError, AttributeError, OverflowError, OSError):
+            return cls((), (), bool(pending))
+
+    @property
+    def last_end(self) -> End | None:
+        """The last end of a run, without messages that did not run; None if there is none."""
+        return next((end for end in self.ends if end.outcome not in NO_END), None)
 
 
 class History:
@@ -107,11 +125,8 @@ class History:
                 for name in batch:
                     pipe.hmget(self.keys.prefix + name, "history", "runs", "pending")
                 found = pipe.execute()
-            for name, (history, runs, pending) in zip(batch, found, strict=True):
-                ends = _ends(_lines(runs, _OF_END))
-                rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
-                last = [_end(*end) for end in ends.values()]
-                yield name, Own(_join_ends(rows, ends), last, bool(pending))
+            for name, fields in zip(batch, found, strict=True):
+                yield name, Own.of(name, *fields)
 
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"
@@ -120,6 +135,31 @@ class History:
                 if entry in {None, fields.get("entry")}:
                     yield at, fields
             before = f"({page[-1][0]}"
+
+
+def read_records(
+    client: RedisClient,
+    stream: str,
+    before: str,
+    count: int,
+    *,
+    names: Collection[str] | None = None,
+    leave_out: Iterable[str] = (),
+) -> tuple[str, Sequence[tuple[str, Mapping[str, str]]]]:
+    """Read records of a stream in one round trip, the latest first.
+
+    Args:
+        before: id of the record before which to begin; empty: begin with the last record.
+        count: number of the records that are looked at.
+        names: return only the records of these entries; None: of each entry only its last record.
+        leave_out: outcomes of records that are passed over.
+
+    Returns:
+        The id of the last record that was looked at, empty if there was none, and the records by their ids.
+    """
+    args: list[str | int] = [before, count, "" if names is None else packed(names), *leave_out]
+    last, *rows = json.loads(script(__package__, "records")(client, [stream], args))
+    return last, [(at, dict(zip(values[::2], values[1::2], strict=True))) for at, values in rows]
 
 
 def _hmget(client: RedisClient, key: str, *fields: str) -> Sequence[str | None]:
