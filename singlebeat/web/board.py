@@ -6,9 +6,8 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 from celery.schedules import crontab, schedule
@@ -34,8 +33,9 @@ if TYPE_CHECKING:
 
     from ..beat.entries.entry import Entry
     from ..beat.explain import HeldLock
+    from ..beat.page import Page
 
-__all__ = ("Board", "EntryRow", "Rows")
+__all__ = ("Board", "EntryPage")
 
 #: Decisions in the strip of an entry in the list, and in the timeline of its own page.
 IN_STRIP, IN_TIMELINE = 30, 50
@@ -47,26 +47,11 @@ WORKERS_KEPT = 10.0
 MOST_LOCKS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRow:
-    """One entry in the list."""
-
-    name: str
-    entry: Entry | None  #: None if it cannot be read
-    why: str  #: why beat cannot use it; empty if it can
-    state: str
-    next: datetime | None
-    records: Sequence[Record]  #: latest first
-    is_static: bool  #: it comes from beat_schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
+class EntryPage(NamedTuple):
     """One page of the list."""
 
-    rows: Sequence[EntryRow]
-    total: int
-    cursor: str  #: of the next page; empty at the end
+    page: Page
+    histories: Mapping[str, Sequence[Record]]  #: the last decisions of each of its entries, latest first
 
 
 class Board:
@@ -120,57 +105,20 @@ class Board:
         """Return whether an entry comes from the code: ``beat_schedule`` replaces changes of its definition."""
         return name in map(str, self.app.conf.beat_schedule)
 
-    def page(self, *, search: str, task: str, state: str, tag: str, sort: str, cursor: str, size: int) -> Rows:
-        """Return one page of the entries."""
-        key = ("page", search, task, state, tag, sort, cursor, size)
-        rows: Rows = self.poller.shared(
-            key, lambda: self._page(search=search, task=task, state=state, tag=tag, sort=sort, cursor=cursor, size=size)
-        )
-        return rows
+    def page(self, **query: Any) -> EntryPage:
+        """Return one page of the entries, with the strips of its rows; arguments as of ``Schedule.page``."""
 
-    def _page(self, *, search: str, task: str, state: str, tag: str, sort: str, cursor: str, size: int) -> Rows:
-        found, now = dict[str, EntryRow](), self.now
-        unusable = dict[str, str]()
-        quarantine = {name: record["reason"] for name, record in self.state.quarantine.items()}
-        entries = self.schedule()
-        for entry in entries.list(left_out=lambda name, why: unusable.update({name: str(why)})):
-            why = quarantine.get(entry.name) or entry.why_unusable(now)
-            upcoming, word = _outlook(entry, now) if not why else (None, "quarantined")
-            found[entry.name] = EntryRow(entry.name, entry, why, word, upcoming, (), self.is_static(entry.name))
-        for name, why in (quarantine | unusable).items():
-            found.setdefault(name, EntryRow(name, None, why, "quarantined", None, (), self.is_static(name)))
-        kept = [
-            row
-            for row in found.values()
-            if (not search or search.lower() in row.name.lower() or (row.entry and search in row.entry.task))
-            and (not task or (row.entry is not None and row.entry.task == task))
-            and (not state or row.state == state)
-            and (not tag or tag in tags_of(row.entry))
-        ]
-        far = datetime.max.replace(tzinfo=UTC)
-        if sort == "name":
-            kept.sort(key=lambda row: row.name)
-        elif sort == "last":
-            kept.sort(key=lambda row: _last(row.entry), reverse=True)
-        else:
-            kept.sort(key=lambda row: row.next or far)
-        start = int(cursor) if cursor.isdecimal() else 0
-        page = kept[start : start + size]
-        histories = self.histories([row.name for row in page], IN_STRIP)
-        page = [
-            EntryRow(row.name, row.entry, row.why, row.state, row.next, histories[row.name], row.is_static)
-            for row in page
-        ]
-        return Rows(page, len(kept), str(start + size) if start + size < len(kept) else "")
+        def read() -> EntryPage:
+            page = self.schedule().page(**query)
+            return EntryPage(page, self.histories([row.name for row in page.rows], IN_STRIP))
+
+        found: EntryPage = self.poller.shared(("page", *query.items()), read)
+        return found
 
     def histories(self, names: Sequence[str], count: int) -> Mapping[str, Sequence[Record]]:
         """Return the last decisions about each of some entries, latest first."""
         entries = self.schedule()
         return {name: entries.history(name, count) for name in names}
-
-    def outlook(self, entry: Entry) -> tuple[datetime | None, str]:
-        """Return the next time of an entry, None if there is none, and a word for its state."""
-        return _outlook(entry, self.now)
 
     def history(self, name: str, count: int) -> Sequence[Record]:
         """Return the last decisions about one entry, or about all if there is no name, latest first."""
@@ -242,22 +190,6 @@ def policy_of(entry: Entry) -> Mapping[str, Any]:
 def tags_of(entry: Entry | None) -> Sequence[str]:
     """Return the tags of an entry."""
     return getattr(entry.policy, "tags", None) or () if entry is not None else ()
-
-
-def _last(entry: Entry | None) -> datetime:
-    last = entry.meta.last_run if entry is not None else None
-    return last or datetime.min.replace(tzinfo=UTC)
-
-
-def _outlook(entry: Entry, now: datetime) -> tuple[datetime | None, str]:
-    upcoming: Any = None
-    with suppress(Exception):  # of a user's own schedule; its quarantine record has the reason
-        upcoming = next(iter(entry.timetable.runs(entry.meta.counts_from, now, count=entry.meta.total_run_count)), None)
-    if not entry.enabled:
-        return upcoming, "disabled"
-    if entry.policy.paused:
-        return upcoming, "paused"
-    return upcoming, "on" if upcoming else "finished"
 
 
 #: The fields of a policy, in the order of the form.

@@ -109,7 +109,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals.update(instant=instant, span=span, strip=strip, words=squares.WORDS, shapes=SHAPES)
-    environment.globals.update(outcome=squares.outcome)
+    environment.globals.update(outcome=squares.outcome, outcome_of_end=squares.outcome_of_end)
     environment.filters.update(json=as_json, shorten=shorten)
     return environment
 

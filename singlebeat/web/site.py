@@ -56,7 +56,7 @@ class Site:
             return self._fail(request, user, 409, "Another process was faster", str(exc))
         except LockBackendError as exc:
             return self._fail(request, user, 503, "The locks' server", lock_server_says(self.app, exc))
-        except SinglebeatError as exc:
+        except (SinglebeatError, ValueError) as exc:
             return self._fail(request, user, 422, "That cannot be done", str(exc))
         except RedisError as exc:
             text = f"{schedule_place(self.app)}: {schedule_server_says(self.app, exc)}"
@@ -64,7 +64,7 @@ class Site:
 
     def refuse(self, request: PageRequest, why: RefusedError, user: User | None = None) -> PageReply:
         """Answer a request that is refused; without a user, the answer shows nothing of the schedule."""
-        context = {"title": "Refused", "text": str(why), "request": request, "user": user, "header": None}
+        context = {"title": "Refused", "text": str(why)}
         body = render("error.html", {**self._common(request, user), **context})
         return PageReply(body, why.status, headers=why.headers)
 
@@ -117,12 +117,15 @@ class Site:
             "zone_of": lambda entry: zone_of(choice, self.board.zone_of(entry)),
             "own_zone": self.board.zone_of,
             "tags": tags_of,
+            "is_static": self.board.is_static,
             "policy_of": policy_of,
             "in_words": in_words,
             "raw": raw_schedule,
             "shown": self.board.shown,
             "said": SAID,
             "etag": "",
+            "header": None,
+            "now": None,
         }
 
     def _show(self, request: PageRequest, user: User, page: Page, view: View | None = None) -> PageReply:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..beat.status import OVERDUE_AFTER
 
 if TYPE_CHECKING:
-    from ..beat.store.history import Record
+    from ..beat.store.history import End, Record
 
-__all__ = ("WORDS", "Square", "outcome")
+__all__ = ("WORDS", "Square", "outcome", "outcome_of_end", "square")
 
 #: Each word with its meaning, as the legend shows it.
 WORDS = {
@@ -40,14 +40,20 @@ def outcome(record: Record) -> str:
     """Return the word for a decision and the end of its run."""
     if record.decision not in {"dispatched", "buffered"}:
         return _DECISIONS.get(record.decision, "failed" if record.decision == "publish_failed" else "refused")
-    if record.end is None or record.end.outcome in _OPEN:
+    if record.end is None:
         return "open"
-    if record.end.outcome in _OK:
-        late = record.kind == "catch_up" or (
-            record.kind == "scheduled" and (record.at - record.nominal).total_seconds() > OVERDUE_AFTER
-        )
-        return "late" if late else "ok"
-    return "failed" if record.end.outcome in _FAILED else "refused"
+    word = outcome_of_end(record.end)
+    is_late = record.kind == "catch_up" or (
+        record.kind == "scheduled" and (record.at - record.nominal).total_seconds() > OVERDUE_AFTER
+    )
+    return "late" if word == "ok" and is_late else word
+
+
+def outcome_of_end(end: End) -> str:
+    """Return the word for the end of a run."""
+    if end.outcome in _OPEN:
+        return "open"
+    return "ok" if end.outcome in _OK else "failed" if end.outcome in _FAILED else "refused"
 
 
 def square(record: Record) -> Square:

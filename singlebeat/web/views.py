@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..beat.entries.state import State, outlook
 from ..errors import EntryError, UnknownEntryError
 from .board import IN_TIMELINE
 from .render import zone_of
@@ -17,16 +18,13 @@ if TYPE_CHECKING:
     from .board import Board
     from .exchange import PageRequest
 
-__all__ = ("STATES", "VIEWS", "Page", "View")
+__all__ = ("VIEWS", "Page", "View")
 
-#: Entries on one page of the list.
-SIZES = (25, 50, 100)
-
-#: The words for the state of an entry.
-STATES = ("on", "paused", "disabled", "finished", "quarantined")
+#: Entries on one page of the list, at most.
+MOST_ROWS = 100
 
 #: How the list can be sorted.
-SORTS = {"next": "next run", "last": "last run", "name": "name", "lateness": "lateness"}
+SORTS = {"next": "next run", "last": "last end", "name": "name", "lateness": "latest run"}
 
 
 class Page(NamedTuple):
@@ -49,17 +47,17 @@ def entries(board: Board, request: PageRequest, user: User) -> Page:
     """Show the entries: search, filters, sorting and paging happen here."""
     query = request.query
     sort = query.get("sort") if query.get("sort") in SORTS else "next"
-    size = query.number("size", 50, most=max(SIZES))
-    rows = board.page(
+    found = board.page(
         search=query.get("q")[:200],
         task=query.get("task"),
         state=query.get("state"),
         tag=query.get("tag"),
         sort=sort,
         cursor=query.get("cursor"),
-        size=size,
+        size=query.number("size", 50, most=MOST_ROWS),
     )
-    return Page("entries.html", {"rows": rows, "sort": sort, "sorts": SORTS, "states": STATES, "board": board})
+    context = {"page": found.page, "histories": found.histories, "sort": sort, "sorts": SORTS, "states": [*State]}
+    return Page("entries.html", context)
 
 
 def entry(board: Board, request: PageRequest, user: User) -> Page:
@@ -77,9 +75,9 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
     except EntryError as exc:
         why, salvaged = str(exc), schedule.salvage(name)
     upcoming: list[Any] = []
-    state, next_run = "quarantined", None
+    state, next_run = State.QUARANTINED, None
     if found is not None and not why:
-        next_run, state = board.outlook(found)
+        next_run, state = outlook(found, board.now)
         with suppress(EntryError):
             upcoming = [*schedule.next_runs(name, 10)]
     records = board.history(name, IN_TIMELINE)
@@ -92,7 +90,6 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
         "next": next_run,
         "upcoming": upcoming,
         "records": records,
-        "is_static": board.is_static(name),
         "zone": zone(board, request, found),
         "lock": _lock_of(board, found),
         "timeline": timeline,
