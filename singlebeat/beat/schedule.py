@@ -222,22 +222,24 @@ class Schedule:
         with _calculating(name):
             return [*islice(runs, count)]
 
-    def trigger(self, name: str, *, timeout: float = 10.0) -> str:
+    def trigger(self, name: str, *, overlap: str | None = None, timeout: float = 10.0) -> str:
         """Let an entry run as soon as a beat leads, even if it is paused, disabled or finished; return the task id.
 
         The run acquires the entry's lock and is recorded as ``manual``. It is not counted, and next times stay.
 
         Args:
+            overlap: the policy if the run meets an equal call, a word of ``Overlap``; by default that of the entry.
             timeout: seconds to wait while another occurrence of the entry is pending.
 
         Raises:
-            UnknownEntryError, EntryError: as ``get``.
+            UnknownEntryError, EntryError: as ``get``; or ``overlap`` is no such word.
             ConflictError: another occurrence of the entry was still pending after the timeout.
         """
+        word = EntryPolicy.of({"overlap": overlap}).overlap
         entry, now = self.get(name), self._now()
         last = entry.meta.last_run
         previous = None if last is None else last.timestamp()
-        occurrence = Occurrence(str(uuid4()), now.timestamp(), previous, Kind.MANUAL)
+        occurrence = Occurrence(str(uuid4()), now.timestamp(), previous, Kind.MANUAL, word)
         self._propose(name, occurrence, timeout)
         return occurrence.id
 

@@ -267,6 +267,11 @@ def resume_(app: Celery, as_json: bool, name: str) -> None:
     "trigger",
     NAME,
     click.option(
+        "--overlap",
+        type=click.Choice([word.value for word in Overlap if word is not Overlap.RAISE]),
+        help="What becomes of the run if it meets an equal call. Default: as the entry says.",
+    ),
+    click.option(
         "--timeout",
         type=Seconds(),
         default=10.0,
@@ -274,12 +279,12 @@ def resume_(app: Celery, as_json: bool, name: str) -> None:
         help="How long to wait while another occurrence of the entry is pending, in seconds.",
     ),
 )
-def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
+def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout: float) -> None:
     """Run an entry once, as soon as a beat leads, and print the id of the task.
 
     The entry may be paused, disabled or finished. Its other times stay, and the run is not counted.
     """
-    task_id = Schedule(app).trigger(name, timeout=timeout)
+    task_id = Schedule(app).trigger(name, overlap=overlap, timeout=timeout)
     state = ScheduleStatus.of(app)
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
     waits = waits or ("" if state.works else f"{state.problem()}: the run is sent when a beat is started")

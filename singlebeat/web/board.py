@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zoneinfo import ZoneInfo
@@ -22,6 +24,7 @@ from ..diagnosis.doctor import Finding, findings, left_out
 from ..diagnosis.facts import facts_of
 from ..diagnosis.locks import locks_of
 from ..diagnosis.workers import BrokerError, Workers
+from ..errors import ConflictError
 from .poller import Poller, Snapshot
 from .render import span
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from ..beat.entries.entry import Entry
     from ..beat.explain import HeldLock
     from ..beat.page import Page
+    from .security import User
 
 __all__ = ("Board", "EntryPage")
 
@@ -42,6 +46,9 @@ IN_STRIP, IN_TIMELINE = 30, 50
 
 #: Seconds for which the answers of workers serve all viewers: to ask them takes one.
 WORKERS_KEPT = 10.0
+
+#: Backfills that are remembered.
+MOST_BACKFILLS = 100
 
 #: Locks that the page shows at most.
 MOST_LOCKS = 1000
@@ -54,6 +61,20 @@ class EntryPage(NamedTuple):
     histories: Mapping[str, Sequence[Record]]  #: the last decisions of each of its entries, latest first
 
 
+@dataclass(slots=True)
+class Backfill:
+    """A backfill that was begun here."""
+
+    total: int
+    count: int = 0  #: runs that were handed to beat
+    is_over: bool = False
+    problem: str = ""  #: why it ended early
+
+    def step(self) -> None:
+        """Count a run."""
+        self.count += 1
+
+
 class Board:
     """The schedule of an app as views read it.
 
@@ -64,6 +85,8 @@ class Board:
     def __init__(self, app: Celery, *, hide_arguments: bool = False) -> None:
         self.app, self.hide_arguments = app, hide_arguments
         self.poller = Poller(app)
+        self.backfills: dict[str, Backfill] = {}
+        self._backfilling = threading.Lock()
 
     @property
     def snapshot(self) -> Snapshot:
@@ -93,9 +116,39 @@ class Board:
         own: ZoneInfo | None = entry.policy.timezone if entry is not None else None
         return own or self.zone
 
-    def schedule(self) -> Schedule:
-        """Return the schedule, to read."""
+    def schedule(self, user: User | None = None) -> Schedule:
+        """Return the schedule, whose changes are recorded as those of a user."""
         return Schedule(self.app)
+
+    def begin_backfill(
+        self, entries: Schedule, name: str, start: datetime, end: datetime, overlap: str, total: int
+    ) -> None:
+        """Hand the runs of a backfill to beat in a thread: each waits until the one before it is sent.
+
+        Raises:
+            ConflictError: a backfill of the entry is not finished.
+        """
+        begun = Backfill(total)
+        with self._backfilling:
+            if (other := self.backfills.get(name)) is not None and not other.is_over:
+                raise ConflictError(f"a backfill of {name!r} is not finished")
+            self.backfills[name] = begun
+            while len(self.backfills) > MOST_BACKFILLS:
+                self.backfills.pop(next(iter(self.backfills)))
+
+        def hand_over() -> None:
+            try:
+                entries.backfill(name, start, end, overlap=overlap, limit=total, progress=begun.step)
+            except Exception as exc:  # is shown beside the entry: the thread has no caller
+                begun.problem = str(exc)
+            finally:
+                begun.is_over = True
+
+        threading.Thread(target=hand_over, name="singlebeat-backfill", daemon=True).start()
+
+    def masked_text(self, text: str) -> str:
+        """Return the arguments of a call, as a string, as they may be shown."""
+        return text
 
     def shown(self, arguments: object) -> object:
         """Return arguments as they may be shown."""

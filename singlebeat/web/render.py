@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from . import squares
 
@@ -88,6 +88,14 @@ def strip(records: Sequence[Record], count: int) -> Markup:
     )
 
 
+def iso(text: str | None) -> Markup:
+    """Return a moment that a beat has written in ISO 8601; as it is if it is none."""
+    try:
+        return instant(datetime.fromisoformat(text or ""))
+    except ValueError:
+        return escape(text or "?")
+
+
 def shorten(text: object, most: int = 80) -> str:
     """Return a string that is cut after so many characters; names in Redis may be as long as it pleases a writer."""
     whole = str(text)
@@ -108,7 +116,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(instant=instant, span=span, strip=strip, words=squares.WORDS, shapes=SHAPES)
+    environment.globals.update(instant=instant, iso=iso, span=span, strip=strip, words=squares.WORDS, shapes=SHAPES)
     environment.globals.update(outcome=squares.outcome, outcome_of_end=squares.outcome_of_end)
     environment.filters.update(json=as_json, shorten=shorten)
     return environment

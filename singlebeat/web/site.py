@@ -11,12 +11,12 @@ from ..beat.store.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConflictError, LockBackendError, SinglebeatError, UnknownEntryError
 from ..log import Log
-from .actions import ACTIONS, SAID
+from .actions import ACTIONS, FORMS, SAID, Page
 from .board import Board, in_words, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
 from .render import render, zone_name, zone_of
 from .security import COOKIE, RefusedError, Role
-from .views import VIEWS, Page, View
+from .views import VIEWS, View
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -80,6 +80,9 @@ class Site:
             if action.is_change:
                 self.board.poller.forget()
             return done if isinstance(done, PageReply) else self._show(request, user, done)
+        if (form := FORMS.get(request.path)) is not None:
+            self._check_role(user, form.role)
+            return self._show(request, user, form.show(self.board, request, user))
         view = VIEWS.get(request.path)
         if view is None:
             return self._fail(request, user, 404, "There is no such page", request.path)
@@ -122,6 +125,7 @@ class Site:
             "in_words": in_words,
             "raw": raw_schedule,
             "shown": self.board.shown,
+            "masked_text": self.board.masked_text,
             "said": SAID,
             "etag": "",
             "header": None,

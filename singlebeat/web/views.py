@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..beat.entries.state import State, outlook
 from ..errors import EntryError, UnknownEntryError
+from .actions import Page
 from .board import IN_TIMELINE
 from .render import zone_of
 from .security import Role, User
@@ -18,21 +19,13 @@ if TYPE_CHECKING:
     from .board import Board
     from .exchange import PageRequest
 
-__all__ = ("VIEWS", "Page", "View")
+__all__ = ("VIEWS", "View")
 
 #: Entries on one page of the list, at most.
 MOST_ROWS = 100
 
 #: How the list can be sorted.
 SORTS = {"next": "next run", "last": "last end", "name": "name", "lateness": "latest run"}
-
-
-class Page(NamedTuple):
-    """A template and its context; ``status`` is that of the answer."""
-
-    template: str
-    context: Mapping[str, Any]
-    status: int = 200
 
 
 class View(NamedTuple):
@@ -62,7 +55,7 @@ def entries(board: Board, request: PageRequest, user: User) -> Page:
 
 def entry(board: Board, request: PageRequest, user: User) -> Page:
     """Show one entry, except for its explanation, which takes longer."""
-    name, schedule = request.query.get("name"), board.schedule()
+    name, schedule = request.query.get("name"), board.schedule(user)
     found = why = None
     salvaged = None
     try:
@@ -93,6 +86,7 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
         "zone": zone(board, request, found),
         "lock": _lock_of(board, found),
         "timeline": timeline,
+        "backfill": board.backfills.get(name),
     }
     return Page("entry.html", context)
 
