@@ -48,6 +48,9 @@ DEFINITION: Sequence[Decorator] = (
         metavar="NAME=VALUE",
         help="Set an option of the policy, such as timezone=Europe/Berlin. Without VALUE, unset it. May be repeated.",
     ),
+    click.option(
+        "--tag", "tags", multiple=True, help="Tag of the entry, in place of those that it has. May be repeated."
+    ),
 )
 
 #: The option that replaces each part of an entry.
@@ -94,8 +97,8 @@ def _schedule(every: float | None, cron: str | None) -> BaseSchedule | None:
         raise click.BadParameter(f"{cron!r}: {why_no_crontab(exc, fields[-1])}", param_hint="--cron") from None
 
 
-def _wishes(given: Sequence[str]) -> Mapping[str, Any]:
-    wishes = {}
+def _wishes(given: Sequence[str]) -> dict[str, Any]:
+    wishes = dict[str, Any]()
     for each in given:
         name, equals, value = each.partition("=")
         if not equals:
@@ -121,6 +124,8 @@ def _store(
 ) -> None:
     entries = Schedule(app)
     when, wishes = _schedule(given["every"], given["cron"]), _wishes(given["wishes"])
+    if given["tags"]:
+        wishes |= {"tags": list(given["tags"])}
     fields = {
         "task": task,
         "schedule": when,

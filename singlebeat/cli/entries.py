@@ -103,8 +103,8 @@ def _outlook(
     return upcoming, "active" if upcoming or fails else "finished"
 
 
-@command("list")
-def list_(app: Celery, as_json: bool) -> None:
+@command("list", click.option("--tag", help="List only the entries with this tag."))
+def list_(app: Celery, as_json: bool, tag: str | None) -> None:
     """List all entries by their next run, also entries that never run.
 
     LAST is the time since the last run was due. Unusable entries and unknown fields are named after the table.
@@ -113,6 +113,8 @@ def list_(app: Celery, as_json: bool) -> None:
     quarantine, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
     entries, unusable = Schedule(app).examine(now)
     unusable = {name: why for name, why in unusable.items() if name not in quarantine}
+    if tag is not None:
+        entries = [entry for entry in entries if tag in entry.policy.tags]
 
     def outlook(entry: Entry) -> tuple[datetime | None, str]:
         if entry.name in quarantine or entry.name in unusable:
