@@ -49,6 +49,11 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     "pending": ("zset", "The keys of entries with a pending occurrence, by the time when beat tries it again."),
     "quarantine": ("hash", "The entries that cannot be used: why, and since when."),
+    "pauses": (
+        "hash",
+        "The pauses of many entries: ``all``, or ``tag:`` and the tag, with JSON: ``since`` and ``until`` when, ``by`` "
+        "whom, and a ``note``; all of them are optional. A record is kept for seven days after its end.",
+    ),
     "history": (
         "stream",
         "One record per decision: entry, nominal time, decision, reason, task id, holder and its entry, leader, term.",
@@ -120,6 +125,7 @@ class Keys:
     pending: str = field(init=False)
     quarantine: str = field(init=False)
     owners: str = field(init=False)
+    pauses: str = field(init=False)
     history: str = field(init=False)
     runs: str = field(init=False)
     clock: str = field(init=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import dropwhile, islice
@@ -20,10 +21,12 @@ from ..lua import script
 from ..overlap import Overlap
 from . import store
 from .calendar.zone import given_instant
+from .entries.author import Author
 from .entries.backfill import Span
 from .entries.entry import PARKED, Entry, Meta
 from .entries.fields import BATCH, read_fields, write_fields
 from .entries.occurrence import Kind, Occurrence
+from .entries.pauses import pause_many, read_pauses, resume_many
 from .entries.policy import EntryPolicy, PolicyOptions
 from .entries.salvage import Salvage
 from .entries.save import ATTEMPTS, save_entries
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from ..locks.base import Options
     from ..locks.key import Arguments, NamedArguments
     from .entries.fields import StoredFields
+    from .entries.pauses import Pause
 
 __all__ = ("Schedule",)
 
@@ -88,11 +92,15 @@ class Schedule:
     An entry that beat could not use, or that holds a number which JSON does not have, is not stored: an ``EntryError``
     says why.
 
+    Args:
+        actor: who changes entries with it, for the record of changes; by default the user of this process and its host.
+        by: by what means: ``api``, ``cli``, ``web``, ….
+
     >>> Schedule(app).upsert("greet", "tasks.greet", crontab(minute=0), args=["world"], jitter=5)  # doctest: +SKIP
     """
 
-    def __init__(self, app: Celery) -> None:
-        self.app, self.keys = app, Keys.of(app)
+    def __init__(self, app: Celery, *, actor: str = "", by: str = "api") -> None:
+        self.app, self.keys, self.author = app, Keys.of(app), Author.of(actor, by)
 
     @property
     def _client(self) -> RedisClient:
@@ -199,6 +207,48 @@ class Schedule:
             UnknownEntryError, ConflictError, EntryError: as ``pause``.
         """
         self._change_policy(name, {"paused": False, "note": ""}, goes_on=True)
+
+    def pause_many(self, *, tag: str | None = None, note: str = "", until: datetime | None = None) -> None:
+        """Let the times of many entries pass without a run; the entries themselves stay as they are.
+
+        A pause that lasts gets the new note and end.
+
+        Args:
+            tag: of the entries; None: all entries.
+            note: the reason, for operators; if empty, a pause that lasts keeps its note.
+            until: when the pause ends by itself; None: ``resume_many`` ends it.
+
+        Raises:
+            EntryError: the tag is blank, or ``until`` has passed or has no time zone.
+            ConflictError: another process keeps changing the pause.
+        """
+        pause_many(self._client, self.keys.pauses, self._now(), tag=tag, note=note, until=until, by=self.author.actor)
+
+    def resume_many(self, *, tag: str | None = None) -> bool:
+        """End a pause of ``pause_many``, and return whether there was one; times before now are not caught up.
+
+        Other pauses last: those of single entries, and of other tags.
+
+        Args:
+            tag: as of the pause.
+
+        Raises:
+            EntryError, ConflictError: as ``pause_many``.
+        """
+        return resume_many(self._client, self.keys.pauses, self._now(), tag=tag)
+
+    def pauses(self) -> Sequence[Pause]:
+        """Return the pauses of many entries that last, that of all entries first."""
+        return read_pauses(self._client, self.keys.pauses).lasting(self._now())
+
+    def tags(self) -> Mapping[str, int]:
+        """Return the tags of all entries whose policies can be read, each with the number of its entries."""
+        members, found = self._client.zrange(self.keys.schedule, 0, -1), Counter[str]()
+        for at in range(0, len(members), BATCH):
+            for fields in read_fields(self._client, [self.keys.entry(member) for member in members[at : at + BATCH]]):
+                with suppress(EntryError):
+                    found.update(() if isinstance(fields, str) else EntryPolicy.decode(fields[2]).tags)
+        return found
 
     def next_runs(self, name: str, count: int, *, after: datetime | None = None) -> Sequence[datetime]:
         """Return the next nominal times of an entry, in UTC, whether it is paused or not.

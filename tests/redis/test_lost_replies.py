@@ -23,6 +23,7 @@ from tests.support import ROOT, RedisServer, connected, contents
 PLAIN = "tests.system.apps.plain"
 SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::history"
 LOCK, LEADER, TERM = "redbeat::lock", "redbeat::leader", "redbeat::term"
+PAUSES = "redbeat::pauses"
 STANDBYS, RESIGNED = "redbeat::standbys", "redbeat::resigned"
 HOUR = timedelta(hours=1)
 #: The packages that hold the scripts of beat, by the names of these.
@@ -43,7 +44,7 @@ def claim(
     redis.zadd(SCHEDULE, {"redbeat:e": 5})
     redis.set(LOCK, token)
     row = ("redbeat:e", 5, sha_of(redis), "7.25", meta, "", occurrence)
-    return [LOCK, SCHEDULE, PENDING, "redbeat:e"], [token, "30.123456", packed([row]), leads]
+    return [LOCK, SCHEDULE, PENDING, PAUSES, "redbeat:e"], [token, "30.123456", packed([row]), "[]", leads]
 
 
 def retake(redis: Redis) -> tuple[list[str], list[Any]]:
@@ -67,7 +68,7 @@ def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], 
 
 def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple[list[str], list[Any]]:
     """A run with a lock, and one without."""
-    keys, (_, retry_at, claims, leads) = claim(redis, occurrence="o")
+    keys, (_, retry_at, claims, pauses, leads) = claim(redis, occurrence="o")
     redis.set(LOCK, fence)
     redis.hset("redbeat:f", "definition", "d")
     redis.zadd(SCHEDULE, {"redbeat:f": 5})
@@ -76,8 +77,8 @@ def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple
     decisions = [(f"redbeat:{name}", pending, "", [name, *record], "5.5") for name, pending in (("e", "o"), ("f", "p"))]
     call = ("id", "0", 9000, 0, PLAIN, "", "", "", "e", only, "note")
     redis.mset({"broker": "1", "locks": "2"})
-    where = ["broker", "locks", "sent", *keys[:3], HISTORY, "redbeat:e", "redbeat:f"]
-    args = ["1 2", "", "", 0, "7", 9000, "t", retry_at, leads, 10, 600, packed(rows), packed([call])]
+    where = ["broker", "locks", "sent", *keys[:3], HISTORY, PAUSES, "redbeat:e", "redbeat:f"]
+    args = ["1 2", "", "", 0, "7", 9000, "t", retry_at, leads, 10, 600, pauses, packed(rows), packed([call])]
     messages = packed([(only, 1), ("", 1)])
     sent = ["lpush", "first", "lpush", "second"]
     return [*where, "lock", "done", "behind", "turn", "celery", "celery"], [*args, packed(decisions), messages, *sent]
@@ -129,6 +130,11 @@ def unparked(redis: Redis) -> tuple[list[str], list[Any]]:
     return ["redbeat:e", "redbeat::parked:e"], ["app", packed(["s"])]
 
 
+def pause(redis: Redis, *, found: str = "") -> tuple[list[str], list[Any]]:
+    redis.hset(PAUSES, mapping={"tag:over": "long ago", **({"all": found} if found else {})})
+    return [PAUSES], ["all", found, '{"until": "then"}', packed(["tag:over", "long ago"])]
+
+
 def placed(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.set(LOCK, "t")
     redis.zadd(SCHEDULE, {"redbeat:e": 5})
@@ -149,6 +155,9 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "dispatch, another lock than expected": lambda redis: dispatch(redis, only="waiting"),
     "dispatch, another leads": lambda redis: dispatch(redis, fence="another"),
     "park": parked,
+    "pause": pause,
+    "pause, ended": lambda redis: pause(redis, found='{"since": "now"}'),
+    "pauses": lambda redis: (pause(redis)[0], []),
     "place": placed,
     "probe": lambda _: (["redbeat::doctor"], ['[["SET", "1"], ["DEL"]]']),
     "propose": propose,
@@ -171,6 +180,8 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
 
 #: What they say decides about a line in the log, and nothing else.
 SAY_SOMETHING_ELSE = {"park", "unpark"}
+
+WRITE_NOTHING = {"pauses", "probe", "read", "renew", "time", "window"}
 
 
 def beat_script(name: str) -> Script:
@@ -196,7 +207,9 @@ def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
 
     assert (without_time(call, run(redis, keys, args)) == first) is (call not in SAY_SOMETHING_ELSE)
     assert contents(redis, but=[STANDBYS]) == after
-    assert (after == before) is (call in {"probe", "read", "renew", "time", "window", "campaign, another leads"})
+    assert (after == before) is (
+        call in {"pauses", "probe", "read", "renew", "time", "window", "campaign, another leads"}
+    )
 
 
 def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):

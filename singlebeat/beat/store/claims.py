@@ -21,6 +21,7 @@ from ..calendar.zone import app_zone
 from ..entries.entry import Entry, Meta
 from ..entries.fields import BATCH, read_fields
 from ..entries.occurrence import Decision, Occurrence
+from ..entries.pauses import NO_PAUSES, READ_PAUSES, Pauses
 from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
@@ -74,6 +75,7 @@ class Stored:
     policy: EntryPolicy
     pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when the pending occurrence is to be retried
+    pauses: Pauses = NO_PAUSES  #: of many entries, as they were read with it
 
     @property
     def found(self) -> Sequence[str]:
@@ -209,6 +211,8 @@ class Store:
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], Entry] = {}
+        #: Of many entries, as they were read last: a claim is refused if they have changed since then.
+        self.pauses = NO_PAUSES
         self.quarantine = Quarantine(app, client, self.keys, progress=progress)
 
     def check_eviction(self) -> None:
@@ -256,8 +260,10 @@ class Store:
             pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
             pipe.exists(keys.statics)
             pipe.get(keys.zone)
-            shown, members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
+            pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
+            shown, members, upcoming, waiting, quarantined, statics, zone, pauses = pipe.execute()
         self._time.heard(shown, asked)
+        self._note_pauses(Pauses.of(pauses))
         if share.others:
             found = json.loads(members)
             members = [*zip(found[::2], map(float, found[1::2]), strict=True)]
@@ -311,7 +317,7 @@ class Store:
                 if why := wishes.contradicts(entry.options):
                     raise EntryError(why)  # noqa: TRY301
                 fields = [field or "" for field in (definition, meta, policy, since, pending)]
-                stored = Stored(member, score, fields, entry, past, wishes, taken)
+                stored = Stored(member, score, fields, entry, past, wishes, taken, pauses=self.pauses)
                 if why := self.quarantine.why_failing(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
             except EntryError as exc:
@@ -324,6 +330,14 @@ class Store:
                     self.quarantine.readmit(member, has_pending=taken is not None)
                 yield stored
         self.quarantine.settle()
+
+    def _note_pauses(self, pauses: Pauses) -> None:
+        """Remember the pauses of many entries, and log those that cannot be read, which pause nothing."""
+        if pauses.problems != self.pauses.problems:
+            for selector, why in pauses.problems.items():
+                about = {"pause": selector, "reason": why}
+                log.warning("beat: A pause of many entries cannot be read", event="pause_unreadable", **about)
+        self.pauses = pauses
 
     def _fields_of(self, member: str, reply: StoredFields) -> StoredFields:
         if self.keys.entry(member) in self.keys.own:
@@ -351,8 +365,10 @@ class Store:
             return []
         self.report_progress()
         keys, (lock, token) = self.keys, self.fence(term)
-        touched = [lock, keys.schedule, keys.pending, *(keys.entry(claim.stored.member) for claim in claims)]
-        args = (token, repr(retry_at.timestamp()), packed(claim.row for claim in claims), int(bool(keys.lock)))
+        touched = [lock, keys.schedule, keys.pending, keys.pauses]
+        touched += (keys.entry(claim.stored.member) for claim in claims)
+        rows, found = packed(claim.row for claim in claims), packed(self.pauses.found)
+        args = (token, repr(retry_at.timestamp()), rows, found, int(bool(keys.lock)))
         return [
             ClaimVerdict(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))
         ]
