@@ -25,6 +25,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "sent": "The nominal time of the last run of its schedule that was sent.",
     "history": "About the last four decisions about it.",
     "runs": "About the last four ends of its runs.",
+    "recorded": "Digests of definition and policy, by which a change of another program is noticed that has no record.",
     "backfill": "How far a backfill has come.",
     "asked": "The id of the last run that was triggered or backfilled.",
 }
@@ -53,6 +54,11 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
         "hash",
         "The pauses of many entries: ``all``, or ``tag:`` and the tag, with JSON: ``since`` and ``until`` when, ``by`` "
         "whom, and a ``note``; all of them are optional. A record is kept for seven days after its end.",
+    ),
+    "changes": (
+        "stream",
+        "One record per change of a definition, a policy or a pause of many entries: entry, actor, ``by`` what means, "
+        "action, JSON of the fields ``before`` and ``after``, and a note. Without actor: another program has made it.",
     ),
     "history": (
         "stream",
@@ -126,6 +132,7 @@ class Keys:
     quarantine: str = field(init=False)
     owners: str = field(init=False)
     pauses: str = field(init=False)
+    changes: str = field(init=False)
     history: str = field(init=False)
     runs: str = field(init=False)
     clock: str = field(init=False)

@@ -23,7 +23,7 @@ from ..beat.status import ScheduleStatus
 from ..connections import schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..overlap import Overlap
-from .output import UNANSWERED, Seconds, command, fail, moment, parse_instant, printable, progress, show_json
+from .output import UNANSWERED, Seconds, command, done, fail, moment, parse_instant, printable, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -165,8 +165,8 @@ def _store(
     upcoming, entry = next(iter(entries.next_runs(name, 1)), None), entries.get(name)
     off = " and ".join(["paused"] * entry.policy.paused + ["disabled"] * (not entry.enabled))
     kept = fields in ({}, {"enabled": False}) and wishes.keys() <= set(OPERATORS)
-    back = "" if kept else _comes_back(app, name, "replaces these values")
-    _done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
+    back = "" if kept else comes_back(app, name, "replaces these values")
+    done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _given_values() -> Iterator[None]:
         fail(str(exc), UNANSWERED)
 
 
-def _comes_back(app: Celery, name: str, what: str) -> str:
+def comes_back(app: Celery, name: str, what: str) -> str:
     """Return what to add to the answer to a change that the code undoes; empty if it does not.
 
     Args:
@@ -235,13 +235,6 @@ def edit_(app: Celery, as_json: bool, name: str, task: str | None, **given: Any)
     _store(app, name, task, given, as_json)
 
 
-def _done(as_json: bool, text: str, **facts: object) -> None:
-    if as_json:
-        show_json(facts)
-    else:
-        click.echo(printable(text))
-
-
 @command("delete", NAME)
 def delete_(app: Celery, as_json: bool, name: str) -> None:
     """Delete an entry, also one that cannot be read.
@@ -250,8 +243,8 @@ def delete_(app: Celery, as_json: bool, name: str) -> None:
     """
     if not _entries(app).delete(name):
         fail(f"there is no entry {name!r}")
-    back = _comes_back(app, name, "brings it back")
-    _done(as_json, f"{name}: deleted{back}", name=name, deleted=True)
+    back = comes_back(app, name, "brings it back")
+    done(as_json, f"{name}: deleted{back}", name=name, deleted=True)
 
 
 #: The options that choose many entries instead of one.
@@ -310,14 +303,14 @@ def pause_(
         if until is not None:
             raise click.UsageError("--until needs --tag or --all")
         entries.pause(name, note)
-        _done(as_json, f"{name}: paused", name=name, paused=True)
+        done(as_json, f"{name}: paused", name=name, paused=True)
         return
     now = server_now(schedule_client(app), entries.keys.schedule)
     with _given_values():
         entries.pause_many(tag=tag, note=note, until=None if until is None else _parse_until(until, now))
     pause = next(pause for pause in entries.pauses() if pause.tag == tag)
     none = tag is not None and not entries.tags().get(tag)
-    _done(as_json, f"{pause}{'; no entry has this tag now' if none else ''}", pause=asdict(pause))
+    done(as_json, f"{pause}{'; no entry has this tag now' if none else ''}", pause=asdict(pause))
 
 
 @command("resume", *MANY)
@@ -334,8 +327,8 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
         which = "all entries" if tag is None else f"entries with tag {tag}"
         left = entries.pauses()
         still = "".join(f"; {pause}, to go on: {pause.resumed_by}" for pause in left)
-        done = f"{which}: {'resumed' if was_paused else 'they were not paused so'}{still}"
-        _done(as_json, done, tag=tag, resumed=was_paused, pauses=[asdict(pause) for pause in left])
+        text = f"{which}: {'resumed' if was_paused else 'they were not paused so'}{still}"
+        done(as_json, text, tag=tag, resumed=was_paused, pauses=[asdict(pause) for pause in left])
         return
     entries.resume(name)
     disabled, pause = False, None
@@ -347,7 +340,7 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
     off += f", and still paused, as {pause}: {pause.resumed_by}" if pause is not None else ""
     facts: dict[str, object] = {"disabled": True} if disabled else {}
     facts |= {"pause": asdict(pause)} if pause is not None else {}
-    _done(as_json, f"{name}: resumed{off}", name=name, paused=False, **facts)
+    done(as_json, f"{name}: resumed{off}", name=name, paused=False, **facts)
 
 
 @command(
@@ -371,7 +364,7 @@ def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
     waits = waits or ("" if state.works else f"{state.problem()}: the run is sent when a beat is started")
     text = f"{name}: requested, task {task_id}{waits and '; '}{waits}"
-    _done(as_json, text, name=name, task_id=task_id)
+    done(as_json, text, name=name, task_id=task_id)
 
 
 @command(

@@ -17,6 +17,8 @@ from .definition import loads_object
 
 if TYPE_CHECKING:
     from ...clients import RedisClient
+    from ..keys import Keys
+    from .author import Author
     from .policy import EntryPolicy
 
 __all__ = ("NO_PAUSES", "READ_PAUSES", "Pause", "Pauses", "pause_many", "read_pauses", "resume_many")
@@ -193,15 +195,21 @@ def read_pauses(client: RedisClient, key: str) -> Pauses:
 
 
 def pause_many(
-    client: RedisClient, key: str, now: datetime, *, tag: str | None, note: str, until: datetime | None, by: str
+    client: RedisClient,
+    keys: Keys,
+    now: datetime,
+    author: Author,
+    *,
+    tag: str | None,
+    note: str,
+    until: datetime | None,
 ) -> Pause:
     """Pause all entries, or those with a tag; a pause that lasts is changed, and keeps its beginning.
 
     Args:
-        key: of the pauses.
+        author: of this change, which is recorded.
         note: the reason; if empty, a pause that lasts keeps its present note.
         until: when the pause ends by itself; None: never.
-        by: who pauses them.
 
     Raises:
         EntryError: the tag is blank, or ``until`` has passed or has no time zone.
@@ -213,19 +221,19 @@ def pause_many(
 
     def change(present: Pause | None) -> Pause:
         if present is None:
-            return Pause(tag, now, until, note, by)
-        return replace(present, until=until, note=note or present.note, by=by)
+            return Pause(tag, now, until, note, author.actor)
+        return replace(present, until=until, note=note or present.note, by=author.actor)
 
-    changed = _change(client, key, now, tag, change)
+    changed = _change(client, keys, now, tag, change, (*author, "pause", note))
     assert changed is not None  # noqa: S101 - for the type checker
     return changed
 
 
-def resume_many(client: RedisClient, key: str, now: datetime, *, tag: str | None) -> bool:
+def resume_many(client: RedisClient, keys: Keys, now: datetime, author: Author, *, tag: str | None) -> bool:
     """End a pause of all entries, or of those with a tag; return whether there was one.
 
     Args:
-        key: of the pauses.
+        author: of this change, which is recorded.
 
     Raises:
         EntryError, ConflictError: as ``pause_many``.
@@ -234,28 +242,34 @@ def resume_many(client: RedisClient, key: str, now: datetime, *, tag: str | None
     def change(present: Pause | None) -> Pause | None:
         return None if present is None else replace(present, until=now)
 
-    return _change(client, key, now, tag, change) is not None
+    return _change(client, keys, now, tag, change, (*author, "resume", "")) is not None
 
 
 def _change(
-    client: RedisClient, key: str, now: datetime, tag: str | None, change: Callable[[Pause | None], Pause | None]
+    client: RedisClient,
+    keys: Keys,
+    now: datetime,
+    tag: str | None,
+    change: Callable[[Pause | None], Pause | None],
+    about: tuple[str | int, ...],
 ) -> Pause | None:
     """Change the pause of a tag, or of all entries, and return it; None if nothing was to be changed.
 
     Args:
         change: returns the new pause from the present one, which is None if no pause lasts.
+        about: what is recorded of the change, as ``pause.lua`` takes it.
     """
     selector = _selector(tag)
     for _ in range(_ATTEMPTS):
-        pauses = read_pauses(client, key)
+        pauses = read_pauses(client, keys.pauses)
         present = next((pause for pause in pauses.lasting(now) if pause.tag == tag), None)
         wanted = change(present)
         if wanted is None:
             return None
         rows = dict(_pairs(pauses.found))
         over = [text for old in pauses.pauses if old.ended_before(now - KEPT_FOR) for text in _row(old, rows)]
-        args = (selector, rows.get(selector, ""), wanted.encode(), packed(over))
-        if script(__package__, "pause")(client, [key], args):
+        args = (selector, rows.get(selector, ""), wanted.encode(), packed(over), *about)
+        if script(__package__, "pause")(client, [keys.pauses, keys.changes], args):
             return wanted
     raise ConflictError("the pause cannot be stored: another process keeps changing it; try again")
 
