@@ -198,9 +198,7 @@ def backfill(board: Board, request: PageRequest, user: User) -> PageReply:
     zone = board.zone_of(board.schedule(user).get(name))
     planned = _planned(board, form, user, zone)
     if form.get("count") != str(len(planned)):
-        raise ConflictError(
-            f"the backfill has {len(planned)} runs now, not {form.get('count')}: check the list again"
-        )
+        raise ConflictError(f"the backfill has {len(planned)} runs now, not {form.get('count')}: check the list again")
     start, end = (_moment(form.get(field), zone) for field in ("start", "end"))
     board.begin_backfill(board.schedule(user), name, start, end, form.get("overlap"), len(planned))
     return leads_to(request, "/entry", name=name, done="backfill")

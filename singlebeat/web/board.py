@@ -25,6 +25,7 @@ from ..diagnosis.facts import facts_of
 from ..diagnosis.locks import locks_of
 from ..diagnosis.workers import BrokerError, Workers
 from ..errors import ConflictError
+from ..masking import MASK, masked, masked_text
 from .poller import Poller, Snapshot
 from .render import span
 
@@ -146,13 +147,17 @@ class Board:
 
         threading.Thread(target=hand_over, name="singlebeat-backfill", daemon=True).start()
 
-    def masked_text(self, text: str) -> str:
+    def masked_text(self, text: str, task: str = "") -> str:
         """Return the arguments of a call, as a string, as they may be shown."""
-        return text
+        return "hidden" if self.hide_arguments else masked_text(text, self.app, task=task)
 
-    def shown(self, arguments: object) -> object:
-        """Return arguments as they may be shown."""
-        return arguments
+    def shown_call(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields of a definition, args, kwargs and options as they may be shown."""
+        call = {name: fields[name] for name in ("task", "args", "kwargs", "options") if name in fields}
+        if self.hide_arguments:
+            call |= {name: masked_whole(call[name]) for name in ("args", "kwargs") if name in call}
+        found: Mapping[str, Any] = masked(call, self.app)
+        return found
 
     def is_static(self, name: str) -> bool:
         """Return whether an entry comes from the code: ``beat_schedule`` replaces changes of its definition."""
@@ -219,6 +224,13 @@ class Board:
 
         found: Sequence[tuple[Mapping[str, str], HeldLock]] = self.poller.shared("locks", lambda: [*read()])
         return found
+
+
+def masked_whole(value: Any) -> Any:
+    """Return a value with every part masked, so that a form can keep the stored parts."""
+    if isinstance(value, Mapping):
+        return dict.fromkeys(value, MASK)
+    return [MASK] * len(value) if isinstance(value, list | tuple) else MASK
 
 
 def raw_schedule(when: BaseSchedule) -> str:

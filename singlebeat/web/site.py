@@ -11,7 +11,8 @@ from ..beat.store.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConflictError, LockBackendError, SinglebeatError, UnknownEntryError
 from ..log import Log
-from .actions import ACTIONS, FORMS, SAID, Page
+from . import edits
+from .actions import ACTIONS, FORMS, SAID, Action, Form, Page
 from .board import Board, in_words, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
 from .render import render, zone_name, zone_of
@@ -30,6 +31,14 @@ log = Log(__name__)
 
 #: In which zone times can be shown.
 ZONES = ("entry", "mine", "utc")
+
+
+_FORMS = {**FORMS, "/edit": Form(edits.ask, Role.ADMIN)}
+_ACTIONS = {
+    **ACTIONS,
+    "/edit": Action(edits.save, Role.ADMIN),
+    "/preview": Action(edits.preview, Role.ADMIN, is_change=False),
+}
 
 
 class Site:
@@ -70,7 +79,7 @@ class Site:
 
     def _answer(self, request: PageRequest, user: User) -> PageReply:
         if request.form is not None:
-            action = ACTIONS.get(request.path)
+            action = _ACTIONS.get(request.path)
             if action is None:
                 return self._fail(request, user, 404, "There is no such page", request.path)
             self._check_role(user, action.role)
@@ -80,7 +89,7 @@ class Site:
             if action.is_change:
                 self.board.poller.forget()
             return done if isinstance(done, PageReply) else self._show(request, user, done)
-        if (form := FORMS.get(request.path)) is not None:
+        if (form := _FORMS.get(request.path)) is not None:
             self._check_role(user, form.role)
             return self._show(request, user, form.show(self.board, request, user))
         view = VIEWS.get(request.path)
@@ -124,7 +133,7 @@ class Site:
             "policy_of": policy_of,
             "in_words": in_words,
             "raw": raw_schedule,
-            "shown": self.board.shown,
+            "shown_call": self.board.shown_call,
             "masked_text": self.board.masked_text,
             "said": SAID,
             "etag": "",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from celery.schedules import crontab
 
 from singlebeat import Schedule
-from singlebeat.beat.keys import Keys
 from singlebeat.errors import UnknownEntryError
-from singlebeat.locks import backend_of
 from singlebeat.web.security import Users
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
 from tests.support import APP, wait_until
@@ -132,8 +130,6 @@ def test_a_backfill_whose_list_has_changed_is_not_begun(visit, redis, e):
     assert redis.hget("redbeat:e", "backfill") is None
 
 
-
-
 def test_the_end_of_a_term_lets_another_beat_lead(visit, bench, redis):  # noqa: F811
     bench.tick()
     assert redis.exists("redbeat::lock")
@@ -181,9 +177,7 @@ def test_a_failure_among_several_entries_is_named(visit, schedule):
     schedule.upsert("a", PLAIN, 3600)
     page = visit()
 
-    answer = page.post(
-        "/many", data={**page.form("/many?do=pause&name=a"), "name": ["a", "gone"], "count": "2"}
-    )
+    answer = page.post("/many", data={**page.form("/many?do=pause&name=a"), "name": ["a", "gone"], "count": "2"})
 
     assert answer.status_code == 409
     assert "1 done, 1 failed" in answer.text
