@@ -42,6 +42,9 @@ __all__ = (
 #: Name of the cookie and of the form field that hold the token against forged requests.
 COOKIE = "singlebeat_token"
 
+#: The header in which a request to the API holds that token, in lower case.
+TOKEN_HEADER = "x-singlebeat-token"  # noqa: S105 - its name
+
 #: On every answer: nothing is loaded from elsewhere, no script or style stands in a page, no page is kept or framed.
 HEADERS: Mapping[str, str] = MappingProxyType(
     {
@@ -98,10 +101,21 @@ class User:
 
     name: str
     role: Role
+    #: Asked with a token that no browser sends by itself: such a request cannot be forged by another site.
+    by_token: bool = False
 
     def may(self, role: Role) -> bool:
         """Return whether the user has a role, or a higher one."""
         return self.role >= role
+
+    def check(self, role: Role) -> None:
+        """Check that the user has a role, or a higher one.
+
+        Raises:
+            RefusedError: the user has not.
+        """
+        if not self.may(role):
+            raise RefusedError(f"that needs the role {role.name.lower()}, and yours is {self.role.name.lower()}")
 
 
 class RefusedError(Exception):
@@ -150,7 +164,7 @@ class Users:
                 raise ConfigError(f"line {number} of the users file is not NAME:ROLE:HASH")
             role = Role.named(word)
             if hashed.startswith("token$"):
-                self._tokens.append((hashed, User(name, role)))
+                self._tokens.append((hashed, User(name, role, by_token=True)))
                 continue
             self.roles[name] = role
             if hashed and (not hashed.startswith("scrypt$") or hashed.count("$") != 2):
@@ -288,13 +302,15 @@ class Gate:
             RefusedError: the request is refused.
         """
         self._check_host(request)
-        user = self._identify(request, host_request)
-        if self.read_only:
-            user = replace(user, role=min(user.role, Role.READ))
-        if request.form is not None:
+        user = self.limited(self._identify(request, host_request))
+        if request.method not in {"GET", "HEAD"} and not (request.is_of_api and user.by_token):
             _check_origin(request)
             _check_token(request)
         return user
+
+    def limited(self, user: User) -> User:
+        """Return a user without a role that a read-only page refuses."""
+        return replace(user, role=min(user.role, Role.READ)) if self.read_only else user
 
     def check_rate(self, user: User, request: PageRequest) -> None:
         """Count a change.
@@ -373,8 +389,11 @@ def _check_origin(request: PageRequest) -> None:
 
 
 def _check_token(request: PageRequest) -> None:
-    cookie, given = request.cookies.get(COOKIE, ""), request.changes.get(COOKIE)
+    cookie = request.cookies.get(COOKIE, "")
+    given = request.headers.get(TOKEN_HEADER, "") if request.is_of_api else request.changes.get(COOKIE)
     if not cookie or not hmac.compare_digest(cookie.encode(), given.encode(errors="surrogateescape")):
+        if request.is_of_api:
+            raise RefusedError("a change by the API needs a bearer token of a users file (--add-token makes one)", 403)
         raise RefusedError(
             "the form is older than your session, or your browser keeps no cookies, so nothing was changed: go back, "
             "reload the page, and send the form again",
