@@ -70,13 +70,11 @@ _RUNS = array(INSTANT)
 
 OPERATIONS: Sequence[Operation] = (
     Operation(
-        *(
-            "GET",
-            "/status",
-            calls.status,
-            "Return who leads, and how many entries are scheduled and overdue.",
-            Role.READ,
-        ),
+        "GET",
+        "/status",
+        calls.status,
+        "Return who leads, and how many entries are scheduled and overdue.",
+        Role.READ,
         ref("Status"),
     ),
     Operation(
@@ -171,13 +169,11 @@ OPERATIONS: Sequence[Operation] = (
         is_change=False,
     ),
     Operation(
-        *(
-            "GET",
-            "/next",
-            calls.next_runs,
-            "Return the next times of an entry, whether it is paused or not.",
-            Role.READ,
-        ),
+        "GET",
+        "/next",
+        calls.next_runs,
+        "Return the next times of an entry, whether it is paused or not.",
+        Role.READ,
         record(runs=_RUNS),
         (NAME, _count(10, 1000, "times"), Parameter("after", "Only later times.", "instant")),
     ),

@@ -82,7 +82,7 @@ def of_type(hint: Any) -> Schema:
         return array(of_type(args[0]))
     if issubclass(hint, StrEnum):
         return {"enum": [*map(str, hint)]}
-    hints = get_type_hints(hint)
+    hints = get_type_hints(hint, localns={"Pause": Pause})  # some modules import it for the type checker only
     names = [each.name for each in fields(hint)] if is_dataclass(hint) else list(hint._fields)
     meaning = (hint.__doc__ or "").partition("\n")[0]
     return record(meaning, **{name: of_type(hints[name]) for name in names})
