@@ -49,7 +49,7 @@ MOST_DECODED = 2000
 MOST_RECORDS = 20 * SLICE
 
 #: The numbers of the fields of an entry's own history among all that a page reads.
-OF_HISTORY = (6, 7, 4)
+OF_HISTORY = (7, 8, 4)
 
 #: Comes after every name.
 AFTER_NAMES = "\U0010ffff"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from ..beat.entries.entry import Entry
     from ..beat.entries.occurrence import Occurrence
+    from ..beat.entries.pauses import Pause
     from ..beat.entries.salvage import Salvage
 
 
@@ -85,13 +87,14 @@ def _last_run(entry: Entry, pending: Occurrence | None) -> datetime | None:
 
 
 def _outlook(
-    entry: Entry, now: datetime, place: LatePlace | None, pending: Occurrence | None
+    entry: Entry, now: datetime, place: LatePlace | None, pending: Occurrence | None, pause: Pause | None
 ) -> tuple[datetime | None, str]:
     """Return the next time of an entry, or None if there is none or its schedule fails, and a word for its state.
 
     Args:
         place: the place of the entry in the schedule if that is too late, else None.
         pending: its occurrence that is claimed, and not known to be sent.
+        pause: of many entries, which covers it.
     """
     if place is not None:
         return place.at, "late place" if place.is_wrong else "active"
@@ -103,15 +106,15 @@ def _outlook(
         fails = True
     if not entry.enabled:
         return upcoming, "disabled"
-    if entry.policy.paused:
+    if entry.policy.paused or pause is not None:
         return upcoming, "paused"
     if pending is not None:
         return upcoming, "pending"
     return upcoming, "active" if upcoming or fails else "finished"
 
 
-@command("list")
-def list_(app: Celery, as_json: bool) -> None:
+@command("list", click.option("--tag", help="List only the entries with this tag."))
+def list_(app: Celery, as_json: bool, tag: str | None) -> None:
     """List all entries by their next run, also entries that never run.
 
     LAST is the time since the last run was due. Unusable entries and unknown fields are named after the table.
@@ -120,11 +123,13 @@ def list_(app: Celery, as_json: bool) -> None:
     quarantine, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
     entries, unusable = Schedule(app).examine(now)
     unusable = {name: why for name, why in unusable.items() if name not in quarantine}
+    entries = [entry for entry in entries if tag is None or tag in entry.policy.tags]
 
     def outlook(entry: Entry) -> tuple[datetime | None, str]:
         if entry.name in quarantine or entry.name in unusable:
             return None, "quarantined" if entry.name in quarantine else "unusable"
-        return _outlook(entry, now, late.get(entry.name), pending.get(entry.name))
+        pause = state_of_all.pause_over(entry.policy)
+        return _outlook(entry, now, late.get(entry.name), pending.get(entry.name), pause)
 
     pending = _pending(app)
     no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
@@ -145,6 +150,7 @@ def list_(app: Celery, as_json: bool) -> None:
                 "unusable": unusable,
                 "no_place": [*no_place],
                 "late_place": [name for name, place in late.items() if place.level != "fine"],
+                "pauses": [asdict(pause) for pause in state_of_all.pauses],
                 **led,
             }
         )
@@ -159,18 +165,22 @@ def list_(app: Celery, as_json: bool) -> None:
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
+    _show_warnings(map(str, state_of_all.pauses))
     for name, record in quarantine.items():
         click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
     for name, why in unusable.items():
         click.echo(marked(f"{name}: unusable: {why}; {QUARANTINED_LATER}", "problem"))
-    for entry in entries:
-        if entry.ignored:
-            click.echo(marked(f"{entry.name}: {entry.ignored}", "warning"))
+    _show_warnings(f"{entry.name}: {entry.ignored}" for entry in entries if entry.ignored)
     for name, why in no_place.items():
         click.echo(marked(f"{name}: {why}", "problem"))
     for name, place in late.items():
         if place.level != "fine":
             click.echo(marked(f"{name}: {place}", place.level))
+
+
+def _show_warnings(texts: Iterable[str]) -> None:
+    for text in texts:
+        click.echo(marked(text, "warning"))
 
 
 @command("show", click.argument("name"))
@@ -191,7 +201,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         return
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
     pending = _pending(app).get(name)
-    upcoming, state = _outlook(entry, now, late, pending)
+    pause = found.pause_over(entry.policy)
+    upcoming, state = _outlook(entry, now, late, pending, pause)
     if problem:
         upcoming, state = None, "quarantined"
     elif unusable := entry.why_unusable(now):
@@ -201,11 +212,13 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     elif late is not None and late.is_wrong:
         problem = str(late)
     put_off = str(late) if late is not None and late.level == "warning" else ""
-    warnings = [text for text in (entry.ignored, put_off, found.redbeat_leads and REDBEAT_LEADS) if text]
+    many = str(pause) if pause is not None else ""
+    warnings = [text for text in (entry.ignored, put_off, many, found.redbeat_leads and REDBEAT_LEADS) if text]
     if as_json:
         why = {"reason": problem} if problem else {}
         why |= {"warning": "; ".join(warnings)} if warnings else {}
-        show_json({**_as_shown(entry), "state": state, **why, "next": upcoming})
+        paused = {"pause": asdict(pause)} if pause is not None else {}
+        show_json({**_as_shown(entry), "state": state, **why, **paused, "next": upcoming})
         return
     _show_rows(
         {
