@@ -15,7 +15,7 @@ from . import edits
 from .actions import ACTIONS, FORMS, SAID, Action, Form, Page
 from .board import Board, in_words, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
-from .render import render, zone_name, zone_of
+from .render import render, sentence, zone_name, zone_of
 from .security import COOKIE, RefusedError, Role
 from .views import VIEWS, View
 
@@ -68,6 +68,9 @@ class Site:
         except (SinglebeatError, ValueError) as exc:
             return self._fail(request, user, 422, "That cannot be done", str(exc))
         except RedisError as exc:
+            if request.is_fragment:  # the page keeps what it shows, and its header says what is wrong
+                context = {**self._common(request, user), "header": self.board.snapshot}
+                return PageReply(render("status.html", context), headers={"HX-Reswap": "none"})
             text = f"{schedule_place(self.app)}: {schedule_server_says(self.app, exc)}"
             return self._fail(request, user, 503, "The schedule's server", text)
 
@@ -99,7 +102,8 @@ class Site:
         etag = self._etag(request, user) if request.is_fragment and view.is_live else ""
         if etag and request.headers.get("if-none-match") == etag:
             return PageReply(status=304, headers={"ETag": etag})
-        return self._show(request, user, view.show(self.board, request, user), view)
+        shown = view.show(self.board, request, user)
+        return shown if isinstance(shown, PageReply) else self._show(request, user, shown, view)
 
     @staticmethod
     def _check_role(user: User, role: Role) -> None:
@@ -136,6 +140,9 @@ class Site:
             "shown_call": self.board.shown_call,
             "masked_text": self.board.masked_text,
             "said": SAID,
+            "differences": self.board.differences,
+            "sentence": sentence,
+            "many_paused": self.board.many_paused,
             "etag": "",
             "header": None,
             "now": None,
