@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -490,6 +490,14 @@ class Schedule:
         """Return the last decisions about an entry, or about all entries, with the ends of their runs; latest first."""
         history = History(self.app)
         return history.latest(count) if name is None else history.of(name, count)
+
+    def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
+        """Return the last decisions about each of some entries, latest first, with the ends of their runs.
+
+        Far cheaper than ``history`` for each: of a schedule with many entries, older decisions than the last few about
+        an entry are missing if they are not among the last 10,000 about all entries.
+        """
+        return History(self.app).of_many(names, count)
 
     def changes(self, name: str | None = None, count: int = 20) -> Sequence[Change]:
         """Return the last changes of an entry, or of all entries and of pauses of many, latest first.

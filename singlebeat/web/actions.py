@@ -38,6 +38,8 @@ SAID = {
     "resigned": "The term of leadership was ended: a standby leads next.",
     "backfill": "The runs of the backfill are handed to beat, one after the other.",
     "reverted": "Reverted.",
+    "pause_all": "Paused: the times of these entries pass without a run.",
+    "resume_all": "Resumed: runs that were due meanwhile are not made up for.",
     "many": "Done for all that were selected.",
 }
 
@@ -250,6 +252,55 @@ def end_present_term(board: Board) -> None:
         raise ConflictError("no beat leads")
 
 
+def ask_revert(board: Board, request: PageRequest, user: User) -> Page:
+    """Show a change before it is undone."""
+    name, to = request.query.get("name"), request.query.get("to")
+    change = next((each for each in board.changes(name, 1000) if each.id == to), None)
+    if change is None:
+        raise ConflictError(f"there is no record of a change {to!r} of entry {name!r}")
+    return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, change=change)
+
+
+def revert(board: Board, request: PageRequest, user: User) -> PageReply:
+    """Let an entry be again as it was before a change."""
+    name = request.changes.get("name")
+    board.schedule(user).revert(name, request.changes.get("to"))
+    return leads_to(request, "/entry", name=name, done="reverted")
+
+
+def ask_pause_all(board: Board, request: PageRequest, user: User) -> Page:
+    """Ask which entries are paused, why, and until when."""
+    tag = request.query.get("tag")
+    tags = sorted(board.schedule(user).tags())
+    return _confirm("pause_all.html", "Pause many entries", "/pause-all", "Pause", tag=tag, tags=tags, zone=board.zone)
+
+
+def pause_all(board: Board, request: PageRequest, user: User) -> PageReply:
+    """Pause all entries, or those with a tag, under one key."""
+    form = request.changes
+    until = _moment(form.get("until"), board.zone) if form.get("until") else None
+    if form.get("which") not in {"all", "tag"}:
+        raise EntryError("choose all entries, or those with a tag")
+    tag = form.get("tag") if form.get("which") == "tag" else None
+    board.schedule(user).pause_many(tag=tag, note=form.get("note"), until=until)
+    return leads_to(request, "/", done="pause_all")
+
+
+def ask_resume_all(board: Board, request: PageRequest, user: User) -> Page:
+    """Show a pause of many entries before it is ended."""
+    tag = request.query.get("tag") or None
+    pause = next((each for each in board.state.pauses if each.tag == tag), None)
+    if pause is None:
+        raise ConflictError("that pause has ended")
+    return _confirm("resume_all.html", "Resume many entries", "/resume-all", "Resume", pause=pause)
+
+
+def resume_all(board: Board, request: PageRequest, user: User) -> PageReply:
+    """End a pause of many entries."""
+    board.schedule(user).resume_many(tag=request.changes.get("tag") or None)
+    return leads_to(request, "/", done="resume_all")
+
+
 #: What can be done to several entries at once: the words for it, and the least role.
 MANY = {
     "pause": ("Pause", Role.OPERATE),
@@ -314,6 +365,9 @@ FORMS: Mapping[str, Form] = {
     "/free": Form(ask_free, Role.OPERATE),
     "/resign": Form(ask_resign, Role.ADMIN),
     "/many": Form(ask_many, Role.OPERATE),
+    "/revert": Form(ask_revert, Role.ADMIN),
+    "/pause-all": Form(ask_pause_all, Role.OPERATE),
+    "/resume-all": Form(ask_resume_all, Role.OPERATE),
 }
 
 ACTIONS: Mapping[str, Action] = {
@@ -326,4 +380,7 @@ ACTIONS: Mapping[str, Action] = {
     "/free": Action(free, Role.OPERATE),
     "/resign": Action(end_term, Role.ADMIN),
     "/many": Action(act_on_many, Role.OPERATE),
+    "/revert": Action(revert, Role.ADMIN),
+    "/pause-all": Action(pause_all, Role.OPERATE),
+    "/resume-all": Action(resume_all, Role.OPERATE),
 }

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from celery.schedules import BaseSchedule
 
     from ..beat.entries.entry import Entry
+    from ..beat.entries.pauses import Pause
     from ..beat.explain import HeldLock
     from ..beat.page import Page
+    from ..beat.store.changes import Change
     from .security import User
 
 __all__ = ("Board", "EntryPage")
@@ -117,9 +119,10 @@ class Board:
         own: ZoneInfo | None = entry.policy.timezone if entry is not None else None
         return own or self.zone
 
-    def schedule(self, user: User | None = None) -> Schedule:
+    def schedule(self, user: User | None = None, *, by: str = "web") -> Schedule:
         """Return the schedule, whose changes are recorded as those of a user."""
-        return Schedule(self.app)
+        name = user.name if user is not None and user.name else "page"
+        return Schedule(self.app, actor=name, by=by)
 
     def begin_backfill(
         self, entries: Schedule, name: str, start: datetime, end: datetime, overlap: str, total: int
@@ -159,6 +162,26 @@ class Board:
         found: Mapping[str, Any] = masked(call, self.app)
         return found
 
+    def differences(self, change: Change) -> Mapping[str, tuple[str, str]]:
+        """Return the parts of an entry that a change has changed, before and after, as they may be shown."""
+        found = {}
+        task = next((str(value) for pair in (change.differences.get("task"),) if pair for value in pair if value), "")
+        for part, pair in change.differences.items():
+            hidden = self.hide_arguments and part in {"args", "kwargs", "definition"}
+            before, after = (
+                "" if value is None else "hidden" if hidden else self._as_text(part, value, task) for value in pair
+            )
+            found[part] = before, after
+        return found
+
+    def _as_text(self, part: str, value: object, task: str) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        return masked_text(text, self.app, task=task if part == "args" else "")
+
+    def many_paused(self, entry: Entry | None) -> Pause | None:
+        """Return the pause of many entries that covers an entry, None if there is none."""
+        return self.state.pause_over(entry.policy) if entry is not None else None
+
     def is_static(self, name: str) -> bool:
         """Return whether an entry comes from the code: ``beat_schedule`` replaces changes of its definition."""
         return name in map(str, self.app.conf.beat_schedule)
@@ -175,8 +198,7 @@ class Board:
 
     def histories(self, names: Sequence[str], count: int) -> Mapping[str, Sequence[Record]]:
         """Return the last decisions about each of some entries, latest first."""
-        entries = self.schedule()
-        return {name: entries.history(name, count) for name in names}
+        return self.schedule().histories(names, count)
 
     def history(self, name: str, count: int) -> Sequence[Record]:
         """Return the last decisions about one entry, or about all if there is no name, latest first."""
@@ -184,6 +206,13 @@ class Board:
             ("history", name, count), lambda: self.schedule().history(name or None, count)
         )
         return records
+
+    def changes(self, name: str, count: int) -> Sequence[Change]:
+        """Return the last changes of one entry, or of all if there is no name, latest first."""
+        changes: Sequence[Change] = self.poller.shared(
+            ("changes", name, count), lambda: self.schedule().changes(name or None, count)
+        )
+        return changes
 
     def workers(self) -> Workers | None:
         """Return the answers of the workers, which may be some seconds old; None if the broker does not answer."""

@@ -258,6 +258,10 @@ class Draft:
         mine, theirs = self.texts(), other.texts()
         return [Change(name, mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]]
 
+    def has_schedule_of(self, other: Draft) -> bool:
+        """Return whether the schedule, and the zone in which it is read, are those of another draft."""
+        return all(self.values[name] == other.values[name] for name in (*SCHEDULE, "timezone"))
+
     def merged(self, before: Draft, theirs: Draft) -> Draft:
         """Return this draft with the fields of another one that were not changed here."""
         groups = [SCHEDULE, *((name,) for name in FIELDS if name not in SCHEDULE)]

@@ -67,6 +67,9 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     found, draft, before = _stored(board, user, name), Draft.of_form(form), _before(form)
     zone = _zone_of(board, draft)
     fields, wishes = draft.fields(_stored_fields(board, form, user, found), zone), draft.wishes()
+    if found is not None and "schedule" in found.fields and draft.has_schedule_of(_draft_of(board, found)):
+        fields["schedule"] = found.fields["schedule"]  # of the many ways to write it, keep the stored one
+        draft.errors.pop("schedule", None)
     if not name:
         draft.errors["name"] = "give the entry a name"
     if draft.errors or form.get("do") in {"preview", "back"}:

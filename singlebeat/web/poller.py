@@ -95,7 +95,7 @@ class Poller:
         facts = (
             {name: value for name, value in state.leader.items() if name not in {"took", "ahead"}},
             [beat.get("host", "") + beat.get("pid", "") for beat in state.standbys],
-            *(state.entries, state.overdue, state.pending, state.quarantine, problem, last),
+            *(state.entries, state.overdue, state.pending, state.quarantine, state.pauses, problem, last),
             int(self._clock()) // AT_LEAST_EVERY,
         )
         stamp = hashlib.sha256(repr(facts).encode(errors="replace")).hexdigest()[:16]
@@ -105,7 +105,6 @@ class Poller:
         """Return the ids of the last decision, of the last end of a run and of the last change."""
         keys = Keys.of(self.app)
         with schedule_client(self.app).pipeline(transaction=False) as pipe:
-            for key in (keys.history, keys.runs, getattr(keys, "changes", None)):
-                if key is not None:
-                    pipe.xrevrange(key, count=1)
+            for key in (keys.history, keys.runs, keys.changes):
+                pipe.xrevrange(key, count=1)
             return [row[0][0] if row else "" for row in pipe.execute()]

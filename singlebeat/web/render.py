@@ -96,6 +96,20 @@ def iso(text: str | None) -> Markup:
         return escape(text or "?")
 
 
+def sentence(said: object) -> str:
+    """Return a clause as the beginning of a sentence."""
+    text = str(said)
+    return text[:1].upper() + text[1:]
+
+
+def mark(record: Record) -> Markup:
+    """Return the square of a decision, beside its word."""
+    each = squares.square(record)
+    return Markup(
+        '<svg class="mark" viewBox="0 0 8 12" aria-hidden="true"><g class="{}"><path d="{}"/></g></svg>'
+    ).format(each.word, SHAPES[each.word])
+
+
 def shorten(text: object, most: int = 80) -> str:
     """Return a string that is cut after so many characters; names in Redis may be as long as it pleases a writer."""
     whole = str(text)
@@ -116,7 +130,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(instant=instant, iso=iso, span=span, strip=strip, words=squares.WORDS, shapes=SHAPES)
+    environment.globals.update(
+        instant=instant, iso=iso, mark=mark, span=span, strip=strip, words=squares.WORDS, shapes=SHAPES
+    )
     environment.globals.update(outcome=squares.outcome, outcome_of_end=squares.outcome_of_end)
     environment.filters.update(json=as_json, shorten=shorten)
     return environment

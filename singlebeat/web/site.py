@@ -16,7 +16,7 @@ from .api.api import Api, refusal
 from .board import Board, in_words, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
 from .problems import problem_of
-from .render import render, zone_name, zone_of
+from .render import render, sentence, zone_name, zone_of
 from .security import COOKIE, RefusedError, Role
 from .views import VIEWS, View
 
@@ -66,6 +66,9 @@ class Site:
         except RefusedError as exc:
             return self.refuse(request, exc, user)
         except (SinglebeatError, ValueError, RedisError) as exc:
+            if isinstance(exc, RedisError) and request.is_fragment:  # the page keeps what it shows, its header says why
+                context = {**self._common(request, user), "header": self.board.snapshot}
+                return PageReply(render("status.html", context), headers={"HX-Reswap": "none"})
             return self._fail(request, user, *problem_of(self.app, exc))
 
     def refuse(self, request: PageRequest, why: RefusedError, user: User | None = None) -> PageReply:
@@ -100,7 +103,8 @@ class Site:
         etag = self._etag(request, user) if request.is_fragment and view.is_live else ""
         if etag and request.headers.get("if-none-match") == etag:
             return PageReply(status=304, headers={"ETag": etag})
-        return self._show(request, user, view.show(self.board, request, user), view)
+        shown = view.show(self.board, request, user)
+        return shown if isinstance(shown, PageReply) else self._show(request, user, shown, view)
 
     def _etag(self, request: PageRequest, user: User) -> str:
         zone = request.cookies.get("singlebeat_zone", "")
@@ -132,6 +136,9 @@ class Site:
             "shown_call": self.board.shown_call,
             "masked_text": self.board.masked_text,
             "said": SAID,
+            "differences": self.board.differences,
+            "sentence": sentence,
+            "many_paused": self.board.many_paused,
             "etag": "",
             "header": None,
             "now": None,

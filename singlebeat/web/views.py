@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, tzinfo
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, tzinfo
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..beat.entries.state import State, outlook
 from ..errors import EntryError, UnknownEntryError
 from .actions import Page
 from .board import IN_TIMELINE
+from .exchange import PageReply
 from .render import zone_of
 from .security import Role, User
+from .squares import WORDS, outcome
 
 if TYPE_CHECKING:
+    from ..beat.explain import HeldLock
     from ..beat.store.history import Record
     from .board import Board
-    from .exchange import PageRequest
+    from .exchange import Fields, PageRequest
 
 __all__ = ("VIEWS", "View")
 
 #: Entries on one page of the list, at most.
 MOST_ROWS = 100
+
+#: Decisions that the history shows, at choice.
+COUNTS = (50, 200, 1000)
+
+#: The fields of a decision in CSV.
+CSV = ("entry", "at", "nominal", "kind", "decision", "reason", "task_id", "holder", "holder_entry", "leader", "term")
 
 #: How the list can be sorted.
 SORTS = {"next": "next run", "last": "last end", "name": "name", "lateness": "latest run"}
@@ -31,7 +45,7 @@ SORTS = {"next": "next run", "last": "last end", "name": "name", "lateness": "la
 class View(NamedTuple):
     """A view, and the least role that may see it."""
 
-    show: Callable[[Board, PageRequest, User], Page]
+    show: Callable[[Board, PageRequest, User], Page | PageReply]
     role: Role = Role.READ
     is_live: bool = True  #: its page asks for it again while it is visible
 
@@ -87,6 +101,7 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
         "lock": _lock_of(board, found),
         "timeline": timeline,
         "backfill": board.backfills.get(name),
+        "changes": board.changes(name, 5),
     }
     return Page("entry.html", context)
 
@@ -147,8 +162,134 @@ def zone(board: Board, request: PageRequest, entry: Any = None) -> tzinfo:
     return zone_of(request.cookies.get("singlebeat_zone", "entry"), board.zone_of(entry))
 
 
+def history(board: Board, request: PageRequest, user: User) -> Page:
+    """Show decisions and ends of runs, latest first."""
+    query = request.query
+    chosen = Chosen.of(query)
+    context = {"records": chosen.records(board), "chosen": chosen, "words_of_outcomes": WORDS, "counts": COUNTS}
+    return Page("history.html", context | {"zone": zone(board, request)})
+
+
+def locks(board: Board, request: PageRequest, user: User) -> Page:
+    """Show the held locks."""
+    return Page("locks.html", {"rows": [_lock_row(*row) for row in board.locks()], "zone": zone(board, request)})
+
+
+def doctor(board: Board, request: PageRequest, user: User) -> Page:
+    """Show the beats; the findings follow, because the checks take some seconds."""
+    return Page("doctor.html", {"beats": board.state.beats})
+
+
+def findings(board: Board, request: PageRequest, user: User) -> Page:
+    """Show what is wrong, and what to do."""
+    found = sorted(board.doctor(), key=lambda finding: ("problem", "warning", "fine").index(finding.level))
+    return Page("findings.html", {"findings": found})
+
+
+def quarantine(board: Board, request: PageRequest, user: User) -> Page:
+    """Show the entries that beat cannot use, with their raw fields."""
+    records = dict(islice(board.state.quarantine.items(), MOST_ROWS))
+    texts = {}
+    for name in records:
+        with suppress(EntryError):
+            texts[name] = {field: text for field, text in board.schedule(user).salvage(name).texts.items() if text}
+    return Page("quarantine.html", {"records": records, "texts": texts, "total": len(board.state.quarantine)})
+
+
+def changes(board: Board, request: PageRequest, user: User) -> Page:
+    """Show who has changed what."""
+    name = request.query.get("name")
+    count = request.query.number("n", 50, most=1000)
+    context = {"changes": board.changes(name, count), "name": name, "zone": zone(board, request), "count": count}
+    return Page("changes.html", context)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which decisions the history shows."""
+
+    entry: str
+    word: str  #: an outcome, as the squares have it
+    task: str  #: id of a task
+    since: datetime | None
+    until: datetime | None
+    count: int
+
+    @classmethod
+    def of(cls, query: Fields) -> Chosen:
+        """Read the choice of a query; a moment that is none is left out."""
+        since, until = _instant(query.get("since")), _instant(query.get("until"))
+        count = query.number("n", COUNTS[0], most=COUNTS[-1])
+        return cls(query.get("name"), query.get("outcome"), query.get("task").strip(), since, until, count)
+
+    def records(self, board: Board) -> Sequence[Record]:
+        """Return the chosen ones of the last decisions."""
+        is_narrow = bool(self.word or self.task or self.since or self.until)
+        found = board.history(self.entry, COUNTS[-1] if is_narrow else self.count)
+        return [*islice((record for record in found if self._is_met_by(record)), self.count)]
+
+    def _is_met_by(self, record: Record) -> bool:
+        return (
+            (not self.word or outcome(record) == self.word)
+            and (not self.task or self.task in {record.task_id, record.holder})
+            and (self.since is None or record.nominal >= self.since)
+            and (self.until is None or record.nominal <= self.until)
+        )
+
+
+def _instant(text: str) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _lock_row(record: Mapping[str, str], lock: HeldLock) -> tuple[Mapping[str, str], HeldLock, float | None]:
+    """Return a lock with its record, and the seconds since its state began; None if unknown."""
+    began, now = (float(record.get(field) or 0) for field in ("since", "now"))
+    return record, lock, max(0.0, now - began) / 1000 if began and now else None
+
+
+def history_as_json(board: Board, request: PageRequest, user: User) -> PageReply:
+    """Return the decisions that the history shows, as JSON."""
+    rows = [asdict(record) for record in Chosen.of(request.query).records(board)]
+    return PageReply(json.dumps(rows, indent=1, default=_plain), kind="application/json")
+
+
+def history_as_csv(board: Board, request: PageRequest, user: User) -> PageReply:
+    """Return the decisions that the history shows, as CSV."""
+    rows, text = Chosen.of(request.query).records(board), io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow((*CSV, "outcome", "ended", "duration", "worker", "end_reason"))
+    for record in rows:
+        end = record.end
+        ended = (end.outcome, end.at.isoformat(), end.duration, end.worker, end.reason) if end is not None else ()
+        fields = [_plain(getattr(record, name)) for name in CSV]
+        writer.writerow([_harmless(value) for value in (*fields, *ended)])
+    headers = {"Content-Disposition": 'attachment; filename="history.csv"'}
+    return PageReply(text.getvalue(), kind="text/csv; charset=utf-8", headers=headers)
+
+
+def _plain(value: object) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def _harmless(value: object) -> object:
+    """Return a cell that no spreadsheet takes for a formula: names and reasons come from any writer."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in {"=", "+", "-", "@", "\t", "\r"} else value
+
+
 VIEWS: Mapping[str, View] = {
     "/": View(entries),
     "/entry": View(entry),
-    "/why": View(why),
+    "/why": View(why, is_live=False),
+    "/history": View(history),
+    "/history.json": View(history_as_json, is_live=False),
+    "/history.csv": View(history_as_csv, is_live=False),
+    "/locks": View(locks),
+    "/doctor": View(doctor),
+    "/findings": View(findings, is_live=False),
+    "/quarantine": View(quarantine),
+    "/changes": View(changes),
 }

@@ -69,9 +69,7 @@ def test_the_default_actor_is_the_user_on_the_host(bench):
 
 def test_a_user_without_a_name_is_an_actor():
     """As in a container whose user is in no passwd."""
-    code = (
-        "from singlebeat.beat.entries import author; author.getpass.getuser = lambda: {}['no']; print(a._user())"
-    )
+    code = "from singlebeat.beat.entries import author; author.getpass.getuser = lambda: {}['no']; print(a._user())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip().isdigit()
 
 

@@ -270,3 +270,57 @@ def test_an_empty_schedule_has_an_empty_page(bench):
     for sort in SORTS:
         page = Schedule(bench.app).page(sort=sort)
         assert (list(page.rows), page.cursor, page.total) == ([], "", 0)
+
+
+# ---------------------------------------------------------------- the last decisions about the entries of a page
+
+
+def decide(bench, name: str, times: int) -> None:
+    """Let an entry run, and its runs end."""
+    for number in range(times):
+        bench.make_due(name)
+        bench.tick()
+        headers = {"id": bench.history[-1]["id"], "singlebeat": {"entry": name}}
+        record_end_of_message(bench.app, headers, f"end {number}", worker="celery@here")
+    flush_ends(bench.app)
+
+
+def test_the_histories_of_several_entries_are_those_of_each(bench, redis):
+    for name in ("busy", "rare", "never", "other"):
+        bench.put(name, overlap="allow_all", ago=timedelta())
+    decide(bench, "rare", 1)
+    decide(bench, "busy", 9)
+    decide(bench, "other", 2)
+
+    found = bench.schedule.histories(["busy", "rare", "never"], 7)
+
+    assert found == {name: bench.schedule.history(name, 7) for name in ("busy", "rare", "never")}
+    assert [record.end.outcome for record in found["busy"]] == [f"end {number}" for number in range(8, 1, -1)]
+    redis.delete("redbeat::history", "redbeat::runs")
+    assert 0 < len(bench.schedule.histories(["busy"], 7)["busy"]) < 7, "its own"
+
+
+def test_the_history_of_an_entry_that_keeps_all_of_it_costs_no_search(bench, redis):
+    bench.put("rare", overlap="allow_all", ago=timedelta())
+    decide(bench, "rare", 1)
+    redis.config_resetstat()
+
+    assert len(bench.schedule.histories(["rare", "unknown"], 30)["rare"]) == 1
+
+    assert "cmdstat_xrevrange" not in redis.info("commandstats")
+
+
+def test_histories_that_are_none_are_left_out(bench, redis):
+    bench.put("good", overlap="allow_all", ago=timedelta())
+    decide(bench, "good", 1)
+    bench.put("bad")
+    redis.hset("redbeat:bad", "history", '["1-1","no time","k","d","r","i","t","h","l","e"]\n' * 30)
+    for number, line in enumerate(
+        ('["x",1,2,3,4,5,6,7,8,9]', '["x","","","","","","","","",""]', '["1-1",[],{},1,2,3,4,5,6,7]')
+    ):
+        redis.hset(f"redbeat:bad{number}", "history", f"{line}\n" * 30)
+    redis.set("redbeat:string", "x")
+
+    found = bench.schedule.histories(["good", "bad", "bad0", "bad1", "bad2", "string", "redbeat:", ":schedule"], 30)
+
+    assert {name: len(records) for name, records in found.items() if records} == {"good": 1}

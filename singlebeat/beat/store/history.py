@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import ResponseError, schedule_client
 from ...lua import packed, script
-from ..entries.fields import BATCH
+from ..entries.fields import BATCH, read_fields
 from ..entries.occurrence import DecisionType
 from ..keys import Keys
+from .claims import HISTORY_BYTES
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -25,12 +26,19 @@ __all__ = ("NO_END", "End", "History", "Own", "Record", "read_records")
 #: Records of a stream that one round trip reads.
 PAGE = 1000
 
+#: Most records of a stream in which ``of_many`` looks for the older records of its entries.
+MOST_SEARCHED = 10_000
+
 #: Outcomes of messages that did not run, or have not run yet.
 NO_END = {"duplicate_refused", "postponed"}
 
 #: The values of a line in an entry's own history after its id, in the order of ``confirm.lua`` and ``record_ends.lua``.
 _OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader", "holder_entry")
 _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
+
+
+#: A record of a stream, and its id before it.
+_Row = tuple[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,48 @@ class History:
             for name, fields in zip(batch, found, strict=True):
                 yield name, Own.of(name, *fields)
 
+    def of_many(self, names: Collection[str], count: int) -> Mapping[str, Sequence[Record]]:
+        """Return the last decisions about some entries, latest first, from few round trips.
+
+        The few that each entry keeps itself are always there. Older ones come from the last ``MOST_SEARCHED`` records
+        of the streams that all entries share.
+        """
+        client, listed = schedule_client(self.app), list(dict.fromkeys(names))
+        decisions, ends, left = dict[str, dict[str, Mapping[str, str]]](), dict[str, _Row](), set[str]()
+        for at in range(0, len(listed), BATCH):
+            batch = listed[at : at + BATCH]
+            rows = read_fields(client, [self.keys.prefix + name for name in batch], "history", "runs")
+            for name, stored in zip(batch, rows, strict=True):
+                history, runs = ("", "") if isinstance(stored, str) else (stored[6] or "", stored[7] or "")
+                decisions[name] = {id_: {**line, "entry": name} for id_, line in _lines(history, _OF_DECISION)}
+                ends |= _ends(_lines(runs, _OF_END))
+                if len(decisions[name]) < count and len(history.encode(errors="surrogateescape")) >= HISTORY_BYTES:
+                    left.add(name)  # it has had more decisions than it keeps
+        for id_, fields in self._search(self.keys.history, left):
+            found = decisions[fields["entry"]]
+            found[id_] = fields
+            if len(found) >= count:
+                left.discard(fields["entry"])
+        last = {
+            name: sorted(found.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
+            for name, found in decisions.items()
+        }
+        unended = {name for name, found in last.items() if any(fields["id"] not in ends for _, fields in found)}
+        oldest = min((last[name][-1][0] for name in unended), key=_place, default="")
+        ends = _ends(self._search(self.keys.runs, unended, until=oldest)) | ends
+        return {name: _records(found, ends) for name, found in last.items()}
+
+    def _search(self, stream: str, names: Collection[str], until: str = "0-0") -> Iterator[_Row]:
+        """Yield the records of some entries, latest first; the caller may take names away while it reads."""
+        client, before = schedule_client(self.app), ""
+        for _ in range(MOST_SEARCHED // PAGE):
+            if not names:
+                return
+            before, rows = read_records(client, stream, before, PAGE, names=names)
+            yield from rows
+            if not before or _place(before) < _place(until):
+                return
+
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"
         while page := client.xrevrange(key, before, until, count=PAGE):
@@ -186,14 +236,24 @@ def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str,
 
 
 def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the lines of an entry's own history; the last one may be cut off."""
+    """Yield the lines of an entry's own history up to one that is none; the last one may be cut off."""
     for line in (text or "").splitlines():
         try:
             at, *values = json.loads(line)
+            if not all(isinstance(value, str) for value in values) or _place(at) < (0, 0):
+                return
             values += [""] * (len(values) == len(names) - 1)  # an older singlebeat knows no ``holder_entry``
             yield at, dict(zip(names, values, strict=True))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, AttributeError):
             return
+
+
+def _records(rows: Sequence[_Row], ends: Mapping[str, _Row]) -> Sequence[Record]:
+    """Return the records of decisions with the ends of their runs, none if another program has written there."""
+    try:
+        return _join_ends(rows, ends)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
+        return ()
 
 
 def _join_ends(

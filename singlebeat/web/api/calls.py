@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...beat.schedule import Schedule
 from ...diagnosis.leader import refusal
 from ...errors import EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
@@ -18,6 +15,7 @@ from . import entries
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from ...beat.schedule import Schedule
     from ...beat.store.changes import Change
     from ..board import Board
     from ..exchange import PageRequest
@@ -38,7 +36,7 @@ class Call:
     @property
     def schedule(self) -> Schedule:
         """The entries, whose changes are recorded as those of the user."""
-        return Schedule(self.board.app, actor=self.user.name, by="api")
+        return self.board.schedule(self.user, by="api")
 
     @property
     def name(self) -> str:
@@ -229,32 +227,14 @@ def backfill_progress(call: Call) -> Result:
 
 def changes(call: Call) -> Result:
     """Return the last changes of entries."""
-    found = call.schedule.changes(call.given["name"], call.given["count"])
+    found = call.board.changes(call.given["name"] or "", call.given["count"])
     return Result({"changes": [_change(call.board, each) for each in found]})
 
 
 def _change(board: Board, change: Change) -> Mapping[str, Any]:
     texts = ("id", "at", "actor", "by", "entry", "action", "note")
-    return {
-        **{name: getattr(change, name) for name in texts},
-        "differences": {
-            part: [_shown_part(board, change, part, value) for value in pair]
-            for part, pair in change.differences.items()
-        },
-    }
-
-
-def _shown_part(board: Board, change: Change, part: str, value: Any) -> Any:
-    """Return a part of a definition as it may be shown: the names of positional arguments come from the task."""
-    if isinstance(value, str) and part in {"definition", "policy"}:
-        return board.masked_text(value)
-    if part not in {"args", "kwargs", "options"} or value is None:
-        return value
-    task = ""
-    for text in (change.after.get("definition"), change.before.get("definition")):
-        with suppress(ValueError, AttributeError, RecursionError):
-            task = task or str(json.loads(text or "{}").get("task", ""))
-    return board.shown_call({"task": task, part: value})[part]
+    differences = {part: [*pair] for part, pair in board.differences(change).items()}
+    return {**{name: getattr(change, name) for name in texts}, "differences": differences}
 
 
 def revert(call: Call) -> Result:

@@ -185,8 +185,8 @@ COMPONENTS: Mapping[str, Any] = {
         note=STRING,
         differences={
             "type": "object",
-            "additionalProperties": {"type": "array", "minItems": 2, "maxItems": 2},
-            "description": "The parts that differ, with the values before and after; null if absent.",
+            "additionalProperties": {**array(STRING), "minItems": 2, "maxItems": 2},
+            "description": "The parts that differ, before and after, as JSON; empty if absent.",
         },
     ),
     "Problem": lambda: {
