@@ -240,32 +240,44 @@ def _kept(board: Board, definition: Mapping[str, Any], found: Salvage | None) ->
     if found is not None:
         with suppress(ValueError, RecursionError):
             stored = json.loads(found.texts["definition"])
-    kept = {
-        **definition,
-        **{
-            name: unmasked(definition[name], stored.get(name) if isinstance(stored, dict) else None)
-            for name in ("args", "kwargs", "options")
-            if name in definition
-        },
-    }
-    if lost := _masked_path(kept, board.shown_call({"task": (found and found.fields.get("task")) or "", **kept})):
+    stored = stored if isinstance(stored, dict) else {}
+    given = {name: definition[name] for name in ("args", "kwargs", "options") if name in definition}
+    task = definition.get("task") or stored.get("task")
+    shown = board.shown_call({"task": task, **{name: _blank(value) for name, value in given.items()}})
+    if lost := _lost_mask(given, stored, shown):
         raise EntryError(f"{lost} is {MASK}, which stands for a value that is stored, and none is: give the value")
-    return kept
+    return {**definition, **{name: unmasked(value, stored.get(name)) for name, value in given.items()}}
 
 
-def _masked_path(value: Any, shown: Any, path: str = "") -> str:
-    """Return where a value is a mask that would be shown masked, empty if nowhere."""
-    if isinstance(value, str) and value == shown == MASK:
-        return path
+def _blank(value: Any) -> Any:
+    """Return a value without the masks that it holds, so that masks are found where values are secret."""
+    if isinstance(value, dict):
+        return {name: _blank(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_blank(each) for each in value]
+    return "" if value == MASK else value
+
+
+def _lost_mask(value: Any, stored: Any, shown: Any, path: str = "") -> str:
+    """Return where a value is a mask that stands for nothing, empty if nowhere.
+
+    Args:
+        shown: the value without its masks, as it would be shown.
+    """
+    if isinstance(value, str):
+        return path if value == shown == MASK and stored is None else ""
     pairs: Any = ()
     if isinstance(value, dict) and isinstance(shown, Mapping):
-        pairs = ((name, each, shown[name]) for name, each in value.items() if name in shown)
+        old = stored if isinstance(stored, Mapping) else {}
+        pairs = ((name, each, old.get(name), shown.get(name)) for name, each in value.items())
     elif isinstance(value, list) and isinstance(shown, list):
-        pairs = ((str(at), each, shown[at]) for at, each in enumerate(value[: len(shown)]))
-    for name, each, its in pairs:
-        if lost := _masked_path(each, its, f"{path}.{name}" if path else name):
-            return lost
-    return ""
+        old = stored if isinstance(stored, list) else []
+        pairs = (
+            (str(at), each, old[at] if at < len(old) else None, shown[at])
+            for at, each in enumerate(value[: len(shown)])
+        )
+    found = (_lost_mask(each, old, its, f"{path}.{name}".strip(".")) for name, each, old, its in pairs)
+    return next(filter(None, found), "")
 
 
 def _changed(found: Salvage, definition: Mapping[str, Any], policy: Mapping[str, Any]) -> Entry:
