@@ -71,6 +71,7 @@ class PageRequest:
     root: str = ""  #: the path under which the page is mounted, without a slash at its end
     is_tls: bool = False
     token: str = ""  #: against forged requests: each form carries it
+    secret: str = ""  #: of which a host makes such tokens; empty if the token itself stays the same
     nonce: str = ""  #: of the host's own Content-Security-Policy; empty if it has none
 
     @property

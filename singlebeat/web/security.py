@@ -359,17 +359,33 @@ class Gate:
         roles = self.users.roles if self.users is not None else {}
         return User(name, roles.get(name, self.default_role or Role.NONE))
 
+    def of_token(self, request: PageRequest, users: Users, token: str) -> User:
+        """Return the user of a bearer token.
+
+        Raises:
+            RefusedError: there is none, or there were too many wrong ones.
+        """
+        self._check_failures(request)
+        user = users.of_token(token.strip())
+        if user is None:
+            self.failures.count(request.client)
+            raise RefusedError("wrong token", 401)
+        return user
+
+    def _check_failures(self, request: PageRequest) -> None:
+        if self.failures.is_reached(request.client):
+            raise RefusedError("too many wrong passwords or tokens: wait a minute", 429)
+
     def _of_users(self, request: PageRequest, users: Users) -> User:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         asks = {"WWW-Authenticate": 'Basic realm="singlebeat", charset="UTF-8"'} if users.has_passwords else {}
         if not given:
             raise RefusedError("sign in", 401, asks)
-        if self.failures.is_reached(request.client):
-            raise RefusedError("too many wrong passwords: wait a minute", 429)
-        user = None
         if scheme.lower() == "bearer":
-            user = users.of_token(given.strip())
-        elif scheme.lower() == "basic":
+            return self.of_token(request, users, given)
+        self._check_failures(request)
+        user = None
+        if scheme.lower() == "basic":
             try:
                 name, _, password = base64.b64decode(given, validate=True).decode().partition(":")
             except (binascii.Error, UnicodeDecodeError):
@@ -377,7 +393,7 @@ class Gate:
             user = users.of_password(name, password)
         if user is None:
             self.failures.count(request.client)
-            raise RefusedError("wrong name, password or token", 401, asks)
+            raise RefusedError("wrong name or password", 401, asks)
         return user
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -15,16 +14,13 @@ from starlette.staticfiles import StaticFiles
 
 from .exchange import LARGEST_BODY, PageReply, PageRequest
 from .security import COOKIE, HEADERS, Gate, RefusedError
-from .site import Site
+from .site import STATIC, Site
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ("make_app",)
-
-#: What the page loads; it lies beside this file.
-STATIC = Path(__file__).parent / "static"
 
 
 class _Guarded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from .exchange import PageRequest
     from .security import Gate, User
 
-__all__ = ("Site",)
+__all__ = ("STATIC", "Site")
 
 log = Log(__name__)
+
+#: The files that pages load; they lie beside this one.
+STATIC = Path(__file__).parent / "static"
 
 #: In which zone times can be shown.
 ZONES = ("entry", "mine", "utc")
@@ -108,7 +112,8 @@ class Site:
 
     def _etag(self, request: PageRequest, user: User) -> str:
         zone = request.cookies.get("singlebeat_zone", "")
-        about = (self.board.snapshot.stamp, request.path, request.query.pairs, user, request.token, zone, __version__)
+        forms = request.secret or request.token
+        about = (self.board.snapshot.stamp, request.path, request.query.pairs, user, forms, zone, __version__)
         return f'"{hashlib.sha256(repr(about).encode(errors="replace")).hexdigest()[:20]}"'
 
     def _common(self, request: PageRequest, user: User | None) -> dict[str, Any]:

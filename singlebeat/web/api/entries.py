@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ...beat.entries.code_only import given_for
@@ -268,14 +269,12 @@ def _lost_mask(value: Any, stored: Any, shown: Any, path: str = "") -> str:
         return path if value == shown == MASK and stored is None else ""
     pairs: Any = ()
     if isinstance(value, dict) and isinstance(shown, Mapping):
-        old = stored if isinstance(stored, Mapping) else {}
-        pairs = ((name, each, old.get(name), shown.get(name)) for name, each in value.items())
+        kept = stored if isinstance(stored, Mapping) else {}
+        pairs = ((name, each, kept.get(name), shown.get(name)) for name, each in value.items())
     elif isinstance(value, list) and isinstance(shown, list):
-        old = stored if isinstance(stored, list) else []
-        pairs = (
-            (str(at), each, old[at] if at < len(old) else None, shown[at])
-            for at, each in enumerate(value[: len(shown)])
-        )
+        rest = [*stored] if isinstance(stored, list) else []
+        rest += [None] * (len(value) - len(rest))
+        pairs = zip(map(str, count()), value, rest, shown, strict=False)
     found = (_lost_mask(each, old, its, f"{path}.{name}".strip(".")) for name, each, old, its in pairs)
     return next(filter(None, found), "")
 
