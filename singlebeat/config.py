@@ -280,6 +280,12 @@ class Config:
         _patterns,
         "Patterns of the names of the tasks that entries may run. An entry with another task is quarantined.",
     )
+    singlebeat_masked_arguments: tuple[str, ...] = _setting(
+        ("*password*", "*token*", "*secret*"),
+        _patterns,
+        "Patterns of the names of the arguments whose values are shown as ``**``, in any case and to any depth: in "
+        "commands, in the record of a lock and in the log (:ref:`masking`).",
+    )
     singlebeat_other_app_check: str = _setting(
         "warn",
         _other_app_check,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -31,6 +31,7 @@ from .entries.policy import EntryPolicy, PolicyOptions
 from .entries.salvage import Salvage
 from .entries.save import ATTEMPTS, save_entries
 from .keys import Keys
+from .page import Page, Query
 from .server_time import server_now
 from .store.changes import Change, Changes
 from .store.history import History, Record
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ..locks.key import Arguments, NamedArguments
     from .entries.fields import StoredFields
     from .entries.pauses import Pause
+    from .page import Sort
 
 __all__ = ("Schedule",)
 
@@ -396,6 +398,40 @@ class Schedule:
                 except EntryError as exc:
                     left_out(name, exc)
 
+    def page(
+        self,
+        *,
+        search: str = "",
+        task: str = "",
+        state: str = "",
+        tag: str = "",
+        sort: Sort = "next",
+        descending: bool = False,
+        size: int = 50,
+        cursor: str = "",
+    ) -> Page:
+        """Return a page of entries, usable or not, without reading all of them.
+
+        While you page, entries run and move to later places. By ``name`` an entry is on exactly one page. In the other
+        orders it may be on two pages, or on none if it has moved to a page that you have read.
+
+        Args:
+            search: only entries with this string in the name or the task; the case of ASCII letters does not matter.
+            task: only entries of this task.
+            state: only entries in this state, a word of ``State``.
+            tag: only entries with this tag.
+            sort: ``next``, the soonest run first; ``lateness``, the reverse; ``name``; or ``last``, the entry first
+                whose run has ended last. Entries without a next run, or without an end, come last.
+            descending: reverse the order.
+            size: most rows, 1 to 1000. There may be fewer, even none, before the last page.
+            cursor: of the page before, in the same order; empty: the first page.
+
+        Raises:
+            ValueError: an argument is not one of those.
+        """
+        conditions = {"search": search, "task": task, "state": state, "tag": tag}
+        return Page.read(self.app, Query(**conditions, sort=sort, descending=descending), size, cursor)
+
     def examine(self, now: datetime) -> tuple[Sequence[Entry], Mapping[str, str]]:
         """Return all readable entries, and the reasons why beat cannot use some entries, by name.
 
@@ -495,6 +531,14 @@ class Schedule:
             entry = entry.with_past(replace(entry.meta, since=self._now()))
         entry.version = stored[0] or "", stored[2] or ""
         return self._save(entry, action="revert", note=f"to before {to}")
+
+    def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
+        """Return the last decisions about each of some entries, latest first, with the ends of their runs.
+
+        Far cheaper than ``history`` for each: of a schedule with many entries, older decisions than the last few about
+        an entry are missing if they are not among the last 10,000 about all entries.
+        """
+        return History(self.app).of_many(names, count)
 
     def _entry(self, name: str, fields: StoredFields) -> Entry:
         found = [*self._found(name, fields), fields[5]]

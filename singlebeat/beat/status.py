@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from .entries.pauses import Pause
     from .entries.policy import EntryPolicy
 
-__all__ = ("MAX_LAG", "PLAIN_BEAT", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus", "pending_occurrences")
+__all__ = (
+    "MAX_LAG",
+    "PLAIN_BEAT",
+    "QUARANTINED_LATER",
+    "REDBEAT_LEADS",
+    "ScheduleStatus",
+    "pending_occurrences",
+    "quarantine_record",
+)
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
 OVERDUE_AFTER = 5.0
@@ -314,7 +322,8 @@ class ScheduleStatus:
         if set_back and not _has_waiting(app, client, keys, now, now + set_back):
             set_back = 0.0  # nothing was decided while the clock was ahead
         records = {
-            member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
+            member.removeprefix(keys.prefix): quarantine_record(text)
+            for member, text in (rest[0] if names else {}).items()
         }
         noted_at = _number(alive or clock)
         if noted_at > now + SILENT_AFTER:  # of a wrong clock: a working beat would have noted another time since
@@ -450,7 +459,8 @@ def _number(text: str | None) -> float:
     return number if math.isfinite(number) else 0.0
 
 
-def _record(text: str) -> Mapping[str, str]:
+def quarantine_record(text: str) -> Mapping[str, str]:
+    """Return reason and time of the record of a quarantined entry; any other string is the reason."""
     try:
         raw: Any = json.loads(text)
         return {"reason": str(raw["reason"]), "since": str(raw["since"])}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
 import click
@@ -19,6 +19,7 @@ from ..beat.schedule import Schedule
 from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, pending_occurrences
 from ..connections import schedule_client
 from ..errors import EntryError, UnknownEntryError
+from ..masking import masked, masked_arguments, masked_text
 from .history import AGAIN
 from .output import age, command, marked, moment, parse_instant, printable, show_json, table
 from .status import refusal
@@ -47,8 +48,8 @@ def readable_schedule(when: BaseSchedule) -> str:
     return str(when)
 
 
-def as_mapping(entry: Entry) -> Mapping[str, object]:
-    """Return an entry as a mapping for JSON."""
+def as_mapping(entry: Entry) -> Mapping[str, Any]:
+    """Return an entry as a mapping for JSON, with all of its arguments."""
     since = entry.meta.since
     return {
         "name": entry.name,
@@ -56,6 +57,12 @@ def as_mapping(entry: Entry) -> Mapping[str, object]:
         "policy": json.loads(entry.policy.encode() or "{}"),
         "meta": json.loads(entry.meta.encode()) | ({"since": since.isoformat()} if since else {}),
     }
+
+
+def _as_shown(entry: Entry) -> Mapping[str, object]:
+    """Return an entry as a mapping for JSON, with secret arguments masked."""
+    row = as_mapping(entry)
+    return {**row, "definition": masked(row["definition"], entry.app)}
 
 
 def _pending(app: Celery) -> Mapping[str, Occurrence]:
@@ -134,7 +141,7 @@ def list_(app: Celery, as_json: bool, tag: str | None) -> None:
         rows = []
         for entry in entries:
             upcoming, state = outlook(entry)
-            rows.append({**as_mapping(entry), "state": state, "next": upcoming})
+            rows.append({**_as_shown(entry), "state": state, "next": upcoming})
         led = {"warning": warning} if warning else {}
         show_json(
             {
@@ -211,15 +218,15 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         why = {"reason": problem} if problem else {}
         why |= {"warning": "; ".join(warnings)} if warnings else {}
         paused = {"pause": asdict(pause)} if pause is not None else {}
-        show_json({**as_mapping(entry), "state": state, **why, **paused, "next": upcoming})
+        show_json({**_as_shown(entry), "state": state, **why, **paused, "next": upcoming})
         return
     _show_rows(
         {
             "task": entry.task,
             "schedule": readable_schedule(entry.schedule),
-            "args": entry.args,
-            "kwargs": entry.kwargs,
-            "options": entry.options,
+            "args": masked_arguments(entry.task, entry.args, app),
+            "kwargs": masked(entry.kwargs, app),
+            "options": masked(entry.options, app),
             "state": state,
             "last": moment(_last_run(entry, pending)),
             "runs": entry.meta.total_run_count,
@@ -235,11 +242,12 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
 def _show_broken(found: Salvage, reason: str, state: str, as_json: bool) -> None:
     """Show the readable parts of an entry, and the raw strings of the others."""
     broken = {"definition" if name in FIELDS else name for name in found.problems}
-    texts = {name: text for name, text in found.texts.items() if text and name in broken}
+    texts = {name: masked_text(text, found.app) for name, text in found.texts.items() if text and name in broken}
     if as_json:
         show_json({"name": found.name, "state": state, "reason": reason, "problems": found.problems, **texts})
         return
     fields = {name: found.fields[name] for name in FIELDS if name in found.fields}
+    fields = dict(masked(fields, found.app))
     if "schedule" in fields:
         fields["schedule"] = readable_schedule(fields["schedule"])
     _show_rows({**fields, "state": state, **({} if "policy" in broken else found.wishes), **texts})

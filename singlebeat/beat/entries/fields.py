@@ -24,18 +24,22 @@ SAVE = script(__package__, "save", RECORD)
 #: Entries that one round trip reads or writes.
 BATCH = 500
 
+#: The fields of an entry that ``read_fields`` reads.
+FIELDS = ("definition", "meta", "policy", "since", "pending", "sent")
 
-def read_fields(client: RedisClient, keys: Sequence[str]) -> Sequence[StoredFields]:
+
+def read_fields(client: RedisClient, keys: Sequence[str], *more: str) -> Sequence[StoredFields]:
     """Read the fields of some entries in one round trip.
 
     Args:
         keys: of the entries' hashes.
+        more: names of further fields.
 
     Returns:
-        For each key ``[definition, meta, policy, since, pending, sent, recorded]``, with None for an absent field, or
-        an error message if the key is not a hash. See ``read.lua``.
+        For each key ``[definition, meta, policy, since, pending, sent, *more]``, with None for an absent field, or an
+        error message if the key is not a hash. See ``read.lua``.
     """
-    rows: Sequence[StoredFields] = json.loads(script(__package__, "read")(client, keys, ()))
+    rows: Sequence[StoredFields] = json.loads(script(__package__, "read")(client, keys, (*FIELDS, *more)))
     return rows
 
 
