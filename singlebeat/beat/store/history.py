@@ -148,7 +148,7 @@ class History:
             batch = listed[at : at + BATCH]
             rows = read_fields(client, [self.keys.prefix + name for name in batch], "history", "runs")
             for name, stored in zip(batch, rows, strict=True):
-                history, runs = ("", "") if isinstance(stored, str) else (stored[-2] or "", stored[-1] or "")
+                history, runs = ("", "") if isinstance(stored, str) else (stored[6] or "", stored[7] or "")
                 decisions[name] = {id_: {**line, "entry": name} for id_, line in _lines(history, _OF_DECISION)}
                 ends |= _ends(_lines(runs, _OF_END))
                 if len(decisions[name]) < count and len(history.encode(errors="surrogateescape")) >= HISTORY_BYTES:
