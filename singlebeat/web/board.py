@@ -27,7 +27,6 @@ from ..diagnosis.workers import BrokerError, Workers
 from ..errors import ConflictError
 from ..masking import MASK, masked, masked_text
 from .poller import Poller, Snapshot
-from .render import span
 
 if TYPE_CHECKING:
     from datetime import tzinfo
@@ -268,11 +267,6 @@ def raw_schedule(when: BaseSchedule) -> str:
         names = ("_orig_minute", "_orig_hour", "_orig_day_of_month", "_orig_month_of_year", "_orig_day_of_week")
         return " ".join(str(getattr(when, name)) for name in names)
     return f"{when.run_every.total_seconds():g} s" if type(when) is schedule else str(when)
-
-
-def in_words(when: BaseSchedule) -> str:
-    """Return a schedule in words."""
-    return f"every {span(when.run_every.total_seconds())}" if type(when) is schedule else raw_schedule(when)
 
 
 def policy_of(entry: Entry) -> Mapping[str, Any]:

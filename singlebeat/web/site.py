@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..beat.calendar.words import in_words
 from ..beat.store.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConflictError, LockBackendError, SinglebeatError, UnknownEntryError
 from ..log import Log
 from . import edits
 from .actions import ACTIONS, FORMS, SAID, Action, Form, Page
-from .board import Board, in_words, policy_of, raw_schedule, tags_of
+from .board import Board, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
 from .render import render, sentence, zone_name, zone_of
 from .security import COOKIE, RefusedError, Role
