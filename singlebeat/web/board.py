@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zoneinfo import ZoneInfo
 
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab
 
 from ..beat.calendar.zone import app_zone
 from ..beat.entries.policy import EntryPolicy
@@ -262,11 +262,11 @@ def masked_whole(value: Any) -> Any:
 
 
 def raw_schedule(when: BaseSchedule) -> str:
-    """Return a schedule in its own notation."""
-    if isinstance(when, crontab):
-        names = ("_orig_minute", "_orig_hour", "_orig_day_of_month", "_orig_month_of_year", "_orig_day_of_week")
-        return " ".join(str(getattr(when, name)) for name in names)
-    return f"{when.run_every.total_seconds():g} s" if type(when) is schedule else str(when)
+    """Return the fields of a crontab; an empty string for other schedules, whose words say it all."""
+    if not isinstance(when, crontab):
+        return ""
+    names = ("_orig_minute", "_orig_hour", "_orig_day_of_month", "_orig_month_of_year", "_orig_day_of_week")
+    return " ".join(str(getattr(when, name)) for name in names)
 
 
 def policy_of(entry: Entry) -> Mapping[str, Any]:
