@@ -167,7 +167,7 @@ def _read(app: Celery, client: RedisClient, keys: Keys, names: Sequence[str]) ->
     for key, fields in zip(members, read_fields(client, members), strict=True):
         with suppress(EntryError):  # the entry was deleted or broken since
             if not isinstance(fields, str):
-                definition, meta, policy, since, _, sent, _ = fields
+                definition, meta, policy, since, _, sent = fields
                 yield Entry.from_fields(key, definition, meta, policy, since, sent, app=app)
 
 

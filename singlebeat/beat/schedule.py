@@ -491,14 +491,6 @@ class Schedule:
         history = History(self.app)
         return history.latest(count) if name is None else history.of(name, count)
 
-    def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
-        """Return the last decisions about each of some entries, latest first, with the ends of their runs.
-
-        Far cheaper than ``history`` for each: of a schedule with many entries, older decisions than the last few about
-        an entry are missing if they are not among the last 10,000 about all entries.
-        """
-        return History(self.app).of_many(names, count)
-
     def changes(self, name: str | None = None, count: int = 20) -> Sequence[Change]:
         """Return the last changes of an entry, or of all entries and of pauses of many, latest first.
 
@@ -541,6 +533,14 @@ class Schedule:
             entry = entry.with_past(replace(entry.meta, since=self._now()))
         entry.version = stored[0] or "", stored[2] or ""
         return self._save(entry, action="revert", note=f"to before {to}")
+
+    def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
+        """Return the last decisions about each of some entries, latest first, with the ends of their runs.
+
+        Far cheaper than ``history`` for each: of a schedule with many entries, older decisions than the last few about
+        an entry are missing if they are not among the last 10,000 about all entries.
+        """
+        return History(self.app).of_many(names, count)
 
     def _entry(self, name: str, fields: StoredFields) -> Entry:
         found = [*self._found(name, fields), fields[5]]

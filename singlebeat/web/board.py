@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zoneinfo import ZoneInfo
 
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab
 
 from ..beat.calendar.zone import app_zone
 from ..beat.entries.policy import EntryPolicy
@@ -27,7 +27,6 @@ from ..diagnosis.workers import BrokerError, Workers
 from ..errors import ConflictError
 from ..masking import MASK, masked, masked_text
 from .poller import Poller, Snapshot
-from .render import span
 
 if TYPE_CHECKING:
     from datetime import tzinfo
@@ -263,16 +262,11 @@ def masked_whole(value: Any) -> Any:
 
 
 def raw_schedule(when: BaseSchedule) -> str:
-    """Return a schedule in its own notation."""
-    if isinstance(when, crontab):
-        names = ("_orig_minute", "_orig_hour", "_orig_day_of_month", "_orig_month_of_year", "_orig_day_of_week")
-        return " ".join(str(getattr(when, name)) for name in names)
-    return f"{when.run_every.total_seconds():g} s" if type(when) is schedule else str(when)
-
-
-def in_words(when: BaseSchedule) -> str:
-    """Return a schedule in words."""
-    return f"every {span(when.run_every.total_seconds())}" if type(when) is schedule else raw_schedule(when)
+    """Return the fields of a crontab; an empty string for other schedules, whose words say it all."""
+    if not isinstance(when, crontab):
+        return ""
+    names = ("_orig_minute", "_orig_hour", "_orig_day_of_month", "_orig_month_of_year", "_orig_day_of_week")
+    return " ".join(str(getattr(when, name)) for name in names)
 
 
 def policy_of(entry: Entry) -> Mapping[str, Any]:

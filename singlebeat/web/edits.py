@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
 from ..beat.calendar.shifts import effects
+from ..beat.calendar.words import in_words
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from .actions import Page, leads_to
-from .board import in_words
 from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft, version_of
 
 if TYPE_CHECKING:

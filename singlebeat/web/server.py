@@ -66,13 +66,15 @@ def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = Non
             return _response(site.refuse(asked, exc), asked)
         return _response(site.answer(asked, user), asked)
 
-    return Starlette(
+    page_app = Starlette(
         routes=[
             Mount("/static", StaticFiles(directory=STATIC), name="static"),
             Route("/{path:path}", page, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ],
         middleware=[(_Guarded, (), {})],  # type: ignore[list-item]  # what Middleware is, too
     )
+    page_app.state.site = site
+    return page_app
 
 
 async def _body(request: Request) -> bytes:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..beat.calendar.words import in_words
 from ..connections import RedisError
 from ..errors import SinglebeatError
 from ..log import Log
 from . import edits
 from .actions import ACTIONS, FORMS, SAID, Action, Form, Page
 from .api.api import Api, refusal
-from .board import Board, in_words, policy_of, raw_schedule, tags_of
+from .board import Board, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
 from .problems import problem_of
 from .render import render, sentence, zone_name, zone_of

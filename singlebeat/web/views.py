@@ -84,7 +84,7 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
     upcoming: list[Any] = []
     state, next_run = State.QUARANTINED, None
     if found is not None and not why:
-        next_run, state = outlook(found, board.now)
+        next_run, state = outlook(found, board.now, board.many_paused(found))
         with suppress(EntryError):
             upcoming = [*schedule.next_runs(name, 10)]
     records = board.history(name, IN_TIMELINE)

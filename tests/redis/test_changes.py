@@ -69,7 +69,8 @@ def test_the_default_actor_is_the_user_on_the_host(bench):
 
 def test_a_user_without_a_name_is_an_actor():
     """As in a container whose user is in no passwd."""
-    code = "from singlebeat.beat.entries import author; author.getpass.getuser = lambda: {}['no']; print(a._user())"
+    without = "from singlebeat.beat.entries import author; author.getpass.getuser = lambda: {}['no']"
+    code = f"{without}; print(author._user())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip().isdigit()
 
 
@@ -437,6 +438,20 @@ def test_commands_are_recorded_as_such_and_shown(bench, cli, tmp_path):
 
     assert f"e: as it was before change {changes[1]['id']}\n" == cli("revert", "e", "--to", changes[1]["id"]).output
     assert "no record of a change" in cli("revert", "e", "--to", "1-1", code=1).output
+
+
+def test_secret_arguments_are_masked_where_changes_are_shown(bench, cli):
+    add(bench, kwargs={"api_token": "alpha7", "to": "you"})
+    add(bench, kwargs={"api_token": "beta7", "to": "you"})
+    bench.redis.hset("redbeat:e", "definition", '{"kwargs": {"api_token": "alpha7"')  # cut off
+    bench.schedule.delete("e")
+    add(bench, "f", args=["x"], note="password")
+    shown = cli("changes").output + cli("changes", "--json").stdout
+
+    assert "alpha7" not in shown
+    assert "beta7" not in shown
+    assert "kwargs: ** -> **" in shown
+    assert bench.schedule.changes("e")[-2].differences["kwargs"][1]["api_token"] == "beta7"  # a revert restores it
 
 
 def test_a_hostile_name_is_shown_escaped(bench, cli):

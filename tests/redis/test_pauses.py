@@ -345,6 +345,19 @@ def test_a_pause_of_all_until_a_time_of_day(bench, cli):
     assert "has passed" in cli("pause", "--all", "--until", "2000-01-01", code=2).output
 
 
+def test_a_page_shows_the_entries_that_a_pause_of_many_covers_as_paused(bench):
+    bench.put("a", tags=["t"])
+    bench.put("b")
+    bench.put("c", paused=True)
+    bench.put("d", tags=["t"], enabled=False)
+    bench.schedule.pause_many(tag="t")
+
+    rows = {row.name: (row.state, row.pause is not None) for row in bench.schedule.page().rows}
+    assert rows == {"a": ("paused", True), "b": ("active", False), "c": ("paused", False), "d": ("disabled", True)}
+    assert {row.name for row in bench.schedule.page(state="paused").rows} == {"a", "c"}
+    assert {row.name for row in bench.schedule.page(state="active").rows} == {"b"}
+
+
 def test_a_resumed_entry_that_a_tag_keeps_paused_is_named(bench, cli):
     bench.put(tags=["t"], paused=True)
     cli("pause", "--tag", "t")

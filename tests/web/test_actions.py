@@ -10,6 +10,8 @@ from celery.schedules import crontab
 
 from singlebeat import Schedule
 from singlebeat.errors import UnknownEntryError
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ref
 from singlebeat.web.security import Users
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
 from tests.support import APP, wait_until
@@ -241,3 +243,48 @@ def test_an_unreachable_server_is_said_and_nothing_is_lost(visit, own_server):
         answer = wait_until(lambda: answer if (answer := page.get("/")).status_code == 503 else None)
 
     assert 'class="wrong"' in answer.text
+
+
+@pytest.fixture
+def held(app, redis):
+    """Two locks that are held: of a run whose worker lives, and of a run whose worker has died."""
+    backend = backend_of(app)
+    for key, task in (("SINGLETONLOCK_{a}", "live-one"), ("SINGLETONLOCK_{b}", "dead-one")):
+        backend.begin(Ref(key, task, 0, "n"), lease=30, remember_for=60, task="t", arguments="('x',)", entry="e")
+    redis.hset("SINGLETONLOCK_{b}", "since", int(redis.hget("SINGLETONLOCK_{b}", "since")) - 25_000)
+    redis.pexpire("SINGLETONLOCK_{b}", 5_000)
+    return backend
+
+
+def test_the_lock_of_a_dead_worker_is_freed_and_that_of_a_live_one_stays(visit, held):
+    page = visit()
+
+    text = page.get("/locks").text
+    assert "live-one" in text
+    assert text.count("seems abandoned") == 1
+    assert page.submit("/free?id=dead-one").status_code == 303
+    answer = page.submit("/free?id=live-one")
+    assert answer.status_code == 422
+    assert "its worker lives" in answer.text
+    assert (held.get("SINGLETONLOCK_{a}"), held.get("SINGLETONLOCK_{b}")) == ("live-one", None)
+
+
+def test_force_needs_the_id_of_the_task(visit, held):
+    page = visit()
+
+    assert page.submit("/free?id=live-one", force="yes", typed="live").status_code == 422
+    assert held.get("SINGLETONLOCK_{a}") == "live-one"
+    assert page.submit("/free?id=live-one", force="yes", typed="live-one").status_code == 303
+    assert held.get("SINGLETONLOCK_{a}") is None
+
+
+def test_force_needs_an_admin(visit, held):
+    page = visit(users=Users(USERS))
+    page.auth = ("otto", "o")
+
+    assert page.submit("/free?id=live-one", force="yes", typed="live-one").status_code == 403
+    assert held.get("SINGLETONLOCK_{a}") == "live-one"
+
+
+def test_a_lock_that_is_free_already_is_said(visit, redis):
+    assert visit().get("/free?id=gone").status_code == 409

@@ -15,6 +15,8 @@ from singlebeat import Schedule, web
 from singlebeat.cli import main
 from singlebeat.errors import ConfigError
 from singlebeat.web.security import COOKIE, Limit, Role, User, Users, hashed_password, hashed_token
+from tests.support import page as docs_page
+from tests.system.apps import make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -350,3 +352,32 @@ def test_one_password_is_checked_at_a_time():
         thread.join()
 
     assert most == [1]
+
+
+# ------------------------------------------------------------------ 7. rights in Redis
+
+
+def rules_of(user: str) -> list[str]:
+    """Return the rules of a user of Redis in the docs."""
+    text = docs_page("how-to/page" if user == "viewer" else "how-to/redis")
+    return re.search(rf"ACL SETUSER {user} on >\S+ (.+?)\n\n", text, re.DOTALL)[1].split()
+
+
+@pytest.mark.parametrize("user", ["singlebeat", "viewer"])
+def test_no_view_needs_more_rights_in_redis_than_the_docs_give(visit, own_server, user):
+    client = own_server.client()
+    client.execute_command("ACL", "SETUSER", user, "reset", "on", ">pw", *rules_of(user))
+    url = own_server.tcp_url.replace("://", f"://{user}:pw@")
+    with make_app(own_server.celery_url, {"redbeat_redis_url": url, "singleton_backend_url": url}) as app:
+        with make_app(own_server.celery_url) as free:
+            Schedule(free).upsert("e", "t", 3600, paused=True)
+            Schedule(free).trigger("e")
+        page = visit(of=app, read_only=user == "viewer")
+        for path in ("/", "/?q=e&sort=last", "/?sort=name", "/entry?name=e", "/why?name=e", "/history"):
+            assert (answer := page.get(path)).status_code == 200, (path, answer.text[-900:])
+        for path in ("/locks", "/doctor", "/quarantine", "/changes", "/changes?name=e"):
+            assert page.get(path).status_code == 200, path
+        if user == "singlebeat":
+            assert page.submit("/run?name=e").status_code in {303, 409}
+            assert page.submit("/resume?name=e").status_code == 303
+            assert page.submit("/delete?name=e").status_code == 303

@@ -25,7 +25,7 @@ SAVE = script(__package__, "save", RECORD)
 BATCH = 500
 
 #: The fields of an entry that ``read_fields`` reads.
-FIELDS = ("definition", "meta", "policy", "since", "pending", "sent", "recorded")
+FIELDS = ("definition", "meta", "policy", "since", "pending", "sent")
 
 
 def read_fields(client: RedisClient, keys: Sequence[str], *more: str) -> Sequence[StoredFields]:
@@ -36,8 +36,8 @@ def read_fields(client: RedisClient, keys: Sequence[str], *more: str) -> Sequenc
         more: names of further fields.
 
     Returns:
-        For each key ``[definition, meta, policy, since, pending, sent, recorded, *more]``, with None for an absent
-        field, or an error message if the key is not a hash. See ``read.lua``.
+        For each key ``[definition, meta, policy, since, pending, sent, *more]``, with None for an absent field, or an
+        error message if the key is not a hash. See ``read.lua``.
     """
     rows: Sequence[StoredFields] = json.loads(script(__package__, "read")(client, keys, (*FIELDS, *more)))
     return rows

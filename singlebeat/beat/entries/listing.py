@@ -73,7 +73,7 @@ class Listing(Mapping[str, Entry]):
     def _stored(self, name: str, fields: StoredFields) -> Entry | None:
         if isinstance(fields, str):
             return None
-        definition, meta, policy, since, _, sent, _ = fields
+        definition, meta, policy, since, _, sent = fields
         try:
             return Entry.from_fields(self._keys.prefix + name, definition, meta, policy, since, sent, app=self.app)
         except EntryError:  # not stored, or quarantined: beat logs the latter

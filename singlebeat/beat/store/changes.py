@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...connections import schedule_client
 from ...lua import packed, script
+from ...masking import masked, masked_text
 from ..entries.author import RECORD
 from ..keys import Keys
 
@@ -65,6 +66,18 @@ class Change:
                 if part != "name" and before.get(part) != after.get(part):
                     found[part] = before.get(part), after.get(part)
         return found
+
+    def masked(self, app: Celery) -> Change:
+        """Return the change with secret arguments masked, to be shown."""
+        before, after = (
+            {name: _masked(text, app) for name, text in each.items()} for each in (self.before, self.after)
+        )
+        return replace(self, before=before, after=after)
+
+
+def _masked(text: str, app: Celery) -> str:
+    parts = _parts(text)
+    return masked_text(text, app) if parts is None else json.dumps(masked(parts, app)) if text else ""
 
 
 def _parts(text: str) -> Mapping[str, object] | None:

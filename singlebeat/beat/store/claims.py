@@ -307,7 +307,7 @@ class Store:
         if not members:
             return
         self.report_progress()
-        replies = read_fields(self.client, [self.keys.entry(member) for member in members])
+        replies = read_fields(self.client, [self.keys.entry(member) for member in members], "recorded")
         for member, reply in zip(members, replies, strict=True):
             self.report_progress()
             try:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from ...beat.calendar.words import in_words
 from ...beat.entries.code_only import given_for
 from ...beat.entries.definition import salvage_fields
 from ...beat.entries.entry import NOTHING, Entry
@@ -18,7 +19,7 @@ from ...beat.entries.salvage import Salvage
 from ...beat.entries.state import State, outlook
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ...masking import MASK, unmasked
-from ..board import in_words, policy_of
+from ..board import policy_of
 
 if TYPE_CHECKING:
     from ...beat.page import Row
