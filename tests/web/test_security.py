@@ -188,6 +188,8 @@ def test_a_form_without_the_token_changes_nothing(visit, app, entry):
         {"Origin": "null"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "null"},
     ],
 )
 def test_a_form_of_another_site_changes_nothing(visit, app, entry, headers):
@@ -196,6 +198,22 @@ def test_a_form_of_another_site_changes_nothing(visit, app, entry, headers):
 
     assert page.post("/pause", data=data, headers=headers).status_code == 403
     assert not Schedule(app).get("e").policy.paused
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "same-origin", "Origin": "null"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"},
+        {"Origin": "http://localhost"},
+    ],
+)
+def test_a_form_of_the_page_is_taken_as_browsers_send_it(visit, app, entry, headers):
+    """With our Referrer-Policy, browsers that know it send no other Origin than null."""
+    page = visit()
+
+    assert page.post("/pause", data=page.form("/pause?name=e"), headers=headers).status_code == 200
+    assert Schedule(app).get("e").policy.paused
 
 
 def test_the_cookie_is_kept_from_other_sites_and_from_scripts(visit):
