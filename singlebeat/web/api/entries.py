@@ -88,7 +88,7 @@ def document(board: Board, schedule: Schedule, name: str) -> tuple[Mapping[str, 
     except EntryError as exc:
         why = str(exc)
     if entry is not None and not why:
-        upcoming, state = outlook(entry, now)
+        upcoming, state = outlook(entry, now, board.many_paused(entry))
     if name in board.state.quarantine:
         why, upcoming, state = board.state.quarantine[name]["reason"], None, State.QUARANTINED
     tags = found.wishes.get("tags")
