@@ -94,7 +94,7 @@ def flask(page):
 def test_the_page_is_mounted_in_flask(app, flask):
     with (
         served_by_wsgi(flask) as url,
-        httpx.Client(base_url=url, headers={"X-Session": "ann"}) as browser,
+        httpx.Client(base_url=url, headers={"X-Session": "ann"}, timeout=60) as browser,
     ):
         assert browser.get("/").text == "the shop"
         check_mounted(browser, "/beat")
