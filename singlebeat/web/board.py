@@ -200,10 +200,15 @@ class Board:
         return self.schedule().histories(names, count)
 
     def history(self, name: str, count: int) -> Sequence[Record]:
-        """Return the last decisions about one entry, or about all if there is no name, latest first."""
-        records: Sequence[Record] = self.poller.shared(
-            ("history", name, count), lambda: self.schedule().history(name or None, count)
-        )
+        """Return the last decisions about one entry, or about all if there is no name, latest first.
+
+        Of one entry, decisions that lie behind very many others are left out: a page must not search all of them.
+        """
+
+        def read() -> Sequence[Record]:
+            return self.histories([name], count)[name] if name else self.schedule().history(None, count)
+
+        records: Sequence[Record] = self.poller.shared(("history", name, count), read)
         return records
 
     def changes(self, name: str, count: int) -> Sequence[Change]:

@@ -24,6 +24,7 @@ NOT_RUN = {
     "cd first": "the tests have a folder of their own",
     ". .venv/bin/activate": "the tests run in the environment",
     "python manage.py dumpdata": "what it writes is among the files of the tests",
+    "celery -A shop singlebeat web": "tests/web serves the page, and uses the lines that these commands print",
     "systemd-analyze verify": "tests/deploy/test_systemd.py verifies the units with the program that is there",
     "systemctl enable": "tests/deploy/test_systemd.py starts beat by the command of its unit",
 }
