@@ -30,6 +30,7 @@ from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.backoff import LOGGED_EACH
 from singlebeat.beat.entries.entry import PARKED, Meta
+from singlebeat.beat.entries.fields import BATCH
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.timetable import Timetable
@@ -2110,6 +2111,20 @@ def test_beats_of_two_zones_that_share_the_work_do_not_undo_it_in_turns(server, 
     old.tick()
     assert redis.get("redbeat::zone") == HONOLULU
     assert bench.names[5:] == ["last"]
+
+
+def test_a_beat_of_another_zone_sleeps_however_many_entries_are_due(server, redis, bench_on):
+    bench = bench_on(server, redbeat_lock_key=None)
+    old, new = bench.scheduler(timezone=HONOLULU), bench.scheduler(timezone="UTC")
+    old.tick()
+    new.tick()
+    for at in range(BATCH):
+        bench.put(f"e{at}")
+
+    assert old.tick() == POLL_INTERVAL
+    assert bench.names == []
+    assert new.tick() == SHORTEST_SLEEP
+    assert len(bench.names) == BATCH
 
 
 def test_a_claim_that_was_decided_in_another_zone_is_refused(server, redis, bench_on):
