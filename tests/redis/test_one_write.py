@@ -169,8 +169,9 @@ def test_schedule_locks_and_broker_may_be_three_databases(server, redis, bench_o
 
 def test_a_pending_occurrence_is_sent_and_confirmed_at_once(bench, redis, monkeypatch):
     bench.put("e", enabled=False)
-    bench.schedule.trigger("e")
     dead, heir = bench.scheduler(), bench.scheduler()
+    dead.tick()
+    bench.schedule.trigger("e")
     write = dead.work.one_write.dispatches.write
 
     def die(request: Any) -> None:
@@ -741,6 +742,24 @@ def test_a_task_that_others_send_is_claimed_before(bench, redis, monkeypatch):
 
     assert sorted(bench.names) == ["a", "b"]
     assert pending == [2, 2]
+
+
+def test_a_library_that_sends_in_the_place_of_beat_sends_once(server, redis, own_server, bench_on, monkeypatch):
+    """Over a producer of its own, to a broker that is elsewhere: beat must know that before it makes a message."""
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    scheduler = bench.scheduler()
+    app, send = scheduler.app, scheduler.apply_async
+
+    def elsewhere(entry: Any, producer: Any = None, **options: Any) -> Any:
+        with app.connection_for_write() as connection:
+            return send(entry, app.amqp.Producer(connection), **options)
+
+    monkeypatch.setattr(scheduler, "apply_async", elsewhere)
+    bench.put()
+    scheduler.tick()
+
+    assert own_server.client().llen("celery") == 1
+    assert bench.decisions == ["dispatched"]
 
 
 def test_a_history_that_is_not_written_holds_up_no_run(bench, redis, logged):
