@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from singlebeat import Scheduler, outbox, signals
 from singlebeat.beat import one_write
 from singlebeat.beat.store.claims import ClaimVerdict
-from singlebeat.beat.store.dispatches import DISPATCH
+from singlebeat.beat.store.dispatches import DISPATCH, Answer
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.locks.key import behind_key
