@@ -40,7 +40,7 @@ from singlebeat.beat.scheduler import POLL_INTERVAL
 from singlebeat.beat.store.claims import Confirmation
 from singlebeat.beat.store.zone_change import Places
 from singlebeat.beat.tick import SHORTEST_SLEEP
-from singlebeat.errors import ConfigError
+from singlebeat.errors import ConfigError, UnusableLockError
 from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
@@ -2111,6 +2111,26 @@ def test_beats_of_two_zones_that_share_the_work_do_not_undo_it_in_turns(server, 
     old.tick()
     assert redis.get("redbeat::zone") == HONOLULU
     assert bench.names[5:] == ["last"]
+
+
+@pytest.mark.parametrize("value", ["x", "inf", "9" * 30])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_lock_that_another_program_has_spoilt_harms_no_other_entry(bench, redis, caplog, value, one_by_one):
+    if one_by_one:
+        bench.app.conf.task_send_sent_event = True
+    bench.put("spoilt", task=SINGLE)
+    bench.put("good")
+    task = bench.app.tasks[SINGLE]
+    key = task.generate_lock(SINGLE, ["spoilt"], {})
+    redis.hset(key, mapping=dict.fromkeys(("gen", "since", "until", "fence"), value) | {"id": "z", "state": "running"})
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        scheduler.tick()
+
+    assert "good" in bench.names
+    assert f"the lock {key} is unusable: {key} has a field that must be a number, and is none" in caplog.text
+    with pytest.raises(UnusableLockError, match="has a field that must be a number"):
+        task.delay("spoilt")
 
 
 def test_a_beat_of_another_zone_sleeps_however_many_entries_are_due(server, redis, bench_on):
