@@ -278,8 +278,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._lost_messages.poll()
         self._restore_lost_changes(now, term)
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
-        if due.zone != str(app_zone(self.app)):  # each claim would be refused: beats of that zone do the work
-            return interval
+        if not term.token and due.zone not in {None, str(app_zone(self.app))}:
+            return interval  # beats of that zone do the work: each of our claims would be refused
         scores = self.work.work_off(due, term, now)
         if due.statics_gone and self._has_statics:
             self._log_vanished("beat_schedule was installed, and is gone")

@@ -346,7 +346,14 @@ def test_doctor_names_a_refusing_broker_and_the_leader(findings, server, own_ser
 @pytest.mark.parametrize("asks", [True, False], ids=["may ask workers", "may not"])
 def test_tools_name_the_queue_that_the_broker_refuses(findings, cli, server, redis, bench_on, asks):
     """Messages to other queues are sent meanwhile."""
-    keys = ["redbeat:*", "SINGLETONLOCK_*", "singlebeat:*", "celery*", "_kombu*", *(["*.pidbox*"] if asks else [])]
+    keys = [
+        "redbeat:*",
+        "SINGLETONLOCK_*",
+        "singlebeat:*",
+        "celery*",
+        "_kombu*",
+        *(["*.pidbox*", "unacked*"] if asks else []),
+    ]
     redis.acl_setuser("narrow", enabled=True, passwords=["+pw"], keys=keys, channels=["*"], commands=["+@all"])
     try:
         bench = bench_on(server, broker_url=server.celery_url.replace("://", "://narrow:pw@", 1))
