@@ -52,6 +52,7 @@ NEEDED = {
     "add": ["new", TASK, "--every", "5"],
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
+    "revert": ["e", "--to", "1-0"],
 }
 
 
