@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -324,3 +325,50 @@ def test_histories_that_are_none_are_left_out(bench, redis):
     found = bench.schedule.histories(["good", "bad", "bad0", "bad1", "bad2", "string", "redbeat:", ":schedule"], 30)
 
     assert {name: len(records) for name, records in found.items() if records} == {"good": 1}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def listed(cli, *options: str) -> list[str]:
+    return [row["name"] for row in json.loads(cli("list", "--json", *options).stdout)["entries"]]
+
+
+def test_the_list_has_conditions_an_order_and_a_limit(bench, cli):
+    bench.put("b bill", task="shop.bill")
+    bench.put("a bill", task="shop.bill", paused=True)
+    bench.put("c", task="shop.other")
+
+    assert listed(cli, "--sort", "name") == ["a bill", "b bill", "c"]
+    assert listed(cli, "--sort", "name", "--limit", "2") == ["a bill", "b bill"]
+    assert listed(cli, "--search", "OTHER") == ["c"]
+    assert listed(cli, "--task", "shop.bill", "--state", "paused") == ["a bill"]
+    assert "NAME" in cli("list", "--search", "nothing").output
+    assert cli("list", "--state", "on", code=2)
+
+
+def test_the_list_tells_how_the_last_run_ended_and_when(bench, cli):
+    bench.put("a")
+    bench.put("never")
+    end_run(bench, "a", "time_limit")
+
+    rows = {row["name"]: row["last_end"] for row in json.loads(cli("list", "--json").stdout)["entries"]}
+
+    assert (rows["a"]["outcome"], rows["a"]["worker"], rows["never"]) == ("time_limit", "celery@here", None)
+    lines = {line.split()[0]: line for line in cli("list").output.splitlines()}
+    assert re.search(r"time_limit \d+ s", lines["a"])
+    assert " -  " in lines["never"]
+
+
+def test_a_part_of_the_list_names_only_its_own_problems(bench, cli, redis):
+    bench.put("good")
+    for name in ("bad", "worse"):
+        bench.put(name)
+        redis.hset(f"redbeat:{name}", "definition", "{")
+    bench.tick()
+
+    output = cli("list", "--search", "bad").output
+
+    assert "bad: quarantined" in output
+    assert "worse" not in output
+    assert "worse: quarantined" in cli("list").output
