@@ -21,6 +21,8 @@ SORTS = ("next", "name", "last", "lateness")
 def small_slices(monkeypatch):
     """Let every search need several slices."""
     monkeypatch.setattr(page_module, "SLICE", 3)
+    monkeypatch.setattr(page_module, "RECORDS", 2)
+    monkeypatch.setattr(page_module, "MOST_RECORDS", 4)
 
 
 def end_run(bench, name: str, outcome: str = "success", number: int = 1) -> None:
