@@ -34,7 +34,8 @@ for number = ARGV[1], ARGV[2] do
     'dispatched', 'reason', '', 'id', task, 'term', '1', 'holder', '', 'leader', 'host:1', 'holder_entry', '')
   local line = cjson.encode({at, task, 'success', '', began, '1.000', 'celery@worker'}) .. '\n'
   local decision = cjson.encode({at, began, 'scheduled', 'dispatched', '', task, '1', '', 'host:1', ''}) .. '\n'
-  redis.call('HSET', KEYS[1] .. name, 'runs', string.rep(line, 4), 'history', string.sub(string.rep(decision, 9), 1, 600))
+  local history = string.sub(string.rep(decision, 9), 1, 600)
+  redis.call('HSET', KEYS[1] .. name, 'runs', string.rep(line, 4), 'history', history)
 end
 """
 
