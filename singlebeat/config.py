@@ -269,6 +269,12 @@ class Config:
     singlebeat_history_limit: int = _setting(
         10_000, _count, "How many decisions of beat, and how many ends of runs, are kept. 0 keeps none.", unit="records"
     )
+    singlebeat_changes_limit: int = _setting(
+        10_000,
+        _count,
+        "How many changes of entries are kept, with definition and policy before and after. 0 keeps none.",
+        unit="records",
+    )
     singlebeat_allowed_tasks: tuple[str, ...] = _setting(
         ("*",),
         _patterns,

@@ -17,6 +17,7 @@ from ..lua import script
 from . import store
 from .entries.entry import Entry
 from .entries.fields import BATCH, read_fields
+from .entries.pauses import read_pauses
 from .entries.salvage import Salvage
 from .entries.state import State, outlook
 from .keys import Keys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from .entries.fields import StoredFields
+    from .entries.pauses import Pause
     from .store.history import End, Record
 
 __all__ = ("LARGEST", "Page", "Query", "Row", "Sort", "rows_of")
@@ -130,6 +132,7 @@ class Row:
     last_decision: Record | None
     is_static: bool  #: it comes from ``beat_schedule``
     is_pending: bool  #: an occurrence is claimed and not yet confirmed
+    pause: Pause | None  #: of many entries, which covers it
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class _Reader:
     def __init__(self, app: Celery, query: Query) -> None:
         self.app, self.query = app, query
         self.client, self.keys = schedule_client(app), Keys.of(app)
-        self.now = server_now(self.client, self.keys.schedule)
+        self.now, self.pauses = server_now(self.client, self.keys.schedule), read_pauses(self.client, self.keys.pauses)
         self._behind_stream: _Place | None = None
 
     def rows(self, after: _Place | None, count: int | None) -> Iterator[tuple[_Place, Row | None]]:
@@ -309,7 +312,9 @@ class _Reader:
             return members
         query = self.query
         keys = [self.keys.quarantine, *map(self.keys.entry, members)]
-        args = (self.keys.prefix, _lower(query.search), _lower(query.task), query.tag, query.state)
+        # The policies do not say which entries a pause of many covers.
+        state = "" if query.state == State.PAUSED and self.pauses.lasting(self.now) else query.state
+        args = (self.keys.prefix, _lower(query.search), _lower(query.task), query.tag, state)
         return [
             members[number - 1] for number in json.loads(script(store.__name__, "candidates")(self.client, keys, args))
         ]
@@ -353,13 +358,14 @@ class _Reader:
                 if not definition:
                     raise EntryError("it has a place in the schedule, and no definition")  # noqa: TRY301
                 entry = Entry.from_fields(self.keys.prefix + name, definition, meta, policy, since, sent, app=self.app)
-                task, tags = entry.task, getattr(entry.policy, "tags", ())
+                task, tags = entry.task, entry.policy.tags
             except EntryError as exc:
                 why = str(exc)
                 left = Salvage.of(name, fields[:4], self.app)
                 task, tags = str(left.fields.get("task", "")), left.wishes.get("tags")
         why = why or (entry.why_unusable(self.now) if entry is not None else "")
-        upcoming, state = (None, State.UNUSABLE) if why or entry is None else outlook(entry, self.now)
+        pause = self.pauses.over(entry.policy, self.now) if entry is not None else None
+        upcoming, state = (None, State.UNUSABLE) if why or entry is None else outlook(entry, self.now, pause)
         if record is not None:
             why, upcoming, state = quarantine_record(record)["reason"], None, State.QUARANTINED
         return Row(
@@ -375,6 +381,7 @@ class _Reader:
             last_decision=next(iter(own.decisions), None),
             is_static=is_static,
             is_pending=own.is_pending,
+            pause=pause,
         )
 
 

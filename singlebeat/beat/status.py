@@ -7,7 +7,7 @@ import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ..errors import EntryError
 from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
 from .entries.occurrence import Occurrence
+from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from ..clients import RedisClient
     from .entries.fields import StoredFields
+    from .entries.pauses import Pause
+    from .entries.policy import EntryPolicy
 
 __all__ = (
     "MAX_LAG",
@@ -103,6 +106,8 @@ class ScheduleStatus:
     other_app: str = ""  #: app whose beat sends our entries; empty if there is none, or if we share on purpose
     app: str = ""  #: the name of this process's app
     broker: str = ""  #: of this process
+    pauses: Sequence[Pause] = ()  #: of many entries, those that last
+    unreadable_pauses: Mapping[str, str] = field(default_factory=dict)  #: selector -> why; they pause nothing
 
     @property
     def works(self) -> bool:
@@ -110,6 +115,10 @@ class ScheduleStatus:
         if self.is_shared:
             return self.silent is not None and self.silent < SILENT_AFTER
         return self.locked or bool(self.leader)
+
+    def pause_over(self, policy: EntryPolicy) -> Pause | None:
+        """Return the pause of many entries that covers an entry with a policy, None if there is none."""
+        return next((pause for pause in self.pauses if pause.covers(policy)), None)
 
     @property
     def role(self) -> str:
@@ -297,11 +306,13 @@ class ScheduleStatus:
             pipe.hlen(keys.quarantine)
             pipe.get(keys.alive)
             pipe.get(keys.clock)  # older beats write only this key
+            pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             if names:
                 pipe.hgetall(keys.quarantine)
-            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, many, *rest = (
                 pipe.execute()
             )
+        pauses = Pauses.of(many)
         beats = [_decode_standby(text) for text in standbys]
         working, others = beats if keys.lock is None else [leader], Config.of(app).singlebeat_other_app_check
         apps = {beat.get("app", "") for beat in working} - {"", owner_of(app)} if others != "ignore" else set()
@@ -345,6 +356,8 @@ class ScheduleStatus:
             other_app=", ".join(sorted(apps)),
             app=owner_of(app),
             broker=broker_place(app),
+            pauses=pauses.lasting(datetime.fromtimestamp(now, UTC)),
+            unreadable_pauses=pauses.problems,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
@@ -161,6 +161,7 @@ def list_(
                 "unusable": unusable,
                 "no_place": [*no_place],
                 "late_place": [name for name, place in late.items() if place.level != "fine"],
+                "pauses": [asdict(pause) for pause in state_of_all.pauses],
                 **led,
             }
         )
@@ -175,18 +176,22 @@ def list_(
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
+    _show_warnings(map(str, state_of_all.pauses))
     for name, record in quarantine.items():
         click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
     for name, why in unusable.items():
         click.echo(marked(f"{name}: unusable: {why}; {QUARANTINED_LATER}", "problem"))
-    for name, (_, entry) in rows.items():
-        if entry.ignored:
-            click.echo(marked(f"{name}: {entry.ignored}", "warning"))
+    _show_warnings(f"{name}: {entry.ignored}" for name, (_, entry) in rows.items() if entry.ignored)
     for name, why in no_place.items():
         click.echo(marked(f"{name}: {why}", "problem"))
     for name, place in late.items():
         if place.level != "fine":
             click.echo(marked(f"{name}: {place}", place.level))
+
+
+def _show_warnings(texts: Iterable[str]) -> None:
+    for text in texts:
+        click.echo(marked(text, "warning"))
 
 
 @command("show", click.argument("name"))
@@ -207,7 +212,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         return
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
     pending = _pending(app).get(name)
-    upcoming, state = _outlook(*outlook(entry, now), late, pending)
+    pause = found.pause_over(entry.policy)
+    upcoming, state = _outlook(*outlook(entry, now, pause), late, pending)
     if problem:
         upcoming, state = None, "quarantined"
     elif unusable := entry.why_unusable(now):
@@ -217,11 +223,13 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     elif late is not None and late.is_wrong:
         problem = str(late)
     put_off = str(late) if late is not None and late.level == "warning" else ""
-    warnings = [text for text in (entry.ignored, put_off, found.redbeat_leads and REDBEAT_LEADS) if text]
+    many = str(pause) if pause is not None else ""
+    warnings = [text for text in (entry.ignored, put_off, many, found.redbeat_leads and REDBEAT_LEADS) if text]
     if as_json:
         why = {"reason": problem} if problem else {}
         why |= {"warning": "; ".join(warnings)} if warnings else {}
-        show_json({**_as_shown(entry), "state": state, **why, "next": upcoming})
+        paused = {"pause": asdict(pause)} if pause is not None else {}
+        show_json({**_as_shown(entry), "state": state, **why, **paused, "next": upcoming})
         return
     _show_rows(
         {

@@ -202,6 +202,19 @@ def test_pause_and_resume(cli, put, app):
     assert not Schedule(app).get("e").policy.paused
 
 
+def test_entries_are_tagged_and_listed_by_a_tag(cli, put, app):
+    put("other")
+    cli("add", "bill", TASK, "--every", "60", "--tag", "billing", "--tag", "eu")
+    assert Schedule(app).get("bill").policy.tags == ("billing", "eu")
+    assert 'tags                ["billing", "eu"]' in cli("show", "bill").output.replace("'", '"')
+
+    cli("edit", "bill", "--tag", "us")
+    listed = answer(cli("list", "--tag", "us", "--json"))["entries"]
+    assert [(entry["name"], entry["policy"]["tags"]) for entry in listed] == [("bill", ["us"])]
+    cli("edit", "bill", "--set", "tags=")
+    assert answer(cli("list", "--tag", "us", "--json"))["entries"] == []
+
+
 def test_trigger_and_backfill_are_proposed(cli, put, redis):
     put(every=3600)
     assert answer(cli("trigger", "e", "--json"))["task_id"] in redis.hget("redbeat:e", "pending")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .entry import Entry
+    from .pauses import Pause
 
 __all__ = ("State", "outlook")
 
@@ -17,7 +18,7 @@ class State(StrEnum):
 
     #: It runs at its times.
     ACTIVE = "active"
-    #: Its times pass without a run, until an operator resumes it.
+    #: Its times pass without a run, by a pause of its own or one of many entries.
     PAUSED = "paused"
     #: It is switched off in its definition.
     DISABLED = "disabled"
@@ -29,10 +30,13 @@ class State(StrEnum):
     UNUSABLE = "unusable"
 
 
-def outlook(entry: Entry, now: datetime) -> tuple[datetime | None, State]:
+def outlook(entry: Entry, now: datetime, pause: Pause | None) -> tuple[datetime | None, State]:
     """Return the next nominal time of a usable entry, and its state.
 
     The time is None if there is none, or if a schedule of a user's own raises. It has passed if the entry is overdue.
+
+    Args:
+        pause: of many entries, which covers it; None if there is none.
     """
     past, upcoming, fails = entry.meta, None, False
     try:
@@ -42,6 +46,6 @@ def outlook(entry: Entry, now: datetime) -> tuple[datetime | None, State]:
         fails = True
     if not entry.enabled:
         return upcoming, State.DISABLED
-    if entry.policy.paused:
+    if entry.policy.paused or pause is not None:
         return upcoming, State.PAUSED
     return upcoming, State.ACTIVE if upcoming or fails else State.FINISHED
