@@ -325,7 +325,7 @@ class _Reader:
         with self.client.pipeline(transaction=False) as pipe:
             pipe.zmscore(self.keys.schedule, members)
             pipe.hmget(self.keys.quarantine, members)
-            pipe.smismember(self.keys.statics, names)
+            pipe.hmget(self.keys.owners, names)
             about = zip(*pipe.execute(), strict=True)
         for candidate, name, fields, (score, record, is_static) in zip(batch, names, found, about, strict=True):
             if score is None:  # it was deleted meanwhile

@@ -12,6 +12,7 @@ from singlebeat import Schedule, clocked
 from singlebeat.beat import page as page_module
 from singlebeat.beat.entries.state import State
 from singlebeat.run_results import flush_ends, record_end_of_message
+from tests.redis.test_refusals import rights
 
 SCHEDULE = "redbeat::schedule"
 SORTS = ("next", "name", "last", "lateness")
@@ -97,6 +98,28 @@ def test_a_row_tells_the_last_end_and_the_last_decision(bench):
     assert (row.last_end.outcome, row.last_end.worker) == ("failure", "celery@here")
     assert row.last_decision.decision == "dispatched"
     assert row.next == row.place == bench.schedule.next_runs("a", 1)[0]
+
+
+def test_a_row_tells_whether_beat_schedule_has_its_entry(bench):
+    bench.put("dynamic")
+    bench.scheduler(beat_schedule={"static": {"task": "t", "schedule": 60}}).tick()
+
+    assert {row.name: row.is_static for row in bench.schedule.page().rows} == {"dynamic": False, "static": True}
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_a_page_needs_no_more_rights_than_the_docs_name(bench, server, redis, sort):
+    bench.put("a")
+    end_run(bench, "a")
+    commands = [f"+{command}" for command in rights()]
+    redis.acl_setuser("reader", enabled=True, passwords=["+pw"], keys=["redbeat:*"], commands=commands)
+    try:
+        app = bench.new_app(redbeat_redis_url=server.url.replace("://", "://reader:pw@", 1))
+        page = Schedule(app).page(sort=sort, search="a", state="active")
+    finally:
+        redis.acl_deluser("reader")
+
+    assert [row.name for row in page.rows] == ["a"]
 
 
 def test_a_page_counts_all_entries_that_have_a_place(five):
