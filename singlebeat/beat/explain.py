@@ -414,10 +414,10 @@ def _may_wait(facts: Facts) -> bool:
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     if facts.silent and not facts.state.redbeat_leads:
         yield f"{_sentence(facts.silent).rstrip('.')}."
-    timetable, since = entry.timetable, entry.meta.counts_from
-    if facts.state.redbeat_leads:
-        timetable, since = replace(timetable, policy=EntryPolicy()), entry.meta.last_run_at
-    upcoming = next(iter(timetable.runs(since, facts.now, count=entry.total_run_count)), None)
+    pause = None if facts.state.redbeat_leads else facts.state.pause_over(entry.policy)
+    if pause is not None:
+        end = "" if pause.until is None else " until then"
+        yield f"{_sentence(str(pause))}: its times pass without a run{end}. To go on: {pause.resumed_by}"
     if facts.no_place:
         yield _sentence(facts.no_place)
     elif not entry.enabled:
@@ -434,7 +434,17 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         note = f" ({entry.policy.note})" if entry.policy.note else ""
         resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
         yield f"It is paused{note}: its times pass without a run. To go on: {resume}"
-    elif upcoming is None:
+    elif pause is None:
+        yield from _next_run(facts, entry)
+
+
+def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
+    """Say when an entry runs next that is neither paused nor disabled, or why it does not."""
+    timetable, since = entry.timetable, entry.meta.counts_from
+    if facts.state.redbeat_leads:
+        timetable, since = replace(timetable, policy=EntryPolicy()), entry.meta.last_run_at
+    upcoming = next(iter(timetable.runs(since, facts.now, count=entry.total_run_count)), None)
+    if upcoming is None:
         why = timetable.why_over(since, facts.now, count=entry.total_run_count)
         waits = "After that run it is finished. If you delete it now, that run is not sent."
         yield waits if facts.pending is not None else f"It is finished: it never runs again, because {why}."

@@ -79,6 +79,10 @@ def status_(app: Celery, as_json: bool) -> None:
     waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (see doctor)"
     late = f", the first late by {state.pending_lag:.0f} s" if state.pending_lag else ""
     click.echo(f"pending     {state.pending}{late}" + (waits if state.pending else ""))
+    for pause in state.pauses:
+        click.echo(marked(f"pause       {pause}", "warning"))
+    for selector, why in state.unreadable_pauses.items():
+        click.echo(marked(f"pause       {selector}: {why}", "problem"))
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
         click.echo(marked(f"  {name}: {record['reason']}", "problem"))

@@ -52,6 +52,7 @@ NEEDED = {
     "add": ["new", TASK, "--every", "5"],
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
+    "revert": ["e", "--to", "1-0"],
 }
 
 
@@ -162,7 +163,7 @@ def test_a_list_fits_80_columns_and_names_quarantined_entries(cli, put, redis, m
     lines = cli("list").output.splitlines()
 
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"]
+    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"]
     assert any("paused" in line for line in lines)
     assert lines[-1] == "bad: quarantined: no task"
     assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
@@ -200,6 +201,19 @@ def test_pause_and_resume(cli, put, app):
     assert "It is paused (until Monday)" in cli("explain", "e").output
     cli("resume", "e")
     assert not Schedule(app).get("e").policy.paused
+
+
+def test_entries_are_tagged_and_listed_by_a_tag(cli, put, app):
+    put("other")
+    cli("add", "bill", TASK, "--every", "60", "--tag", "billing", "--tag", "eu")
+    assert Schedule(app).get("bill").policy.tags == ("billing", "eu")
+    assert 'tags                ["billing", "eu"]' in cli("show", "bill").output.replace("'", '"')
+
+    cli("edit", "bill", "--tag", "us")
+    listed = answer(cli("list", "--tag", "us", "--json"))["entries"]
+    assert [(entry["name"], entry["policy"]["tags"]) for entry in listed] == [("bill", ["us"])]
+    cli("edit", "bill", "--set", "tags=")
+    assert answer(cli("list", "--tag", "us", "--json"))["entries"] == []
 
 
 def test_trigger_and_backfill_are_proposed(cli, put, redis):

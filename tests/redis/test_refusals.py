@@ -282,11 +282,13 @@ def test_a_run_that_cannot_be_confirmed_is_not_sent_again(bench, lacking, redis)
     assert (len(bench.messages), redis.zcard("redbeat::pending")) == (1, 1)
 
 
-def test_runs_whose_history_is_refused_are_sent_and_logged_once(findings, cli, lacking, redis, caplog, logged):
+def test_runs_whose_history_is_refused_are_sent_and_logged_once(
+    findings, cli, lacking, server, redis, bench_on, caplog, logged
+):
     caplog.set_level("INFO", "celery.beat")
     with lacking("xadd") as (bench, _):
         for name in "abc":
-            bench.put(name)
+            bench_on(server).put(name)  # a change needs the right, too: it is recorded
         beat = bench.scheduler()
         beat.tick()
         beat._recheck_at = time.monotonic()

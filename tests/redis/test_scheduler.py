@@ -2790,10 +2790,10 @@ def refusing(server, redis, bench_on, monkeypatch):
 TROUBLE = ("unreachable", "recovered", "trouble")
 
 
-def test_a_schedule_that_can_only_be_read_has_not_recovered(refusing, logged):
+def test_a_schedule_that_can_only_be_read_has_not_recovered(refusing, server, bench_on, logged):
     """A tick with nothing to do succeeds on a server that refuses to record what the one before has done."""
+    bench_on(server).put()  # a change needs the right, too: it is recorded
     bench, grant = refusing("redbeat_redis_url", "xadd")
-    bench.put()
     scheduler = bench.scheduler()
 
     for _ in range(3):
