@@ -52,6 +52,7 @@ NEEDED = {
     "add": ["new", TASK, "--every", "5"],
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
+    "revert": ["e", "--to", "1-0"],
 }
 
 
@@ -162,7 +163,7 @@ def test_a_list_fits_80_columns_and_names_quarantined_entries(cli, put, redis, m
     lines = cli("list").output.splitlines()
 
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"]
+    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"]
     assert any("paused" in line for line in lines)
     assert lines[-1] == "bad: quarantined: no task"
     assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
