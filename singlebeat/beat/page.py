@@ -41,14 +41,14 @@ Sort = Literal["next", "name", "last", "lateness"]
 #: Most rows of a page.
 LARGEST = 1000
 
-#: Keys or records at which one script looks: this takes a few milliseconds.
-SLICE = 2000
+#: Keys at which one script looks, and records, which take longer: each a few milliseconds.
+SLICE, RECORDS = 2000, 500
 
 #: Most entries that are decoded for one page: perhaps few of them meet its conditions.
 MOST_DECODED = 2000
 
 #: Most records of ends in which a page finds the latest ends; after these it asks the entries themselves.
-MOST_RECORDS = 20 * SLICE
+MOST_RECORDS = 20_000
 
 #: The numbers of the fields of an entry's own history among all that a page reads.
 OF_HISTORY = (6, 7, 4)
@@ -270,8 +270,8 @@ class _Reader:
     def _from_stream(self, after: _Place | None) -> Iterator[_Candidate]:
         """Yield entries by the ends in the stream; ``_behind_stream`` is then the place behind the last end read."""
         at, seen = "" if after is None else f"{-after[0]}-{-after[1]}", set[str]()
-        for _ in range(MOST_RECORDS // SLICE):
-            at, records = read_records(self.client, self.keys.runs, at, SLICE, leave_out=NO_END)
+        for _ in range(MOST_RECORDS // RECORDS):
+            at, records = read_records(self.client, self.keys.runs, at, RECORDS, leave_out=NO_END)
             if not at:
                 return
             ends = dict[str, tuple[str, str]]()
@@ -325,7 +325,7 @@ class _Reader:
         with self.client.pipeline(transaction=False) as pipe:
             pipe.zmscore(self.keys.schedule, members)
             pipe.hmget(self.keys.quarantine, members)
-            pipe.smismember(self.keys.statics, names)
+            pipe.hmget(self.keys.owners, names)
             about = zip(*pipe.execute(), strict=True)
         for candidate, name, fields, (score, record, is_static) in zip(batch, names, found, about, strict=True):
             if score is None:  # it was deleted meanwhile

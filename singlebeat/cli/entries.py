@@ -7,14 +7,17 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, get_args
 from zoneinfo import ZoneInfo
 
 import click
 from celery.schedules import crontab, schedule
 
+from ..beat.entries.state import State, outlook
 from ..beat.keys import Keys
 from ..beat.late_places import LatePlace, late_places
+from ..beat.page import Query, Sort, rows_of
 from ..beat.schedule import Schedule
 from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, pending_occurrences
 from ..connections import schedule_client
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
     from ..beat.entries.entry import Entry
     from ..beat.entries.occurrence import Occurrence
-    from ..beat.entries.pauses import Pause
     from ..beat.entries.salvage import Salvage
 
 
@@ -87,65 +89,74 @@ def _last_run(entry: Entry, pending: Occurrence | None) -> datetime | None:
 
 
 def _outlook(
-    entry: Entry, now: datetime, place: LatePlace | None, pending: Occurrence | None, pause: Pause | None
+    upcoming: datetime | None, state: State, place: LatePlace | None, pending: Occurrence | None
 ) -> tuple[datetime | None, str]:
-    """Return the next time of an entry, or None if there is none or its schedule fails, and a word for its state.
+    """Return the next time of an entry, and a word for its state.
 
     Args:
         place: the place of the entry in the schedule if that is too late, else None.
         pending: its occurrence that is claimed, and not known to be sent.
-        pause: of many entries, which covers it.
     """
+    if state in {State.QUARANTINED, State.UNUSABLE}:
+        return None, state
     if place is not None:
-        return place.at, "late place" if place.is_wrong else "active"
-    past, upcoming, fails = entry.meta, None, False
-    try:
-        runs = entry.timetable.runs(past.counts_from, now, count=past.total_run_count)
-        upcoming = next(iter(runs), None)
-    except Exception:  # of a user's own schedule; its quarantine record has the reason
-        fails = True
-    if not entry.enabled:
-        return upcoming, "disabled"
-    if entry.policy.paused or pause is not None:
-        return upcoming, "paused"
-    if pending is not None:
-        return upcoming, "pending"
-    return upcoming, "active" if upcoming or fails else "finished"
+        return place.at, "late place" if place.is_wrong else state
+    return upcoming, "pending" if pending is not None and state in {State.ACTIVE, State.FINISHED} else state
 
 
-@command("list", click.option("--tag", help="List only the entries with this tag."))
-def list_(app: Celery, as_json: bool, tag: str | None) -> None:
-    """List all entries by their next run, also entries that never run.
+@command(
+    "list",
+    click.option("--search", default="", metavar="TEXT", help="Only entries with this string in the name or the task."),
+    click.option("--task", default="", help="Only entries of this task."),
+    click.option("--state", type=click.Choice([state.value for state in State]), help="Only entries in this state."),
+    click.option("--tag", default="", help="Only entries with this tag."),
+    click.option(
+        "--sort",
+        type=click.Choice(get_args(Sort)),
+        default="next",
+        show_default=True,
+        help="Order of the entries: soonest next run, name, latest end of a run, or latest next run.",
+    ),
+    click.option("--limit", type=click.IntRange(min=1), help="Most entries to show."),
+)
+def list_(
+    app: Celery, as_json: bool, search: str, task: str, state: str | None, tag: str, sort: Sort, limit: int | None
+) -> None:
+    """List all entries by their next run; those that never run come last.
 
-    LAST is the time since the last run was due. Unusable entries and unknown fields are named after the table.
+    LAST is the time since the last run was due; ENDED is how the last run ended, and how long ago. Unusable entries and
+    unknown fields are named after the table. Entries without a place are named only if you list all entries.
     """
     state_of_all = ScheduleStatus.of(app)
-    quarantine, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
-    entries, unusable = Schedule(app).examine(now)
-    unusable = {name: why for name, why in unusable.items() if name not in quarantine}
-    entries = [entry for entry in entries if tag is None or tag in entry.policy.tags]
-
-    def outlook(entry: Entry) -> tuple[datetime | None, str]:
-        if entry.name in quarantine or entry.name in unusable:
-            return None, "quarantined" if entry.name in quarantine else "unusable"
-        pause = state_of_all.pause_over(entry.policy)
-        return _outlook(entry, now, late.get(entry.name), pending.get(entry.name), pause)
-
+    now, entries = datetime.fromtimestamp(state_of_all.now, UTC), Schedule(app)
+    query = Query(search=search, task=task, state=state or "", tag=tag, sort=sort)
+    found = [*islice(rows_of(app, query), limit)]
+    rows = {row.name: (row, row.entry) for row in found if row.entry is not None}
+    is_whole = limit is None and not (search or task or state or tag)
+    quarantine, unusable = state_of_all.quarantine, {row.name: row.why for row in found if row.state == State.UNUSABLE}
+    if not is_whole:
+        named = {row.name for row in found}
+        quarantine = {name: record for name, record in quarantine.items() if name in named}
     pending = _pending(app)
-    no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
-    late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
+    no_place = {name: entries.no_place(name) for name in entries.without_place()} if is_whole else {}
+    late = {} if state_of_all.redbeat_leads else dict(late_places(app, [entry for _, entry in rows.values()]))
     refused = refusal(app, state_of_all)
     problem = state_of_all.problem() or state_of_all.sent_elsewhere
-    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else refused or (problem if entries else "")
+    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else refused or (problem if rows else "")
+    shown = {name: _outlook(row.next, row.state, late.get(name), pending.get(name)) for name, (row, _) in rows.items()}
     if as_json:
-        rows = []
-        for entry in entries:
-            upcoming, state = outlook(entry)
-            rows.append({**_as_shown(entry), "state": state, "next": upcoming})
         led = {"warning": warning} if warning else {}
         show_json(
             {
-                "entries": rows,
+                "entries": [
+                    {
+                        **_as_shown(entry),
+                        "state": shown[name][1],
+                        "next": shown[name][0],
+                        "last_end": asdict(row.last_end) if row.last_end else None,
+                    }
+                    for name, (row, entry) in rows.items()
+                ],
                 "quarantine": quarantine,
                 "unusable": unusable,
                 "no_place": [*no_place],
@@ -155,13 +166,13 @@ def list_(app: Celery, as_json: bool, tag: str | None) -> None:
             }
         )
         return
-    rows_ = []
-    for entry in entries:
-        upcoming, state = outlook(entry)
-        last = age(_last_run(entry, pending.get(entry.name)), now)
+    cells = []
+    for name, (row, entry) in rows.items():
+        last, end = age(_last_run(entry, pending.get(name)), now), row.last_end
+        ended = f"{end.outcome} {age(end.at, now)}" if end else "-"
         when = readable_schedule(entry.schedule)
-        rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
-    table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
+        cells.append((name, entry.task, when, last, ended, moment(shown[name][0]), shown[name][1]))
+    table(("NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"), cells, wide=(0, 1, 2))
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
@@ -170,7 +181,7 @@ def list_(app: Celery, as_json: bool, tag: str | None) -> None:
         click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
     for name, why in unusable.items():
         click.echo(marked(f"{name}: unusable: {why}; {QUARANTINED_LATER}", "problem"))
-    _show_warnings(f"{entry.name}: {entry.ignored}" for entry in entries if entry.ignored)
+    _show_warnings(f"{name}: {entry.ignored}" for name, (_, entry) in rows.items() if entry.ignored)
     for name, why in no_place.items():
         click.echo(marked(f"{name}: {why}", "problem"))
     for name, place in late.items():
@@ -202,7 +213,7 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
     pending = _pending(app).get(name)
     pause = found.pause_over(entry.policy)
-    upcoming, state = _outlook(entry, now, late, pending, pause)
+    upcoming, state = _outlook(*outlook(entry, now, pause), late, pending)
     if problem:
         upcoming, state = None, "quarantined"
     elif unusable := entry.why_unusable(now):

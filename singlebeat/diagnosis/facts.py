@@ -29,7 +29,7 @@ from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
-from .workers import BrokerError, Workers
+from .workers import BrokerError, NoQuestionsError, Workers, refused_queues
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -108,6 +108,8 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     workers, entries, broker_away = None, Schedule(app), ""
     try:
         workers = Workers.ask(app)
+    except NoQuestionsError:  # doctor names the right
+        pass
     except BrokerError as exc:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
@@ -162,6 +164,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         pending=pending,
         refused=refused,
         broker_away=broker_away,
+        queue_refused=next(refused_queues(app, [entry]), "") if pending is not None and entry is not None else "",
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
         stored_end=stored,

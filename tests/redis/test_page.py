@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,6 +12,7 @@ from singlebeat import Schedule, clocked
 from singlebeat.beat import page as page_module
 from singlebeat.beat.entries.state import State
 from singlebeat.run_results import flush_ends, record_end_of_message
+from tests.redis.test_refusals import rights
 
 SCHEDULE = "redbeat::schedule"
 SORTS = ("next", "name", "last", "lateness")
@@ -20,6 +22,8 @@ SORTS = ("next", "name", "last", "lateness")
 def small_slices(monkeypatch):
     """Let every search need several slices."""
     monkeypatch.setattr(page_module, "SLICE", 3)
+    monkeypatch.setattr(page_module, "RECORDS", 2)
+    monkeypatch.setattr(page_module, "MOST_RECORDS", 4)
 
 
 def end_run(bench, name: str, outcome: str = "success", number: int = 1) -> None:
@@ -94,6 +98,28 @@ def test_a_row_tells_the_last_end_and_the_last_decision(bench):
     assert (row.last_end.outcome, row.last_end.worker) == ("failure", "celery@here")
     assert row.last_decision.decision == "dispatched"
     assert row.next == row.place == bench.schedule.next_runs("a", 1)[0]
+
+
+def test_a_row_tells_whether_beat_schedule_has_its_entry(bench):
+    bench.put("dynamic")
+    bench.scheduler(beat_schedule={"static": {"task": "t", "schedule": 60}}).tick()
+
+    assert {row.name: row.is_static for row in bench.schedule.page().rows} == {"dynamic": False, "static": True}
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_a_page_needs_no_more_rights_than_the_docs_name(bench, server, redis, sort):
+    bench.put("a")
+    end_run(bench, "a")
+    commands = [f"+{command}" for command in rights()]
+    redis.acl_setuser("reader", enabled=True, passwords=["+pw"], keys=["redbeat:*"], commands=commands)
+    try:
+        app = bench.new_app(redbeat_redis_url=server.url.replace("://", "://reader:pw@", 1))
+        page = Schedule(app).page(sort=sort, search="a", state="active")
+    finally:
+        redis.acl_deluser("reader")
+
+    assert [row.name for row in page.rows] == ["a"]
 
 
 def test_a_page_counts_all_entries_that_have_a_place(five):
@@ -194,6 +220,8 @@ def test_no_stored_data_spoils_a_page(bench, redis, small_slices, sort):
     assert sorted(found) == sorted(
         bench.schedule.keys.name(member) for member in bench.schedule._client.zrange(SCHEDULE, 0, -1)
     )
+    assert {"string", "list"} <= {*names(bench, sort=sort, state="unusable")}
+    assert names(bench, sort=sort, search="STRING", task="") == ["string"]
     rows = {row.name: row for row in bench.schedule.page(sort=sort).rows}
     assert (rows["good"].state, rows["good"].why) == ("quarantined", "no JSON")
     assert {rows[name].state for name in ("string", "list", "no hash")} == {"unusable"}
@@ -324,3 +352,50 @@ def test_histories_that_are_none_are_left_out(bench, redis):
     found = bench.schedule.histories(["good", "bad", "bad0", "bad1", "bad2", "string", "redbeat:", ":schedule"], 30)
 
     assert {name: len(records) for name, records in found.items() if records} == {"good": 1}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def listed(cli, *options: str) -> list[str]:
+    return [row["name"] for row in json.loads(cli("list", "--json", *options).stdout)["entries"]]
+
+
+def test_the_list_has_conditions_an_order_and_a_limit(bench, cli):
+    bench.put("b bill", task="shop.bill")
+    bench.put("a bill", task="shop.bill", paused=True)
+    bench.put("c", task="shop.other")
+
+    assert listed(cli, "--sort", "name") == ["a bill", "b bill", "c"]
+    assert listed(cli, "--sort", "name", "--limit", "2") == ["a bill", "b bill"]
+    assert listed(cli, "--search", "OTHER") == ["c"]
+    assert listed(cli, "--task", "shop.bill", "--state", "paused") == ["a bill"]
+    assert "NAME" in cli("list", "--search", "nothing").output
+    assert cli("list", "--state", "on", code=2)
+
+
+def test_the_list_tells_how_the_last_run_ended_and_when(bench, cli):
+    bench.put("a")
+    bench.put("never")
+    end_run(bench, "a", "time_limit")
+
+    rows = {row["name"]: row["last_end"] for row in json.loads(cli("list", "--json").stdout)["entries"]}
+
+    assert (rows["a"]["outcome"], rows["a"]["worker"], rows["never"]) == ("time_limit", "celery@here", None)
+    lines = {line.split()[0]: line for line in cli("list").output.splitlines()}
+    assert re.search(r"time_limit \d+ s", lines["a"])
+    assert " -  " in lines["never"]
+
+
+def test_a_part_of_the_list_names_only_its_own_problems(bench, cli, redis):
+    bench.put("good")
+    for name in ("bad", "worse"):
+        bench.put(name)
+        redis.hset(f"redbeat:{name}", "definition", "{")
+    bench.tick()
+
+    output = cli("list", "--search", "bad").output
+
+    assert "bad: quarantined" in output
+    assert "worse" not in output
+    assert "worse: quarantined" in cli("list").output

@@ -15,8 +15,6 @@ from tests.support import free_port, wait_until
 def test_the_command_serves_the_page_until_it_is_told_to_end(server, redis, tmp_path):
     source = f"from celery import Celery\napp = Celery('shop', broker={server.celery_url!r})\n"
     (tmp_path / "shop.py").write_text(source)
-        "from celery import Celery\napp = Celery('shop', broker=%r)\n" % server.celery_url
-    )
     port = free_port()
     command = [sys.executable, "-m", "celery", "-A", "shop", "singlebeat", "web", "--port", str(port)]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "PYTHONUNBUFFERED": "1"}

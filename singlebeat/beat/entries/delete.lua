@@ -16,8 +16,8 @@
 --
 -- returns  1 if there was anything to remove, else 0
 
-local schedule, pending, quarantine, owners, parked, changes, entry = unpack(KEYS)
-local name = ARGV[1]
+local schedule, pending, quarantine, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local parked, changes, entry, name = KEYS[5], KEYS[6], KEYS[7], ARGV[1]
 local stored = redis.pcall("HMGET", entry, "definition", "policy", "meta", "since", "pending", "sent")
 local is_entry = false
 for i = 1, 6 do
