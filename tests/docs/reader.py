@@ -168,9 +168,12 @@ class Reader:
         ).stdout
 
     def _curl(self, line: str) -> str:
-        words = shlex.split(re.sub(r"\$(\w+)", lambda found: self.values[found[1]], line))
+        words = shlex.split(re.sub(r"\$(\w+)", lambda found: self.environment[found[1]], line))
         return subprocess.run(
-            ["curl", "--silent", "--show-error", "--fail-with-body", *words], check=True, text=True, stdout=subprocess.PIPE
+            ["curl", "--silent", "--show-error", "--fail-with-body", *words],
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
         ).stdout
 
     def _redis_cli(self, line: str) -> str:

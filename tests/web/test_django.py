@@ -245,7 +245,10 @@ def test_under_wsgi_links_and_static_files_lead_below_the_prefix(page, app, e):
     from django.core.wsgi import get_wsgi_application
 
     cookies = {"sessionid": sign_in("root", is_superuser=True).cookies["sessionid"].value}
-    with served_by_wsgi(get_wsgi_application()) as url, httpx.Client(base_url=url, cookies=cookies, timeout=60) as browser:
+    with (
+        served_by_wsgi(get_wsgi_application()) as url,
+        httpx.Client(base_url=url, cookies=cookies, timeout=60) as browser,
+    ):
         check_mounted(browser, "/beat", token="csrfmiddlewaretoken")
 
     assert is_paused(app)
