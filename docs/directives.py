@@ -237,9 +237,8 @@ class Operations(Generated):
             for method, operation in methods.items():
                 yield from (f"**{method}** {_literally(operation.meaning)}", "")
                 yield f"- Role: ``{operation.role.name.lower()}``. Answers: {_answers(operation)}."
-                for what, parameters in (("Query", operation.query), ("Body", operation.body)):
-                    if parameters:
-                        yield f"- {what}: {', '.join(map(_parameter, parameters))}."
+                yield from (f"- {_parameter(each, 'query')}" for each in operation.query)
+                yield from (f"- {_parameter(each, 'body')}" for each in operation.body)
                 if operation.conditions:
                     yield f"- Headers: {', '.join(f'``{name}``' for name in operation.conditions)}."
                 yield ""
@@ -253,10 +252,13 @@ def _answers(operation: Operation) -> str:
     return f"{statuses} with {', '.join(fields)}" if fields else statuses
 
 
-def _parameter(parameter: Parameter) -> str:
+def _parameter(parameter: Parameter, where: str) -> str:
+    """Return what a client gives, and where."""
     required = "" if parameter.is_required else ", optional"
-    words = f": {', '.join(f'``{word}``' for word in parameter.words if word)}" if parameter.words else ""
-    return f"``{parameter.name}`` ({parameter.kind}{required}{words})"
+    words = f" {', '.join(f'``{word}``' for word in parameter.words if word)}." if parameter.words else ""
+    default = "" if parameter.default in {None, "", False} else f" Default: ``{parameter.default}``."
+    about = f"{parameter.kind} in the {where}{required}"
+    return f"``{parameter.name}`` ({about}): {_literally(parameter.meaning)}{words}{default}"
 
 
 class Schemas(Generated):

@@ -57,7 +57,7 @@ def _site() -> Site:
 
 
 def user_of(request: HttpRequest) -> User | None:
-    """Return the user of a session, with the highest role that Django's permissions give; None if nobody signed in."""
+    """Return the user of a session, with the highest role that Django's permissions give; None without a session."""
     found = getattr(request, "user", None)
     if found is None or not found.is_authenticated or not found.is_active:
         return None

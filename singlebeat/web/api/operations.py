@@ -344,5 +344,5 @@ OPERATIONS: Sequence[Operation] = (
 
 #: The operations by path and method.
 BY_PATH: Mapping[str, Mapping[str, Operation]] = {
-    path: {each.method: each for each in OPERATIONS if each.path == path} for path in {each.path for each in OPERATIONS}
+    path: {each.method: each for each in OPERATIONS if each.path == path} for path in dict.fromkeys(each.path for each in OPERATIONS)
 }
