@@ -51,7 +51,7 @@ def description(root: str) -> Mapping[str, Any]:
         "security": [{"token": []}],
         "paths": {
             path: {method.lower(): _operation(each) for method, each in methods.items()}
-            for path, methods in sorted(BY_PATH.items())
+            for path, methods in BY_PATH.items()
         },
         "components": {
             "schemas": components(),

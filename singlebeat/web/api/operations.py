@@ -342,7 +342,10 @@ OPERATIONS: Sequence[Operation] = (
     ),
 )
 
+#: The paths, in the order of the table.
+PATHS = tuple(dict.fromkeys(each.path for each in OPERATIONS))
+
 #: The operations by path and method.
 BY_PATH: Mapping[str, Mapping[str, Operation]] = {
-    path: {each.method: each for each in OPERATIONS if each.path == path} for path in dict.fromkeys(each.path for each in OPERATIONS)
+    path: {each.method: each for each in OPERATIONS if each.path == path} for path in PATHS
 }
