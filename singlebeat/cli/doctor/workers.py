@@ -55,7 +55,10 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     try:
         workers = Workers.ask(app)
     except NoQuestionsError as exc:
-        text = f"it {str(exc).rstrip('.')}; so doctor knows nothing about the workers. It needs the keys *.pidbox*, _kombu* and unacked*"
+        text = (
+            f"it {str(exc).rstrip('.')}; so doctor knows nothing about the workers. It needs the keys *.pidbox*, _kombu* "
+            "and unacked*"
+        )
         yield Finding("problem", f"broker {broker_place(app)}", text)
         return
     except BrokerError as exc:
