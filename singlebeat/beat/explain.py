@@ -89,7 +89,8 @@ class Facts:
     no_place: str = ""  #: why it is never due, and what to do; empty if it has a place in the sorted set
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
-    broker_away: str = ""  #: why the workers could not be asked
+    broker_away: str = ""  #: why the broker takes no messages
+    queue_refused: str = ""  #: why the broker refuses the queue of a pending run
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
     stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
@@ -168,8 +169,10 @@ def _pending(facts: Facts) -> Iterator[str]:
         return
     why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable, refused or "
     why += "trouble)"
-    if facts.running is None:
-        why = f"{facts.broker_away.rstrip('.') or 'the broker does not answer'}. Beat sends it once that is over"
+    if facts.broker_away:
+        why = f"{facts.broker_away.rstrip('.')}. Beat sends it once that is over"
+    elif facts.queue_refused:
+        why = f"{facts.queue_refused}. Beat sends it once that is over"
     elif facts.locks_away:
         why = f"{facts.locks_away.rstrip('.')}. Beat sends it once that is over"
     yield f"The run for {when} is claimed and waits to be sent, as task {facts.pending.id}: {why}."
@@ -293,6 +296,8 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         ended = facts.stored_end
         when = f" at {_moment(ended.at)}" if ended.at is not None else ""
         yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.status}."
+    elif record.is_sent_otherwise:
+        yield "So workers record no end of it: its message has another id, or lacks the headers of beat."
     elif record.decision == "buffered":
         yield from _waits(facts, record)
     else:

@@ -33,7 +33,7 @@ from ..run_results import RESULT_NOT_STORED
 from .locks import held_by, locks_of, waiting
 from .output import command, moment, parse_instant, printable, show_json, table
 from .status import refusal
-from .workers import BrokerError, Workers
+from .workers import BrokerError, NoQuestionsError, Workers, refused_queues
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -138,6 +138,8 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
     workers, entries, broker_away = None, Schedule(app), ""
     try:
         workers = Workers.ask(app)
+    except NoQuestionsError:  # doctor names the right
+        pass
     except BrokerError as exc:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
@@ -192,6 +194,7 @@ def _facts(app: Celery, name: str, when: datetime | None) -> Facts:
         pending=pending,
         refused=refused,
         broker_away=broker_away,
+        queue_refused=next(refused_queues(app, [entry]), "") if pending is not None and entry is not None else "",
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
         stored_end=stored,

@@ -220,6 +220,8 @@ def test_no_stored_data_spoils_a_page(bench, redis, small_slices, sort):
     assert sorted(found) == sorted(
         bench.schedule.keys.name(member) for member in bench.schedule._client.zrange(SCHEDULE, 0, -1)
     )
+    assert {"string", "list"} <= {*names(bench, sort=sort, state="unusable")}
+    assert names(bench, sort=sort, search="STRING", task="") == ["string"]
     rows = {row.name: row for row in bench.schedule.page(sort=sort).rows}
     assert (rows["good"].state, rows["good"].why) == ("quarantined", "no JSON")
     assert {rows[name].state for name in ("string", "list", "no hash")} == {"unusable"}

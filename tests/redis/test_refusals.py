@@ -345,6 +345,39 @@ def test_doctor_names_a_refusing_broker_and_the_leader(findings, server, own_ser
     assert "no beat" not in "".join(beats)
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["may ask workers", "may not"])
+def test_tools_name_the_queue_that_the_broker_refuses(findings, cli, server, redis, bench_on, asks):
+    """Messages to other queues are sent meanwhile."""
+    keys = [
+        "redbeat:*",
+        "SINGLETONLOCK_*",
+        "singlebeat:*",
+        "celery*",
+        "_kombu*",
+        *(["*.pidbox*", "unacked*"] if asks else []),
+    ]
+    redis.acl_setuser("narrow", enabled=True, passwords=["+pw"], keys=keys, channels=["*"], commands=["+@all"])
+    try:
+        bench = bench_on(server, broker_url=server.celery_url.replace("://", "://narrow:pw@", 1))
+        for name, queue in (("bad", "forbidden"), ("good", "celery")):
+            bench.put(name, options={"queue": queue})
+        bench.tick()
+        found = findings("beat", app=bench.app), findings("broker", app=bench.app)
+        explained = cli("explain", "bad", app=bench.app).output
+    finally:
+        redis.acl_deluser("narrow")
+
+    refused = "refuses queue forbidden to this user: grant the keys forbidden*"
+    assert bench.names == ["good"]
+    assert any(
+        "1 occurrence is claimed and not confirmed: the broker" in text and refused in text for _, text in found[0]
+    )
+    assert f"{refused}. Beat sends it once that is over" in explained
+    questions = [text for _, text in found[1] if "it refuses the questions to workers: " in text]
+    assert (len(questions), len(found[1])) == ((0, 0) if asks else (1, 1))
+    assert "messages cannot be sent" not in str(found)
+
+
 def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own_server, bench_on, caplog):
     bench = bench_on(server, broker_url=own_server.celery_url, task_publish_retry=False)
     with full(own_server):

@@ -70,6 +70,11 @@ class Record:
     term: str
     end: End | None
 
+    @property
+    def is_sent_otherwise(self) -> bool:
+        """Whether code of the app has sent it under another id, or without beat's headers: its end is not recorded."""
+        return self.decision == "dispatched" and bool(self.reason)
+
 
 class Own(NamedTuple):
     """The history that an entry keeps itself, latest first: its last few decisions, and the last ends of its runs."""
