@@ -543,7 +543,7 @@ class Schedule:
         return History(self.app).of_many(names, count)
 
     def _entry(self, name: str, fields: StoredFields) -> Entry:
-        found = [*self._found(name, fields), fields[5]]
+        found = [*self._found(name, fields), *fields[5:6]]
         return Entry.from_fields(self.keys.prefix + name, *found, app=self.app)
 
     def _found(self, name: str, fields: StoredFields) -> StoredFields:

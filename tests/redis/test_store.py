@@ -933,7 +933,7 @@ def test_an_entry_deleted_with_an_unconfirmed_occurrence_is_no_trouble(store, cl
 
     due(store, all_pending=True)
 
-    assert redis.keys() == []
+    assert redis.keys() == [CHANGES]
     assert caplog.records == []
 
 

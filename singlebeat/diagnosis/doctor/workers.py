@@ -56,8 +56,8 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         workers = Workers.ask(app)
     except NoQuestionsError as exc:
         text = (
-            f"it {str(exc).rstrip('.')}; so doctor knows nothing about the workers. "
-            "It needs the keys *.pidbox*, _kombu* and unacked*"
+            f"it {str(exc).rstrip('.')}; so doctor knows nothing about the workers. It needs the keys *.pidbox*, "
+            "_kombu* and unacked*"
         )
         yield Finding("problem", f"broker {broker_place(app)}", text)
         return
