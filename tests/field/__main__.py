@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.field.bed import Bed
-from tests.field.observer import check, counts
+from tests.field.observer import check, counts, slopes
 from tests.field.plan import make_plan
 from tests.field.topology import TOPOLOGIES, faults_of
 
@@ -57,6 +57,8 @@ def main() -> None:
     found = check(records)
     say(f"seed {plan.seed}, topology {plan.topology}, {time.monotonic() - began:.0f} s in all")
     say(", ".join(f"{name} {count}" for name, count in counts(records).items()))
+    for whose, what, slope, _ in slopes(records):
+        say(f"in an hour {slope:+.1f} {what}: {whose}")
     for violation in found:
         say(f"VIOLATION {violation}")
     say(f"{len(found)} violations {dict(Counter(violation.check for violation in found))}")

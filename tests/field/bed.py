@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from redis.retry import Retry
 from singlebeat import Schedule
 from singlebeat.errors import SinglebeatError
 from tests.field import tasks
-from tests.field.observer import Call, Edited, Exit, Happened, Naming, Records, Run, Sample
+from tests.field.observer import Call, Edited, Exit, Happened, Naming, Records, Run, Sample, Stored
 from tests.field.plan import Edit, Fault, Given, Plan, Process
 from tests.field.sender import CALLS
 from tests.field.topology import Topology, open_topology, read_only
@@ -68,6 +69,10 @@ ASKED_AFTER, NAMED_AFTER = 3.0, 10.0
 
 #: Seconds after which the metrics are read: a call to a server that hangs is tried three times.
 SCRAPED_AFTER = 9.8
+
+#: The commands that tell the size of a key of a type, and what differs in the keys of one family.
+SIZES = {"hash": "HLEN", "zset": "ZCARD", "set": "SCARD", "list": "LLEN"}
+VARIES = re.compile(r"\{[0-9a-f]{8,}\}|[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{16,}")
 
 #: What a process with a wrong clock imports first.
 WRONG_CLOCK = ROOT / "tests/field/wrong_clock"
@@ -160,6 +165,8 @@ class Bed:
             self.topology: Topology = stack.enter_context(open_topology(self.plan.topology, self.plan.seed))
             self.journal, self.messages = self.topology.journals()
             self.redis = self.topology.server.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
+            # A server that hangs must not delay the end of its fault.
+            self.counting = self.topology.server.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
             # An operator of its own link, and one who does not depend on the weather: for the set-up and its end.
             self.operator = self._app("operator")
             direct = self.topology.server.tcp_url
@@ -313,19 +320,43 @@ class Bed:
             if not slot.is_down:
                 with suppress(OSError):
                     self.records.samples.append(self._measured(slot))
+        with suppress(RedisError):
+            self.records.stored.append(Stored(time.time(), self._count_elements()))
 
     def _measured(self, slot: Slot) -> Sample:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{slot.process.pid}/status").read_text().splitlines())
+        status = _status(slot.process.pid)
+        children = 0
+        for pid in Path(f"/proc/{slot.process.pid}/task/{slot.process.pid}/children").read_text().split():
+            with suppress(OSError, KeyError):  # it ends
+                children += _memory(_status(pid))
         connections = sum(link.connections for link in self.topology.links.get(slot.name, ()))
         return Sample(
             time.time(),
             slot.name,
             slot.process.pid,
-            memory=int(status["VmRSS"].split()[0]) * 1024,
+            memory=_memory(status),
             threads=int(status["Threads"]),
             files=len(os.listdir(f"/proc/{slot.process.pid}/fd")),
             connections=connections,
+            children=children,
         )
+
+    def _count_elements(self) -> Mapping[str, int]:
+        """Return how many elements the server keeps in the keys of each family; a stream, which is capped, has one."""
+        found: Counter[str] = Counter()
+        keys = list(self.counting.scan_iter(count=1000))
+        pipeline = self.counting.pipeline(transaction=False)
+        for key in keys:
+            pipeline.type(key)
+        sized = [(key, SIZES[type_]) for key, type_ in zip(keys, pipeline.execute(), strict=True) if type_ in SIZES]
+        for key, command in sized:
+            pipeline.execute_command(command, key)
+        sizes = iter(pipeline.execute(raise_on_error=False))
+        found.update(VARIES.sub("*", key) for key in keys)
+        for key, _ in sized:
+            if isinstance(size := next(sizes), int):  # no error: the key may have gone, and come again as another
+                found[VARIES.sub("*", key)] += size
+        return found
 
     def _probe(self) -> None:
         self._at(self._elapsed + PROBE_EVERY, self._probe)
@@ -686,6 +717,14 @@ class Bed:
         records.logs = {
             name: [line for process in slot.history for line in process.lines] for name, slot in self.slots.items()
         }
+
+
+def _status(pid: int | str) -> Mapping[str, str]:
+    return dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+
+
+def _memory(status: Mapping[str, str]) -> int:
+    return int(status["VmRSS"].split()[0]) * 1024
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import combinations, zip_longest
+from statistics import median
 
 from tests.field.journal import Decision, Message
 from tests.field.plan import Given
@@ -130,6 +131,15 @@ class Sample:
     threads: int
     files: int
     connections: int
+    children: int = 0  #: memory of its child processes, in bytes
+
+
+@dataclass
+class Stored:
+    """What a server keeps: the elements of all keys of a family, by its name."""
+
+    at: float
+    elements: Mapping[str, int]
 
 
 @dataclass
@@ -164,6 +174,7 @@ class Records:
     probes: list[tuple[float, str, str]] = field(default_factory=list)  #: time, worker, id
     exits: list[Exit] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
     namings: list[Naming] = field(default_factory=list)
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unfinished: str = ""
@@ -589,6 +600,55 @@ def nothing_grows(records: Records) -> Iterator[Violation]:
                 yield Violation("growth", text)
 
 
+#: Seconds of a process or a server that tell its slope, after the seconds in which it comes to its size.
+TELLS_A_SLOPE, COMES_TO_SIZE = 1200.0, 300.0
+
+#: What may be more after each hour, of a process and of a family of keys.
+HOURLY = {"threads": 1.0, "files": 2.0, "connections": 2.0, "memory": float(8 << 20), "children": float(12 << 20)}
+HOURLY_ELEMENTS = 20.0
+
+
+def hourly(points: Iterable[tuple[float, float]]) -> float | None:
+    """Return by how much a value rises in an hour, None if its time is too short to tell.
+
+    This is the median of the slopes between all pairs (Theil, 1950), of the least value of each minute: faults and
+    load raise a value for a while, a leak raises the least.
+    """
+    minutes: dict[int, float] = {}
+    begin, last = None, 0.0
+    for at, value in points:
+        begin = at if begin is None else begin
+        if at >= begin + COMES_TO_SIZE:
+            minute, last = int(at // 60), at
+            minutes[minute] = min(value, minutes.get(minute, value))
+    if begin is None or last - begin < TELLS_A_SLOPE:
+        return None
+    slopes = [(minutes[b] - minutes[a]) / (b - a) for a, b in combinations(minutes, 2)]
+    return median(slopes) * 60
+
+
+def slopes(records: Records) -> Iterator[tuple[str, str, float, float]]:
+    """Yield whose slope it is, of what, how much it is in an hour, and how much it may be."""
+    by_process: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for sample in records.samples:
+        by_process[sample.name, sample.pid].append(sample)
+    for (name, pid), samples in by_process.items():
+        for what, bound in HOURLY.items():
+            if (slope := hourly((sample.at, getattr(sample, what)) for sample in samples)) is not None:
+                yield f"{name} ({pid})", what, slope, bound
+    for family in sorted({family for stored in records.stored for family in stored.elements}):
+        points = ((stored.at, stored.elements.get(family, 0)) for stored in records.stored)
+        if (slope := hourly(points)) is not None:
+            yield "the server", family, slope, HOURLY_ELEMENTS
+
+
+def nothing_climbs(records: Records) -> Iterator[Violation]:
+    """What a process has, and what the server keeps, does not rise for as long as the run lasts."""
+    for whose, what, slope, bound in slopes(records):
+        if slope > bound:
+            yield Violation("slope", f"{whose}: {slope:.1f} {what} more in each hour, of {bound:g} at most")
+
+
 # ---------------------------------------------------------------- silence
 
 #: What must name a fault of more than ten seconds: patterns for doctor's findings, the log's events and the metrics.
@@ -676,6 +736,7 @@ CHECKS: Sequence[Callable[[Records], Iterator[Violation]]] = (
     processes_live,
     workers_work,
     nothing_grows,
+    nothing_climbs,
     long_faults_are_named,
 )
 
