@@ -489,11 +489,10 @@ def _may_be_lost(records: Records, message: Message) -> bool:
 def calls_are_sent(records: Records) -> Iterator[Violation]:
     """A call that was taken has one message; one that failed has none, or may have one if its reply was lost."""
     pushed = Counter(message.id for message in records.messages if message.is_original)
-    cut = records.windows(lambda fault: fault.whom in {"", "sender"} and DELAYS_BEATS.match(fault.kind) is not None)
     for call in records.calls:
         # Where lock and message are two writes, the reply of the broker may be lost: kombu sends again, under one id.
-        # On one server they are two while the sender's connections break.
-        most = 1 if records.is_one_server and not any(begin < call.began < end for begin, end in cut) else 2
+        # Kombu alone sends a call that needs no lock.
+        most = 1 if records.is_one_server and call.task != "beside" else 2
         if call.id and not call.is_duplicate and not 1 <= pushed[call.id] <= most:
             yield Violation("call", f"{call}: {pushed[call.id]} messages")
 
