@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from tests.benchmarks.apps import PLAIN, QUEUE
 from tests.benchmarks.processes import celery
