@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--gap", type=float, default=20, help="most seconds between two faults")
     parser.add_argument("--only", nargs="*", help="kinds of faults; all by default")
+    parser.add_argument("--upgrade", metavar="COMMIT", default="", help="upgrade from this commit, or back to it")
     parser.add_argument("--keep", type=Path, help="a file for the records, to check them again")
     options = parser.parse_args()
     say(f"seed {options.seed}")
@@ -47,10 +48,11 @@ def main() -> None:
         workers=options.workers,
         clocks=bool(libfaketime),
         gap=options.gap,
+        upgrades=bool(options.upgrade),
     )
     say("\n".join(plan.lines()))
     began = time.monotonic()
-    with Bed(plan, libfaketime=libfaketime, say=say) as bed:
+    with Bed(plan, libfaketime=libfaketime, old=options.upgrade, say=say) as bed:
         records = bed.run()
     if options.keep:
         options.keep.write_bytes(pickle.dumps(records))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import io
 import itertools
 import json
 import os
@@ -10,13 +11,14 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -94,6 +96,7 @@ class Slot:
     process: CeleryProcess | None = None
     metrics_port: int = 0
     is_down: bool = True  #: on purpose
+    release: str = "new"
     history: list[CeleryProcess] = field(default_factory=list)
 
     @property
@@ -144,10 +147,18 @@ class RunWatch:
 
 
 class Bed:
-    """One run: start it in a ``with`` block, call ``run``, and read ``records``."""
+    """One run: start it in a ``with`` block, call ``run``, and read ``records``.
 
-    def __init__(self, plan: Plan, *, libfaketime: str = "", say: Callable[[str], object] = print) -> None:
-        self.plan, self.libfaketime, self.say = plan, libfaketime, say
+    Args:
+        libfaketime: path of the library, for a plan with wrong clocks.
+        old: commit of the old release, for a plan with upgrades.
+
+    """
+
+    def __init__(
+        self, plan: Plan, *, libfaketime: str = "", old: str = "", say: Callable[[str], object] = print
+    ) -> None:
+        self.plan, self.libfaketime, self.old, self.say = plan, libfaketime, old, say
         self.records = Records(plan.entries, is_one_server=plan.topology == "one")
         self.slots: dict[str, Slot] = {}
         self._starved: set[int] = set()
@@ -160,6 +171,8 @@ class Bed:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="field")))
+            if self.old:
+                self._unpack(self.old)
             self.observer = stack.enter_context(RedisServer())
             os.environ["SB_FIELD_RECORDS"] = self.observer.tcp_url
             self.topology: Topology = stack.enter_context(open_topology(self.plan.topology, self.plan.seed))
@@ -169,9 +182,8 @@ class Bed:
             self.counting = self.topology.server.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
             # An operator of its own link, and one who does not depend on the weather: for the set-up and its end.
             self.operator = self._app("operator")
-            direct = self.topology.server.tcp_url
-            urls = {"broker_url": self.topology.broker.tcp_url, "redbeat_redis_url": direct}
-            self.setup = tasks.make_app({**CONF, **urls, "singleton_backend_url": direct})
+            self.setup = tasks.make_app({**CONF, **self.topology.direct()})
+            stack.callback(self.messages.stop)
             stack.callback(self.setup.close)
             stack.callback(self.operator.close)
             self.watch = RunWatch(self.observer)
@@ -190,6 +202,14 @@ class Bed:
 
     # ---------------------------------------------------------------- the fleet
 
+    def _unpack(self, commit: str) -> None:
+        """Put the package of a commit where processes of the old release find it first."""
+        archive = subprocess.run(
+            ["git", "archive", "--format=tar", commit, "singlebeat"], cwd=ROOT, check=True, capture_output=True
+        )
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
+            packed.extractall(self.directory / "old", filter="data")
+
     def _app(self, name: str) -> Any:
         return tasks.make_app({**CONF, **self.topology.urls(name)})
 
@@ -199,7 +219,7 @@ class Bed:
         for process in self.plan.workers:
             slots = {"prefork": ("-c", "3"), "threads": ("-c", "4"), "gevent": ("-c", "10"), "solo": ()}[process.pool]
             queues = ("-Q", f"celery,{process.name}", "-n", f"{process.name}@%h")
-            conf = self.topology.urls(process.name, direct_broker=True)
+            conf = self.topology.urls(process.name, is_worker=True)
             self._add(process, ("worker", "-P", process.pool, *slots, *queues), conf)
         for slot in self.slots.values():
             self._start(slot)
@@ -215,6 +235,7 @@ class Bed:
         port = free_port()
         key = "singlebeat_metrics_port" if args[0] == "beat" else "singlebeat_worker_metrics_port"
         self.slots[process.name] = Slot(process, args, {**CONF, **conf, key: port}, metrics_port=port)
+        self.slots[process.name].release = self.plan.releases[0]
 
     def _start(self, slot: Slot) -> None:
         env = {"SB_FIELD_CONF": json.dumps(slot.conf), "TMPDIR": str(self.directory)}
@@ -224,6 +245,9 @@ class Bed:
             env |= {**faked, "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
             paths = (WRONG_CLOCK, ROOT / "tests/without_shell", ROOT)
             env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+        if slot.release == "old":
+            paths = (self.directory / "old", *(() if slot.given.has_right_clock else (WRONG_CLOCK,)))
+            env["PYTHONPATH"] = os.pathsep.join(map(str, (*paths, ROOT / "tests/without_shell", ROOT)))
         slot.process = CeleryProcess(*slot.args, app="tests.field.tasks", env=env, cwd=self.directory)
         slot.history.append(slot.process)
         slot.is_down = False
@@ -442,6 +466,17 @@ class Bed:
     def _broker_killed(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         return self._server_killed(fault, self.topology.broker)
 
+    def _of_rabbitmq(self, context: AbstractContextManager[object]) -> tuple[str, Callable[[], object]]:
+        stack = ExitStack()
+        stack.enter_context(context)
+        return "", stack.close
+
+    def _broker_outage(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        return self._of_rabbitmq(self.topology.broker.outage())
+
+    def _broker_alarm(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        return self._of_rabbitmq(self.topology.broker.alarm())
+
     def _server_hangs(self, _: Fault) -> tuple[str, Callable[[], object]]:
         self.topology.server.pause()
         return "", self.topology.server.resume
@@ -500,6 +535,12 @@ class Bed:
         return self._down(fault, CeleryProcess.terminate)
 
     _worker_warm = _beat_ended
+
+    def _beat_upgraded(self, fault: Fault) -> tuple[str, Callable[[], object]]:
+        self._slot(fault).release = self.plan.releases[1]
+        return self._beat_ended(fault)
+
+    _worker_upgraded = _beat_upgraded
 
     def _worker_cold(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         return self._down(fault, lambda process: process.send(signal.SIGQUIT))

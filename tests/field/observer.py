@@ -31,6 +31,7 @@ RECOVERIES = {
     "connections_reset": 4.0,
     "half_open": 6.0,
     "beat_ended": 4.0,
+    "beat_upgraded": 4.0,
 }
 
 #: Faults during which, and for ``RECOVERY`` after which, no beat may be able to decide or to send.
@@ -38,7 +39,7 @@ DELAYS_BEATS = re.compile(r"slow_network|resets|half_open|connections_reset|blac
                           r"|out_of_memory|broker_|beat")  # fmt: skip
 
 #: Faults that end a worker, with its messages that were acknowledged early, or that kombu has taken and not yet kept.
-ENDS_WORKERS = {"worker_killed", "worker_host_lost", "worker_cold", "worker_warm"}
+ENDS_WORKERS = {"worker_killed", "worker_host_lost", "worker_cold", "worker_warm", "worker_upgraded"}
 
 
 @dataclass(frozen=True)

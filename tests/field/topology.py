@@ -1,6 +1,6 @@
 """The servers of a run, and the links by which the fleet reaches them. A new topology is a new class here.
 
-A worker's connection to its broker has no link: kombu's Redis transport loses a message whose ``BRPOP`` reply is cut.
+A worker's connection to a Redis broker has no link: kombu's transport loses a message whose ``BRPOP`` reply is cut.
 """
 
 from __future__ import annotations
@@ -13,11 +13,27 @@ from typing import Any
 
 from tests.field.journal import AOF, Journal
 from tests.field.plan import DURATIONS
+from tests.field.tap import Tap
 from tests.proxy import Link, Network
 from tests.support import RedisServer, free_port
+from tests.system.rabbitmq import RabbitMQ
 
 #: Faults that kombu's own Redis transport does not survive in a worker: its broker is never read-only, nor full.
 NOT_FOR_BROKERS = {"read_only", "out_of_memory"}
+
+#: Faults that only RabbitMQ has.
+OF_RABBITMQ = {"broker_alarm", "broker_outage"}
+
+#: Settings with RabbitMQ as the broker. An exchange of this type lets the tap see each message. A worker notices by
+#: heartbeats that its connection is half open, a sender by the time that a reply takes.
+RABBITMQ: Mapping[str, Any] = {
+    "broker_heartbeat": 8,
+    "broker_transport_options": {"confirm_publish": True},
+    "task_default_exchange": "celery",
+    "task_default_exchange_type": "topic",
+    "task_default_routing_key": "celery",
+}
+SENDERS = {"broker_transport_options": {"confirm_publish": True, "read_timeout": 5, "write_timeout": 5}}
 
 
 @dataclass
@@ -25,9 +41,10 @@ class Topology:
     """Where schedule and locks, and messages, are kept."""
 
     server: RedisServer  #: schedule and locks
-    broker: RedisServer
+    broker: RedisServer | RabbitMQ
     network: Network
     seed: int
+    conf: Mapping[str, Any] = field(default_factory=dict)  #: settings that it needs
     links: dict[str, list[Link]] = field(default_factory=dict)  #: by the name of a process
 
     @property
@@ -35,47 +52,70 @@ class Topology:
         """Whether all is on one server, so that each occurrence is published exactly once."""
         return self.server is self.broker
 
-    def urls(self, process: str, *, direct_broker: bool = False) -> Mapping[str, Any]:
+    def urls(self, process: str, *, is_worker: bool = False) -> Mapping[str, Any]:
         """Return the settings by which a process reaches the servers, through links of its own."""
-        schedule = self._link(process, self.server)
-        broker = self.broker.tcp_url
-        if not direct_broker:
-            broker = schedule if self.is_one else self._link(process, self.broker)
-        return {"broker_url": broker, "redbeat_redis_url": schedule, "singleton_backend_url": schedule}
+        schedule = f"redis://127.0.0.1:{self._link(process, self.server)}"
+        broker = schedule
+        if isinstance(self.broker, RabbitMQ):
+            broker = self.broker.url.replace(str(self.broker.port), str(self._link(process, self.broker)))
+        elif is_worker:
+            broker = self.broker.tcp_url
+        elif not self.is_one:
+            broker = f"redis://127.0.0.1:{self._link(process, self.broker)}"
+        conf = {**self.conf, **SENDERS} if isinstance(self.broker, RabbitMQ) and process == "sender" else self.conf
+        return {"broker_url": broker, "redbeat_redis_url": schedule, "singleton_backend_url": schedule, **conf}
 
-    def _link(self, process: str, server: RedisServer) -> str:
+    def direct(self) -> Mapping[str, Any]:
+        """Return the settings by which the bed itself reaches the servers, through no link."""
+        broker = self.broker.url if isinstance(self.broker, RabbitMQ) else self.broker.tcp_url
+        url = self.server.tcp_url
+        return {"broker_url": broker, "redbeat_redis_url": url, "singleton_backend_url": url, **self.conf}
+
+    def _link(self, process: str, server: RedisServer | RabbitMQ) -> int:
         links = self.links.setdefault(process, [])
         link = next((link for link in links if link.target == server.port), None)
         if link is None:
             name = f"{process} {server.port}"
             link = self.network.link(name, server.port, Random(f"{self.seed} {process} {len(links)}"))
             links.append(link)
-        return f"redis://127.0.0.1:{link.port}"
+        return link.port
 
-    def journals(self) -> tuple[Journal, Journal]:
+    def journals(self) -> tuple[Journal, Journal | Tap]:
         """Return the journals of the schedule and of the messages, which may be one."""
         schedule = Journal(self.server.directory)
+        if isinstance(self.broker, RabbitMQ):
+            return schedule, Tap(self.broker)
         return schedule, schedule if self.is_one else Journal(self.broker.directory)
 
 
 @contextmanager
 def open_topology(name: str, seed: int) -> Iterator[Topology]:
-    """Start the servers of a topology: ``one`` for all, or ``two``: schedule and locks, and the broker."""
+    """Start the servers of a topology.
+
+    ``one`` for all, or ``two``: schedule and locks, and the broker. That is RabbitMQ in ``rabbit``, and in ``quorum``
+    with quorum queues.
+    """
     if name not in TOPOLOGIES:
         raise ValueError(f"no topology {name!r}: choose one of {', '.join(TOPOLOGIES)}")
     with ExitStack() as stack:
         network = stack.enter_context(Network())
         server = stack.enter_context(RedisServer(*AOF))
-        broker = server if name == "one" else stack.enter_context(RedisServer(*AOF))
-        yield Topology(server, broker, network, seed)
+        if name in WITH_RABBITMQ:
+            conf = {**RABBITMQ, "task_default_queue_type": "quorum" if name == "quorum" else "classic"}
+            yield Topology(server, stack.enter_context(RabbitMQ()), network, seed, conf)
+        else:
+            broker = server if name == "one" else stack.enter_context(RedisServer(*AOF))
+            yield Topology(server, broker, network, seed)
 
 
-TOPOLOGIES = ("one", "two")
+WITH_RABBITMQ = ("rabbit", "quorum")
+TOPOLOGIES = ("one", "two", *WITH_RABBITMQ)
 
 
 def faults_of(topology: str) -> list[str]:
     """Return the kinds of faults that can happen in a topology."""
     never = {"broker_killed", *NOT_FOR_BROKERS} if topology == "one" else set()
+    never |= {"delivered_again"} if topology in WITH_RABBITMQ else OF_RABBITMQ
     return [kind for kind in DURATIONS if kind not in never]
 
 
