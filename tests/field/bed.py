@@ -159,7 +159,7 @@ class Bed:
         self, plan: Plan, *, libfaketime: str = "", old: str = "", say: Callable[[str], object] = print
     ) -> None:
         self.plan, self.libfaketime, self.old, self.say = plan, libfaketime, old, say
-        self.records = Records(plan.entries, is_one_server=plan.topology == "one")
+        self.records = Records(plan.entries, is_one_server=plan.topology in {"one", "sentinel"})
         self.slots: dict[str, Slot] = {}
         self._starved: set[int] = set()
         self._numbers = itertools.count()
@@ -175,11 +175,9 @@ class Bed:
                 self._unpack(self.old)
             self.observer = stack.enter_context(RedisServer())
             os.environ["SB_FIELD_RECORDS"] = self.observer.tcp_url
-            self.topology: Topology = stack.enter_context(open_topology(self.plan.topology, self.plan.seed))
+            self.topology: Topology = stack.enter_context(self._open_topology())
             self.journal, self.messages = self.topology.journals()
-            self.redis = self.topology.server.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
-            # A server that hangs must not delay the end of its fault.
-            self.counting = self.topology.server.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+            self._connect()
             # An operator of its own link, and one who does not depend on the weather: for the set-up and its end.
             self.operator = self._app("operator")
             self.setup = tasks.make_app({**CONF, **self.topology.direct()})
@@ -199,6 +197,14 @@ class Bed:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+
+    def _open_topology(self) -> AbstractContextManager[Topology]:
+        return open_topology(self.plan.topology, self.plan.seed, CONF["broker_transport_options"])
+
+    def _connect(self) -> None:
+        self.redis = self.topology.server.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
+        # A server that hangs must not delay the end of its fault.
+        self.counting = self.topology.server.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
 
     # ---------------------------------------------------------------- the fleet
 
@@ -402,8 +408,9 @@ class Bed:
     def _begin(self, fault: Fault) -> None:
         self.say(f"{self._elapsed:7.1f} s begins: {fault}")
         positions = {name: (slot.process, slot.process.position) for name, slot in self.slots.items() if slot.process}
+        began = time.time()
         whom, heal = self._harm(fault)
-        happened = Happened(fault.kind, whom, time.time(), weather=dict(fault.weather))
+        happened = Happened(fault.kind, whom, began, weather=dict(fault.weather))
         self.records.faults.append(happened)
         if fault.seconds > NAMED_AFTER:
             self._at(self._elapsed + ASKED_AFTER, lambda: self._ask(fault, happened))
@@ -463,19 +470,22 @@ class Bed:
         server.kill()
         return "", server.start
 
+    def _failed_over(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        self.topology.fail_over()
+        self._connect()
+        return "", lambda: None
+
     def _broker_killed(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         return self._server_killed(fault, self.topology.broker)
 
-    def _of_rabbitmq(self, context: AbstractContextManager[object]) -> tuple[str, Callable[[], object]]:
-        stack = ExitStack()
-        stack.enter_context(context)
-        return "", stack.close
-
-    def _broker_outage(self, _: Fault) -> tuple[str, Callable[[], object]]:
-        return self._of_rabbitmq(self.topology.broker.outage())
+    def _broker_ended(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        self.topology.broker.end()
+        return "", self.topology.broker.start
 
     def _broker_alarm(self, _: Fault) -> tuple[str, Callable[[], object]]:
-        return self._of_rabbitmq(self.topology.broker.alarm())
+        stack = ExitStack()
+        stack.enter_context(self.topology.broker.alarm())
+        return "", stack.close
 
     def _server_hangs(self, _: Fault) -> tuple[str, Callable[[], object]]:
         self.topology.server.pause()

@@ -21,8 +21,9 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "server_hangs": (0.5, 16),
     "read_only": (1, 15),
     "out_of_memory": (1, 15),
+    "failed_over": (0, 0),
     "broker_killed": (0.2, 14),
-    "broker_outage": (0.5, 10),
+    "broker_ended": (0.5, 10),
     "broker_alarm": (2, 12),
     "beat_killed": (0.2, 12),
     "beat_stopped": (0.5, 16),
@@ -38,14 +39,17 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "delivered_again": (0, 0),
 }
 
+#: Kinds of faults of which a run has one at most: there is one replica.
+ONCE = {"failed_over"}
+
 #: How long a process of the fleet is down while it gets the other release.
 UPGRADED = (0.2, 3.0)
 
 #: What a fault needs: two of them never at once on one of these.
 RESOURCES: Mapping[str, str] = {
     **dict.fromkeys(("slow_network", "resets", "half_open", "connections_reset", "black_hole", "refused"), "network"),
-    **dict.fromkeys(("server_killed", "server_hangs", "read_only", "out_of_memory"), "server"),
-    **dict.fromkeys(("broker_killed", "broker_outage", "broker_alarm"), "broker"),
+    **dict.fromkeys(("server_killed", "server_hangs", "read_only", "out_of_memory", "failed_over"), "server"),
+    **dict.fromkeys(("broker_killed", "broker_ended", "broker_alarm"), "broker"),
     **dict.fromkeys(("beat_killed", "beat_stopped", "beat_ended", "beats_killed", "beat_starved"), "beats"),
     **dict.fromkeys(
         ("worker_killed", "worker_host_lost", "worker_stopped", "worker_warm", "worker_cold", "worker_starved"),
@@ -256,7 +260,7 @@ def _faults(
     busy: dict[str, float] = {}
     at = CALM
     while True:
-        kind = rng.choice(kinds)
+        kind = rng.choice([kind for kind in kinds if kind not in ONCE or not any(f.kind == kind for f in faults)])
         low, high = DURATIONS[kind]
         length = rng.uniform(low, high) if rng.random() < 0.7 else min(high, low * 1.5)
         length, resource = min(length, longest), RESOURCES[kind]

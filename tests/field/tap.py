@@ -37,7 +37,7 @@ class Tap:
     def _follow(self) -> None:
         while not self._stops.is_set():
             with (
-                suppress(OSError),
+                suppress(Exception),  # the server is killed at any moment
                 Connection(self.broker.url, connect_timeout=2, heartbeat=4) as connection,
                 connection.Consumer(QUEUE, callbacks=[self._take], accept=["json"]),
             ):

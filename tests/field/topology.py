@@ -17,12 +17,16 @@ from tests.field.tap import Tap
 from tests.proxy import Link, Network
 from tests.support import RedisServer, free_port
 from tests.system.rabbitmq import RabbitMQ
+from tests.system.topologies import Sentinels
 
 #: Faults that kombu's own Redis transport does not survive in a worker: its broker is never read-only, nor full.
 NOT_FOR_BROKERS = {"read_only", "out_of_memory"}
 
 #: Faults that only RabbitMQ has.
-OF_RABBITMQ = {"broker_alarm", "broker_outage"}
+OF_RABBITMQ = {"broker_alarm", "broker_ended"}
+
+#: Faults that are left behind a failover: the links lead to no server, since sentinels say where the master is.
+WITH_SENTINELS = ("failed_over", "beat_", "beats_", "worker_", "delivered_again")
 
 #: Settings with RabbitMQ as the broker. An exchange of this type lets the tap see each message. A worker notices by
 #: heartbeats that its connection is half open, a sender by the time that a reply takes.
@@ -45,6 +49,7 @@ class Topology:
     network: Network
     seed: int
     conf: Mapping[str, Any] = field(default_factory=dict)  #: settings that it needs
+    sentinels: Sentinels | None = None
     links: dict[str, list[Link]] = field(default_factory=dict)  #: by the name of a process
 
     @property
@@ -54,6 +59,8 @@ class Topology:
 
     def urls(self, process: str, *, is_worker: bool = False) -> Mapping[str, Any]:
         """Return the settings by which a process reaches the servers, through links of its own."""
+        if self.sentinels is not None:
+            return self.direct()
         schedule = f"redis://127.0.0.1:{self._link(process, self.server)}"
         broker = schedule
         if isinstance(self.broker, RabbitMQ):
@@ -67,6 +74,8 @@ class Topology:
 
     def direct(self) -> Mapping[str, Any]:
         """Return the settings by which the bed itself reaches the servers, through no link."""
+        if self.sentinels is not None:
+            return self.conf
         broker = self.broker.url if isinstance(self.broker, RabbitMQ) else self.broker.tcp_url
         url = self.server.tcp_url
         return {"broker_url": broker, "redbeat_redis_url": url, "singleton_backend_url": url, **self.conf}
@@ -80,25 +89,37 @@ class Topology:
             links.append(link)
         return link.port
 
+    def fail_over(self) -> None:
+        """Kill the master, and let its replica take its place, with all that the master has answered."""
+        self.sentinels.fail_over()
+        self.server = self.broker = self.sentinels.replica
+
     def journals(self) -> tuple[Journal, Journal | Tap]:
         """Return the journals of the schedule and of the messages, which may be one."""
-        schedule = Journal(self.server.directory)
+        # A replica writes all that its master has written.
+        schedule = Journal(self.sentinels.replica.directory if self.sentinels else self.server.directory)
         if isinstance(self.broker, RabbitMQ):
             return schedule, Tap(self.broker)
         return schedule, schedule if self.is_one else Journal(self.broker.directory)
 
 
 @contextmanager
-def open_topology(name: str, seed: int) -> Iterator[Topology]:
-    """Start the servers of a topology.
+def open_topology(name: str, seed: int, options: Mapping[str, Any]) -> Iterator[Topology]:
+    """Start the servers of a topology, of whose broker the fleet's settings have these transport options.
 
     ``one`` for all, or ``two``: schedule and locks, and the broker. That is RabbitMQ in ``rabbit``, and in ``quorum``
-    with quorum queues.
+    with quorum queues. In ``sentinel``, one server for all has a replica, which takes its place.
     """
     if name not in TOPOLOGIES:
         raise ValueError(f"no topology {name!r}: choose one of {', '.join(TOPOLOGIES)}")
     with ExitStack() as stack:
         network = stack.enter_context(Network())
+        if name == "sentinel":
+            sentinels = stack.enter_context(Sentinels(*AOF))
+            conf = {"broker_url": sentinels.url, "broker_transport_options": {**options, **sentinels.options}}
+            conf |= {"redbeat_redis_url": None, "singleton_backend_url": None}
+            yield Topology(sentinels.master, sentinels.master, network, seed, conf, sentinels)
+            return
         server = stack.enter_context(RedisServer(*AOF))
         if name in WITH_RABBITMQ:
             conf = {**RABBITMQ, "task_default_queue_type": "quorum" if name == "quorum" else "classic"}
@@ -109,12 +130,14 @@ def open_topology(name: str, seed: int) -> Iterator[Topology]:
 
 
 WITH_RABBITMQ = ("rabbit", "quorum")
-TOPOLOGIES = ("one", "two", *WITH_RABBITMQ)
+TOPOLOGIES = ("one", "two", *WITH_RABBITMQ, "sentinel")
 
 
 def faults_of(topology: str) -> list[str]:
     """Return the kinds of faults that can happen in a topology."""
-    never = {"broker_killed", *NOT_FOR_BROKERS} if topology == "one" else set()
+    if topology == "sentinel":
+        return [kind for kind in DURATIONS if kind.startswith(WITH_SENTINELS)]
+    never = {"failed_over"} | ({"broker_killed", *NOT_FOR_BROKERS} if topology == "one" else set())
     never |= {"delivered_again"} if topology in WITH_RABBITMQ else OF_RABBITMQ
     return [kind for kind in DURATIONS if kind not in never]
 

@@ -57,6 +57,14 @@ class RabbitMQ(Server):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
 
+    def end(self) -> None:
+        """End the server as a restart of its host does; ``start`` starts it again."""
+        os.killpg(self._server.pid, signal.SIGTERM)
+        try:
+            self._server.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
     def _choose_ports(self) -> int:
         """Choose free ports for the server and its port mapper; return that of the mapper."""
         self.port, mapped = free_port(), free_port()

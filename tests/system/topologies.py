@@ -75,14 +75,19 @@ class _Sentinel(RedisServer):
 
 
 class Sentinels:
-    """Three sentinels that watch a master and its replica."""
+    """Three sentinels that watch a master and its replica.
 
-    def __init__(self) -> None:
+    Args:
+        args: further options of the master and of its replica.
+    """
+
+    def __init__(self, *args: str) -> None:
+        self._args = args
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            options = ("--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0")
+            options = ("--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0", *self._args)
             self.master = stack.enter_context(RedisServer(*options, password=PASSWORD))
             of = ("--replicaof", "127.0.0.1", str(self.master.port))
             self.replica = stack.enter_context(RedisServer(*options, *of, password=PASSWORD))
