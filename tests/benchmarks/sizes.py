@@ -22,8 +22,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from singlebeat.beat.store.dispatches import DISPATCH
+from singlebeat.locks.redis import SCRIPTS
+from singlebeat.lua import script
 from tests.benchmarks.apps import PLAIN, QUEUE
 from tests.benchmarks.processes import celery
 from tests.benchmarks.stage import Stage
@@ -41,9 +46,6 @@ AHEAD, PATIENCE = 5.0, 600.0
 #: Microseconds from which the server notes how long a script took.
 NOTED = 200
 
-#: Lines of the log that such a script begins with.
-SCRIPT = (b"EVAL", b"EVALSHA")
-
 MB = 1 << 20
 
 
@@ -59,7 +61,7 @@ class Row:
     cpu: float  #: seconds of the beats for each minute
     beat: float  #: bytes of the largest beat, at its most
     redis: float  #: bytes of all servers before anything is due
-    script: float  #: seconds of the longest script
+    script: tuple[float, str]  #: seconds of the longest script, and its name
     commands: Mapping[str, tuple[float, float]]  #: ``list`` and ``status``: seconds and bytes
 
     def cells(self) -> list[str]:
@@ -75,7 +77,7 @@ class Row:
             f"{self.cpu:.1f} s",
             f"{self.beat / MB:,.0f} MB",
             f"{self.redis / MB:,.0f} MB",
-            f"{self.script * 1000:.0f} ms",
+            f"{self.script[0] * 1000:.0f} ms, {self.script[1]}",
             f"{listed[0]:.1f} s, {listed[1] / MB:,.0f} MB" if listed else "",
             f"{state[0]:.1f} s" if state else "",
         ]
@@ -95,6 +97,8 @@ class Part:
         self.stage.store(self.prefix, stored, PLAIN, due=later, every=RARELY)
         self.conf = {"redbeat_key_prefix": self.prefix, "singlebeat_history_limit": 200_000}
         self.stage.app("announce")
+        # As after the first start on these data, which reads each entry once.
+        self.client.set(f"{self.prefix}:zone", "UTC")
         self.memory = float(self.client.info("memory")["used_memory"])
         self.client.config_set("slowlog-log-slower-than", NOTED)
         self.client.config_set("slowlog-max-len", 10_000)
@@ -128,10 +132,26 @@ class Part:
         if len(ids) != count or len(set(ids)) != count:
             raise RuntimeError(f"{len(ids)} messages of {len(set(ids))} occurrences were sent instead of {count}")
 
-    def longest_script(self) -> float:
-        """Return the seconds of the longest script since ``make_due``."""
-        found = (log["duration"] for log in self.client.slowlog_get(10_000) if log["command"].split()[0] in SCRIPT)
-        return max(found, default=0) / 1e6
+    def longest_script(self) -> tuple[float, str]:
+        """Return the seconds of the longest script since ``make_due``, and its name."""
+        scripts = names_of_scripts()
+        found = [(log["duration"] / 1e6, log["command"].decode(errors="replace").split()) for log in self._slow()]
+        runs = [(seconds, words[1]) for seconds, words in found if words[0] == "EVALSHA"]
+        seconds, sha = max(runs, default=(0.0, ""))
+        return seconds, scripts.get(sha, sha)
+
+    def _slow(self) -> list[Any]:
+        found: list[Any] = self.client.slowlog_get(10_000)
+        return found
+
+
+@cache
+def names_of_scripts() -> dict[str, str]:
+    """Return the names of all scripts by their SHA-1."""
+    package = ROOT / "singlebeat"
+    places = ((path.relative_to(ROOT).parts[:-1], path.stem) for path in package.rglob("*.lua"))
+    found = {script(".".join(where), name).sha: name for where, name in places}
+    return {**found, DISPATCH.sha: "dispatch", **{each.sha: name for name, each in SCRIPTS.items()}}
 
 
 def measure(stored: int, due: Sequence[int], servers: int, minutes: int, *, ask: bool) -> list[Row]:
@@ -152,9 +172,9 @@ def measure(stored: int, due: Sequence[int], servers: int, minutes: int, *, ask:
             if ask and not commands:
                 commands = {name: asked(parts[0], name) for name in ("list", "status")}
             memory = max(high_water(beat) for beat in beats)
-            script = max(part.longest_script() for part in parts)
+            longest = max(part.longest_script() for part in parts)
             redis = sum(part.memory for part in parts)
-            rows.append(Row(stored, count, servers, start, late, cpu, memory, redis, script, commands))
+            rows.append(Row(stored, count, servers, start, late, cpu, memory, redis, longest, commands))
             print(" ".join(rows[-1].cells()), file=sys.stderr, flush=True)
     return rows
 

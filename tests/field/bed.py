@@ -348,7 +348,7 @@ class Bed:
         self.messages.read()
         for slot in self.slots.values():
             if not slot.is_down:
-                with suppress(OSError):
+                with suppress(OSError, KeyError):  # it has ended, and has no memory any more
                     self.records.samples.append(self._measured(slot))
         with suppress(RedisError):
             self.records.stored.append(Stored(time.time(), self._count_elements()))
@@ -527,7 +527,7 @@ class Bed:
 
         def start_or_give_up() -> None:
             if process.returncode is None and time.monotonic() > deadline:
-                self.records.exits.append(Exit(time.time(), slot.name, None, process.tail(60)))
+                self.records.exits.append(Exit(time.time(), slot.name, None, _where(process)))
                 process.kill_group()
             start()
 
@@ -741,8 +741,8 @@ class Bed:
         for slot in self.slots.values():
             try:
                 code = slot.process.wait(40)
-            except AssertionError as error:
-                self.records.exits.append(Exit(time.time(), slot.name, None, str(error)))
+            except AssertionError:
+                self.records.exits.append(Exit(time.time(), slot.name, None, _where(slot.process)))
             else:
                 if code:
                     self.records.exits.append(Exit(time.time(), slot.name, code, slot.process.tail(30)))
@@ -768,6 +768,14 @@ class Bed:
         records.logs = {
             name: [line for process in slot.history for line in process.lines] for name, slot in self.slots.items()
         }
+
+
+def _where(process: CeleryProcess) -> str:
+    """Return the last lines of the log of a process, with the stacks of its threads if it is a worker."""
+    with suppress(ProcessLookupError):
+        process.send(signal.SIGUSR1)  # Celery's workers log all stacks then
+        time.sleep(2)
+    return process.tail(300)
 
 
 def _status(pid: int | str) -> Mapping[str, str]:

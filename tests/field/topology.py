@@ -29,10 +29,11 @@ OF_RABBITMQ = {"broker_alarm", "broker_ended"}
 WITH_SENTINELS = ("failed_over", "beat_", "beats_", "worker_", "delivered_again")
 
 #: Settings with RabbitMQ as the broker. An exchange of this type lets the tap see each message. A worker notices by
-#: heartbeats that its connection is half open, a sender by the time that a reply takes.
+#: heartbeats that its connection is half open, a sender by the time that a confirmation takes. A worker that awaited
+#: confirmations would hang for ever, in an event that Celery sends.
 RABBITMQ: Mapping[str, Any] = {
     "broker_heartbeat": 8,
-    "broker_transport_options": {"confirm_publish": True},
+    "broker_transport_options": {},
     "task_default_exchange": "celery",
     "task_default_exchange_type": "topic",
     "task_default_routing_key": "celery",
