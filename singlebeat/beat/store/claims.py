@@ -55,6 +55,8 @@ HISTORY_BYTES = 600
 #: Where beats share the work: times ``BATCH``, so many rows of due entries a beat reads at once to find its own.
 MOST_BATCHES = 4
 
+SETTLE = script(__package__, "settle", script(__package__, "claim"), script(__package__, "confirm"))
+
 #: Reads due entries where beats share the work.
 WINDOW = script(__package__, "window")
 
@@ -113,7 +115,7 @@ class Claim:
     next_score: float
     meta: Meta | None = None
     occurrence: Occurrence | None = None
-    decision: Decision | None = None  #: to be recorded at once, if no occurrence is claimed
+    decision: Decision | None = None  #: to be recorded in the same step, if no occurrence is claimed
 
     @property
     def row(self) -> tuple[str | float, ...]:
@@ -346,16 +348,30 @@ class Store:
         return entry
 
     def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[ClaimVerdict]:
-        """Move entries on, each in one step that only one beat can take; one round trip."""
+        """Move entries on, and record the decisions that claim no occurrence; one round trip.
+
+        Each entry is moved on in one step that only one beat can take, with the record of its decision.
+        """
         if not claims:
             return []
         self.report_progress()
         keys, (lock, token) = self.keys, self.fence(term)
-        touched = [lock, keys.schedule, keys.pending, *(keys.entry(claim.stored.member) for claim in claims)]
+        entries = [keys.entry(claim.stored.member) for claim in claims]
         args = (token, repr(retry_at.timestamp()), packed(claim.row for claim in claims), int(bool(keys.lock)))
-        return [
-            ClaimVerdict(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))
-        ]
+        if self.history_limit and any(claim.decision for claim in claims):
+            touched = (lock, keys.schedule, keys.pending, keys.history, *entries)
+            rows = packed(
+                _Row(key, claim.decision).values(term) if claim.decision else ()
+                for key, claim in zip(entries, claims, strict=True)
+            )
+            reply = SETTLE(self.client, touched, (*args, self.history_limit, HISTORY_BYTES, rows))
+        else:
+            reply = script(__package__, "claim")(self.client, (lock, keys.schedule, keys.pending, *entries), args)
+        verdicts = [ClaimVerdict(verdict) for verdict in json.loads(reply)]
+        for claim, verdict in zip(claims, verdicts, strict=True):
+            if verdict is ClaimVerdict.CLAIMED and claim.decision is not None:
+                self.signal(claim.decision, "recorded")
+        return verdicts
 
     def fence(self, term: Term) -> tuple[str, str]:
         """Return a key, and what it holds for as long as this beat may claim occurrences."""
@@ -367,7 +383,7 @@ class Store:
         self._record([each.row for each in confirmations], term)
 
     def record(self, decisions: Sequence[Decision], term: Term) -> None:
-        """Record decisions about occurrences that were not claimed; one round trip."""
+        """Record decisions about entries that are not moved on; one round trip."""
         if self.history_limit or signals.occurrence_decided.receivers:
             self._record([_Row(self.keys.prefix + decision.entry, decision) for decision in decisions], term)
 
