@@ -358,13 +358,15 @@ class _OneWrite:
         if conf.task_publish_retry if retry is None else retry:
             policy = {**conf.task_publish_retry_policy, **(options.get("retry_policy") or {})}
         failed: Exception | None = None
+        is_lost = False  #: the connection; an error of the user's own code may look the same
 
         def send() -> AsyncResult | Refused | None:
-            nonlocal failed
+            nonlocal failed, is_lost
             try:
                 return self._send(call, answer)
             except connection.recoverable_connection_errors as exc:
                 if not self.is_written:
+                    is_lost = True
                     raise
                 failed = exc
                 return None
@@ -372,7 +374,7 @@ class _OneWrite:
         try:
             outcome = connection.ensure(self.producer, send, **policy)()
         except (*connection.recoverable_connection_errors, OperationalError) as exc:
-            if self.is_written:
+            if self.is_written or not is_lost:
                 raise
             raise _UnreachableError from exc
         if failed is not None:

@@ -28,17 +28,17 @@ OF_RABBITMQ = {"broker_alarm", "broker_ended"}
 #: Faults that are left behind a failover: the links lead to no server, since sentinels say where the master is.
 WITH_SENTINELS = ("failed_over", "beat_", "beats_", "worker_", "delivered_again")
 
-#: Settings with RabbitMQ as the broker. An exchange of this type lets the tap see each message. A worker notices by
-#: heartbeats that its connection is half open, a sender by the time that a confirmation takes. A worker that awaited
-#: confirmations would hang for ever, in an event that Celery sends.
+#: Settings with RabbitMQ as the broker. An exchange of this type lets the tap see each message. Without a limit of its
+#: reads, a worker of Celery hangs for ever in events and goodbyes that it sends over a connection that is half open.
+LIMITS = {"read_timeout": 5, "write_timeout": 5}
 RABBITMQ: Mapping[str, Any] = {
     "broker_heartbeat": 8,
-    "broker_transport_options": {},
+    "broker_transport_options": LIMITS,
     "task_default_exchange": "celery",
     "task_default_exchange_type": "topic",
     "task_default_routing_key": "celery",
 }
-SENDERS = {"broker_transport_options": {"confirm_publish": True, "read_timeout": 5, "write_timeout": 5}}
+SENDERS = {"broker_transport_options": {"confirm_publish": True, **LIMITS}}
 
 
 @dataclass
