@@ -202,9 +202,9 @@ class Bed:
         return open_topology(self.plan.topology, self.plan.seed, CONF["broker_transport_options"])
 
     def _connect(self) -> None:
-        self.redis = self.topology.server.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
+        self.redis = self.topology.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
         # A server that hangs must not delay the end of its fault.
-        self.counting = self.topology.server.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+        self.counting = self.topology.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
 
     # ---------------------------------------------------------------- the fleet
 
@@ -475,6 +475,12 @@ class Bed:
         self._connect()
         return "", lambda: None
 
+    def _slot_moved(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        held = [f"{lock}}}" for lock in (key.partition("}")[0] for key in self._held())]
+        for key in ("", *held[:5]):
+            self.topology.cluster.move_slot(key)
+        return "", lambda: None
+
     def _broker_killed(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         return self._server_killed(fault, self.topology.broker)
 
@@ -505,7 +511,7 @@ class Bed:
             return self.slots[fault.whom]
         pid = None
         with suppress(RedisError):
-            pid = self.redis.hget("redbeat::leader", "pid")
+            pid = self.redis.hget(f"{self.topology.prefix}:leader", "pid")
         beats = [self.slots[process.name] for process in self.plan.beats]
         return next((slot for slot in beats if str(slot.process.pid) == pid), beats[0])
 
@@ -609,6 +615,7 @@ class Bed:
                 url = f"http://127.0.0.1:{slot.metrics_port}/metrics"
                 with urllib.request.urlopen(url, timeout=10) as reply:
                     lines = reply.read().decode().splitlines()
+                naming.is_late |= happened.ended < float("inf")  # a busy machine answers late
                 shown = [f"{slot.name} {line}" for line in lines if not re.search(r"^#|_created|_bucket", line)]
                 naming.text += "\n".join(shown) + "\n"
 
@@ -723,7 +730,11 @@ class Bed:
     def _unfinished(self) -> str:
         self.messages.read()
         self.journal.read()
-        waiting, pending, runs = self.messages.waiting(), self.redis.zcard("redbeat::pending"), self.watch.open()
+        waiting, pending, runs = (
+            self.messages.waiting(),
+            self.redis.zcard(f"{self.topology.prefix}:pending"),
+            self.watch.open(),
+        )
         if not (waiting or pending or runs):
             return ""
         return f"{waiting} messages, {pending} pending, runs of {', '.join(run.name for run in runs)}"

@@ -227,6 +227,28 @@ class Journal:
         return queued + len(self._unacked)
 
 
+class Journals:
+    """What happened on several servers, none of which has what the others have."""
+
+    def __init__(self, parts: Sequence[Journal]) -> None:
+        self.parts = parts
+
+    def read(self) -> None:
+        """Take in what was written since the last call."""
+        for part in self.parts:
+            part.read()
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All decisions by their times."""
+        return sorted((each for part in self.parts for each in part.decisions), key=lambda decision: decision.at)
+
+    @property
+    def ends(self) -> list[dict[str, str]]:
+        """All ends of runs."""
+        return [end for part in self.parts for end in part.ends]
+
+
 def _message(raw: str, at: float, transaction: int) -> Message | None:
     try:
         envelope: dict[str, Any] = json.loads(raw)

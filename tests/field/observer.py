@@ -31,12 +31,13 @@ RECOVERIES = {
     "connections_reset": 4.0,
     "half_open": 6.0,
     "beat_ended": 4.0,
+    "slot_moved": 4.0,
     "beat_upgraded": 4.0,
 }
 
 #: Faults during which, and for ``RECOVERY`` after which, no beat may be able to decide or to send.
 DELAYS_BEATS = re.compile(r"slow_network|resets|half_open|connections_reset|black_hole|refused|server_|read_only"
-                          r"|out_of_memory|failed_over|broker_|beat")  # fmt: skip
+                          r"|out_of_memory|failed_over|slot_moved|broker_|beat")  # fmt: skip
 
 #: Faults that end a worker, with its messages that were acknowledged early, or that kombu has taken and not yet kept.
 ENDS_WORKERS = {"worker_killed", "worker_host_lost", "worker_cold", "worker_warm", "worker_upgraded"}
@@ -424,7 +425,14 @@ def _lease_may_have_ended(records: Records, run: Run, at: float) -> bool:
         of_network = fault.kind in {"slow_network", "resets", "half_open", "connections_reset", "black_hole", "refused"}
         if of_network or fault.kind.startswith("worker_"):
             return fault.whom in {"", "workers", host}
-        return fault.kind in {"server_killed", "server_hangs", "read_only", "out_of_memory", "failed_over"}
+        return fault.kind in {
+            "server_killed",
+            "server_hangs",
+            "read_only",
+            "out_of_memory",
+            "failed_over",
+            "slot_moved",
+        }
 
     windows = records.windows(keeps_from_renewal, after=2.0)
     return any(

@@ -22,6 +22,7 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "read_only": (1, 15),
     "out_of_memory": (1, 15),
     "failed_over": (0, 0),
+    "slot_moved": (0, 0),
     "broker_killed": (0.2, 14),
     "broker_ended": (0.5, 10),
     "broker_alarm": (2, 12),
@@ -48,7 +49,9 @@ UPGRADED = (0.2, 3.0)
 #: What a fault needs: two of them never at once on one of these.
 RESOURCES: Mapping[str, str] = {
     **dict.fromkeys(("slow_network", "resets", "half_open", "connections_reset", "black_hole", "refused"), "network"),
-    **dict.fromkeys(("server_killed", "server_hangs", "read_only", "out_of_memory", "failed_over"), "server"),
+    **dict.fromkeys(
+        ("server_killed", "server_hangs", "read_only", "out_of_memory", "failed_over", "slot_moved"), "server"
+    ),
     **dict.fromkeys(("broker_killed", "broker_ended", "broker_alarm"), "broker"),
     **dict.fromkeys(("beat_killed", "beat_stopped", "beat_ended", "beats_killed", "beat_starved"), "beats"),
     **dict.fromkeys(
