@@ -365,7 +365,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             pipe.zrem(keys.pending, self.key, self.name)
             pipe.hdel(keys.quarantine, self.key, self.name)
             pipe.hdel(keys.owners, self.name)  # any app may install an entry of this name then
-            pipe.delete(keys.parked(self.name), *([key] if is_entry else []))
+            pipe.delete(keys.parked(self.name))
+            if is_entry:  # by itself: the client of a cluster takes one key for each deletion
+                pipe.delete(key)
             return any(pipe.execute()) or was_there
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
