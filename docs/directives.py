@@ -161,10 +161,14 @@ class Alerts(Generated):
         self.env.note_dependency(str(path))
         (group,) = yaml.safe_load(path.read_text("utf-8"))["groups"]
         rows = (
-            (f"``{rule['alert']}``", *(rule["annotations"][name].replace("`", "``") for name in ("summary", "action")))
+            (
+                f"``{rule['alert']}``",
+                rule["labels"]["severity"],
+                *(rule["annotations"][name].replace("`", "``") for name in ("summary", "action")),
+            )
             for rule in group["rules"]
         )
-        yield from _table(("Alert", "What is wrong", "What to do"), rows, widths="22 30 48")
+        yield from _table(("Alert", "Severity", "What is wrong", "What to do"), rows, widths="22 10 28 40")
 
 
 class Signals(Generated):

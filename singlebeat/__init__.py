@@ -26,6 +26,9 @@ one write       claim, lock, message and decision in one script: all of it happe
 outbox          keeps a message as the commands that send it, for one write
 marker          a string that proves that a connection leads to the server of a script
 retake          try a pending occurrence again, under the same id
+pause           lets times pass without a run: of one entry (its policy), or of many (all, or those with a tag)
+tag             the name of a group of entries
+change          of a definition, a policy or a pause of many, with its *actor* and means; recorded in the same step
 quarantine      where an unusable entry is kept, with the reason, until it is usable again
 leader          the beat whose term it is; every other beat is a *standby*, and campaigns to lead next
 lease           leadership for a bounded time, renewed by a thread; lost if it is not renewed

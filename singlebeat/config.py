@@ -269,10 +269,22 @@ class Config:
     singlebeat_history_limit: int = _setting(
         10_000, _count, "How many decisions of beat, and how many ends of runs, are kept. 0 keeps none.", unit="records"
     )
+    singlebeat_changes_limit: int = _setting(
+        10_000,
+        _count,
+        "How many changes of entries are kept, with definition and policy before and after. 0 keeps none.",
+        unit="records",
+    )
     singlebeat_allowed_tasks: tuple[str, ...] = _setting(
         ("*",),
         _patterns,
         "Patterns of the names of the tasks that entries may run. An entry with another task is quarantined.",
+    )
+    singlebeat_masked_arguments: tuple[str, ...] = _setting(
+        ("*password*", "*token*", "*secret*"),
+        _patterns,
+        "Patterns of the names of the arguments whose values are shown as ``**``, in any case and to any depth: in "
+        "commands, in the record of a lock and in the log (:ref:`masking`).",
     )
     singlebeat_other_app_check: str = _setting(
         "warn",

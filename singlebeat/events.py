@@ -68,6 +68,15 @@ EVENTS: Mapping[str, Event] = {
         "A run was not sent, because it was later than ``misfire_grace_time`` or ``end_time`` allows.",
     ),
     "paused": Event((DEBUG,), "A run was not sent, because its entry is paused or disabled, which is intended."),
+    "unrecorded": Event(
+        (WARNING,),
+        "The schedule's server refuses to record that another program has changed an entry: ``reason``. Logged once "
+        "for each such change.",
+    ),
+    "pause_unreadable": Event(
+        (WARNING,),
+        "A pause of many entries cannot be read: ``reason``. It pauses nothing. Logged once for each reason.",
+    ),
     "publish_failed": Event(
         (ERROR,),
         "A run can never be sent: ``reason``, and the traceback. The entry goes on with its next time.",

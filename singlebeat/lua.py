@@ -53,6 +53,6 @@ def script(package: str, name: str, *uses: Script) -> Script:
     return Script(package, name, uses=uses)
 
 
-def packed(rows: Iterable[Sequence[object]]) -> str:
+def packed(rows: Iterable[object]) -> str:
     """Return rows of values as one JSON argument of a script, far cheaper than one argument for each value."""
     return _encode(list(rows))

@@ -29,6 +29,12 @@ PUBLIC = {
     "exclusive",
     "install",
 }
+#: What the package holds beside its code, and what the page cannot do without.
+SHIPPED = {".py", ".lua", ".json", ".html", ".css", ".js", ".svg", ".LICENSE"}
+OF_PAGE = {
+    "templates/page.html",
+    *(f"static/{name}" for name in ("page.css", "page.js", "htmx.min.js", "htmx.LICENSE")),
+}
 TOP_LEVEL = {"singlebeat", "tests", "docs", "exampleconf.py", "pyproject.toml", "README.rst", "LICENSE"}
 
 #: Words in the place of an actor.
@@ -62,11 +68,10 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(tmp_path):
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    source = {
-        path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in {".py", ".lua", ".json"}
-    }
+    source = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in SHIPPED}
 
     assert shipped == source | {"singlebeat/py.typed"}
+    assert {f"singlebeat/web/{name}" for name in OF_PAGE} <= shipped
 
 
 def test_imports_go_down_the_floors_of_the_house():

@@ -54,9 +54,10 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
     occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run, kind=kind)
     count = past.total_run_count
-    if not entry.enabled or policy.paused:  # its time moves on, so that it does not catch up when it resumes
+    if (paused := _paused(stored, occurrence, now)) is not None:
+        # Its time moves on, so that it does not catch up when it resumes.
         passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
-        return Claim(stored, next_score, passed, decision=_paused_decision(stored, occurrence))
+        return Claim(stored, next_score, passed, decision=paused)
     if (too_late := missed(stored, occurrence, now, zone=zone)) is not None:
         return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
@@ -64,14 +65,23 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
     """Return the decision about a claimed occurrence that must not be sent any more, None if it may be sent."""
-    if occurrence.is_scheduled and (not stored.entry.enabled or stored.policy.paused):
-        return _paused_decision(stored, occurrence)
-    return missed(stored, occurrence, now, zone=zone)
+    paused = _paused(stored, occurrence, now) if occurrence.is_scheduled else None
+    return paused or missed(stored, occurrence, now, zone=zone)
 
 
-def _paused_decision(stored: Stored, occurrence: Occurrence) -> Decision:
-    entry = stored.entry
-    why = stored.policy.note or ("" if entry.enabled else "disabled")
+def _paused(stored: Stored, occurrence: Occurrence, now: datetime) -> Decision | None:
+    """Return the decision about an occurrence of a paused or disabled entry, None if the entry is neither.
+
+    An entry is paused by its own policy, or by a pause of many entries.
+    """
+    entry, policy = stored.entry, stored.policy
+    if not entry.enabled or policy.paused:
+        why = policy.note or ("" if entry.enabled else "disabled")
+    else:
+        pause = stored.pauses.over(policy, now, datetime.fromtimestamp(occurrence.nominal, UTC))
+        if pause is None:
+            return None
+        why = pause.reason
     return Decision(entry.name, entry.task, occurrence, DecisionType.PAUSED, why)
 
 

@@ -594,6 +594,9 @@ class Dispatcher:
         if decision.is_sent:
             for server in servers:
                 self._note_answer(server)
+            if message.without_lock:
+                about = {"entry": decision.entry, "reason": message.without_lock}
+                log.warning("beat: %(entry)s is sent without a lock", event="unlocked", **about)
             about = {"task": decision.task, "id": decision.occurrence.id}
             log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
         log_decision(decision, self._timestamp())

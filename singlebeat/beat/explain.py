@@ -89,7 +89,8 @@ class Facts:
     no_place: str = ""  #: why it is never due, and what to do; empty if it has a place in the sorted set
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
-    broker_away: str = ""  #: why the workers could not be asked
+    broker_away: str = ""  #: why the broker takes no messages
+    queue_refused: str = ""  #: why the broker refuses the queue of a pending run
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
     stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
@@ -168,8 +169,10 @@ def _pending(facts: Facts) -> Iterator[str]:
         return
     why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable, refused or "
     why += "trouble)"
-    if facts.running is None:
-        why = f"{facts.broker_away.rstrip('.') or 'the broker does not answer'}. Beat sends it once that is over"
+    if facts.broker_away:
+        why = f"{facts.broker_away.rstrip('.')}. Beat sends it once that is over"
+    elif facts.queue_refused:
+        why = f"{facts.queue_refused}. Beat sends it once that is over"
     elif facts.locks_away:
         why = f"{facts.locks_away.rstrip('.')}. Beat sends it once that is over"
     yield f"The run for {when} is claimed and waits to be sent, as task {facts.pending.id}: {why}."
@@ -293,6 +296,8 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         ended = facts.stored_end
         when = f" at {_moment(ended.at)}" if ended.at is not None else ""
         yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.status}."
+    elif record.is_sent_otherwise:
+        yield "So workers record no end of it: its message has another id, or lacks the headers of beat."
     elif record.decision == "buffered":
         yield from _waits(facts, record)
     else:
@@ -409,10 +414,10 @@ def _may_wait(facts: Facts) -> bool:
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     if facts.silent and not facts.state.redbeat_leads:
         yield f"{_sentence(facts.silent).rstrip('.')}."
-    timetable, since = entry.timetable, entry.meta.counts_from
-    if facts.state.redbeat_leads:
-        timetable, since = replace(timetable, policy=EntryPolicy()), entry.meta.last_run_at
-    upcoming = next(iter(timetable.runs(since, facts.now, count=entry.total_run_count)), None)
+    pause = None if facts.state.redbeat_leads else facts.state.pause_over(entry.policy)
+    if pause is not None:
+        end = "" if pause.until is None else " until then"
+        yield f"{_sentence(str(pause))}: its times pass without a run{end}. To go on: {pause.resumed_by}"
     if facts.no_place:
         yield _sentence(facts.no_place)
     elif not entry.enabled:
@@ -429,7 +434,17 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         note = f" ({entry.policy.note})" if entry.policy.note else ""
         resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
         yield f"It is paused{note}: its times pass without a run. To go on: {resume}"
-    elif upcoming is None:
+    elif pause is None:
+        yield from _next_run(facts, entry)
+
+
+def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
+    """Say when an entry runs next that is neither paused nor disabled, or why it does not."""
+    timetable, since = entry.timetable, entry.meta.counts_from
+    if facts.state.redbeat_leads:
+        timetable, since = replace(timetable, policy=EntryPolicy()), entry.meta.last_run_at
+    upcoming = next(iter(timetable.runs(since, facts.now, count=entry.total_run_count)), None)
+    if upcoming is None:
         why = timetable.why_over(since, facts.now, count=entry.total_run_count)
         waits = "After that run it is finished. If you delete it now, that run is not sent."
         yield waits if facts.pending is not None else f"It is finished: it never runs again, because {why}."

@@ -25,6 +25,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "sent": "The nominal time of the last run of its schedule that was sent.",
     "history": "About the last four decisions about it.",
     "runs": "About the last four ends of its runs.",
+    "recorded": "Digests of definition and policy, by which a change of another program is noticed that has no record.",
     "backfill": "How far a backfill has come.",
     "asked": "The id of the last run that was triggered or backfilled.",
 }
@@ -49,6 +50,16 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     "pending": ("zset", "The keys of entries with a pending occurrence, by the time when beat tries it again."),
     "quarantine": ("hash", "The entries that cannot be used: why, and since when."),
+    "pauses": (
+        "hash",
+        "The pauses of many entries: ``all``, or ``tag:`` and the tag, with JSON: ``since`` and ``until`` when, ``by`` "
+        "whom, and a ``note``; all of them are optional. A record is kept for seven days after its end.",
+    ),
+    "changes": (
+        "stream",
+        "One record per change of a definition, a policy or a pause of many entries: entry, actor, ``by`` what means, "
+        "action, JSON of the fields ``before`` and ``after``, and a note. Without actor: another program has made it.",
+    ),
     "history": (
         "stream",
         "One record per decision: entry, nominal time, decision, reason, task id, holder and its entry, leader, term.",
@@ -120,6 +131,8 @@ class Keys:
     pending: str = field(init=False)
     quarantine: str = field(init=False)
     owners: str = field(init=False)
+    pauses: str = field(init=False)
+    changes: str = field(init=False)
     history: str = field(init=False)
     runs: str = field(init=False)
     clock: str = field(init=False)

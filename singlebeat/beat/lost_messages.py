@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -105,7 +106,7 @@ class Waiting:
     @classmethod
     def of(cls, key: str, record: Mapping[str, str]) -> Waiting | None:
         """Return the lock that a record describes, or None if the record shows no waiting message."""
-        if record.get("state") != "queued" or is_turn_key(key) or not {"now", "since", "ttl"} <= record.keys():
+        if record.get("state") != "queued" or is_turn_key(key) or not {"now", "since", "ttl", "gen"} <= record.keys():
             return None
         now, since = float(record["now"]) / 1000, float(record["since"]) / 1000
         sent = _read_note(record)
@@ -124,12 +125,16 @@ class Waiting:
             is_noted,
             str(sent.get("queue") or "") if is_noted else "",
             record.get("entry", ""),
-            float(sent.get("delay") or 0) if is_noted else 0.0,
+            _seconds(sent.get("delay")) if is_noted else 0.0,
             record.get("worker", ""),
             max(0.0, now - renewed) if renewed is not None and is_renewed else None,
             "joined" in record,
             ahead > 0,
         )
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _read_note(record: Mapping[str, str]) -> Mapping[str, Any]:

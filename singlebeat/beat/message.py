@@ -12,7 +12,6 @@ from ..locks.acquire import Plan, plan_call
 from ..locks.base import RUN_HEADER, Ref
 from ..locks.key import behind_key, check_sendable
 from ..locks.modes import drops_by_default, is_singleton, overlap_for
-from ..log import Log
 from ..overlap import Overlap
 from .calendar.clocked import comes_once
 from .entries.code_only import evaluate_lazy
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ("Message", "prepare")
 
-log = Log("celery.beat")
-
 
 @dataclass(slots=True)
 class Message:
@@ -43,6 +40,7 @@ class Message:
     plan: Plan | None = None  #: how its lock is acquired
     key: str = ""  #: of its lock; empty if it has none
     is_sent_by_others: bool = False  #: its task, or the app, has a method of its own that sends it
+    without_lock: str = ""  #: why no lock can be computed for it
     locks_itself: bool = False  #: its task acquires its lock when it is sent, as a task of celery-singleton does
 
     @property
@@ -76,7 +74,7 @@ class Message:
         try:
             self.key = self._key(task)
         except TypeError as exc:
-            log.warning("beat: %(entry)s is sent without a lock", event="unlocked", entry=entry.name, reason=exc)
+            self.without_lock = str(exc)
             return
         overlap = overlap_for(task, overlap) if is_singleton(task) else overlap or Overlap.SKIP
         if is_singleton(task) and has_own_way:

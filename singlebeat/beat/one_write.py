@@ -94,6 +94,7 @@ class OneWrite:
         self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
         self._refusal = ""  #: why the server does not record decisions
         self._is_denied = False  #: the last write, for lack of a right
+        self._proved = ("", "")  #: the markers that were found on the schedule's server
         self.failed = ""  #: the id of the occurrence whose message has failed last when it was made
         #: Monotonic; infinite while no server has failed since the last write was answered.
         self._patient_until = math.inf if _has_one_address(app) else 0.0
@@ -133,8 +134,11 @@ class OneWrite:
                 if outbox is None:
                     return {}
                 self.mark(outbox)
+                self._prove(term, retry_at)
             except Exception as exc:  # several writes find out what to do about it
                 self.end_tick(exc)
+                return {}
+            if not self._may_be_here():
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
             messages = [message for message in messages if not message.goes_its_own_way]
@@ -160,6 +164,25 @@ class OneWrite:
         self._broker.write_for_broker(outbox.channel, now, anew=anew)
         self.store.report_progress()
         self._locks.write(backend.redis, now, anew=anew)
+
+    def _prove(self, term: Term, retry_at: datetime) -> None:
+        """Write nothing over new connections, or rule one write out: a message may be sent when it is made.
+
+        Raises:
+            RedisError: as of ``send``.
+        """
+        markers = self._broker.value, self._locks.value
+        if markers == self._proved:
+            return
+        try:
+            is_elsewhere = self.dispatches.write(self.dispatches.request([], term, retry_at=retry_at)) is None
+        except NoPermissionError as exc:
+            self.rule_out(str(exc))
+            return
+        if is_elsewhere:
+            self.rule_out(ELSEWHERE)
+        else:
+            self._proved = markers
 
     def end_tick(self, exc: Exception) -> None:
         """Raise the error of an unreachable server, unless one write is not known to be possible, or errors last.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from itertools import dropwhile, islice
+from itertools import chain, dropwhile, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 from uuid import uuid4
 
@@ -20,15 +21,19 @@ from ..lua import script
 from ..overlap import Overlap
 from . import store
 from .calendar.zone import given_instant
+from .entries.author import Author
 from .entries.backfill import Span
 from .entries.entry import PARKED, Entry, Meta
 from .entries.fields import BATCH, read_fields, write_fields
 from .entries.occurrence import Kind, Occurrence
+from .entries.pauses import pause_many, read_pauses, resume_many
 from .entries.policy import EntryPolicy, PolicyOptions
 from .entries.salvage import Salvage
 from .entries.save import ATTEMPTS, save_entries
 from .keys import Keys
+from .page import Page, Query
 from .server_time import server_now
+from .store.changes import Change, Changes
 from .store.history import History, Record
 
 if TYPE_CHECKING:
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
     from ..locks.base import Options
     from ..locks.key import Arguments, NamedArguments
     from .entries.fields import StoredFields
+    from .entries.pauses import Pause
+    from .page import Sort
 
 __all__ = ("Schedule",)
 
@@ -71,6 +78,21 @@ def _log_left_out(name: str, why: EntryError) -> None:
     log.warning("%(entry)s is left out", event="left_out", entry=name, reason=why)
 
 
+def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str:
+    """Return a field of an entry as it was before a change; empty if it was absent.
+
+    Args:
+        changes: of the entry, latest first.
+        at: number of the change.
+        now: the field as it is stored.
+    """
+    if field in changes[at].before:
+        return changes[at].before[field]
+    earlier = (change.after[field] for change in changes[at + 1 :] if field in change.after)
+    later = (change.before[field] for change in reversed(changes[:at]) if field in change.before)
+    return next(chain(earlier, later), now)
+
+
 class _Past(NamedTuple):
     """The past of an entry, as ``save.lua`` takes it."""
 
@@ -88,11 +110,15 @@ class Schedule:
     An entry that beat could not use, or that holds a number which JSON does not have, is not stored: an ``EntryError``
     says why.
 
+    Args:
+        actor: who changes entries with it, for the record of changes; by default the user of this process and its host.
+        by: by what means: ``api``, ``cli``, ``web``, ….
+
     >>> Schedule(app).upsert("greet", "tasks.greet", crontab(minute=0), args=["world"], jitter=5)  # doctest: +SKIP
     """
 
-    def __init__(self, app: Celery) -> None:
-        self.app, self.keys = app, Keys.of(app)
+    def __init__(self, app: Celery, *, actor: str = "", by: str = "api") -> None:
+        self.app, self.keys, self.author = app, Keys.of(app), Author.of(app, actor, by)
 
     @property
     def _client(self) -> RedisClient:
@@ -127,8 +153,12 @@ class Schedule:
             ConflictError: another process has changed the entry since it was read.
             EntryError: a value cannot be stored.
         """
-        problem = save_entries(self._client, self.keys, {entry.name: entry}, self._now())[entry.name]
-        if problem is not None:
+        return self._save(entry)
+
+    def _save(self, entry: Entry, *, action: str = "edit", note: str = "") -> Entry:
+        entries = {entry.name: entry}
+        saved = save_entries(self._client, self.keys, entries, self._now(), self.author, action=action, note=note)
+        if (problem := saved[entry.name]) is not None:
             raise problem
         return entry
 
@@ -177,7 +207,7 @@ class Schedule:
         Raises:
             EntryError: the key belongs to the schedule itself, or to the schedule of another app.
         """
-        return Entry(name, app=self.app).delete()
+        return Entry(name, app=self.app).delete_by(self.author)
 
     def pause(self, name: str, note: str = "") -> None:
         """Let an entry's times pass without a run.
@@ -190,7 +220,7 @@ class Schedule:
             ConflictError: another process keeps changing the entry.
             EntryError: the entry's policy cannot be decoded.
         """
-        self._change_policy(name, {"paused": True, **({"note": note} if note else {})})
+        self._change_policy(name, {"paused": True, **({"note": note} if note else {})}, action="pause", note=note)
 
     def resume(self, name: str) -> None:
         """End a pause and remove its note; times that have passed are not caught up.
@@ -198,7 +228,49 @@ class Schedule:
         Raises:
             UnknownEntryError, ConflictError, EntryError: as ``pause``.
         """
-        self._change_policy(name, {"paused": False, "note": ""}, goes_on=True)
+        self._change_policy(name, {"paused": False, "note": ""}, action="resume", goes_on=True)
+
+    def pause_many(self, *, tag: str | None = None, note: str = "", until: datetime | None = None) -> None:
+        """Let the times of many entries pass without a run; the entries themselves stay as they are.
+
+        A pause that lasts gets the new note and end.
+
+        Args:
+            tag: of the entries; None: all entries.
+            note: the reason, for operators; if empty, a pause that lasts keeps its note.
+            until: when the pause ends by itself; None: ``resume_many`` ends it.
+
+        Raises:
+            EntryError: the tag is blank, or ``until`` has passed or has no time zone.
+            ConflictError: another process keeps changing the pause.
+        """
+        pause_many(self._client, self.keys, self._now(), self.author, tag=tag, note=note, until=until)
+
+    def resume_many(self, *, tag: str | None = None) -> bool:
+        """End a pause of ``pause_many``, and return whether there was one; times before now are not caught up.
+
+        Other pauses last: those of single entries, and of other tags.
+
+        Args:
+            tag: as of the pause.
+
+        Raises:
+            EntryError, ConflictError: as ``pause_many``.
+        """
+        return resume_many(self._client, self.keys, self._now(), self.author, tag=tag)
+
+    def pauses(self) -> Sequence[Pause]:
+        """Return the pauses of many entries that last, that of all entries first."""
+        return read_pauses(self._client, self.keys.pauses).lasting(self._now())
+
+    def tags(self) -> Mapping[str, int]:
+        """Return the tags of all entries whose policies can be read, each with the number of its entries."""
+        members, found = self._client.zrange(self.keys.schedule, 0, -1), Counter[str]()
+        for at in range(0, len(members), BATCH):
+            for fields in read_fields(self._client, [self.keys.entry(member) for member in members[at : at + BATCH]]):
+                with suppress(EntryError):
+                    found.update(() if isinstance(fields, str) else EntryPolicy.decode(fields[2]).tags)
+        return found
 
     def next_runs(self, name: str, count: int, *, after: datetime | None = None) -> Sequence[datetime]:
         """Return the next nominal times of an entry, in UTC, whether it is paused or not.
@@ -220,22 +292,24 @@ class Schedule:
         with _calculating(name):
             return [*islice(runs, count)]
 
-    def trigger(self, name: str, *, timeout: float = 10.0) -> str:
+    def trigger(self, name: str, *, overlap: str | None = None, timeout: float = 10.0) -> str:
         """Let an entry run as soon as a beat leads, even if it is paused, disabled or finished; return the task id.
 
         The run acquires the entry's lock and is recorded as ``manual``. It is not counted, and next times stay.
 
         Args:
+            overlap: the policy if the run meets an equal call, a word of ``Overlap``; by default that of the entry.
             timeout: seconds to wait while another occurrence of the entry is pending.
 
         Raises:
-            UnknownEntryError, EntryError: as ``get``.
+            UnknownEntryError, EntryError: as ``get``; or ``overlap`` is no such word.
             ConflictError: another occurrence of the entry was still pending after the timeout.
         """
+        word = EntryPolicy.of({"overlap": overlap}).overlap
         entry, now = self.get(name), self._now()
         last = entry.meta.last_run
         previous = None if last is None else last.timestamp()
-        occurrence = Occurrence(str(uuid4()), now.timestamp(), previous, Kind.MANUAL)
+        occurrence = Occurrence(str(uuid4()), now.timestamp(), previous, Kind.MANUAL, word)
         self._propose(name, occurrence, timeout)
         return occurrence.id
 
@@ -326,6 +400,40 @@ class Schedule:
                 except EntryError as exc:
                     left_out(name, exc)
 
+    def page(
+        self,
+        *,
+        search: str = "",
+        task: str = "",
+        state: str = "",
+        tag: str = "",
+        sort: Sort = "next",
+        descending: bool = False,
+        size: int = 50,
+        cursor: str = "",
+    ) -> Page:
+        """Return a page of entries, usable or not, without reading all of them.
+
+        While you page, entries run and move to later places. By ``name`` an entry is on exactly one page. In the other
+        orders it may be on two pages, or on none if it has moved to a page that you have read.
+
+        Args:
+            search: only entries with this string in the name or the task; the case of ASCII letters does not matter.
+            task: only entries of this task.
+            state: only entries in this state, a word of ``State``.
+            tag: only entries with this tag.
+            sort: ``next``, the soonest run first; ``lateness``, the reverse; ``name``; or ``last``, the entry first
+                whose run has ended last. Entries without a next run, or without an end, come last.
+            descending: reverse the order.
+            size: most rows, 1 to 1000. There may be fewer, even none, before the last page.
+            cursor: of the page before, in the same order; empty: the first page.
+
+        Raises:
+            ValueError: an argument is not one of those.
+        """
+        conditions = {"search": search, "task": task, "state": state, "tag": tag}
+        return Page.read(self.app, Query(**conditions, sort=sort, descending=descending), size, cursor)
+
     def examine(self, now: datetime) -> tuple[Sequence[Entry], Mapping[str, str]]:
         """Return all readable entries, and the reasons why beat cannot use some entries, by name.
 
@@ -383,8 +491,59 @@ class Schedule:
         history = History(self.app)
         return history.latest(count) if name is None else history.of(name, count)
 
+    def changes(self, name: str | None = None, count: int = 20) -> Sequence[Change]:
+        """Return the last changes of an entry, or of all entries and of pauses of many, latest first.
+
+        A change that another program has made in Redis has no actor. It is recorded when a beat or the next recorded
+        change of the entry finds it. ``before`` and ``after`` hold all arguments as they are stored.
+        """
+        return Changes(self.app).latest(name, count)
+
+    def revert(self, name: str, to: str) -> Entry:
+        """Let an entry have the definition and policy again that it had before a change; return the entry.
+
+        So this undoes that change and all later ones, and is a change itself. A removed entry comes back with its past,
+        and the times that have passed are not made up for.
+
+        Args:
+            to: id of the change.
+
+        Raises:
+            EntryError: there is no record of that change, the change has added the entry, or a beat could not use the
+                entry as it was.
+            ConflictError: another process has changed the entry at the same time.
+        """
+        stored = read_fields(self._client, [key := self.keys.named(name)])[0]
+        if isinstance(stored, str):
+            raise EntryError(f"entry {name!r} cannot be stored: its key holds something else: {stored}")
+        changes = [change for change in Changes(self.app).latest(name) if change.entry == name]
+        at = next((number for number, change in enumerate(changes) if change.id == to), None)
+        if at is None:
+            raise EntryError(
+                f"there is no record of a change {to!r} of entry {name!r}: celery singlebeat changes lists them"
+            )
+        definition, policy = (
+            _before(changes, at, field, now or "") for field, now in (("definition", stored[0]), ("policy", stored[2]))
+        )
+        if not definition:
+            raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
+        past = changes[at].before if not stored[0] else {}
+        entry = Entry.from_fields(key, definition, past.get("meta"), policy, past.get("since"), app=self.app)
+        if past.get("meta"):
+            entry = entry.with_past(replace(entry.meta, since=self._now()))
+        entry.version = stored[0] or "", stored[2] or ""
+        return self._save(entry, action="revert", note=f"to before {to}")
+
+    def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
+        """Return the last decisions about each of some entries, latest first, with the ends of their runs.
+
+        Far cheaper than ``history`` for each: of a schedule with many entries, older decisions than the last few about
+        an entry are missing if they are not among the last 10,000 about all entries.
+        """
+        return History(self.app).of_many(names, count)
+
     def _entry(self, name: str, fields: StoredFields) -> Entry:
-        found = [*self._found(name, fields), *fields[5:]]
+        found = [*self._found(name, fields), *fields[5:6]]
         return Entry.from_fields(self.keys.prefix + name, *found, app=self.app)
 
     def _found(self, name: str, fields: StoredFields) -> StoredFields:
@@ -407,10 +566,14 @@ class Schedule:
             )
         return UnknownEntryError(text)
 
-    def _change_policy(self, name: str, wishes: Mapping[str, Any], *, goes_on: bool = False) -> None:
+    def _change_policy(
+        self, name: str, wishes: Mapping[str, Any], *, action: str, note: str = "", goes_on: bool = False
+    ) -> None:
         """Change some options of an entry's policy, and nothing else in the entry.
 
         Args:
+            action: what this does to the entry, for the record of the change.
+            note: the same.
             goes_on: if the entry is paused, its next run counts from now.
         """
         key = self.keys.named(name)
@@ -422,7 +585,8 @@ class Schedule:
             stored = EntryPolicy.decode(policy or "")
             meta, since, score = self._pass_times(name, found) if goes_on and stored.paused else _UNCHANGED
             wanted = (definition, meta, replace(stored, **wishes).encode(), since)
-            if write_fields(self._client, self.keys.schedule, [(key, found, wanted, score)])[0]:
+            row = (key, found, wanted, score)
+            if write_fields(self._client, self.keys, [row], self.author, action=action, note=note)[0]:
                 return
         raise ConflictError(f"entry {name!r} cannot be stored: another process keeps changing it; try again")
 

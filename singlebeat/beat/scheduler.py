@@ -277,14 +277,16 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._lead(term)
         self._lost_messages.poll()
         self._restore_lost_changes(now, term)
-        due = self._read_due(now, term, is_new=is_new)
+        due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
+        if not term.token and due.zone not in {None, str(app_zone(self.app))}:
+            return interval  # beats of that zone do the work: each of our claims would be refused
         scores = self.work.work_off(due, term, now)
         if due.statics_gone and self._has_statics:
             self._log_vanished("beat_schedule was installed, and is gone")
             self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
-        return next_delay(due, scores, self.server_time.timestamp(), longest=min(self.max_interval, POLL_INTERVAL))
+        return next_delay(due, scores, self.server_time.timestamp(), longest=interval)
 
     def _restore_lost_changes(self, now: datetime, term: Term) -> None:
         """Install ``beat_schedule`` again if the server has forgotten what this leader wrote."""

@@ -7,7 +7,7 @@ import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ..errors import EntryError
 from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
 from .entries.occurrence import Occurrence
+from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
@@ -27,8 +28,18 @@ if TYPE_CHECKING:
 
     from ..clients import RedisClient
     from .entries.fields import StoredFields
+    from .entries.pauses import Pause
+    from .entries.policy import EntryPolicy
 
-__all__ = ("MAX_LAG", "PLAIN_BEAT", "QUARANTINED_LATER", "REDBEAT_LEADS", "ScheduleStatus", "pending_occurrences")
+__all__ = (
+    "MAX_LAG",
+    "PLAIN_BEAT",
+    "QUARANTINED_LATER",
+    "REDBEAT_LEADS",
+    "ScheduleStatus",
+    "pending_occurrences",
+    "quarantine_record",
+)
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
 OVERDUE_AFTER = 5.0
@@ -95,6 +106,8 @@ class ScheduleStatus:
     other_app: str = ""  #: app whose beat sends our entries; empty if there is none, or if we share on purpose
     app: str = ""  #: the name of this process's app
     broker: str = ""  #: of this process
+    pauses: Sequence[Pause] = ()  #: of many entries, those that last
+    unreadable_pauses: Mapping[str, str] = field(default_factory=dict)  #: selector -> why; they pause nothing
 
     @property
     def works(self) -> bool:
@@ -102,6 +115,10 @@ class ScheduleStatus:
         if self.is_shared:
             return self.silent is not None and self.silent < SILENT_AFTER
         return self.locked or bool(self.leader)
+
+    def pause_over(self, policy: EntryPolicy) -> Pause | None:
+        """Return the pause of many entries that covers an entry with a policy, None if there is none."""
+        return next((pause for pause in self.pauses if pause.covers(policy)), None)
 
     @property
     def role(self) -> str:
@@ -289,11 +306,13 @@ class ScheduleStatus:
             pipe.hlen(keys.quarantine)
             pipe.get(keys.alive)
             pipe.get(keys.clock)  # older beats write only this key
+            pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             if names:
                 pipe.hgetall(keys.quarantine)
-            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, *rest = (
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, many, *rest = (
                 pipe.execute()
             )
+        pauses = Pauses.of(many)
         beats = [_decode_standby(text) for text in standbys]
         working, others = beats if keys.lock is None else [leader], Config.of(app).singlebeat_other_app_check
         apps = {beat.get("app", "") for beat in working} - {"", owner_of(app)} if others != "ignore" else set()
@@ -303,7 +322,8 @@ class ScheduleStatus:
         if set_back and not _has_waiting(app, client, keys, now, now + set_back):
             set_back = 0.0  # nothing was decided while the clock was ahead
         records = {
-            member.removeprefix(keys.prefix): _record(text) for member, text in (rest[0] if names else {}).items()
+            member.removeprefix(keys.prefix): quarantine_record(text)
+            for member, text in (rest[0] if names else {}).items()
         }
         noted_at = _number(alive or clock)
         if noted_at > now + SILENT_AFTER:  # of a wrong clock: a working beat would have noted another time since
@@ -336,6 +356,8 @@ class ScheduleStatus:
             other_app=", ".join(sorted(apps)),
             app=owner_of(app),
             broker=broker_place(app),
+            pauses=pauses.lasting(datetime.fromtimestamp(now, UTC)),
+            unreadable_pauses=pauses.problems,
         )
 
 
@@ -437,7 +459,8 @@ def _number(text: str | None) -> float:
     return number if math.isfinite(number) else 0.0
 
 
-def _record(text: str) -> Mapping[str, str]:
+def quarantine_record(text: str) -> Mapping[str, str]:
+    """Return reason and time of the record of a quarantined entry; any other string is the reason."""
     try:
         raw: Any = json.loads(text)
         return {"reason": str(raw["reason"]), "since": str(raw["since"])}

@@ -73,6 +73,7 @@ class Tick:
         self._record(over, claims, term)
         ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
         self.dispatcher.dispatch([each for each in ready if each.occurrence.id not in settled], term, now)
+        self.store.notice_changes()
         self.one_write.check_records()
         return [claim.next_score for claim in claims if claim.next_score >= 0]
 

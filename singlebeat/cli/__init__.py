@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "next": "entries",
     "history": "history",
     "explain": "history",
+    "changes": "changes",
     "add": "edit",
     "edit": "edit",
     "delete": "edit",
@@ -34,10 +35,12 @@ COMMANDS: Mapping[str, str] = {
     "resume": "edit",
     "trigger": "edit",
     "backfill": "edit",
+    "revert": "changes",
     "locks": "locks",
     "unlock": "locks",
     "export": "transfer",
     "import": "transfer",
+    "web": "web",
 }
 
 

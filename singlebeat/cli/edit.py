@@ -6,7 +6,8 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from dataclasses import asdict
+from datetime import UTC, datetime, time, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,10 +18,12 @@ from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
 from ..beat.entries.statics import OPERATORS
 from ..beat.schedule import Schedule
+from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus
+from ..connections import schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..overlap import Overlap
-from .output import UNANSWERED, Seconds, command, fail, moment, parse_instant, printable, progress, show_json
+from .output import UNANSWERED, Seconds, command, done, fail, moment, parse_instant, printable, progress, show_json
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -48,6 +51,9 @@ DEFINITION: Sequence[Decorator] = (
         metavar="NAME=VALUE",
         help="Set an option of the policy, such as timezone=Europe/Berlin. Without VALUE, unset it. May be repeated.",
     ),
+    click.option(
+        "--tag", "tags", multiple=True, help="Tag of the entry, in place of those that it has. May be repeated."
+    ),
 )
 
 #: The option that replaces each part of an entry.
@@ -60,6 +66,11 @@ OPTIONS = {
     "enabled": "either --enable or --disable",
     "policy": "--set",
 }
+
+
+def _entries(app: Celery) -> Schedule:
+    """Return the entries of an app, to be changed from the command line."""
+    return Schedule(app, by="cli")
 
 
 def _json(text: str | None, kind: type, option: str) -> Any:
@@ -94,8 +105,8 @@ def _schedule(every: float | None, cron: str | None) -> BaseSchedule | None:
         raise click.BadParameter(f"{cron!r}: {why_no_crontab(exc, fields[-1])}", param_hint="--cron") from None
 
 
-def _wishes(given: Sequence[str]) -> Mapping[str, Any]:
-    wishes = {}
+def _wishes(given: Sequence[str]) -> dict[str, Any]:
+    wishes = dict[str, Any]()
     for each in given:
         name, equals, value = each.partition("=")
         if not equals:
@@ -119,8 +130,10 @@ def _store(
     new: bool = False,
     replace: bool = False,
 ) -> None:
-    entries = Schedule(app)
+    entries = _entries(app)
     when, wishes = _schedule(given["every"], given["cron"]), _wishes(given["wishes"])
+    if given["tags"]:
+        wishes |= {"tags": list(given["tags"])}
     fields = {
         "task": task,
         "schedule": when,
@@ -152,8 +165,8 @@ def _store(
     upcoming, entry = next(iter(entries.next_runs(name, 1)), None), entries.get(name)
     off = " and ".join(["paused"] * entry.policy.paused + ["disabled"] * (not entry.enabled))
     kept = fields in ({}, {"enabled": False}) and wishes.keys() <= set(OPERATORS)
-    back = "" if kept else _comes_back(app, name, "replaces these values")
-    _done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
+    back = "" if kept else comes_back(app, name, "replaces these values")
+    done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
 
 
 @contextmanager
@@ -167,7 +180,7 @@ def _given_values() -> Iterator[None]:
         fail(str(exc), UNANSWERED)
 
 
-def _comes_back(app: Celery, name: str, what: str) -> str:
+def comes_back(app: Celery, name: str, what: str) -> str:
     """Return what to add to the answer to a change that the code undoes; empty if it does not.
 
     Args:
@@ -222,50 +235,122 @@ def edit_(app: Celery, as_json: bool, name: str, task: str | None, **given: Any)
     _store(app, name, task, given, as_json)
 
 
-def _done(as_json: bool, text: str, **facts: object) -> None:
-    if as_json:
-        show_json(facts)
-    else:
-        click.echo(printable(text))
-
-
 @command("delete", NAME)
 def delete_(app: Celery, as_json: bool, name: str) -> None:
     """Delete an entry, also one that cannot be read.
 
     An entry of beat_schedule comes back when the next term of leadership begins: pause it instead.
     """
-    if not Schedule(app).delete(name):
+    if not _entries(app).delete(name):
         fail(f"there is no entry {name!r}")
-    back = _comes_back(app, name, "brings it back")
-    _done(as_json, f"{name}: deleted{back}", name=name, deleted=True)
+    back = comes_back(app, name, "brings it back")
+    done(as_json, f"{name}: deleted{back}", name=name, deleted=True)
 
 
-@command("pause", NAME, click.option("--note", default="", help="Reason of the pause, for other operators."))
-def pause_(app: Celery, as_json: bool, name: str, note: str) -> None:
-    """Pause an entry: its times pass without a run.
+#: The options that choose many entries instead of one.
+MANY: Sequence[Decorator] = (
+    click.argument("name", required=False),
+    click.option("--tag", help="All entries with this tag, in place of one entry."),
+    click.option("--all", "all_", is_flag=True, help="All entries, in place of one."),
+)
 
-    The pause stays, also when beat_schedule is installed again, until you resume the entry.
+
+def _check_choice(name: str | None, tag: str | None, all_: bool) -> None:
+    """Check that exactly one of the name of an entry, a tag and all entries is given.
+
+    Raises:
+        click.UsageError: none or several are.
     """
-    Schedule(app).pause(name, note)
-    _done(as_json, f"{name}: paused", name=name, paused=True)
+    if [name is not None, tag is not None, all_].count(True) != 1:
+        raise click.UsageError("give either the NAME of an entry, --tag or --all")
 
 
-@command("resume", NAME)
-def resume_(app: Celery, as_json: bool, name: str) -> None:
-    """End a pause; the runs that were due during the pause are not made up for."""
-    entries = Schedule(app)
+def _parse_until(text: str, now: datetime) -> datetime:
+    """Return the end of a pause: a date and time, or the next moment with a time of day, in UTC."""
+    try:
+        clock = time.fromisoformat(text)
+    except ValueError:
+        until = parse_instant(text)
+        assert until is not None  # noqa: S101 - for the type checker
+        return until
+    until = datetime.combine(now.date(), clock, clock.tzinfo or UTC)
+    while until <= now:
+        until += timedelta(days=1)
+    return until
+
+
+@command(
+    "pause",
+    *MANY,
+    click.option("--note", default="", help="Reason of the pause, for other operators."),
+    click.option(
+        "--until",
+        help="With --tag or --all: when the pause ends by itself, such as 18:00 or 2026-12-01T09:00, in UTC unless it "
+        "has an offset.",
+    ),
+)
+def pause_(
+    app: Celery, as_json: bool, name: str | None, tag: str | None, all_: bool, note: str, until: str | None
+) -> None:
+    """Pause an entry, all entries with a tag, or all entries: their times pass without a run.
+
+    The pause stays, also when beat_schedule is installed again, until you resume, or until the given time. Entries that
+    you add meanwhile are covered by a pause with --tag or --all, too.
+    """
+    _check_choice(name, tag, all_)
+    entries = _entries(app)
+    if name is not None:
+        if until is not None:
+            raise click.UsageError("--until needs --tag or --all")
+        entries.pause(name, note)
+        done(as_json, f"{name}: paused", name=name, paused=True)
+        return
+    now = server_now(schedule_client(app), entries.keys.schedule)
+    with _given_values():
+        entries.pause_many(tag=tag, note=note, until=None if until is None else _parse_until(until, now))
+    pause = next(pause for pause in entries.pauses() if pause.tag == tag)
+    none = tag is not None and not entries.tags().get(tag)
+    done(as_json, f"{pause}{'; no entry has this tag now' if none else ''}", pause=asdict(pause))
+
+
+@command("resume", *MANY)
+def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_: bool) -> None:
+    """End a pause of an entry, of a tag or of all entries; runs that were due meanwhile are not made up for.
+
+    Each pause is ended by itself: --all leaves entries paused that were paused by their names or tags.
+    """
+    _check_choice(name, tag, all_)
+    entries = _entries(app)
+    if name is None:
+        with _given_values():
+            was_paused = entries.resume_many(tag=tag)
+        which = "all entries" if tag is None else f"entries with tag {tag}"
+        left = entries.pauses()
+        still = "".join(f"; {pause}, to go on: {pause.resumed_by}" for pause in left)
+        text = f"{which}: {'resumed' if was_paused else 'they were not paused so'}{still}"
+        done(as_json, text, tag=tag, resumed=was_paused, pauses=[asdict(pause) for pause in left])
+        return
     entries.resume(name)
-    off = ""
+    disabled, pause = False, None
     with suppress(EntryError):  # its definition cannot be read
-        if not entries.get(name).enabled:
-            off = f", and still disabled: celery singlebeat edit {shlex.quote(name)} --enable"
-    _done(as_json, f"{name}: resumed{off}", name=name, paused=False, **({"disabled": True} if off else {}))
+        entry = entries.get(name)
+        disabled = not entry.enabled
+        pause = next((pause for pause in entries.pauses() if pause.covers(entry.policy)), None)
+    off = f", and still disabled: celery singlebeat edit {shlex.quote(name)} --enable" if disabled else ""
+    off += f", and still paused, as {pause}: {pause.resumed_by}" if pause is not None else ""
+    facts: dict[str, object] = {"disabled": True} if disabled else {}
+    facts |= {"pause": asdict(pause)} if pause is not None else {}
+    done(as_json, f"{name}: resumed{off}", name=name, paused=False, **facts)
 
 
 @command(
     "trigger",
     NAME,
+    click.option(
+        "--overlap",
+        type=click.Choice([word.value for word in Overlap if word is not Overlap.RAISE]),
+        help="What becomes of the run if it meets an equal call. Default: as the entry says.",
+    ),
     click.option(
         "--timeout",
         type=Seconds(),
@@ -274,17 +359,17 @@ def resume_(app: Celery, as_json: bool, name: str) -> None:
         help="How long to wait while another occurrence of the entry is pending, in seconds.",
     ),
 )
-def trigger_(app: Celery, as_json: bool, name: str, timeout: float) -> None:
+def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout: float) -> None:
     """Run an entry once, as soon as a beat leads, and print the id of the task.
 
     The entry may be paused, disabled or finished. Its other times stay, and the run is not counted.
     """
-    task_id = Schedule(app).trigger(name, timeout=timeout)
+    task_id = _entries(app).trigger(name, overlap=overlap, timeout=timeout)
     state = ScheduleStatus.of(app)
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
     waits = waits or ("" if state.works else f"{state.problem()}: the run is sent when a beat is started")
     text = f"{name}: requested, task {task_id}{waits and '; '}{waits}"
-    _done(as_json, text, name=name, task_id=task_id)
+    done(as_json, text, name=name, task_id=task_id)
 
 
 @command(
@@ -316,7 +401,7 @@ def backfill_(
     START and END are in ISO 8601, in UTC unless they have an offset. Beat gets each run after it has sent the run
     before. Repeat the command to continue after an interruption; after a complete backfill, all times run again.
     """
-    entries, first, last = Schedule(app), parse_instant(start), parse_instant(end)
+    entries, first, last = _entries(app), parse_instant(start), parse_instant(end)
     assert first is not None  # noqa: S101 - for the type checker
     assert last is not None  # noqa: S101
     entries.get(name)  # raises if there is no entry of this name, or none that can be read

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any, get_args
 from zoneinfo import ZoneInfo
 
 import click
 from celery.schedules import crontab, schedule
 
+from ..beat.entries.state import State, outlook
 from ..beat.keys import Keys
 from ..beat.late_places import LatePlace, late_places
+from ..beat.page import Query, Sort, rows_of
 from ..beat.schedule import Schedule
 from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, pending_occurrences
 from ..connections import schedule_client
+from ..diagnosis.facts import AGAIN
+from ..diagnosis.leader import refusal
 from ..errors import EntryError, UnknownEntryError
-from .history import AGAIN
+from ..masking import masked, masked_arguments, masked_text
 from .output import age, command, marked, moment, parse_instant, printable, show_json, table
-from .status import refusal
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -45,8 +50,8 @@ def readable_schedule(when: BaseSchedule) -> str:
     return str(when)
 
 
-def as_mapping(entry: Entry) -> Mapping[str, object]:
-    """Return an entry as a mapping for JSON."""
+def as_mapping(entry: Entry) -> Mapping[str, Any]:
+    """Return an entry as a mapping for JSON, with all of its arguments."""
     since = entry.meta.since
     return {
         "name": entry.name,
@@ -54,6 +59,12 @@ def as_mapping(entry: Entry) -> Mapping[str, object]:
         "policy": json.loads(entry.policy.encode() or "{}"),
         "meta": json.loads(entry.meta.encode()) | ({"since": since.isoformat()} if since else {}),
     }
+
+
+def _as_shown(entry: Entry) -> Mapping[str, object]:
+    """Return an entry as a mapping for JSON, with secret arguments masked."""
+    row = as_mapping(entry)
+    return {**row, "definition": masked(row["definition"], entry.app)}
 
 
 def _pending(app: Celery) -> Mapping[str, Occurrence]:
@@ -78,92 +89,109 @@ def _last_run(entry: Entry, pending: Occurrence | None) -> datetime | None:
 
 
 def _outlook(
-    entry: Entry, now: datetime, place: LatePlace | None, pending: Occurrence | None
+    upcoming: datetime | None, state: State, place: LatePlace | None, pending: Occurrence | None
 ) -> tuple[datetime | None, str]:
-    """Return the next time of an entry, or None if there is none or its schedule fails, and a word for its state.
+    """Return the next time of an entry, and a word for its state.
 
     Args:
         place: the place of the entry in the schedule if that is too late, else None.
         pending: its occurrence that is claimed, and not known to be sent.
     """
+    if state in {State.QUARANTINED, State.UNUSABLE}:
+        return None, state
     if place is not None:
-        return place.at, "late place" if place.is_wrong else "active"
-    past, upcoming, fails = entry.meta, None, False
-    try:
-        runs = entry.timetable.runs(past.counts_from, now, count=past.total_run_count)
-        upcoming = next(iter(runs), None)
-    except Exception:  # of a user's own schedule; its quarantine record has the reason
-        fails = True
-    if not entry.enabled:
-        return upcoming, "disabled"
-    if entry.policy.paused:
-        return upcoming, "paused"
-    if pending is not None:
-        return upcoming, "pending"
-    return upcoming, "active" if upcoming or fails else "finished"
+        return place.at, "late place" if place.is_wrong else state
+    return upcoming, "pending" if pending is not None and state in {State.ACTIVE, State.FINISHED} else state
 
 
-@command("list")
-def list_(app: Celery, as_json: bool) -> None:
-    """List all entries by their next run, also entries that never run.
+@command(
+    "list",
+    click.option("--search", default="", metavar="TEXT", help="Only entries with this string in the name or the task."),
+    click.option("--task", default="", help="Only entries of this task."),
+    click.option("--state", type=click.Choice([state.value for state in State]), help="Only entries in this state."),
+    click.option("--tag", default="", help="Only entries with this tag."),
+    click.option(
+        "--sort",
+        type=click.Choice(get_args(Sort)),
+        default="next",
+        show_default=True,
+        help="Order of the entries: soonest next run, name, latest end of a run, or latest next run.",
+    ),
+    click.option("--limit", type=click.IntRange(min=1), help="Most entries to show."),
+)
+def list_(
+    app: Celery, as_json: bool, search: str, task: str, state: str | None, tag: str, sort: Sort, limit: int | None
+) -> None:
+    """List all entries by their next run; those that never run come last.
 
-    LAST is the time since the last run was due. Unusable entries and unknown fields are named after the table.
+    LAST is the time since the last run was due; ENDED is how the last run ended, and how long ago. Unusable entries and
+    unknown fields are named after the table. Entries without a place are named only if you list all entries.
     """
     state_of_all = ScheduleStatus.of(app)
-    quarantine, now = state_of_all.quarantine, datetime.fromtimestamp(state_of_all.now, UTC)
-    entries, unusable = Schedule(app).examine(now)
-    unusable = {name: why for name, why in unusable.items() if name not in quarantine}
-
-    def outlook(entry: Entry) -> tuple[datetime | None, str]:
-        if entry.name in quarantine or entry.name in unusable:
-            return None, "quarantined" if entry.name in quarantine else "unusable"
-        return _outlook(entry, now, late.get(entry.name), pending.get(entry.name))
-
+    now, entries = datetime.fromtimestamp(state_of_all.now, UTC), Schedule(app)
+    query = Query(search=search, task=task, state=state or "", tag=tag, sort=sort)
+    found = [*islice(rows_of(app, query), limit)]
+    rows = {row.name: (row, row.entry) for row in found if row.entry is not None}
+    is_whole = limit is None and not (search or task or state or tag)
+    quarantine, unusable = state_of_all.quarantine, {row.name: row.why for row in found if row.state == State.UNUSABLE}
+    if not is_whole:
+        named = {row.name for row in found}
+        quarantine = {name: record for name, record in quarantine.items() if name in named}
     pending = _pending(app)
-    no_place = {name: Schedule(app).no_place(name) for name in Schedule(app).without_place()}
-    late = {} if state_of_all.redbeat_leads else dict(late_places(app, entries))
+    no_place = {name: entries.no_place(name) for name in entries.without_place()} if is_whole else {}
+    late = {} if state_of_all.redbeat_leads else dict(late_places(app, [entry for _, entry in rows.values()]))
     refused = refusal(app, state_of_all)
     problem = state_of_all.problem() or state_of_all.sent_elsewhere
-    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else refused or (problem if entries else "")
+    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else refused or (problem if rows else "")
+    shown = {name: _outlook(row.next, row.state, late.get(name), pending.get(name)) for name, (row, _) in rows.items()}
     if as_json:
-        rows = []
-        for entry in entries:
-            upcoming, state = outlook(entry)
-            rows.append({**as_mapping(entry), "state": state, "next": upcoming})
         led = {"warning": warning} if warning else {}
         show_json(
             {
-                "entries": rows,
+                "entries": [
+                    {
+                        **_as_shown(entry),
+                        "state": shown[name][1],
+                        "next": shown[name][0],
+                        "last_end": asdict(row.last_end) if row.last_end else None,
+                    }
+                    for name, (row, entry) in rows.items()
+                ],
                 "quarantine": quarantine,
                 "unusable": unusable,
                 "no_place": [*no_place],
                 "late_place": [name for name, place in late.items() if place.level != "fine"],
+                "pauses": [asdict(pause) for pause in state_of_all.pauses],
                 **led,
             }
         )
         return
-    rows_ = []
-    for entry in entries:
-        upcoming, state = outlook(entry)
-        last = age(_last_run(entry, pending.get(entry.name)), now)
+    cells = []
+    for name, (row, entry) in rows.items():
+        last, end = age(_last_run(entry, pending.get(name)), now), row.last_end
+        ended = f"{end.outcome} {age(end.at, now)}" if end else "-"
         when = readable_schedule(entry.schedule)
-        rows_.append((entry.name, entry.task, when, last, moment(upcoming), state))
-    table(("NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"), rows_, wide=(0, 1, 2))
+        cells.append((name, entry.task, when, last, ended, moment(shown[name][0]), shown[name][1]))
+    table(("NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"), cells, wide=(0, 1, 2))
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
+    _show_warnings(map(str, state_of_all.pauses))
     for name, record in quarantine.items():
         click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
     for name, why in unusable.items():
         click.echo(marked(f"{name}: unusable: {why}; {QUARANTINED_LATER}", "problem"))
-    for entry in entries:
-        if entry.ignored:
-            click.echo(marked(f"{entry.name}: {entry.ignored}", "warning"))
+    _show_warnings(f"{name}: {entry.ignored}" for name, (_, entry) in rows.items() if entry.ignored)
     for name, why in no_place.items():
         click.echo(marked(f"{name}: {why}", "problem"))
     for name, place in late.items():
         if place.level != "fine":
             click.echo(marked(f"{name}: {place}", place.level))
+
+
+def _show_warnings(texts: Iterable[str]) -> None:
+    for text in texts:
+        click.echo(marked(text, "warning"))
 
 
 @command("show", click.argument("name"))
@@ -184,7 +212,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         return
     late = None if found.redbeat_leads else dict(late_places(app, [entry])).get(name)
     pending = _pending(app).get(name)
-    upcoming, state = _outlook(entry, now, late, pending)
+    pause = found.pause_over(entry.policy)
+    upcoming, state = _outlook(*outlook(entry, now, pause), late, pending)
     if problem:
         upcoming, state = None, "quarantined"
     elif unusable := entry.why_unusable(now):
@@ -194,19 +223,21 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     elif late is not None and late.is_wrong:
         problem = str(late)
     put_off = str(late) if late is not None and late.level == "warning" else ""
-    warnings = [text for text in (entry.ignored, put_off, found.redbeat_leads and REDBEAT_LEADS) if text]
+    many = str(pause) if pause is not None else ""
+    warnings = [text for text in (entry.ignored, put_off, many, found.redbeat_leads and REDBEAT_LEADS) if text]
     if as_json:
         why = {"reason": problem} if problem else {}
         why |= {"warning": "; ".join(warnings)} if warnings else {}
-        show_json({**as_mapping(entry), "state": state, **why, "next": upcoming})
+        paused = {"pause": asdict(pause)} if pause is not None else {}
+        show_json({**_as_shown(entry), "state": state, **why, **paused, "next": upcoming})
         return
     _show_rows(
         {
             "task": entry.task,
             "schedule": readable_schedule(entry.schedule),
-            "args": entry.args,
-            "kwargs": entry.kwargs,
-            "options": entry.options,
+            "args": masked_arguments(entry.task, entry.args, app),
+            "kwargs": masked(entry.kwargs, app),
+            "options": masked(entry.options, app),
             "state": state,
             "last": moment(_last_run(entry, pending)),
             "runs": entry.meta.total_run_count,
@@ -222,11 +253,12 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
 def _show_broken(found: Salvage, reason: str, state: str, as_json: bool) -> None:
     """Show the readable parts of an entry, and the raw strings of the others."""
     broken = {"definition" if name in FIELDS else name for name in found.problems}
-    texts = {name: text for name, text in found.texts.items() if text and name in broken}
+    texts = {name: masked_text(text, found.app) for name, text in found.texts.items() if text and name in broken}
     if as_json:
         show_json({"name": found.name, "state": state, "reason": reason, "problems": found.problems, **texts})
         return
     fields = {name: found.fields[name] for name in FIELDS if name in found.fields}
+    fields = dict(masked(fields, found.app))
     if "schedule" in fields:
         fields["schedule"] = readable_schedule(fields["schedule"])
     _show_rows({**fields, "state": state, **({} if "policy" in broken else found.wishes), **texts})

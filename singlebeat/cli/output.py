@@ -124,6 +124,14 @@ def fail(text: str, code: int = REFUSED) -> NoReturn:
     raise SystemExit(code)
 
 
+def done(as_json: bool, text: str, **facts: object) -> None:
+    """Print what a command has done, as a sentence or as JSON."""
+    if as_json:
+        show_json(facts)
+    else:
+        click.echo(printable(text))
+
+
 def printable(text: object) -> str:
     """Return a string with its unprintable characters escaped; names in Redis may contain any character."""
     encoded = str(text).encode(errors="backslashreplace").decode()

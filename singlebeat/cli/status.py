@@ -13,6 +13,7 @@ import click
 from ..beat.leadership.lease import resign
 from ..beat.status import MAX_LAG, ScheduleStatus
 from ..beat.store.probe import ticks_refusal
+from ..diagnosis.leader import refusal, who
 from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
@@ -20,31 +21,6 @@ if TYPE_CHECKING:
 
 #: Seconds that ``resign`` waits for the next leader.
 HANDOVER = 15.0
-
-
-def who(state: ScheduleStatus) -> str:
-    """Return a description of the leader, for people."""
-    if state.is_shared:
-        since = "no beat was seen" if state.silent is None else f"a beat was last seen {state.silent:.0f} s ago"
-        return f"none: beats share the work (redbeat_lock_key is None), {since}"
-    if state.leader:
-        return "{host}, pid {pid}, term {term}, since {since}".format_map({**_UNKNOWN, **state.leader})
-    if state.redbeat_leads:
-        left = f"{state.lease_left:.0f} s"
-        return f"a beat of RedBeat, which leaves no name; its lock ends in {left} if it is not renewed"
-    return "none"
-
-
-def refusal(app: Celery, state: ScheduleStatus) -> str:
-    """Return what the schedule's server refuses if no beat leads or entries are overdue; empty if it refuses nothing.
-
-    Raises:
-        RedisError: the server does not answer.
-    """
-    return ticks_refusal(app) if state.overdue or not state.works else ""
-
-
-_UNKNOWN = {"host": "?", "pid": "?", "term": "?", "since": "?"}
 
 
 @command("status")
@@ -79,6 +55,10 @@ def status_(app: Celery, as_json: bool) -> None:
     waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (see doctor)"
     late = f", the first late by {state.pending_lag:.0f} s" if state.pending_lag else ""
     click.echo(f"pending     {state.pending}{late}" + (waits if state.pending else ""))
+    for pause in state.pauses:
+        click.echo(marked(f"pause       {pause}", "warning"))
+    for selector, why in state.unreadable_pauses.items():
+        click.echo(marked(f"pause       {selector}: {why}", "problem"))
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
         click.echo(marked(f"  {name}: {record['reason']}", "problem"))

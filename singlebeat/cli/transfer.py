@@ -13,6 +13,7 @@ import click
 
 from ..beat.calendar.clocked import clocked
 from ..beat.calendar.zone import app_zone
+from ..beat.entries.author import Author
 from ..beat.entries.entry import Entry
 from ..beat.entries.fields import BATCH
 from ..beat.entries.save import save_entries
@@ -164,5 +165,6 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
 
 def _store(app: Celery, entries: Mapping[str, Entry], dry_run: bool, now: datetime) -> Mapping[str, str]:
     """Store entries, and return the reasons for the failures, by name."""
-    results = save_entries(schedule_client(app), Schedule(app).keys, entries, now, dry_run=dry_run)
+    author = Author.of(app, by="cli")
+    results = save_entries(schedule_client(app), Schedule(app).keys, entries, now, author, dry_run=dry_run)
     return {name: str(problem) for name, problem in results.items() if problem is not None}

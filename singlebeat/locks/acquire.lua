@@ -39,10 +39,11 @@
 --          running   our id holds the lock and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold the lock now
 --          held      another id holds the lock or waits for it; nothing was written but the payload
---          unusable  a key has another type; the second value is the server's reason; nothing was written
+--          unusable  a key has another type, or a field that must be a number is none; the second value is the reason;
+--                    nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- A repetition by the same id gives the same reply, and writes nothing new. Of locks that would last longer than they
+-- Uses numbers. A repetition by the same id gives the same reply, and writes nothing new. Of locks that would last longer than they
 -- should, because the server's clock was set back, each call shortens the time.
 
 local again, deadline = ARGV[1] == "1", tonumber(ARGV[2])
@@ -100,15 +101,21 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
-  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed")
+  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed", "fence", "uncut")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken", "since")
-  local by_itself = redis.pcall("HMGET", turn, "id", "since")
+  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken", "since", "fence", "uncut")
+  local by_itself = redis.pcall("HMGET", turn, "id", "since", "fence")
   local err = record.err or ended.err or next_record.err or by_itself.err
   if err and not string.find(err, "WRONGTYPE", 1, true) then
     return redis.error_reply(err)
   elseif err then
     return {"unusable", err, "", "0", "0", 0, ""}
+  end
+  local wrong = not numbers(nil, {record[3], record[5], record[6], record[7], record[8]}) and lock
+    or not numbers(nil, {next_record[2], next_record[4], next_record[5], next_record[6], next_record[7]}) and behind
+    or not numbers(nil, {by_itself[2], by_itself[3]}) and turn
+  if wrong then
+    return {"unusable", wrong .. " has a field that must be a number, and is none", "", "0", "0", 0, ""}
   end
   local has_ended = ended[1] or ended[2]
   if again and has_ended then

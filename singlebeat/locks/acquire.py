@@ -275,7 +275,8 @@ def _call(
         wait = expiry
     entry = entry_of(options.get("headers") or {})
     sent = note(ref, queue="", delay=0.0) if options.get("exchange") else ""
-    return Call(ref, task.name, readable(args or (), kwargs or {}, options), wait, expiry, entry=entry, note=sent)
+    shown = readable(args or (), kwargs or {}, options, app=task.app, task=task.name)
+    return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent)
 
 
 def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:

@@ -493,6 +493,6 @@ def unusable(key: str, reason: str) -> str:
 
 
 def from_ms(milliseconds: str | int) -> datetime | None:
-    """Return the time for milliseconds since 1970, or None for 0."""
+    """Return the time for milliseconds since 1970, or None for 0 and for a time that no lock can have."""
     value = int(float(milliseconds))
-    return datetime.fromtimestamp(value / 1000, UTC) if value else None
+    return datetime.fromtimestamp(value / 1000, UTC) if 0 < value <= LATEST_MS else None

@@ -31,10 +31,11 @@
 --          done      this generation of the id has ended before
 --          replaced  another call has evicted our id while it was queued
 --          held      another id holds the lock, or waits for it and came first; nothing was written but our turn
---          unusable  a key has another type; the second value is the server's reason; nothing was written
+--          unusable  a key has another type, or a field that must be a number is none; the second value is the reason;
+--                    nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn. Of locks that
+-- Uses numbers. A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn. Of locks that
 -- would last longer than they should, because the server's clock was set back, each message shortens the time.
 
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -73,13 +74,20 @@ local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until"
   "payload", "entry")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
-local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since")
-local by_itself = redis.pcall("HMGET", turn, "id", "since")
+local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since", "fence")
+local by_itself = redis.pcall("HMGET", turn, "id", "since", "fence")
 local err = record.err or ended.err or waiting.err or place.err or by_itself.err
 if err and not string.find(err, "WRONGTYPE", 1, true) then
   return redis.error_reply(err)
 elseif err then
   return {"unusable", err, "", "0", "0", 0, ""}
+end
+local wrong = not numbers(nil, {record[2], record[5], record[6], record[8], record[9]}) and lock
+  or not numbers(nil, {place[3], place[4], place[5]}) and behind
+  or not numbers(nil, {by_itself[2], by_itself[3]}) and turn
+if wrong or (record[1] and not record[2]) then
+  local reason = (wrong or lock) .. " has a field that must be a number, and is none"
+  return {"unusable", reason, "", "0", "0", 0, ""}
 end
 if ended[1] then
   return reply("done")

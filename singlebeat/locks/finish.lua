@@ -19,7 +19,7 @@
 --          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
 --                    a promise of the lock to this message is taken back
 --
--- A repetition replies "kept", and writes nothing.
+-- Uses numbers. A repetition replies "kept", and writes nothing.
 
 local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
@@ -53,7 +53,7 @@ local function finish(lock, done, turn, id, gen, nonce)
   if not holds and not queued then
     return "kept"
   end
-  if holds and record[5] then
+  if holds and record[5] and record[6] and numbers(nil, {record[6], record[7]}) then
     local ttl = tonumber(record[6])
     if record[7] then
       redis.call("HSET", lock, "uncut", string.format("%.0f", now + ttl))

@@ -171,7 +171,7 @@ class InspectBackend(BaseBackend):
                 row["worker_pid"],
                 self._key(row),
                 row["type"],
-                readable(row["args"] or (), row["kwargs"] or {}),
+                readable(row["args"] or (), row["kwargs"] or {}, app=self.app, task=row["type"]),
             )
             for row in self._ask()
             if task in (None, row["type"]) and row["time_start"] is not None

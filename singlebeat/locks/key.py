@@ -7,8 +7,14 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kombu.utils import json as kombu_json
+
+from ..masking import masked, masked_arguments, masked_text
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 __all__ = (
     "LOCK_FIELDS",
@@ -187,18 +193,32 @@ def check_sendable(*texts: str) -> None:
     "".join(texts).encode(errors="surrogateescape")
 
 
-def readable(args: Arguments, kwargs: NamedArguments, options: Mapping[str, object] | None = None) -> str:
+def readable(
+    args: Arguments,
+    kwargs: NamedArguments,
+    options: Mapping[str, object] | None = None,
+    *,
+    app: Celery | None = None,
+    task: str = "",
+) -> str:
     """Return the arguments for people, cut at 200 characters.
 
     Args:
         options: options of the call, or headers of its message; ``argsrepr`` and ``kwargsrepr`` are shown instead.
+        app: of the task; masks secret arguments.
+        task: its name.
     """
     options = options or {}
-    parts = [str(options["argsrepr"])] if options.get("argsrepr") else [_shown(value) for value in args]
-    if kwargs and options.get("kwargsrepr"):
-        parts.append(str(options["kwargsrepr"]))
+    if options.get("argsrepr"):
+        text = str(options["argsrepr"])
+        parts = [masked_text(text, app, task=task) if app is not None else text]
     else:
-        parts += [f"{name}={_shown(value)}" for name, value in kwargs.items()]
+        parts = [_shown(value) for value in (args if app is None else masked_arguments(task, args, app))]
+    if kwargs and options.get("kwargsrepr"):
+        text = str(options["kwargsrepr"])
+        parts.append(masked_text(text, app) if app is not None else text)
+    else:
+        parts += [f"{name}={_shown(value)}" for name, value in (kwargs if app is None else masked(kwargs, app)).items()]
     # The repr of an object may contain characters that UTF-8 cannot encode, and no server would accept them.
     text = ", ".join(parts)[: READABLE_LENGTH + 1].encode(errors="backslashreplace").decode()
     return text if len(text) <= READABLE_LENGTH else text[: READABLE_LENGTH - 1] + "…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,9 +45,17 @@ SHOWN = (
     *("worker", "renewed", "sent"),
 )
 
+#: Those that are numbers, and what a number looks like.
+NUMBER_FIELDS = frozenset({"gen", "fence", "since", "until", "renewed"})
+NUMBER = re.compile(r"(?=.{1,16}$)[0-9]+(\.[0-9]*)?")
+
 # Read before there are threads and forks: reading a file of a package acquires a lock of the import system. A child
 # that is forked meanwhile would wait for that lock for ever.
-SCRIPTS = {name: Script(__package__, name) for name in ("acquire", "begin", "finish", "promise", "renew", "rotate")}
+SCRIPTS = {
+    name: Script(__package__, name, uses=[Script(__package__, "numbers")])
+    for name in ("acquire", "begin", "finish", "renew", "rotate")
+}
+SCRIPTS["promise"] = Script(__package__, "promise")
 SCRIPTS["send"] = Script(__package__, "send", uses=[SCRIPTS["acquire"]])
 
 
@@ -356,7 +365,9 @@ class RedisBackend(BaseBackend):
         replies = pipe.execute()
         for key, (*values, payload), ttl_ms in zip(keys, replies[::2], replies[1::2], strict=True):
             if all(values[:3]):
-                record = {name: value for name, value in zip(SHOWN, values, strict=True) if value is not None}
+                shown = ((name, value) for name, value in zip(SHOWN, values, strict=True) if value is not None)
+                # Any program may write a lock, as in numbers.lua.
+                record = {name: value for name, value in shown if name not in NUMBER_FIELDS or NUMBER.fullmatch(value)}
                 joined = {"joined": "1"} if payload else {}  # the arguments themselves may be secret
                 yield key, {**record, **joined, "ttl": str(max(0, ttl_ms) / 1000), "now": now}
 
@@ -430,7 +441,7 @@ def holder_of(reply: Sequence[Any]) -> Holder:
     if verdict in {Verdict.UNUSABLE, Verdict.REFUSED}:
         return Holder(Verdict(verdict), "", "", None, 0, 0.0, reason=task_id)
     texts, waiting = more[:2], [int(ms) / 1000 for ms in more[2:]]
-    return Holder(Verdict(verdict), task_id, state, from_ms(since), int(fence), ttl, *texts, *waiting)
+    return Holder(Verdict(verdict), task_id, state, from_ms(since), int(float(fence)), ttl, *texts, *waiting)
 
 
 def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:

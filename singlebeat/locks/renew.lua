@@ -15,6 +15,8 @@
 --          queued   renewed; the message has not started yet
 --          over     this generation has ended or has handed its lock over: nothing to renew
 --          lost     the lock expired, or another id, generation or delivery holds it
+--
+-- Uses numbers.
 
 local lease, worker = tonumber(ARGV[1]), ARGV[3]
 local time = redis.call("TIME")
@@ -40,7 +42,7 @@ local function renew(lock, done, id, gen, nonce, note)
   if state == "queued" then
     ttl = math.max(ttl, redis.call("PTTL", lock))
   end
-  if record[5] then
+  if record[5] and numbers(nil, {record[5]}) then
     ttl = math.max(1, math.min(ttl, record[5] - now))
   end
   redis.call("PEXPIRE", lock, string.format("%.0f", ttl))

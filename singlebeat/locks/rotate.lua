@@ -13,9 +13,10 @@
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
 --          rotated  the lock was handed over
---          lost     that run or queued message does not hold the lock, or the key has another type; nothing was written
+--          lost     that run or queued message does not hold the lock, or the key has another type, or a field that must
+--                   be a number is none; nothing was written
 --
--- A message that goes back to the broker keeps the payload; a retry has its own arguments.
+-- Uses numbers. A message that goes back to the broker keeps the payload; a retry has its own arguments.
 -- A repetition gives the same reply, and writes nothing.
 
 local lock, done = KEYS[1], KEYS[2]
@@ -30,9 +31,12 @@ local function reply(verdict)
   return {verdict, r[1] or "", r[2] or "", r[3] or "0", r[4] or "0", redis.call("PTTL", lock)}
 end
 
-local record = redis.pcall("HMGET", lock, "id", "gen", "nonce", "until")
+local record = redis.pcall("HMGET", lock, "id", "gen", "nonce", "until", "since", "fence")
 if record.err then
   return string.find(record.err, "WRONGTYPE", 1, true) and {"lost", "", "", "0", "0", 0} or record
+end
+if not record[2] or not numbers(nil, {record[2], record[4], record[5], record[6]}) then
+  return {"lost", "", "", "0", "0", 0}
 end
 if record[1] ~= id or record[3] ~= nonce then
   local is_repetition = record[1] == id and record[2] == to_gen and record[3] == ""

@@ -164,7 +164,7 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             lease=config.singlebeat_lock_lease,
             remember_for=config.singlebeat_queued_ttl,
             task=task.name,
-            arguments=readable(request.args or (), request.kwargs or {}, vars(request)),
+            arguments=readable(request.args or (), request.kwargs or {}, vars(request), app=task.app, task=task.name),
             expiry=task.effective_lock_expiry,
             entry=entry_of(vars(request)),
         )

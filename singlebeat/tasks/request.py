@@ -182,7 +182,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     @property
     def shown(self) -> str:
         """The arguments for people, as the message shows them."""
-        return readable((), {}, self.request_dict)
+        return readable((), {}, self.request_dict, app=self.app, task=self.task.name)
 
     def renewed(self) -> Sequence[Ref]:
         """Return the locks to renew; of a queued message with an expiry, only its turn."""

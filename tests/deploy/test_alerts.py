@@ -53,9 +53,9 @@ LATE = {'{le="0.1"}': "0x90", '{le="30"}': "0x90", '{le="60"}': "0x90", '{le="30
 #: Alert, series that differ from those of a healthy fleet (None is missing), and the minutes at which it does not fire
 #: yet and does. What goes wrong, goes wrong at minute 10.
 CASES: list[tuple[str, Mapping[str, str | None], int, int]] = [
-    ("NobodyLeads", {f"singlebeat_leader{BEAT}": "1x9 0x80"}, 10, 12),
-    ("NobodyLeads", {f"singlebeat_leader{BEAT}": None, f"singlebeat_leader{STANDBY}": None}, 0, 2),
-    ("NobodyStandsBy", {f"singlebeat_standbys{of}": "1x9 0x80" for of in (BEAT, STANDBY)}, 14, 16),
+    ("NoBeatLeads", {f"singlebeat_leader{BEAT}": "1x9 0x80"}, 10, 12),
+    ("NoBeatLeads", {f"singlebeat_leader{BEAT}": None, f"singlebeat_leader{STANDBY}": None}, 0, 2),
+    ("NoBeatStandsBy", {f"singlebeat_standbys{of}": "1x9 0x80" for of in (BEAT, STANDBY)}, 14, 16),
     ("BeatIsStuck", {f"singlebeat_tick_duration_seconds_count{BEAT}": "0+60x9 600x80"}, 11, 16),
     ("ScheduleUnreachable", {f"singlebeat_redis_up{BEAT}": "1x9 0x80"}, 10, 12),
     ("BeatIsBehind", {f"singlebeat_lag_seconds{BEAT}": "0x9 61+60x80"}, 8, 10),

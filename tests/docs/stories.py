@@ -82,6 +82,16 @@ def shop(reader: Reader) -> Iterator[None]:
     yield
 
 
+def changed(reader: Reader) -> Iterator[None]:
+    """An entry was changed twice."""
+    given_shop(reader)
+    for every in (60, 30):
+        reader.shop.entries.upsert("bill", "shop.bill", schedule(every))
+    reader.values["CHANGE"] = reader.shop.entries.changes("bill", 1)[0].id
+    yield from [None] * 4
+    assert reader.shop.entries.get("bill").schedule == schedule(60)
+
+
 def readme(reader: Reader) -> Iterator[None]:
     """The page shows the demo, and then an app in three blocks, the last of which saves to a feed."""
     reader.environment["SINGLEBEAT_REDIS_URL"] = reader.server.url
@@ -322,6 +332,7 @@ def sentry(reader: Reader) -> Iterator[None]:
 STORIES: dict[str, Story] = {
     "README": readme,
     "tutorial": tutorial,
+    "how-to/changes": changed,
     "how-to/django": django,
     "how-to/entries": entries,
     "how-to/exclusive": exclusive,

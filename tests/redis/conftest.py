@@ -37,7 +37,7 @@ def cli(app, redis):
 @pytest.fixture
 def no_worker_is_awaited(monkeypatch):
     """Let commands ask no longer for workers, of which there are none."""
-    monkeypatch.setattr("singlebeat.cli.workers.TIMEOUT", 0.05)
+    monkeypatch.setattr("singlebeat.diagnosis.workers.TIMEOUT", 0.05)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.system.apps import make_app
 
 PLAIN = "tests.system.apps.plain"
 SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::history"
-QUARANTINE = "redbeat::quarantine"
+QUARANTINE, CHANGES = "redbeat::quarantine", "redbeat::changes"
 START = datetime(2026, 3, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 
@@ -294,13 +294,13 @@ def test_of_many_edits_at_once_all_are_done_or_refused(api):
     assert stored
 
 
-def test_a_deleted_entry_leaves_nothing_behind(api, redis):
+def test_a_deleted_entry_leaves_only_the_record_of_it_behind(api, redis):
     api.upsert("e", PLAIN, 60)
     api.trigger("e")
 
     assert api.delete("e") is True
     assert api.delete("e") is False
-    assert redis.dbsize() == 0
+    assert redis.keys() == [CHANGES]
 
 
 def test_a_broken_entry_can_be_deleted(api, redis):
@@ -308,12 +308,12 @@ def test_a_broken_entry_can_be_deleted(api, redis):
     redis.zadd(SCHEDULE, {"redbeat:e": 0})
 
     assert api.delete("e") is True
-    assert redis.dbsize() == 0
+    assert redis.keys() == [CHANGES]
 
 
 #: Names whose keys are the schedule's own; the last one is the lock that a setting has named.
 OWN = [
-    *(":schedule", ":statics", ":owners", ":pending", ":quarantine", ":history", ":runs"),
+    *(":schedule", ":statics", ":owners", ":pending", ":quarantine", ":history", ":runs", ":pauses", ":changes"),
     *(":leader", ":term", ":standbys", ":resigned", ":lock", "my lock"),
 ]
 
@@ -383,7 +383,9 @@ def test_a_pause_changes_the_policy_alone(api, redis):
 
     api.pause("e", "until Monday")
 
-    assert redis.hgetall("redbeat:e") == {
+    stored = redis.hgetall("redbeat:e")
+    assert stored.pop("recorded")
+    assert stored == {
         "definition": strange,
         "meta": meta,
         "policy": json.dumps({"jitter": 5.0, "paused": True, "note": "until Monday"}),
@@ -847,4 +849,4 @@ def test_an_entry_that_is_deleted_amid_its_backfill_does_not_come_back(api, redi
 
     with pytest.raises(UnknownEntryError):
         api._propose("e", backfilled(HOURS[0]), 1.0)
-    assert redis.dbsize() == 0
+    assert redis.keys() == [CHANGES]

@@ -534,6 +534,16 @@ def test_a_lock_acquired_at_the_start_shows_arguments_as_the_sender_does(define,
     assert message(task)()
 
 
+def test_a_lock_acquired_at_the_start_shows_no_secret_argument(define, redis, message):
+    def body(account: str, password: str, token: str) -> bool:
+        return no_secret(redis)
+
+    task = define(body, lock="while_executing")
+    task.delay("an account", SECRET, token=SECRET)
+
+    assert message(task)()
+
+
 def test_a_message_without_reprs_starts_and_its_lock_shows_its_arguments(define, redis, message):
     """As those from other languages may be."""
 

@@ -27,11 +27,11 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS, main
-from singlebeat.cli.doctor.beats import _leadership
-from singlebeat.cli.doctor.finding import Read
-from singlebeat.cli.doctor.servers import check_settings
-from singlebeat.cli.doctor.workers import _queues
-from singlebeat.cli.workers import Workers
+from singlebeat.diagnosis.doctor.beats import _leadership
+from singlebeat.diagnosis.doctor.finding import Read
+from singlebeat.diagnosis.doctor.servers import check_settings
+from singlebeat.diagnosis.doctor.workers import _queues
+from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
 from singlebeat.locks.memory import MemoryBackend
@@ -52,6 +52,7 @@ NEEDED = {
     "add": ["new", TASK, "--every", "5"],
     "backfill": ["e", "2026-01-01", "2026-01-02"],
     "import": ["-"],
+    "revert": ["e", "--to", "1-0"],
 }
 
 
@@ -162,7 +163,7 @@ def test_a_list_fits_80_columns_and_names_quarantined_entries(cli, put, redis, m
     lines = cli("list").output.splitlines()
 
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"]
+    assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"]
     assert any("paused" in line for line in lines)
     assert lines[-1] == "bad: quarantined: no task"
     assert {e["name"] for e in answer(cli("list", "--json"))["entries"]} >= {"paused"}
@@ -200,6 +201,19 @@ def test_pause_and_resume(cli, put, app):
     assert "It is paused (until Monday)" in cli("explain", "e").output
     cli("resume", "e")
     assert not Schedule(app).get("e").policy.paused
+
+
+def test_entries_are_tagged_and_listed_by_a_tag(cli, put, app):
+    put("other")
+    cli("add", "bill", TASK, "--every", "60", "--tag", "billing", "--tag", "eu")
+    assert Schedule(app).get("bill").policy.tags == ("billing", "eu")
+    assert 'tags                ["billing", "eu"]' in cli("show", "bill").output.replace("'", '"')
+
+    cli("edit", "bill", "--tag", "us")
+    listed = answer(cli("list", "--tag", "us", "--json"))["entries"]
+    assert [(entry["name"], entry["policy"]["tags"]) for entry in listed] == [("bill", ["us"])]
+    cli("edit", "bill", "--set", "tags=")
+    assert answer(cli("list", "--tag", "us", "--json"))["entries"] == []
 
 
 def test_trigger_and_backfill_are_proposed(cli, put, redis):
@@ -569,7 +583,7 @@ def test_doctor_reads_entries_once_and_few_locks_of_many(cli, app, put, redis, m
     backend_of(app).acquire_many([Call(ref, "t", "", 60) for ref in refs])
     asked = Workers({}, {"w": frozenset({"other"})}, {"w": ""}, {}, {}, (0.0, 0.0))
     monkeypatch.setattr(Workers, "ask", lambda app, **kwargs: asked)
-    monkeypatch.setattr("singlebeat.cli.doctor.locks.MOST_OLD_LOCKS", 1_000)
+    monkeypatch.setattr("singlebeat.diagnosis.doctor.locks.MOST_OLD_LOCKS", 1_000)
     lists, locks, list_, read = [], [], Schedule.list, RedisBackend._read
     monkeypatch.setattr(Schedule, "list", lambda *args, **kwargs: lists.append(1) or list_(*args, **kwargs))
     monkeypatch.setattr(RedisBackend, "_read", lambda self, keys: locks.extend(keys) or read(self, keys))
@@ -649,7 +663,7 @@ def test_a_users_error_is_one_line_and_no_traceback(cli, put, args, code, messag
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "web"])
 def test_an_unreachable_server_is_one_line_and_exit_code_2(cli, name):
     away = f"redis://127.0.0.1:{free_port()}/0"
     with make_app(away, {"singlebeat_socket_timeout": 0.2}) as app:

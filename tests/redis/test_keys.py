@@ -76,6 +76,7 @@ def lived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     bench.make_due()
     bench.schedule.pause("e")
     bench.schedule.resume("e")
+    bench.schedule.pause_many(tag="of no entry")
     begin = datetime.now(UTC) - 2 * HOUR
     with suppress(ConflictError):  # no beat sends the first run
         bench.schedule.backfill("e", begin, begin + 2 * HOUR, timeout=0.01)

@@ -20,8 +20,8 @@ from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks.base import Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, lock_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
-from singlebeat.locks.redis import WORKERS_KEY, RedisBackend
-from singlebeat.lua import Script, packed
+from singlebeat.locks.redis import SCRIPTS, WORKERS_KEY, RedisBackend
+from singlebeat.lua import packed
 from tests.benchmarks import wire
 from tests.support import RedisServer, free_port, wait_until
 from tests.system.apps import make_app
@@ -79,7 +79,7 @@ def renew(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE) -> Ren
 def finish(redis: Redis, ref: Ref = RUN, *, remember_for: float = MEMORY) -> str:
     """Call the script itself: the backend drops its verdict."""
     args = (round(remember_for * 1000), 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
-    reply = Script("singlebeat.locks", "finish")(redis, (ref.key, done_key(ref.key), turn_key(ref.key)), args)
+    reply = SCRIPTS["finish"](redis, (ref.key, done_key(ref.key), turn_key(ref.key)), args)
     (verdict,) = json.loads(reply)
     return verdict
 
@@ -1566,6 +1566,38 @@ def test_a_backend_survives_the_restart_of_its_server(own_server):
 
     assert acquire(backend, B).verdict is Verdict.ACQUIRED
     assert begin(backend, replace(B, nonce="n1")).verdict is Verdict.STARTED
+
+
+@pytest.mark.parametrize("value", ["x", "", "inf", "nan", "1e400", "-5", "0x10", "9" * 16, "9" * 40, "1.5"])
+@pytest.mark.parametrize("field", ["gen", "since", "until", "uncut", "fence", "renewed", "taken", "next_ttl"])
+@pytest.mark.parametrize("state", ["queued", "running"])
+@pytest.mark.parametrize("place", [LOCK, behind_key(LOCK), turn_key(LOCK)], ids=["lock", "behind", "turn"])
+def test_a_field_that_is_no_number_spoils_no_other_lock(backend, redis, place, state, field, value):
+    """Any program may write to a lock, and beat sends many calls in one batch."""
+    good, record = Ref(lock_key(PREFIX, "d2"), "c", nonce="n"), {"id": "a", "state": state, "gen": "0", "nonce": "n1"}
+
+    def write() -> None:
+        redis.delete(LOCK, behind_key(LOCK), turn_key(LOCK))
+        redis.hset(place, mapping={**record, "next": "1", "if_held": "join", field: value})
+
+    for id_ in ("a", "b"):
+        write()
+        for if_held in IfHeld:
+            *_, free = backend.acquire_many([call(Ref(LOCK, id_), if_held=if_held), call(good)])
+            assert free.verdict is Verdict.ACQUIRED
+        write()
+        with suppress(UnusableLockError):
+            begin(backend, Ref(LOCK, id_, nonce="n1"))
+    write()
+    begin(backend, good)
+    assert backend.renew_many([RUN, good], lease=LEASE)[1] is Renewal.RUNNING
+    rotate(backend, RUN, later(A))
+    assert [*backend.locks(PREFIX)]
+    write()
+    backend.finish_many([RUN, good], remember_for=MEMORY, ran=True)
+    assert redis.exists(good.key) == 0
+    if place == LOCK and state == "running" and field not in {"gen", "next_ttl"}:
+        assert redis.hget(LOCK, "state") in {None, "queued"}, "it is freed, or its retry's"
 
 
 def test_a_call_whose_key_holds_no_lock_says_which_key_to_delete(server, redis):

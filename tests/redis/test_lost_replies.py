@@ -12,9 +12,13 @@ import pytest
 from redis import Redis
 
 from singlebeat import signals
+from singlebeat.beat.entries.entry import DELETE
+from singlebeat.beat.entries.fields import SAVE
 from singlebeat.beat.entries.occurrence import Occurrence
+from singlebeat.beat.entries.statics import PARK, UNPARK
 from singlebeat.beat.leadership.lease import resign
 from singlebeat.beat.one_write import OneWrite
+from singlebeat.beat.store.changes import NOTICE
 from singlebeat.beat.store.claims import SETTLE
 from singlebeat.beat.store.dispatches import DISPATCH
 from singlebeat.lua import Script, packed, script
@@ -25,6 +29,8 @@ from tests.support import ROOT, RedisServer, connected, contents
 PLAIN = "tests.system.apps.plain"
 SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::history"
 LOCK, LEADER, TERM = "redbeat::lock", "redbeat::leader", "redbeat::term"
+PAUSES, CHANGES = "redbeat::pauses", "redbeat::changes"
+AUTHOR = ("ann", "cli", 10)
 STANDBYS, RESIGNED = "redbeat::standbys", "redbeat::resigned"
 HOUR = timedelta(hours=1)
 #: The packages that hold the scripts of beat, by the names of these.
@@ -45,7 +51,7 @@ def claim(
     redis.zadd(SCHEDULE, {"redbeat:e": 5})
     redis.set(LOCK, token)
     row = ("redbeat:e", 5, sha_of(redis), "7.25", meta, "", occurrence)
-    return [LOCK, SCHEDULE, PENDING, "redbeat:e"], [token, "30.123456", packed([row]), leads]
+    return [LOCK, SCHEDULE, PENDING, PAUSES, "redbeat:e"], [token, "30.123456", packed([row]), "[]", leads]
 
 
 def retake(redis: Redis) -> tuple[list[str], list[Any]]:
@@ -69,7 +75,7 @@ def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], 
 
 def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple[list[str], list[Any]]:
     """A run with a lock, and one without."""
-    keys, (_, retry_at, claims, leads) = claim(redis, occurrence="o")
+    keys, (_, retry_at, claims, pauses, leads) = claim(redis, occurrence="o")
     redis.set(LOCK, fence)
     redis.hset("redbeat:f", "definition", "d")
     redis.zadd(SCHEDULE, {"redbeat:f": 5})
@@ -78,8 +84,8 @@ def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple
     decisions = [(f"redbeat:{name}", pending, "", [name, *record], "5.5") for name, pending in (("e", "o"), ("f", "p"))]
     call = ("id", "0", 9000, 0, PLAIN, "", "", "", "e", only, "note")
     redis.mset({"broker": "1", "locks": "2"})
-    where = ["broker", "locks", "sent", *keys[:3], HISTORY, "redbeat:e", "redbeat:f"]
-    args = ["1 2", "", "", 0, "7", 9000, "t", retry_at, leads, 10, 600, packed(rows), packed([call])]
+    where = ["broker", "locks", "sent", *keys[:3], HISTORY, PAUSES, "redbeat:e", "redbeat:f"]
+    args = ["1 2", "", "", 0, "7", 9000, "t", retry_at, leads, 10, 600, pauses, packed(rows), packed([call])]
     messages = packed([(only, 1), ("", 1)])
     sent = ["lpush", "first", "lpush", "second"]
     return [*where, "lock", "done", "behind", "turn", "celery", "celery"], [*args, packed(decisions), messages, *sent]
@@ -87,21 +93,44 @@ def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple
 
 def settle(redis: Redis, *, leads: int = 1) -> tuple[list[str], list[Any]]:
     """An entry with a decision that sends nothing, and one whose occurrence is claimed."""
-    keys, (token, retry_at, claims, _) = claim(redis)
+    keys, (token, retry_at, claims, found, _) = claim(redis)
     redis.hset("redbeat:f", "definition", "d")
     redis.zadd(SCHEDULE, {"redbeat:f": 5})
     rows = [*json.loads(claims), ("redbeat:f", 5, sha_of(redis, "redbeat:f"), "7.25", "new", "", "p")]
     record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", "", "id", "3", "", "host:1", ""]
     decisions = packed([("redbeat:e", "", "", record, ""), ()])
-    args = [token, retry_at, packed(rows), leads, 10, 600, decisions]
-    return [*keys[:3], HISTORY, "redbeat:e", "redbeat:f"], args
+    args = [token, retry_at, packed(rows), found, leads, 10, 600, decisions]
+    return [*keys[:4], HISTORY, "redbeat:e", "redbeat:f"], args
 
 
 def save(redis: Redis, found: list[Any], fields: list[Any]) -> tuple[list[str], list[Any]]:
     names = ("definition", "meta", "policy", "since")
     if stored := {name: value for name, value in zip(names, found, strict=True) if value}:
         redis.hset("redbeat:e", mapping=stored)
-    return [SCHEDULE, "redbeat:e"], [packed([("redbeat:e", found, fields, "7")])]
+    row = ("redbeat:e", "e", found, fields, "7")
+    return [SCHEDULE, CHANGES, "redbeat:e"], [*AUTHOR, "edit", "why", packed([row])]
+
+
+def record(redis: Redis, *, recorded: str = "", wanted: str = "d") -> tuple[list[str], list[Any]]:
+    """Of what another program has changed; else a script that uses it has checked for a repetition before."""
+    redis.hset("redbeat:e", mapping={"definition": "d", "policy": "p", "recorded": recorded})
+    return [CHANGES, "redbeat:e"], ["", "raw", 10, "e", "edit", "", wanted, "p", "d", "p"]
+
+
+def notice(redis: Redis, *, recorded: str = "") -> tuple[list[str], list[Any]]:
+    keys, _ = record(redis, recorded=recorded)
+    if not recorded:
+        redis.hdel("redbeat:e", "recorded")
+    return keys, [10, packed([("e", True)])]
+
+
+def delete(redis: Redis) -> tuple[list[str], list[Any]]:
+    parked(redis)
+    redis.hset("redbeat::quarantine", "redbeat:e", "why")
+    redis.zadd(SCHEDULE, {"redbeat:e": 5})
+    redis.zadd(PENDING, {"redbeat:e": 5})
+    keys = [SCHEDULE, PENDING, "redbeat::quarantine", "redbeat::owners", "redbeat::parked:e", CHANGES, "redbeat:e"]
+    return keys, ["e", *AUTHOR]
 
 
 def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "") -> tuple[list[str], list[Any]]:
@@ -134,13 +163,19 @@ def parked(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.hset("redbeat:e", mapping={"definition": "d", "policy": "p"})
     redis.hset("redbeat::owners", "e", "app")
     redis.sadd("redbeat::statics", "e")
-    keys = [SCHEDULE, PENDING, "redbeat::quarantine", "redbeat::statics", "redbeat::owners"]
-    return [*keys, "redbeat:e", "redbeat::parked:e"], ["app", 90_000, packed([("e", "app", "", True)])]
+    keys = [SCHEDULE, PENDING, "redbeat::quarantine", "redbeat::statics", "redbeat::owners", CHANGES]
+    return [*keys, "redbeat:e", "redbeat::parked:e"], ["app", 90_000, *AUTHOR, packed([("e", "app", "", True)])]
 
 
 def unparked(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.hset("redbeat::parked:e", mapping={"definition": "d", "policy": "p", "owner": "app"})
-    return ["redbeat:e", "redbeat::parked:e"], ["app", packed(["s"])]
+    return [CHANGES, "redbeat:e", "redbeat::parked:e"], ["app", *AUTHOR, packed([("e", "s")])]
+
+
+def pause(redis: Redis, *, found: str = "") -> tuple[list[str], list[Any]]:
+    redis.hset(PAUSES, mapping={"tag:over": "long ago", **({"all": found} if found else {})})
+    over = packed(["tag:over", "long ago"])
+    return [PAUSES, CHANGES], ["all", found, '{"until": "then"}', over, *AUTHOR, "pause", "why"]
 
 
 def placed(redis: Redis) -> tuple[list[str], list[Any]]:
@@ -162,14 +197,25 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "dispatch": dispatch,
     "dispatch, another lock than expected": lambda redis: dispatch(redis, only="waiting"),
     "dispatch, another leads": lambda redis: dispatch(redis, fence="another"),
+    "delete": delete,
+    "notice": notice,
+    "notice, changed": lambda redis: notice(redis, recorded="of another definition"),
     "park": parked,
+    "pause": pause,
+    "pause, ended": lambda redis: pause(redis, found='{"since": "now"}'),
+    "pauses": lambda redis: (pause(redis)[0][:1], []),
     "place": placed,
     "probe": lambda _: (["redbeat::doctor"], ['[["SET", "1"], ["DEL"]]']),
     "propose": propose,
+    "record": lambda redis: record(redis, recorded="of another definition"),
     "propose, first of a backfill": lambda redis: propose(redis, at="a"),
     "propose, next of a backfill": lambda redis: propose(redis, found="a", at="b"),
     "propose, end of a backfill": lambda redis: propose(redis, task_id="", found="a"),
-    "read": lambda redis: (propose(redis)[0], []),
+    "read": lambda redis: (propose(redis)[0][:1], ["definition"]),
+    "candidates": lambda redis: (["redbeat::quarantine", *propose(redis)[0][:1]], ["redbeat:", "e", "", "", ""]),
+    "last_ends": lambda redis: (propose(redis)[0][:1], ["postponed"]),
+    "members": lambda redis: (placed(redis)[0][1:2], ["all", "up", 10, "", ""]),
+    "records": lambda redis: (confirm(redis, pending="")[0][1:2], ["", 10, "", "postponed"]),
     "renew": renewed,
     "resign": resigned,
     "retake": retake,
@@ -185,11 +231,26 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
 
 
 #: What they say decides about a line in the log, and nothing else.
-SAY_SOMETHING_ELSE = {"park", "unpark"}
+SAY_SOMETHING_ELSE = {"delete", "notice, changed", "notice", "park", "record", "unpark"}
+
+#: The scripts that call others.
+CALLING = {
+    "delete": DELETE,
+    "dispatch": DISPATCH,
+    "notice": NOTICE,
+    "park": PARK,
+    "save": SAVE,
+    "settle": SETTLE,
+    "unpark": UNPARK,
+}
+
+WRITE_NOTHING = {
+    *("candidates", "last_ends", "members", "pauses", "probe", "read", "records", "renew", "time", "window"),
+}
 
 
 def beat_script(name: str) -> Script:
-    return {"dispatch": DISPATCH, "settle": SETTLE}.get(name) or script(SCRIPTS[name], name)
+    return CALLING.get(name) or script(SCRIPTS[name], name)
 
 
 def without_time(call: str, reply: Any) -> Any:
@@ -211,7 +272,7 @@ def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
 
     assert (without_time(call, run(redis, keys, args)) == first) is (call not in SAY_SOMETHING_ELSE)
     assert contents(redis, but=[STANDBYS]) == after
-    assert (after == before) is (call in {"probe", "read", "renew", "time", "window", "campaign, another leads"})
+    assert (after == before) is (call in {"campaign, another leads", *WRITE_NOTHING})
 
 
 def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):
@@ -357,7 +418,7 @@ def test_an_entry_is_triggered_once_though_the_reply_is_lost(bench, proxy):
 
 def test_a_deleted_entry_was_there_though_the_reply_is_lost(bench, proxy):
     bench.put()
-    proxy.lose_next_reply(b"MULTI")
+    proxy.lose_reply_of(beat_script("delete"))
 
     assert bench.schedule.delete("e") is True
     assert proxy.lost == 1

@@ -11,6 +11,7 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from singlebeat.clients import private
+from singlebeat.locks.redis import SCRIPTS
 from singlebeat.lua import Script, packed
 
 
@@ -18,7 +19,7 @@ from singlebeat.lua import Script, packed
 def script(redis: Redis) -> Script:
     """Frees locks; the contract is in its header."""
     redis.script_flush()
-    return Script("singlebeat.locks", "finish")
+    return SCRIPTS["finish"]
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_any_bytes_pass_through_a_row_and_back(server, redis, text):
     with private(server.url, timeout=5) as client:
         keys, row = ("{1}", "{1}:done", "{1}:next", "{1}:turn"), (text, 0, 1000, 0, "task", text, "", "", "", "", "")
 
-        reply = json.loads(Script("singlebeat.locks", "acquire")(client, keys, (0, 0, packed([row]))))
+        reply = json.loads(SCRIPTS["acquire"](client, keys, (0, 0, packed([row]))))
 
         assert client.hget("{1}", "args") == text
     assert reply[0][:2] == ["acquired", text]
@@ -111,4 +112,4 @@ def test_a_server_that_is_gone_is_an_error(script, own_server):
 
 
 def test_a_script_holds_the_text_of_its_file(script):
-    assert script.text.startswith("--- finish: ")
+    assert "\n--- finish: " in script.text

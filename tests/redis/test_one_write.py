@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from singlebeat import Scheduler, outbox, signals
 from singlebeat.beat import one_write
 from singlebeat.beat.store.claims import ClaimVerdict
-from singlebeat.beat.store.dispatches import DISPATCH
+from singlebeat.beat.store.dispatches import DISPATCH, Answer
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.locks.key import behind_key
@@ -173,9 +173,11 @@ def test_a_pending_occurrence_is_sent_and_confirmed_at_once(bench, redis, monkey
     dead, heir = bench.scheduler(), bench.scheduler()
     write = dead.work.one_write.dispatches.write
 
-    def die(request: Any) -> None:
-        write(request)
-        raise SystemExit
+    def die(request: Any) -> list[Answer] | None:
+        answers = write(request)
+        if answers:
+            raise SystemExit
+        return answers
 
     monkeypatch.setattr(dead.work.one_write.dispatches, "write", die)
     with pytest.raises(SystemExit):
@@ -741,6 +743,24 @@ def test_a_task_that_others_send_is_claimed_before(bench, redis, monkeypatch):
 
     assert sorted(bench.names) == ["a", "b"]
     assert pending == [2, 2]
+
+
+def test_a_library_that_sends_in_the_place_of_beat_sends_once(server, redis, own_server, bench_on, monkeypatch):
+    """Over a producer of its own, to a broker that is elsewhere: beat must know that before it makes a message."""
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    scheduler = bench.scheduler()
+    app, send = scheduler.app, scheduler.apply_async
+
+    def elsewhere(entry: Any, producer: Any = None, **options: Any) -> Any:
+        with app.connection_for_write() as connection:
+            return send(entry, app.amqp.Producer(connection), **options)
+
+    monkeypatch.setattr(scheduler, "apply_async", elsewhere)
+    bench.put()
+    scheduler.tick()
+
+    assert own_server.client().llen("celery") == 1
+    assert bench.decisions == ["dispatched"]
 
 
 def test_a_history_that_is_not_written_holds_up_no_run(bench, redis, logged):

@@ -23,8 +23,8 @@ from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs, with_advice
-from singlebeat.cli.workers import Workers
 from singlebeat.connections import ResponseError
+from singlebeat.diagnosis.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
@@ -282,11 +282,13 @@ def test_a_run_that_cannot_be_confirmed_is_not_sent_again(bench, lacking, redis)
     assert (len(bench.messages), redis.zcard("redbeat::pending")) == (1, 1)
 
 
-def test_runs_whose_history_is_refused_are_sent_and_logged_once(findings, cli, lacking, redis, caplog, logged):
+def test_runs_whose_history_is_refused_are_sent_and_logged_once(
+    findings, cli, lacking, server, redis, bench_on, caplog, logged
+):
     caplog.set_level("INFO", "celery.beat")
     with lacking("xadd") as (bench, _):
         for name in "abc":
-            bench.put(name)
+            bench_on(server).put(name)  # a change needs the right, too: it is recorded
         beat = bench.scheduler()
         beat.tick()
         beat._recheck_at = time.monotonic()
@@ -341,6 +343,39 @@ def test_doctor_names_a_refusing_broker_and_the_leader(findings, server, own_ser
     assert re.fullmatch(rf"it refuses: .+\. {advice}; messages cannot be sent", broker)
     assert any("leads at this moment, and cannot send while the schedule's server refuses writes" in b for b in beats)
     assert "no beat" not in "".join(beats)
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["may ask workers", "may not"])
+def test_tools_name_the_queue_that_the_broker_refuses(findings, cli, server, redis, bench_on, asks):
+    """Messages to other queues are sent meanwhile."""
+    keys = [
+        "redbeat:*",
+        "SINGLETONLOCK_*",
+        "singlebeat:*",
+        "celery*",
+        "_kombu*",
+        *(["*.pidbox*", "unacked*"] if asks else []),
+    ]
+    redis.acl_setuser("narrow", enabled=True, passwords=["+pw"], keys=keys, channels=["*"], commands=["+@all"])
+    try:
+        bench = bench_on(server, broker_url=server.celery_url.replace("://", "://narrow:pw@", 1))
+        for name, queue in (("bad", "forbidden"), ("good", "celery")):
+            bench.put(name, options={"queue": queue})
+        bench.tick()
+        found = findings("beat", app=bench.app), findings("broker", app=bench.app)
+        explained = cli("explain", "bad", app=bench.app).output
+    finally:
+        redis.acl_deluser("narrow")
+
+    refused = "refuses queue forbidden to this user: grant the keys forbidden*"
+    assert bench.names == ["good"]
+    assert any(
+        "1 occurrence is claimed and not confirmed: the broker" in text and refused in text for _, text in found[0]
+    )
+    assert f"{refused}. Beat sends it once that is over" in explained
+    questions = [text for _, text in found[1] if "it refuses the questions to workers: " in text]
+    assert (len(questions), len(found[1])) == ((0, 0) if asks else (1, 1))
+    assert "messages cannot be sent" not in str(found)
 
 
 def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own_server, bench_on, caplog):

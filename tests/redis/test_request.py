@@ -401,7 +401,7 @@ def test_no_lock_is_taken_late_for_a_message_that_waits_on(app, deliver, own_ser
     own_server.resume()
     wait_until(renewer_of(app).answers, what="the end of the outage")
 
-    assert redis.hget("LOCK_a", "state") == "queued"
+    wait_until(lambda: redis.hget("LOCK_a", "state") == "queued", what="the handover")
     assert request not in renewer_of(app)._living()
 
 

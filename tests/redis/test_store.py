@@ -42,6 +42,7 @@ TERM = Term(3, "token of the third term")
 SCHEDULE, PENDING = "redbeat::schedule", "redbeat::pending"
 STATICS, OWNERS = "redbeat::statics", "redbeat::owners"
 QUARANTINE, HISTORY, LOCK = "redbeat::quarantine", "redbeat::history", "redbeat::lock"
+CHANGES = "redbeat::changes"
 
 
 @pytest.fixture
@@ -932,7 +933,7 @@ def test_an_entry_deleted_with_an_unconfirmed_occurrence_is_no_trouble(store, cl
 
     due(store, all_pending=True)
 
-    assert redis.keys() == []
+    assert redis.keys() == [CHANGES]
     assert caplog.records == []
 
 
@@ -1076,7 +1077,7 @@ def test_a_static_name_whose_key_is_no_hash_does_not_hinder_the_others(install, 
 def test_a_static_entry_that_cannot_be_stored_does_not_hinder_the_others(install, redis, app, caplog):
     install(a=schedule(60), bad=Entry("bad", TASK, schedule(60), args=[object()], app=app), z=schedule(60))
 
-    assert set(redis.keys("redbeat:?*")) - {SCHEDULE, STATICS, OWNERS} == {"redbeat:a", "redbeat:z"}
+    assert set(redis.keys("redbeat:?*")) - {SCHEDULE, STATICS, OWNERS, CHANGES} == {"redbeat:a", "redbeat:z"}
     assert "entry 'bad' cannot be stored" in caplog.text
 
 
@@ -1086,7 +1087,15 @@ def test_static_entries_that_were_removed_go_and_others_stay(install, put, redis
 
     install(b=schedule(60))
 
-    assert set(redis.keys()) == {"redbeat:foreign", "redbeat:b", "redbeat::parked:a", SCHEDULE, STATICS, OWNERS}
+    assert set(redis.keys()) == {
+        "redbeat:foreign",
+        "redbeat:b",
+        "redbeat::parked:a",
+        SCHEDULE,
+        STATICS,
+        OWNERS,
+        CHANGES,
+    }
     assert redis.smembers(STATICS) == {"b"}
     assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:foreign", "redbeat:b"}
 
@@ -1120,7 +1129,7 @@ def test_the_last_static_entry_goes_too(install, redis):
 
     install()
 
-    assert redis.keys() == ["redbeat::parked:a"]
+    assert set(redis.keys()) == {"redbeat::parked:a", CHANGES}
 
 
 def test_a_removed_static_entry_leaves_nothing_behind(store, install, put, redis):
@@ -1133,7 +1142,7 @@ def test_a_removed_static_entry_leaves_nothing_behind(store, install, put, redis
 
     install()
 
-    assert set(redis.keys()) == {"redbeat::parked:pending", "redbeat::parked:broken"}
+    assert set(redis.keys()) == {"redbeat::parked:pending", "redbeat::parked:broken", CHANGES}
     assert not redis.hexists("redbeat::parked:pending", "pending")
 
 

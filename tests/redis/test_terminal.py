@@ -227,7 +227,7 @@ def test_a_table_of_any_names_fits_80_columns(cli, app, redis, what):
 
     for output in (listed, history, of_one, locks):
         fits(output)
-    assert listed.splitlines()[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "NEXT", "STATE"]
+    assert listed.splitlines()[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"]
     assert "every 3600 s" in listed
     assert "active" in listed
     assert "2030-01-01 12:00:00Z" in history

@@ -51,7 +51,7 @@ from redis.exceptions import RedisError
 
 from singlebeat import Entry, Schedule, clear_locks
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
-from singlebeat.cli.doctor import workers as of_workers
+from singlebeat.diagnosis.doctor import workers as of_workers
 from singlebeat.locks import backend_of
 from tests.support import APP, ROOT, CeleryProcess, RedisServer, free_port, wait_until
 from tests.system.apps import make_app

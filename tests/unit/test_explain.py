@@ -89,6 +89,14 @@ def test_a_run_of_which_no_end_is_known():
     assert "It runs now, on w1." in said(record(NOON), running={"id": "w1"})
 
 
+def test_a_run_that_code_of_the_app_has_sent_has_no_known_end():
+    text = said(record(NOON, reason="its task's own apply_async sent it as task x"))
+
+    assert "sent it as task x" in text
+    assert "workers record no end of it" in text
+    assert "No end of it was recorded" not in text
+
+
 def test_a_waiting_run_is_explained_with_the_other_waiting_runs():
     waits = [record(NOON - at * HOUR, "buffered", reason="waits for task x", task_id=f"id{at}") for at in range(4)]
     ended = record(NOON - 4 * HOUR, end=End("success", "", "", 1.0, "w1", NOON))

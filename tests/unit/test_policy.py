@@ -42,9 +42,11 @@ WISHES: dict[str, Any] = {
     "expires": 30.0,
     "paused": True,
     "note": "why",
+    "tags": ("billing", "eu"),
 }
 WRITTEN = {
     **WISHES,
+    "tags": ["billing", "eu"],
     "timezone": "Europe/Berlin",
     "overlap": "buffer_all",
     "start_time": "2026-12-01T08:00:00+00:00",
@@ -131,6 +133,7 @@ WRONG = {
     "expires": [0, -1, "5", True],
     "paused": ["true", 1, 0, ""],
     "note": [7, True, [], {}],
+    "tags": [7, True, "billing", {}, ["billing", 7], [""], [" "]],
 }
 WRONG_PAIRS = [(name, value) for name, values in WRONG.items() for value in values]
 
@@ -195,6 +198,7 @@ policies = st.builds(
     expires=st.none() | seconds,
     paused=st.booleans(),
     note=st.text(),
+    tags=st.lists(st.text().filter(str.strip), unique=True).map(tuple),
 )
 
 

@@ -32,9 +32,9 @@ def skipped(nominal: datetime) -> Record:
     return Record("e", nominal, nominal, "scheduled", "skipped_overlap", end=None, **texts)
 
 
-def sent(number: int, *ends: End, decision: str = "dispatched") -> Record:
+def sent(number: int, *ends: End, decision: str = "dispatched", reason: str = "") -> Record:
     """Return the decision of a minute that has sent a run, and the end of that run."""
-    about = {"decision": decision, "task_id": f"id {number}", "reason": "", "holder": ""}
+    about = {"decision": decision, "task_id": f"id {number}", "reason": reason, "holder": ""}
     return replace(skipped(NOON + number * MINUTE), **about, end=next(iter(ends), None))
 
 
@@ -147,6 +147,7 @@ VANISHED = "runs before the present one are over, and no worker has recorded how
         pytest.param([sent(3), sent(2, end("success")), sent(1)], 0, id="one has ended"),
         pytest.param([sent(3, end("failure")), sent(2), sent(1)], 0, id="the last one has ended"),
         pytest.param([sent(number, decision="buffered") for number in (3, 2, 1)], 0, id="they wait for their turns"),
+        pytest.param([sent(number, reason="as task x") for number in (3, 2, 1)], 0, id="code of the app has sent them"),
         pytest.param([], 0, id="none was sent"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from singlebeat.cli.workers import Workers
+from singlebeat.diagnosis.workers import Workers
 
 #: The time that is right while this process's monotonic clock shows 0.
 NOON = 1_800_000_000.0

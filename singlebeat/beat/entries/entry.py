@@ -15,10 +15,12 @@ from redbeat.schedulers import RedBeatConfig
 from ...config import Config
 from ...connections import schedule_client, schedule_url
 from ...errors import EntryError, UnknownEntryError
+from ...lua import script
 from ..calendar.recurrence import is_known, next_occurrence
 from ..calendar.zone import app_zone
 from ..keys import Keys
 from ..server_time import server_now
+from .author import RECORD, Author
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object
 from .fields import read_fields
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from .definition import JsonObject
 
 __all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
+
+DELETE = script(__package__, "delete", RECORD)
 
 #: The ``version`` of an entry that must not exist yet.
 NOTHING = ("", "")
@@ -340,7 +344,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             ConflictError: another program has changed the entry since it was read.
             EntryError: a value cannot be stored.
         """
-        results = save_entries(schedule_client(self.app), Keys.of(self.app), {self.name: self}, self._now())
+        client, author = schedule_client(self.app), Author.of(self.app)
+        results = save_entries(client, Keys.of(self.app), {self.name: self}, self._now(), author)
         for problem in results.values():
             if problem is not None:
                 raise problem
@@ -352,6 +357,14 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         Raises:
             EntryError: its key is a key of the schedule itself, or of another app.
         """
+        return self.delete_by(Author.of(self.app))
+
+    def delete_by(self, author: Author) -> bool:
+        """Remove the entry, as ``delete`` does.
+
+        Args:
+            author: of this change, which is recorded.
+        """
         keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
         # Checked first: the client repeats the deletion if its reply is lost, and then finds nothing.
@@ -360,15 +373,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if not is_entry or not fields[0]:
             keys.check_other(self.name)
         was_there = is_entry or any(score is not None for score in client.zmscore(keys.schedule, [self.key, self.name]))
-        with client.pipeline() as pipe:
-            pipe.zrem(keys.schedule, self.key, self.name)
-            pipe.zrem(keys.pending, self.key, self.name)
-            pipe.hdel(keys.quarantine, self.key, self.name)
-            pipe.hdel(keys.owners, self.name)  # any app may install an entry of this name then
-            pipe.delete(keys.parked(self.name))
-            if is_entry:  # by itself: the client of a cluster takes one key for each deletion
-                pipe.delete(key)
-            return any(pipe.execute()) or was_there
+        touched = [keys.schedule, keys.pending, keys.quarantine, keys.owners, keys.parked(self.name), keys.changes, key]
+        return bool(DELETE(client, touched, (self.name, *author))) or was_there
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
         """Count the next time of the entry from another moment, by default from now."""

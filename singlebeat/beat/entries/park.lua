@@ -1,14 +1,20 @@
 --- park: remove entries that have left beat_schedule from the schedule, and keep copies of them: they may come back.
 --
+-- It uses record.
+--
 -- KEYS[1]     schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[2]     pending     zset: members with an occurrence that is claimed and not confirmed
 -- KEYS[3]     quarantine  hash: members that are quarantined
 -- KEYS[4]     statics     set: names of the entries that come from beat_schedule
 -- KEYS[5]     owners      hash: the apps of each of these names
--- KEYS[6...]  entries     for each row two hashes: the entry, and the copy that is kept of it
+-- KEYS[6]     changes     stream: as in record
+-- KEYS[7...]  entries     for each row two hashes: the entry, and the copy that is kept of it
 -- ARGV[1]     owner       the app that the entries have left
 -- ARGV[2]     ttl         how long the copies are kept (ms)
--- ARGV[3]     rows        JSON, one array for each entry:
+-- ARGV[3]     actor       as in record
+-- ARGV[4]     by          as in record
+-- ARGV[5]     limit       as in record
+-- ARGV[6]     rows        JSON, one array for each entry:
 --             name        in statics and owners
 --             found       its owners as they were read, an empty string for none
 --             left        its owners without that app; empty: no owner is left, so the entry is parked
@@ -33,6 +39,10 @@ local function park(entry, kept, name, found, left, is_entry)
     redis.call("HSET", owners, name, left)
     return "left"
   end
+  if #fields > 0 then
+    local stored = redis.call("HMGET", entry, "definition", "policy")
+    record({KEYS[6], entry}, {ARGV[3], ARGV[4], ARGV[5], name, "park", "", stored[1] or "", stored[2] or "", "", ""})
+  end
   redis.call("SREM", statics, name)
   redis.call("HDEL", owners, name)
   for _, member in ipairs({entry, name}) do
@@ -46,14 +56,14 @@ local function park(entry, kept, name, found, left, is_entry)
       redis.call("HSET", kept, fields[at], fields[at + 1])
     end
     redis.call("HSET", kept, "owner", owner)
-    redis.call("HDEL", kept, "pending", "backfill")
+    redis.call("HDEL", kept, "pending", "backfill", "recorded")
     redis.call("PEXPIRE", kept, ttl)
   end
   return "parked"
 end
 
 local replies = {}
-for i, row in ipairs(cjson.decode(ARGV[3])) do
-  replies[i] = park(KEYS[2 * i + 4], KEYS[2 * i + 5], unpack(row))
+for i, row in ipairs(cjson.decode(ARGV[6])) do
+  replies[i] = park(KEYS[2 * i + 5], KEYS[2 * i + 6], unpack(row))
 end
 return cjson.encode(replies)

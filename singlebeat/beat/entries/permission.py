@@ -120,4 +120,8 @@ def _tasks_of(signature: JsonObject) -> Iterator[str]:
 
 
 def _unchecked_error(value: object) -> EntryError:
+    if isinstance(value, Mapping):  # the message goes to logs: arguments may be secret
+        value = {name: value[name] for name in ("task", "subtask_type") if name in value}
+    elif isinstance(value, list | tuple):
+        value = type(value)
     return EntryError(f"singlebeat_allowed_tasks cannot check the tasks in this value: {saferepr(value)}")

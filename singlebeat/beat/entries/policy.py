@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, tzinfo
 from functools import lru_cache
@@ -76,6 +76,12 @@ def _text(value: object) -> str:
     return value
 
 
+def _tags(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(tag, str) and tag.strip() for tag in value):
+        raise ValueError("must be a list of strings that are not blank")
+    return tuple(dict.fromkeys(value))
+
+
 def _wish(check: Callable[[object], object], default: object = None) -> Any:
     return field(default=default, metadata={"check": check})
 
@@ -94,6 +100,7 @@ class PolicyOptions(TypedDict, total=False):
     expires: float | None
     paused: bool
     note: str
+    tags: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +129,8 @@ class EntryPolicy:
     paused: bool = _wish(_flag, default=False)
     #: For operators: why it is paused, or another remark.
     note: str = _wish(_text, default="")
+    #: Names of groups to which it belongs: many entries are paused or listed by a tag.
+    tags: tuple[str, ...] = _wish(_tags, default=())
 
     @classmethod
     def of(cls, wishes: Wishes) -> EntryPolicy:
@@ -177,7 +186,7 @@ class EntryPolicy:
         for each in fields(self):
             value = getattr(self, each.name)
             if value != each.default:
-                wishes[each.name] = value if isinstance(value, bool | int | float) else _readable(value)
+                wishes[each.name] = value if isinstance(value, bool | int | float | tuple) else _readable(value)
         return json.dumps(wishes)
 
 

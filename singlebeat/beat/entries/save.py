@@ -20,6 +20,7 @@ from .timetable import PARKED
 if TYPE_CHECKING:
     from ...clients import RedisClient
     from ..keys import Keys
+    from .author import Author
     from .entry import Entry
     from .fields import StoredFields
 
@@ -59,7 +60,10 @@ def save_entries(
     keys: Keys,
     entries: Mapping[str, Entry],
     now: datetime,
+    author: Author,
     *,
+    action: str = "edit",
+    note: str = "",
     keep_disabled: bool = False,
     dry_run: bool = False,
 ) -> Mapping[str, EntryError | None]:
@@ -69,6 +73,9 @@ def save_entries(
     between.
 
     Args:
+        author: of the changes, which are recorded.
+        action: as ``write_fields`` takes it.
+        note: for operators, of the changes.
         keep_disabled: leave disabled entries disabled; paused entries stay paused in any case.
         dry_run: store nothing, and return the errors that storing would have.
     """
@@ -81,7 +88,7 @@ def save_entries(
             if dry_run:
                 left = ()
                 break
-            left = _write(client, keys, wishes)
+            left = _write(client, keys, wishes, author, action, note)
             for name in wishes.keys() - set(left):
                 definition, _, policy, _ = wishes[name].fields
                 entries[name].version = definition, policy
@@ -264,10 +271,12 @@ def _pause(policy: str) -> EntryPolicy:
     return EntryPolicy(paused=any(each.paused for each in wishes), note="".join(each.note for each in wishes))
 
 
-def _write(client: RedisClient, keys: Keys, wishes: Mapping[str, _Wish]) -> list[str]:
+def _write(
+    client: RedisClient, keys: Keys, wishes: Mapping[str, _Wish], author: Author, action: str, note: str
+) -> list[str]:
     """Write entries, and return the names of those that another program has changed meanwhile."""
     if not wishes:
         return []
     rows = [(wish.member, wish.found, wish.fields, wish.score) for wish in wishes.values()]
-    saved = write_fields(client, keys.schedule, rows)
+    saved = write_fields(client, keys, rows, author, action=action, note=note)
     return [name for name, done in zip(wishes, saved, strict=True) if not done]

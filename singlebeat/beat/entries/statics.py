@@ -15,6 +15,7 @@ from ...errors import EntryError
 from ...log import Log
 from ...lua import packed, script
 from ..keys import Keys
+from .author import RECORD, Author
 from .definition import Meta
 from .entry import Entry
 from .fields import BATCH, read_fields
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ("OPERATORS", "Statics", "is_from_code", "owner_of", "signature_of")
 
 log = Log("celery.beat")
+
+PARK, UNPARK = script(__package__, "park", RECORD), script(__package__, "unpark", RECORD)
 
 #: How long an entry that has left ``beat_schedule`` is kept: a deploy may be rolled back.
 KEPT_FOR = timedelta(days=7)
@@ -79,6 +82,7 @@ class Statics:
     def __init__(self, app: Celery, client: RedisClient) -> None:
         self.app, self.client, self.keys = app, client, Keys.of(app)
         self.owner = owner_of(app)
+        self._author = Author.of(app, by="beat_schedule")
 
     def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
         """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
@@ -118,7 +122,7 @@ class Statics:
         absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
         for at in range(0, len(absent), BATCH):
             self._unpark(absent[at : at + BATCH], now)
-        results.update(save_entries(self.client, self.keys, entries, now, keep_disabled=True))
+        results.update(save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True))
         for name, problem in results.items():
             if problem is not None:
                 log.error(
@@ -153,14 +157,14 @@ class Statics:
 
     def _park(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
         keys, rows = self.keys, []
-        touched = [keys.schedule, keys.pending, keys.quarantine, keys.statics, keys.owners]
+        touched = [keys.schedule, keys.pending, keys.quarantine, keys.statics, keys.owners, keys.changes]
         for name in names:
             found, key = owners.get(name, ()), keys.prefix + name
             left = "\n".join(owner for owner in found if owner != self.owner)
             rows.append((name, "\n".join(found), left, key not in keys.own))
             touched += [key, keys.parked(name)]
-        args = (self.owner, round(KEPT_FOR.total_seconds() * 1000), packed(rows))
-        for name, reply in zip(names, json.loads(script(__package__, "park")(self.client, touched, args)), strict=True):
+        args = (self.owner, round(KEPT_FOR.total_seconds() * 1000), *self._author, packed(rows))
+        for name, reply in zip(names, json.loads(PARK(self.client, touched, args)), strict=True):
             if reply == "parked":
                 log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
 
@@ -173,9 +177,10 @@ class Statics:
         found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
         if not found:
             return
-        touched = [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
-        rows = packed([_since(meta, since, now) for _, meta, since in found])
-        replies = json.loads(script(__package__, "unpark")(self.client, touched, (self.owner, rows)))
+        touched = [self.keys.changes]
+        touched += [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
+        rows = packed((name, _since(meta, since, now)) for name, meta, since in found)
+        replies = json.loads(UNPARK(self.client, touched, (self.owner, *self._author, rows)))
         for (name, *_), is_back in zip(found, replies, strict=True):
             if is_back:
                 log.info("beat: Static schedule entry '%(entry)s' is back.", event="entry_back", entry=name)

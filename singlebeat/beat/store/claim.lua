@@ -6,7 +6,8 @@
 -- KEYS[1]     lock        string: the leader's token; where leadership is switched off: the zone of the schedule
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[3]     pending     zset: keys of entries with an occurrence that is claimed and not confirmed, by next try (s)
--- KEYS[4...]  entries     hashes: definition, meta, policy, since, pending
+-- KEYS[4]     pauses      hash: the pauses of many entries, records by selector
+-- KEYS[5...]  entries     hashes: definition, meta, policy, since, pending
 -- ARGV[1]     token       what lock must hold, else another beat leads, or decides in another zone; empty: any value
 -- ARGV[2]     retry_at    when to retry the occurrences if they are not confirmed (s); no other call has the same value
 -- ARGV[3]     claims      JSON, one array for each entry:
@@ -17,19 +18,38 @@
 --             meta        new value; empty: leave it, then occurrence must be empty, too
 --             since       new value, written with meta; empty: the entry has none then
 --             occurrence  JSON of the claimed occurrence; empty: only move on
--- ARGV[4]     leads       1: we lead; 0: leadership is switched off, and other beats may claim at the same time
+-- ARGV[4]     found       JSON: the pauses that we have decided on, selector and record alternating
+-- ARGV[5]     leads       1: we lead; 0: leadership is switched off, and other beats may claim at the same time
 --
 -- returns  for each entry
 --          claimed  done
 --          fenced   another beat leads
---          moved    the entry has been claimed, confirmed, edited, paused or deleted since it was read
+--          moved    the entry has been claimed, confirmed, edited, paused or deleted since it was read, or pauses of
+--                   many entries have changed
 --          pending  the last occurrence is not confirmed yet; it is put back into pending if it was missing there
 --          (only claimed writes anything else for the entry)
 
 local lock, schedule, pending, token, retry_at = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
-local leads = ARGV[4] == "1"
+local leads = ARGV[5] == "1"
 local fenced = token ~= "" and redis.call("GET", lock) ~= token
 
+local function are_pauses_as_found()
+  local found, stored, records = cjson.decode(ARGV[4]), redis.pcall("HGETALL", KEYS[4]), {}
+  if #found ~= #stored then  -- there are none if the key is not a hash
+    return false
+  end
+  for i = 1, #stored, 2 do
+    records[stored[i]] = stored[i + 1]
+  end
+  for i = 1, #found, 2 do
+    if records[found[i]] ~= found[i + 1] then
+      return false
+    end
+  end
+  return true
+end
+
+local is_paused_otherwise = not are_pauses_as_found()
 local next_scores, taken = {}, {}  -- score and member, alternating, for one ZADD of all entries
 
 local function score_of(zset, member)
@@ -63,6 +83,9 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
   if at ~= score or redis.sha1hex(table.concat(f, "\0")) ~= sha then
     return "moved"
   end
+  if is_paused_otherwise then
+    return "moved"
+  end
 
   if occurrence ~= "" then
     redis.call("HSET", entry, "pending", occurrence, "meta", meta)
@@ -81,7 +104,7 @@ end
 
 local verdicts = {}
 for i, wish in ipairs(cjson.decode(ARGV[3])) do
-  verdicts[i] = claim(KEYS[i + 3], unpack(wish))
+  verdicts[i] = claim(KEYS[i + 4], unpack(wish))
 end
 if #taken > 0 then
   redis.call("ZADD", pending, unpack(taken))

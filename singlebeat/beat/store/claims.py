@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ... import signals
 from ...config import Config
+from ...connections import ResponseError
 from ...errors import ConfigError, EntryError
 from ...log import Log
 from ...lua import packed, script
 from ..calendar.zone import app_zone
+from ..entries.author import digests
 from ..entries.entry import Entry, Meta
 from ..entries.fields import BATCH, read_fields
 from ..entries.occurrence import Decision, Occurrence
+from ..entries.pauses import NO_PAUSES, READ_PAUSES, Pauses
 from ..entries.policy import EntryPolicy
 from ..entries.timetable import PARKED
 from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
 from ..share import ALL, Share
+from .changes import notice
 from .quarantine import RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
 
@@ -76,6 +80,7 @@ class Stored:
     policy: EntryPolicy
     pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when the pending occurrence is to be retried
+    pauses: Pauses = NO_PAUSES  #: of many entries, as they were read with it
 
     @property
     def found(self) -> Sequence[str]:
@@ -211,6 +216,11 @@ class Store:
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded: dict[tuple[str, str], Entry] = {}
+        self._changes_limit = Config.of(app).singlebeat_changes_limit
+        self._compared: dict[str, tuple[str, str]] = {}  #: definition and policy, by member
+        self._unrecorded: dict[str, bool] = {}  #: by key, as ``notice`` takes them
+        #: Of many entries, as they were read last: a claim is refused if they have changed since then.
+        self.pauses = NO_PAUSES
         self.quarantine = Quarantine(app, client, self.keys, progress=progress)
 
     def check_eviction(self) -> None:
@@ -258,8 +268,10 @@ class Store:
             pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
             pipe.exists(keys.statics)
             pipe.get(keys.zone)
-            shown, members, upcoming, waiting, quarantined, statics, zone = pipe.execute()
+            pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
+            shown, members, upcoming, waiting, quarantined, statics, zone, pauses = pipe.execute()
         self._time.heard(shown, asked)
+        self._note_pauses(Pauses.of(pauses))
         if share.others:
             found = json.loads(members)
             members = [*zip(found[::2], map(float, found[1::2]), strict=True)]
@@ -297,15 +309,16 @@ class Store:
         if not members:
             return
         self.report_progress()
-        replies = read_fields(self.client, [self.keys.entry(member) for member in members])
+        replies = read_fields(self.client, [self.keys.entry(member) for member in members], "recorded")
         for member, reply in zip(members, replies, strict=True):
             self.report_progress()
             try:
-                definition, meta, policy, since, pending, sent = self._fields_of(member, reply)
+                definition, meta, policy, since, pending, sent, recorded = self._fields_of(member, reply)
                 if not definition and member not in scores and member not in quarantined:
                     continue  # deleted while its last occurrence waited
                 if not definition:
                     raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
+                self._compare(member, definition, policy or "", meta, recorded)
                 entry = self._decode(member, definition, now)
                 taken = Occurrence.decode(pending) if pending else None
                 score, past = scores.get(member, PARKED), Meta.decode(meta, since, sent)
@@ -313,7 +326,7 @@ class Store:
                 if why := wishes.contradicts(entry.options):
                     raise EntryError(why)  # noqa: TRY301
                 fields = [field or "" for field in (definition, meta, policy, since, pending)]
-                stored = Stored(member, score, fields, entry, past, wishes, taken)
+                stored = Stored(member, score, fields, entry, past, wishes, taken, pauses=self.pauses)
                 if why := self.quarantine.why_failing(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
             except EntryError as exc:
@@ -326,6 +339,39 @@ class Store:
                     self.quarantine.readmit(member, has_pending=taken is not None)
                 yield stored
         self.quarantine.settle()
+
+    def _compare(self, member: str, definition: str, policy: str, meta: str | None, recorded: str | None) -> None:
+        """Find out whether an entry is stored as its last change was recorded, unless it is as it was read before.
+
+        Args:
+            recorded: digests of what was recorded, None if nothing was.
+        """
+        if not self._changes_limit or self._compared.get(member) == (definition, policy):
+            return
+        if len(self._compared) >= CACHE_SIZE:
+            self._compared.clear()
+        self._compared[member] = definition, policy
+        if recorded != digests(definition, policy):
+            self._unrecorded[self.keys.entry(member)] = _has_never_run(meta)
+
+    def notice_changes(self) -> None:
+        """Record the changes of other programs that the last reads have found; one round trip if there are any."""
+        found, self._unrecorded = self._unrecorded, {}
+        if not found:
+            return
+        self.report_progress()
+        try:
+            notice(self.client, self.keys, self._changes_limit, found)
+        except ResponseError as exc:  # runs must not wait for that
+            log.warning("beat: A change of another program is not recorded", event="unrecorded", reason=exc)
+
+    def _note_pauses(self, pauses: Pauses) -> None:
+        """Remember the pauses of many entries, and log those that cannot be read, which pause nothing."""
+        if pauses.problems != self.pauses.problems:
+            for selector, why in pauses.problems.items():
+                about = {"pause": selector, "reason": why}
+                log.warning("beat: A pause of many entries cannot be read", event="pause_unreadable", **about)
+        self.pauses = pauses
 
     def _fields_of(self, member: str, reply: StoredFields) -> StoredFields:
         if self.keys.entry(member) in self.keys.own:
@@ -357,16 +403,18 @@ class Store:
         self.report_progress()
         keys, (lock, token) = self.keys, self.fence(term)
         entries = [keys.entry(claim.stored.member) for claim in claims]
-        args = (token, repr(retry_at.timestamp()), packed(claim.row for claim in claims), int(bool(keys.lock)))
+        rows, found = packed(claim.row for claim in claims), packed(self.pauses.found)
+        args = (token, repr(retry_at.timestamp()), rows, found, int(bool(keys.lock)))
+        touched = (lock, keys.schedule, keys.pending, keys.pauses)
         if self.history_limit and any(claim.decision for claim in claims):
-            touched = (lock, keys.schedule, keys.pending, keys.history, *entries)
-            rows = packed(
+            decisions = packed(
                 _Row(key, claim.decision).values(term) if claim.decision else ()
                 for key, claim in zip(entries, claims, strict=True)
             )
-            reply = SETTLE(self.client, touched, (*args, self.history_limit, HISTORY_BYTES, rows))
+            recorded = (*args, self.history_limit, HISTORY_BYTES, decisions)
+            reply = SETTLE(self.client, (*touched, keys.history, *entries), recorded)
         else:
-            reply = script(__package__, "claim")(self.client, (lock, keys.schedule, keys.pending, *entries), args)
+            reply = script(__package__, "claim")(self.client, (*touched, *entries), args)
         verdicts = [ClaimVerdict(verdict) for verdict in json.loads(reply)]
         for claim, verdict in zip(claims, verdicts, strict=True):
             if verdict is ClaimVerdict.CLAIMED and claim.decision is not None:
@@ -419,3 +467,10 @@ class Store:
             self.report_progress()
             scores = {key: retry_at.timestamp() for key, retry_at in retries.items()}
             self.client.zadd(self.keys.pending, scores, xx=True)
+
+
+def _has_never_run(meta: str | None) -> bool:
+    try:
+        return not meta or not Meta.decode(meta).total_run_count
+    except EntryError:
+        return False

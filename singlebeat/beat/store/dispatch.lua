@@ -10,7 +10,8 @@
 -- KEYS[5]    schedule  as in claim
 -- KEYS[6]    pending   as in claim and confirm
 -- KEYS[7]    history   as in confirm
--- KEYS[8...] entries   as in claim and confirm, one for each occurrence
+-- KEYS[8]    pauses    as in claim
+-- KEYS[9...] entries   as in claim and confirm, one for each occurrence
 --            locks     in their database, four for each occurrence that needs a lock, as in acquire
 --            queues    in the broker's database, one for each command
 -- ARGV[1]    values    of broker and locks, with a space between
@@ -24,12 +25,13 @@
 -- ARGV[9]    leads     as in claim
 -- ARGV[10]   limit     as in confirm
 -- ARGV[11]   bytes     as in confirm
--- ARGV[12]   claims    as in claim
--- ARGV[13]   calls     as in acquire, of the occurrences that need a lock
--- ARGV[14]   decisions as in confirm
--- ARGV[15]   messages  JSON, for each occurrence: [the one verdict of acquire with which it goes on; empty: it needs no
+-- ARGV[12]   found     as in claim
+-- ARGV[13]   claims    as in claim
+-- ARGV[14]   calls     as in acquire, of the occurrences that need a lock
+-- ARGV[15]   decisions as in confirm
+-- ARGV[16]   messages  JSON, for each occurrence: [the one verdict of acquire with which it goes on; empty: it needs no
 --                      lock, number of the commands that send its message; 0: it is not sent]
--- ARGV[16...] commands for each: its name (lpush, pexpire, publish) and its argument
+-- ARGV[17...] commands for each: its name (lpush, pexpire, publish) and its argument
 --
 -- returns  JSON, for each occurrence an array: [verdict of claim or "", reply of acquire or "", reply of confirm or "",
 --          why the server refuses a step or ""]; the reply of confirm is empty if the message is not sent, and
@@ -77,7 +79,7 @@ if may_keep.err then
   return is_denied and "elsewhere" or may_keep
 end
 
-local messages = cjson.decode(ARGV[15])
+local messages = cjson.decode(ARGV[16])
 local count, replies, goes_on = #messages, {}, {}
 
 --- Return the rows of some occurrences from the JSON of all.
@@ -93,8 +95,8 @@ local function pick(json, total, numbers)
 end
 
 local function claim_all()
-  local keys = {KEYS[4], KEYS[5], KEYS[6], unpack(KEYS, 8, 7 + count)}
-  local verdicts, refused = inside("", claim, keys, {ARGV[7], ARGV[8], ARGV[12], ARGV[9]})
+  local keys = {KEYS[4], KEYS[5], KEYS[6], KEYS[8], unpack(KEYS, 9, 8 + count)}
+  local verdicts, refused = inside("", claim, keys, {ARGV[7], ARGV[8], ARGV[13], ARGV[12], ARGV[9]})
   verdicts = verdicts and cjson.decode(verdicts)
   for i = 1, count do
     replies[i] = {verdicts and verdicts[i] or "", "", "", refused or ""}
@@ -111,14 +113,14 @@ local function acquire_all()
     if message[1] ~= "" and goes_on[i] then
       numbers[#numbers + 1], askers[#askers + 1] = calls, i
       for key = 4 * calls - 3, 4 * calls do
-        keys[#keys + 1] = KEYS[7 + count + key]
+        keys[#keys + 1] = KEYS[8 + count + key]
       end
     end
   end
   if #numbers == 0 then
     return
   end
-  local answers, refused = inside(in_locks, acquire, keys, {"1", "0", pick(ARGV[13], calls, numbers)})
+  local answers, refused = inside(in_locks, acquire, keys, {"1", "0", pick(ARGV[14], calls, numbers)})
   answers = answers and cjson.decode(answers)
   for n, i in ipairs(askers) do
     replies[i][2], replies[i][4] = answers and answers[n] or "", refused or ""
@@ -127,7 +129,7 @@ local function acquire_all()
 end
 
 local function send_all()
-  local queue, command = 7 + count + 4 * calls, 16
+  local queue, command = 8 + count + 4 * calls, 17
   for i, message in ipairs(messages) do
     for sent_before = 0, message[2] - 1 do
       queue = queue + 1
@@ -146,10 +148,10 @@ local function confirm_all()
   for i = 1, count do
     if goes_on[i] then
       numbers[#numbers + 1] = i
-      keys[#keys + 1] = KEYS[7 + i]
+      keys[#keys + 1] = KEYS[8 + i]
     end
   end
-  local records, refused = inside("", confirm, keys, {ARGV[10], ARGV[11], pick(ARGV[14], count, numbers)})
+  local records, refused = inside("", confirm, keys, {ARGV[10], ARGV[11], pick(ARGV[15], count, numbers)})
   records = records and cjson.decode(records)
   for n, i in ipairs(numbers) do
     replies[i][3] = records and records[n] or "unrecorded"

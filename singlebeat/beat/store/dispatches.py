@@ -86,11 +86,11 @@ class Dispatches:
         store, keys, db = self.store, self.store.keys, database(self.store.client)
         fence, token = store.fence(term)
         touched = [marker.key for marker in self.markers]
-        touched += (f"{SENT_KEY}{self._sender}", fence, keys.schedule, keys.pending, keys.history)
+        touched += (f"{SENT_KEY}{self._sender}", fence, keys.schedule, keys.pending, keys.history, keys.pauses)
         values: list[str | int] = [" ".join(marker.value for marker in self.markers)]
         values += ("" if marker.db == db else marker.db for marker in self.markers)
         values += (db, next(self._numbers), round(SENT_FOR * 1000), token, repr(retry_at.timestamp()))
-        values += (int(bool(keys.lock)), store.history_limit, HISTORY_BYTES)
+        values += (int(bool(keys.lock)), store.history_limit, HISTORY_BYTES, packed(store.pauses.found))
         calls = [(each.call, each.only, each.note) for each in dispatches if each.call is not None]
         values.append(packed(each.claim.row for each in dispatches))
         values.append(RedisBackend.requests(calls))

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import ResponseError, schedule_client
-from ..entries.fields import BATCH
+from ...lua import packed, script
+from ..entries.fields import BATCH, read_fields
 from ..entries.occurrence import DecisionType
 from ..keys import Keys
+from .claims import HISTORY_BYTES
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
 
-__all__ = ("End", "History", "Own", "Record")
+__all__ = ("NO_END", "End", "History", "Own", "Record", "read_records")
 
 #: Records of a stream that one round trip reads.
 PAGE = 1000
+
+#: Most records of a stream in which ``of_many`` looks for the older records of its entries.
+MOST_SEARCHED = 10_000
 
 #: Outcomes of messages that did not run, or have not run yet.
 NO_END = {"duplicate_refused", "postponed"}
@@ -30,6 +35,10 @@ NO_END = {"duplicate_refused", "postponed"}
 #: The values of a line in an entry's own history after its id, in the order of ``confirm.lua`` and ``record_ends.lua``.
 _OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader", "holder_entry")
 _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
+
+
+#: A record of a stream, and its id before it.
+_Row = tuple[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,11 @@ class Record:
     term: str
     end: End | None
 
+    @property
+    def is_sent_otherwise(self) -> bool:
+        """Whether code of the app has sent it under another id, or without beat's headers: its end is not recorded."""
+        return self.decision == "dispatched" and bool(self.reason)
+
 
 class Own(NamedTuple):
     """The history that an entry keeps itself, latest first: its last few decisions, and the last ends of its runs."""
@@ -68,6 +82,23 @@ class Own(NamedTuple):
     decisions: Sequence[Record]
     ends: Sequence[End]
     is_pending: bool = False  #: an occurrence is claimed, and not yet among the decisions
+    last_end_id: str = ""  #: of the record of the last end, without messages that did not run; empty if there is none
+
+    @classmethod
+    def of(cls, name: str, history: str | None, runs: str | None, pending: str | None) -> Own:
+        """Return the history of an entry from the fields of its hash, empty if another program has written there."""
+        try:
+            ends = _ends(_lines(runs, _OF_END))
+            rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
+            last = next((at for at, fields in ends.values() if fields["outcome"] not in NO_END), "")
+            return cls(_join_ends(rows, ends), [_end(*end) for end in ends.values()], bool(pending), last)
+        except (ValueError, TypeError, AttributeError, OverflowError, OSError):
+            return cls((), (), bool(pending))
+
+    @property
+    def last_end(self) -> End | None:
+        """The last end of a run, without messages that did not run; None if there is none."""
+        return next((end for end in self.ends if end.outcome not in NO_END), None)
 
 
 class History:
@@ -107,11 +138,50 @@ class History:
                 for name in batch:
                     pipe.hmget(self.keys.prefix + name, "history", "runs", "pending")
                 found = pipe.execute()
-            for name, (history, runs, pending) in zip(batch, found, strict=True):
-                ends = _ends(_lines(runs, _OF_END))
-                rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
-                last = [_end(*end) for end in ends.values()]
-                yield name, Own(_join_ends(rows, ends), last, bool(pending))
+            for name, fields in zip(batch, found, strict=True):
+                yield name, Own.of(name, *fields)
+
+    def of_many(self, names: Collection[str], count: int) -> Mapping[str, Sequence[Record]]:
+        """Return the last decisions about some entries, latest first, from few round trips.
+
+        The few that each entry keeps itself are always there. Older ones come from the last ``MOST_SEARCHED`` records
+        of the streams that all entries share.
+        """
+        client, listed = schedule_client(self.app), list(dict.fromkeys(names))
+        decisions, ends, left = dict[str, dict[str, Mapping[str, str]]](), dict[str, _Row](), set[str]()
+        for at in range(0, len(listed), BATCH):
+            batch = listed[at : at + BATCH]
+            rows = read_fields(client, [self.keys.prefix + name for name in batch], "history", "runs")
+            for name, stored in zip(batch, rows, strict=True):
+                history, runs = ("", "") if isinstance(stored, str) else (stored[6] or "", stored[7] or "")
+                decisions[name] = {id_: {**line, "entry": name} for id_, line in _lines(history, _OF_DECISION)}
+                ends |= _ends(_lines(runs, _OF_END))
+                if len(decisions[name]) < count and len(history.encode(errors="surrogateescape")) >= HISTORY_BYTES:
+                    left.add(name)  # it has had more decisions than it keeps
+        for id_, fields in self._search(self.keys.history, left):
+            found = decisions[fields["entry"]]
+            found[id_] = fields
+            if len(found) >= count:
+                left.discard(fields["entry"])
+        last = {
+            name: sorted(found.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
+            for name, found in decisions.items()
+        }
+        unended = {name for name, found in last.items() if any(fields["id"] not in ends for _, fields in found)}
+        oldest = min((last[name][-1][0] for name in unended), key=_place, default="")
+        ends = _ends(self._search(self.keys.runs, unended, until=oldest)) | ends
+        return {name: _records(found, ends) for name, found in last.items()}
+
+    def _search(self, stream: str, names: Collection[str], until: str = "0-0") -> Iterator[_Row]:
+        """Yield the records of some entries, latest first; the caller may take names away while it reads."""
+        client, before = schedule_client(self.app), ""
+        for _ in range(MOST_SEARCHED // PAGE):
+            if not names:
+                return
+            before, rows = read_records(client, stream, before, PAGE, names=names)
+            yield from rows
+            if not before or _place(before) < _place(until):
+                return
 
     def _stream(self, key: str, entry: str | None = None, until: str = "-") -> Iterator[tuple[str, Mapping[str, str]]]:
         client, before = schedule_client(self.app), "+"
@@ -120,6 +190,31 @@ class History:
                 if entry in {None, fields.get("entry")}:
                     yield at, fields
             before = f"({page[-1][0]}"
+
+
+def read_records(
+    client: RedisClient,
+    stream: str,
+    before: str,
+    count: int,
+    *,
+    names: Collection[str] | None = None,
+    leave_out: Iterable[str] = (),
+) -> tuple[str, Sequence[tuple[str, Mapping[str, str]]]]:
+    """Read records of a stream in one round trip, the latest first.
+
+    Args:
+        before: id of the record before which to begin; empty: begin with the last record.
+        count: number of the records that are looked at.
+        names: return only the records of these entries; None: of each entry only its last record.
+        leave_out: outcomes of records that are passed over.
+
+    Returns:
+        The id of the last record that was looked at, empty if there was none, and the records by their ids.
+    """
+    args: list[str | int] = [before, count, "" if names is None else packed(names), *leave_out]
+    last, *rows = json.loads(script(__package__, "records")(client, [stream], args))
+    return last, [(at, dict(zip(values[::2], values[1::2], strict=True))) for at, values in rows]
 
 
 def _hmget(client: RedisClient, key: str, *fields: str) -> Sequence[str | None]:
@@ -146,14 +241,24 @@ def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str,
 
 
 def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the lines of an entry's own history; the last one may be cut off."""
+    """Yield the lines of an entry's own history up to one that is none; the last one may be cut off."""
     for line in (text or "").splitlines():
         try:
             at, *values = json.loads(line)
+            if not all(isinstance(value, str) for value in values) or _place(at) < (0, 0):
+                return
             values += [""] * (len(values) == len(names) - 1)  # an older singlebeat knows no ``holder_entry``
             yield at, dict(zip(names, values, strict=True))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, AttributeError):
             return
+
+
+def _records(rows: Sequence[_Row], ends: Mapping[str, _Row]) -> Sequence[Record]:
+    """Return the records of decisions with the ends of their runs, none if another program has written there."""
+    try:
+        return _join_ends(rows, ends)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
+        return ()
 
 
 def _join_ends(

@@ -30,6 +30,7 @@ __all__ = (
     "Needs",
     "acl_hint",
     "advice",
+    "is_denied",
     "lock_place",
     "lock_refusal",
     "lock_server_says",
@@ -146,7 +147,7 @@ def lock_place(app: Celery) -> str:
 
 def schedule_server_says(app: Celery, exc: RedisError) -> str:
     """Return an error of the schedule's server, and what to do; if its user lacks a right, name all missing rights."""
-    refused = schedule_refusal(app, exc) if _is_denied(str(exc)) else ""
+    refused = schedule_refusal(app, exc) if is_denied(exc) else ""
     return refused or with_advice(exc)
 
 
@@ -157,7 +158,7 @@ def schedule_error(app: Celery, exc: RedisError) -> str:
 
 def lock_server_says(app: Celery, exc: LockBackendError) -> str:
     """Return an error of the locks' server, with its name, and what to do or which rights its user lacks."""
-    refused = lock_refusal(app, exc) if _is_denied(str(exc)) else ""
+    refused = lock_refusal(app, exc) if is_denied(exc) else ""
     return f"the locks' server {lock_place(app)}: {refused}" if refused else with_advice(exc)
 
 
@@ -182,7 +183,7 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
     for text in errors.values():
         if hint := _advice(text):
             return f"{_NO_WRITES}, so that {needs.purpose}: {text.rstrip('.')}{hint}"
-    denied_here = [command for command, text in errors.items() if _is_denied(text)]
+    denied_here = [command for command, text in errors.items() if is_denied(text)]
     if denied_here and any("keys" in errors[command] for command in denied_here):
         return f"its user may not use the key {key}: grant all keys with that prefix (docs, Rights)"
     denied |= {command.lower() for command in denied_here}
@@ -265,7 +266,7 @@ def acl_hint(exc: Exception) -> str:
     if command := _command_of(str(exc)):
         return f": grant +{command} (docs, Rights)"
     # Redis before 7.2 does not name the command of a script.
-    return " (ACL LOG on the server names the command; docs, Rights)" if _is_denied(str(exc)) else ""
+    return " (ACL LOG on the server names the command; docs, Rights)" if is_denied(exc) else ""
 
 
 _COMMAND = re.compile(r"no permissions to run the '([^']+)' command")
@@ -279,9 +280,10 @@ def _command_of(error: str) -> str:
     return found[1].lower() if found else ""
 
 
-def _is_denied(error: str) -> bool:
-    return bool(_command_of(error)) or any(
-        text in error.lower()
+def is_denied(error: Exception | str) -> bool:
+    """Return whether the user lacks a right, by an error of a Redis server."""
+    return bool(_command_of(str(error))) or any(
+        text in str(error).lower()
         # The errors of calls and of commands in scripts, from Redis 6.2 on.
         for text in ("noperm", "no permissions to", "can't run this command", "can't access at least one of the keys")
     )

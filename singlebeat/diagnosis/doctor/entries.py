@@ -45,6 +45,7 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", f"entry {name}", f"is unusable: {why}; {QUARANTINED_LATER}")
     if len(schedule.unusable) > MOST_NAMED:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} are unusable (celery singlebeat list)")
+    yield from _pauses(schedule)
     yield from _histories(app, schedule.usable)
     if not schedule.state.redbeat_leads:  # RedBeat calculates other times
         yield from _late(app, schedule.usable)
@@ -55,6 +56,23 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", f"entry {name}", f"{entries.no_place(name)}; or delete it")
     if len(names) > MOST_NAMED:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
+
+
+def _pauses(schedule: Read) -> Iterator[Finding]:
+    """Name the pauses of many entries, and those that cannot be read."""
+    key = Keys.of(schedule.app).pauses
+    for selector, why in islice(schedule.state.unreadable_pauses.items(), MOST_NAMED):
+        if selector:  # else its key is not a hash, which another part says
+            text = f"it pauses nothing, for {why}. To remove it: HDEL {shlex.join((key, selector))}"
+            yield Finding("problem", f"pause {selector}", text)
+    for pause in schedule.state.pauses[:MOST_NAMED]:
+        count = sum(pause.covers(entry.policy) for entry in schedule.usable)
+        covered = counted(count, "entry is", "entries are")
+        yield Finding("warning", "pause", f"{pause}: {covered} covered. To go on: {pause.resumed_by}")
+    if len(schedule.state.pauses) > MOST_NAMED:
+        yield Finding(
+            "warning", "pause", f"there are {len(schedule.state.pauses)} of many entries (celery singlebeat status)"
+        )
 
 
 def _late(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:

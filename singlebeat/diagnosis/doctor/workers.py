@@ -21,7 +21,7 @@ from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import BrokerError, Workers
+from ..workers import BrokerError, NoQuestionsError, Workers
 from .finding import Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -54,6 +54,13 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", "locks", str(exc))
     try:
         workers = Workers.ask(app)
+    except NoQuestionsError as exc:
+        text = (
+            f"it {str(exc).rstrip('.')}; so doctor knows nothing about the workers. It needs the keys *.pidbox*, "
+            "_kombu* and unacked*"
+        )
+        yield Finding("problem", f"broker {broker_place(app)}", text)
+        return
     except BrokerError as exc:
         yield Finding("problem", f"broker {broker_place(app)}", f"it {str(exc).rstrip('.')}; messages cannot be sent")
         return

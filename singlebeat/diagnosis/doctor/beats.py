@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ... import __version__
+from ...beat.delivery import listed
 from ...beat.entries.statics import Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.server_time import UNFIT_FROM
@@ -14,8 +15,9 @@ from ...beat.status import MAX_LAG, PLAIN_BEAT, REDBEAT_LEADS, ScheduleStatus, c
 from ...beat.store.probe import refuses_writes
 from ...config import Config
 from ...connections import schedule_client
-from ..history import AGAIN
-from ..status import who
+from ..facts import AGAIN
+from ..leader import who
+from ..workers import refused_queues
 from .finding import Finding, Read
 
 if TYPE_CHECKING:
@@ -44,11 +46,13 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
             "behind (min-replicas-to-write)"
         )
         yield Finding("warning", "schedule", text)
-    if not state.redbeat_leads and (pending := _count_pending(app)):  # RedBeat sends none of them
+    if not state.redbeat_leads and (pending := _pending(app)):  # RedBeat sends none of them
         why = "the broker or the locks' server may be unreachable"
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
-        text = f"{counted(pending, 'occurrence is', 'occurrences are')} claimed and not confirmed: {why}"
+        elif refused := listed([*refused_queues(app, [entry for entry in schedule.usable if entry.key in pending])]):
+            why = refused
+        text = f"{counted(len(pending), 'occurrence is', 'occurrences are')} claimed and not confirmed: {why}"
         if state.pending_lag:
             text += f". The first is late by {state.pending_lag:.0f} s"
         yield Finding("problem" if state.pending_lag > MAX_LAG else "warning", "beat", text)
@@ -163,10 +167,14 @@ def _statics_here(app: Celery) -> str:
     return signature_of(app)["statics"] if app.conf.beat_schedule else ""
 
 
-def _count_pending(app: Celery) -> int:
-    """Return how many occurrences stay claimed and unconfirmed; each tick has such occurrences for a moment."""
-    client, key = schedule_client(app), Keys.of(app).pending
-    before = set(client.zrange(key, 0, -1))
+def _pending(app: Celery) -> frozenset[str]:
+    """Return the keys of the entries whose occurrences stay claimed and unconfirmed.
+
+    Each tick has such occurrences for a moment.
+    """
+    client, keys = schedule_client(app), Keys.of(app)
+    before = set(client.zrange(keys.pending, 0, -1))
     if before:
         time.sleep(AGAIN)
-    return len(before.intersection(client.zrange(key, 0, -1))) if before else 0
+        before.intersection_update(client.zrange(keys.pending, 0, -1))
+    return frozenset(map(keys.entry, before))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..beat.delivery import Busy, Reader
-from ..beat.store.probe import advice
-from ..broker import naming_alarms
-from ..connections import what_it_does
+from ..beat.delivery import Busy, Reader, queue_of
+from ..beat.store.probe import advice, is_denied
+from ..broker import bounded, naming_alarms
+from ..config import Config
+from ..connections import broker_place, what_it_does
 from ..log import without_passwords
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ..beat.entries.entry import Entry
 
 #: The answers to a question, by worker.
 _Answers = Mapping[str, Any]
@@ -29,9 +32,16 @@ TIMEOUT = 1.0
 #: The questions to all workers. ``active_queues`` and ``stats`` give the queues and the slots of each worker.
 QUESTIONS = ("registered", "active", "active_queues", "stats")
 
+#: Maximum number of queues that are checked for rights.
+MOST_QUEUES = 20
+
 
 class BrokerError(Exception):
     """The broker does not answer or refuses; the message follows the broker's name, with the cause and the remedy."""
+
+
+class NoQuestionsError(BrokerError):
+    """The broker's user lacks a right to ask the workers; beat and senders may have all that they need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,7 @@ class Workers:
         """Ask all workers, which takes ``TIMEOUT`` seconds.
 
         Raises:
+            NoQuestionsError: the broker refuses the questions.
             BrokerError: the broker does not answer, or refuses.
         """
         try:
@@ -62,7 +73,10 @@ class Workers:
                 answers = [*pool.map(_asking(app), QUESTIONS)]
             asked = began, time.monotonic()
         except Exception as exc:  # transports raise any exception
-            raise BrokerError(f"{what_it_does(exc)}: {without_passwords(str(exc)).rstrip('.')}{advice(exc)}") from exc
+            why = f"{without_passwords(str(exc)).rstrip('.')}{advice(exc)}"
+            if is_denied(exc):
+                raise NoQuestionsError(f"refuses the questions to workers: {why}") from exc
+            raise BrokerError(f"{what_it_does(exc)}: {why}") from exc
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, but does not list them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}
@@ -98,6 +112,20 @@ class Workers:
         for worker, shown in sorted(self.clocks.items()):
             if not began - more_than <= shown <= ended + more_than:
                 yield worker, shown - began
+
+
+def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:
+    """Yield a sentence for each queue of entries that the broker refuses to this user, with the remedy."""
+    queues = sorted({queue for entry in entries if (queue := queue_of(app, entry))})
+    with suppress(Exception), bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
+        # An unreachable broker is reported by its own part.
+        for queue in queues[:MOST_QUEUES]:
+            try:
+                with broker.channel() as channel:
+                    channel.queue_declare(queue=queue, passive=True)
+            except Exception as exc:  # transports raise any exception; most often there is no such queue yet
+                if is_denied(exc):
+                    yield f"the broker {broker_place(app)} refuses queue {queue} to this user: grant the keys {queue}*"
 
 
 def _asking(app: Celery) -> Callable[[str], _Answers]:

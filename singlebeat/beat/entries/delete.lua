@@ -1,0 +1,37 @@
+--- delete: remove an entry with its places, its quarantine record and the copy that is kept of it, and record that.
+--
+-- It uses record. A repetition finds nothing to remove, and returns 0.
+--
+-- KEYS[1]  schedule    zset: members by the time of their next occurrence (s)
+-- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed
+-- KEYS[3]  quarantine  hash: members that are quarantined
+-- KEYS[4]  owners      hash: the apps of the entries of beat_schedule
+-- KEYS[5]  parked      hash: the copy of the entry
+-- KEYS[6]  changes     stream: as in record
+-- KEYS[7]  entry       hash; a key that holds something else stays, and so does a hash without any field of an entry
+-- ARGV[1]  name        of the entry
+-- ARGV[2]  actor       as in record
+-- ARGV[3]  by          as in record
+-- ARGV[4]  limit       as in record
+--
+-- returns  1 if there was anything to remove, else 0
+
+local schedule, pending, quarantine, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local parked, changes, entry, name = KEYS[5], KEYS[6], KEYS[7], ARGV[1]
+local stored = redis.pcall("HMGET", entry, "definition", "policy", "meta", "since", "pending", "sent")
+local is_entry = false
+for i = 1, 6 do
+  is_entry = is_entry or (stored[i] or "") ~= ""
+end
+
+if is_entry and stored[1] then
+  record({changes, entry}, {ARGV[2], ARGV[3], ARGV[4], name, "delete", "", stored[1], stored[2] or "", "", ""})
+end
+local removed = 0
+for _, member in ipairs({entry, name}) do
+  removed = removed + redis.call("ZREM", schedule, member) + redis.call("ZREM", pending, member)
+    + redis.call("HDEL", quarantine, member)
+end
+removed = removed + redis.call("HDEL", owners, name) -- any app may install an entry of this name then
+  + redis.call("DEL", parked) + (is_entry and redis.call("DEL", entry) or 0)
+return removed > 0 and 1 or 0

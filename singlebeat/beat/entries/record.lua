@@ -1,0 +1,73 @@
+--- record: add a change of an entry to the record of changes, before it is made; the entry keeps digests of what it adds.
+--
+-- If the digests show that another program has changed the entry without a record, that change is added first, as one of
+-- an unknown writer. A repetition of the call, or a call without a change, adds nothing else.
+--
+-- KEYS[1]  changes     stream: one record per change
+-- KEYS[2]  entry       hash: meta, since; recorded: digests of definition and policy as they were recorded last
+-- ARGV[1]  actor       who changes the entry
+-- ARGV[2]  by          by what means
+-- ARGV[3]  limit       records to keep; 0: keep none
+-- ARGV[4]  name        of the entry
+-- ARGV[5]  action      what is done to it; "edit" means "add" if it does not exist
+-- ARGV[6]  note        for operators
+-- ARGV[7]  definition  of the entry now, an empty string if absent
+-- ARGV[8]  policy      of the entry now, an empty string if absent
+-- ARGV[9]  wanted      definition that it gets; empty: it is removed
+-- ARGV[10] wishes      policy that it gets
+--
+-- returns  the number of records that were added; an error if the server refuses to write the stream: then nothing was
+--          written
+
+local changes, entry, limit, name = KEYS[1], KEYS[2], ARGV[3], ARGV[4]
+local definition, policy, wanted, wishes = ARGV[7], ARGV[8], ARGV[9], ARGV[10]
+local action = ARGV[5] == "edit" and definition == "" and "add" or ARGV[5]
+
+local function digest(text)
+  return string.sub(redis.sha1hex(text), 1, 12)
+end
+
+local function add(actor, by, what, before, after, note)
+  redis.call("XADD", changes, "MAXLEN", "~", limit, "*", "entry", name, "actor", actor, "by", by, "action", what,
+    "before", cjson.encode(before), "after", cjson.encode(after), "note", note)
+end
+
+local stored = redis.pcall("HMGET", entry, "recorded", "meta", "since")
+local recorded = stored[1] or ""
+if limit == "0" then  -- and what happens meanwhile is not taken for that of an unknown writer
+  if recorded ~= "" then
+    redis.call("HDEL", entry, "recorded")
+  end
+  return 0
+end
+
+local added = 0
+if recorded ~= "" and definition ~= "" and recorded ~= digest(definition) .. digest(policy) then
+  local now = {}
+  if string.sub(recorded, 1, 12) ~= digest(definition) then
+    now.definition = definition
+  end
+  if string.sub(recorded, 13) ~= digest(policy) then
+    now.policy = policy
+  end
+  add("", "raw", "edit", {}, now, "")
+  added = 1
+end
+if definition ~= wanted or policy ~= wishes then
+  local before, after = {}, {}
+  if definition ~= wanted then
+    before.definition, after.definition = definition, wanted
+  end
+  if policy ~= wishes or wanted == "" then
+    before.policy, after.policy = policy, wishes
+  end
+  if wanted == "" then
+    before.meta, before.since = stored[2] or "", stored[3] or ""
+  end
+  add(ARGV[1], ARGV[2], action, before, after, ARGV[6])
+  added = added + 1
+end
+if wanted ~= "" and recorded ~= digest(wanted) .. digest(wishes) then
+  redis.call("HSET", entry, "recorded", digest(wanted) .. digest(wishes))
+end
+return added

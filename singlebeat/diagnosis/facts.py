@@ -1,0 +1,192 @@
+"""Gathers the facts from which an entry is explained: from the schedule, the locks, the workers and the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ..beat.delivery import Delivery, queue_of
+from ..beat.entries.fields import read_fields
+from ..beat.entries.occurrence import Occurrence
+from ..beat.entries.statics import owner_of
+from ..beat.explain import Facts, HeldLock, record_at
+from ..beat.keys import Keys
+from ..beat.late_places import late_places
+from ..beat.lost_messages import examine
+from ..beat.result_backend import ResultBackendError, read_end, result_place
+from ..beat.schedule import Schedule
+from ..beat.silence import silence
+from ..beat.status import ScheduleStatus
+from ..beat.store.history import History
+from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, refuses_writes, schedule_refusal
+from ..config import Config
+from ..connections import broker_place, schedule_client, schedule_place
+from ..errors import EntryError, LockBackendError, UnknownEntryError
+from ..locks import backend_of
+from ..run_results import RESULT_NOT_STORED
+from .leader import refusal
+from .locks import held_by, locks_of, waiting
+from .workers import BrokerError, NoQuestionsError, Workers, refused_queues
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..beat.entries.entry import Entry
+    from ..beat.store.history import Record
+    from ..clients import RedisClient
+
+__all__ = ("AGAIN", "facts_of", "read_entry")
+
+#: Seconds after which a command checks a state again that may be transient.
+AGAIN = 1.0
+
+#: Maximum number of an entry's records that an explanation reads.
+EXPLAINED = 1000
+
+
+def read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | None, str]:
+    """Return an entry, or None if it cannot be read, and the reason why beat cannot use it.
+
+    The reason is empty if beat can use the entry, or if only a quarantine record is left of the entry.
+
+    Raises:
+        UnknownEntryError: there is no such entry.
+    """
+    try:
+        entry = entries.get(name)
+    except UnknownEntryError:
+        if name not in state.quarantine:
+            raise
+        return None, ""
+    except EntryError as exc:
+        return None, str(exc)
+    return entry, entry.why_unusable(datetime.fromtimestamp(state.now, UTC))
+
+
+def _why_missing(app: Celery, state: ScheduleStatus) -> str:
+    """Return what to add to the error that there is no entry: the trouble that may have kept it away or removed it."""
+    if not state.works and (refused := refusal(app, state)):
+        return f", and {state.problem()}: {refused}"
+    return "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found)
+
+
+def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
+    queue = queue_of(app, entry) if entry is not None and workers is not None else None
+    return Delivery.of(queue, workers.readers) if queue and workers is not None else None
+
+
+def _pending(app: Celery, name: str) -> Occurrence | None:
+    """Return the claimed occurrence of an entry that stays unconfirmed, or None if none can be read.
+
+    In every tick an occurrence is unconfirmed for a moment, so the command reads the entry twice.
+    """
+    client, key = schedule_client(app), Keys.of(app).prefix + name
+    text = _pending_text(client, key)
+    if text:
+        time.sleep(AGAIN)
+        text = text if _pending_text(client, key) == text else None
+    try:
+        return Occurrence.decode(text) if text else None
+    except EntryError:
+        return None
+
+
+def _pending_text(client: RedisClient, key: str) -> str | None:
+    fields = read_fields(client, [key])[0]
+    return None if isinstance(fields, str) else fields[4]  # a string: its key is of another type
+
+
+def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
+    """Return the facts about an entry; ask the workers first, because their answers take longest.
+
+    Raises:
+        UnknownEntryError: there is no such entry.
+    """
+    workers, entries, broker_away = None, Schedule(app), ""
+    try:
+        workers = Workers.ask(app)
+    except NoQuestionsError:  # doctor names the right
+        pass
+    except BrokerError as exc:
+        broker_away = f"the broker {broker_place(app)} {exc}"
+    pending, state = _pending(app, name), ScheduleStatus.of(app)
+    try:
+        entry, unusable = read_entry(entries, name, state)
+    except UnknownEntryError as exc:
+        raise UnknownEntryError(f"{exc}{_why_missing(app, state)}") from None
+    records = entries.history(name, EXPLAINED if when else 1)
+    if [record.decision for record in records] == ["buffered"]:  # earlier runs may wait, too
+        records = entries.history(name, EXPLAINED)
+    running = workers.running if workers else None
+    # The explanation needs one lock: of the task that held up the run, or of the run if it has not ended.
+    record, task = record_at(records, when), ""
+    if record is not None and record.decision == "skipped_overlap":
+        task = record.holder
+    elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
+        task = record.task_id
+    locks, locks_away, found = dict[str, HeldLock](), "", None
+    try:
+        if pending is not None:  # it may wait for the locks' server
+            backend_of(app).workers_seen()
+        locks = dict(held_by(app, {task} - {"", *(running or ())}))
+        if task in locks and locks[task].state == "queued":
+            found = next(iter(examine(app, list(islice(waiting(locks_of(app), {task}), 1)))), None)
+    except LockBackendError as exc:
+        locks_away = lock_server_says(app, exc)
+    refused = schedule_refusal(app) if pending is not None or state.overdue or not state.works else ""
+    # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
+    locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
+    if refuses_writes(refused) and refuses_writes(locks_refused) and lock_place(app) == schedule_place(app):
+        locks_refused = ""  # it is said of the schedule's server
+    stored, results_away = None, ""
+    if record is not None and _may_have_result(record):
+        try:
+            stored = read_end(app, record.task_id, timeout=Config.of(app).singlebeat_socket_timeout)
+        except ResultBackendError as exc:
+            results_away = f"the {result_place(app)} {exc}"
+    return Facts(
+        name=name,
+        entry=entry,
+        is_possible=entries.keys.is_possible(name),
+        unusable=unusable,
+        state=state,
+        records=records,
+        locks=locks,
+        running=running,
+        known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
+        now=datetime.fromtimestamp(state.now, UTC),
+        delivery=_delivery(app, entry, workers) if state.is_led_by(owner_of(app)) else None,
+        no_place=entries.no_place(name) if entry is not None else "",
+        late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
+        pending=pending,
+        refused=refused,
+        broker_away=broker_away,
+        queue_refused=next(refused_queues(app, [entry]), "") if pending is not None and entry is not None else "",
+        locks_away=locks_away,
+        locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
+        stored_end=stored,
+        results_away=results_away,
+        found=found,
+        without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
+        silent=_silence(app, entry, records) if entry is not None else "",
+    )
+
+
+def _silence(app: Celery, entry: Entry, records: Sequence[Record]) -> str:
+    """Return that all last runs of an entry failed, vanished or were skipped; empty if not.
+
+    Args:
+        records: the last decision about it, or several.
+    """
+    ((_, own),) = History(app).own([entry.name])
+    is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
+    return silence(entry, own, Schedule(app).history(entry.name, EXPLAINED) if is_open else ())
+
+
+def _may_have_result(record: Record) -> bool:
+    """Return whether the result backend may know more about the run of a decision than its record."""
+    is_sent = record.decision in {"dispatched", "buffered"}
+    return is_sent and (record.end is None or record.end.outcome in {"failure", RESULT_NOT_STORED})

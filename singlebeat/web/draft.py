@@ -1,0 +1,365 @@
+"""An entry as the form of the page holds it: strings, which become an entry again, with an error for each field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, tzinfo
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from celery.schedules import BaseSchedule
+
+from ..beat.entries.policy import EntryPolicy
+from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule
+from ..errors import EntryError
+from ..masking import MASK
+
+if TYPE_CHECKING:
+    from ..beat.entries.salvage import Salvage
+    from .exchange import Fields
+
+__all__ = ("KINDS", "Change", "Draft", "version_of")
+
+#: The kinds of a schedule, as the form shows them.
+KINDS = {"every": "Every …", "cron": "Cron", "rule": "Rule", "once": "Once", "json": "JSON"}
+
+CRON = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
+
+#: The parts of a rule that have a field of their own; a rule with other parts is shown as JSON.
+RULE = ("freq", "interval", "byweekday", "bysetpos", "bymonthday", "bymonth", "byhour", "byminute", "count")
+FREQUENCIES = ("YEARLY", "MONTHLY", "WEEKLY", "DAILY", "HOURLY", "MINUTELY", "SECONDLY")
+
+UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
+
+#: The fields of a policy that the form has; a pause has a form of its own.
+NUMBERS = ("misfire_grace_time", "jitter", "expires", "max_runs")
+INSTANTS = ("start_time", "end_time")
+TEXTS = ("timezone", "overlap", "note")
+FLAGS = ("run_on_start",)
+
+#: The fields that make a schedule.
+SCHEDULE = (
+    *("kind", "every", "unit", *CRON, *(f"rule_{name}" for name in RULE), "rule_dtstart", "rule_until"),
+    *("once", "json"),
+)
+
+#: All fields, in the order of the form.
+FIELDS = (
+    *("name", "task", *SCHEDULE, "args", "kwargs", "options", "enabled"),
+    *(*TEXTS, *NUMBERS, *INSTANTS, *FLAGS, "tags"),
+)
+
+
+class Change(NamedTuple):
+    """A field that differs."""
+
+    field: str
+    before: str
+    after: str
+
+
+def version_of(found: Salvage | None) -> str:
+    """Return a string that differs once the definition or the policy of an entry is changed; empty if there is none."""
+    if found is None:
+        return ""
+    text = "\0".join((found.texts["definition"], found.texts["policy"]))
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+@dataclass(slots=True)
+class Draft:
+    """The fields of the form.
+
+    ``errors`` has the reason for each field that cannot be used.
+    """
+
+    values: dict[str, str]
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return the draft of a new entry."""
+        empty = dict.fromkeys(FIELDS, "")
+        return cls(
+            empty
+            | {"kind": "cron", "unit": "s", "minute": "0", "hour": "3", "args": "[]", "kwargs": "{}", "options": "{}"}
+            | dict.fromkeys(("day_of_month", "month_of_year", "day_of_week"), "*")
+            | {"enabled": "on", "rule_freq": "MONTHLY", "rule_interval": "1"}
+        )
+
+    @classmethod
+    def of_form(cls, form: Fields) -> Self:
+        """Return the draft that a form holds."""
+        return cls({name: form.get(name).replace("\r\n", "\n") for name in FIELDS})
+
+    @classmethod
+    def of_entry(cls, found: Salvage, zone: tzinfo, shown: Mapping[str, object]) -> Self:
+        """Return the draft of a stored entry, or of its readable parts.
+
+        Args:
+            zone: in which it is read.
+            shown: its args, kwargs and options as they may be shown.
+        """
+        draft = cls.new()
+        values, wishes = draft.values, found.wishes
+        values |= {"name": found.name, "task": str(found.fields.get("task", ""))}
+        values |= {
+            name: _pretty(shown.get(name, {} if name != "args" else [])) for name in ("args", "kwargs", "options")
+        }
+        values["enabled"] = "on" if found.fields.get("enabled", True) else ""
+        when = found.fields.get("schedule")
+        if isinstance(when, BaseSchedule):
+            values |= _of_schedule(when, zone)
+        for name in (*TEXTS, *NUMBERS, *INSTANTS):
+            value = wishes.get(name)
+            values[name] = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        values["run_on_start"] = "on" if wishes.get("run_on_start") else ""
+        tags = wishes.get("tags")
+        values["tags"] = ", ".join(map(str, tags)) if isinstance(tags, Sequence) and not isinstance(tags, str) else ""
+        return draft
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no field has an error so far."""
+        return not self.errors
+
+    def fields(self, stored: Mapping[str, object], zone: tzinfo) -> dict[str, Any]:
+        """Return the fields of the definition, and note errors.
+
+        Args:
+            stored: args, kwargs and options as they are stored, for values that the form does not show.
+            zone: in which the schedule is read.
+        """
+        values, found = self.values, dict[str, Any]()
+        if not values["task"].strip():
+            self.errors["task"] = "name the task that the entry runs"
+        found["task"] = values["task"].strip()
+        for name, kind, what in (("args", list, "array"), ("kwargs", dict, "object"), ("options", dict, "object")):
+            try:
+                value = json.loads(values[name] or ("[]" if kind is list else "{}"))
+            except json.JSONDecodeError as exc:
+                self.errors[name] = f"line {exc.lineno}, column {exc.colno}: {exc.msg}"
+                continue
+            except (ValueError, RecursionError) as exc:
+                self.errors[name] = f"no JSON: {exc}"
+                continue
+            if not isinstance(value, kind):
+                self.errors[name] = f"must be a JSON {what}"
+                continue
+            found[name] = _unmasked(value, stored.get(name))
+        found["enabled"] = values["enabled"] == "on"
+        try:
+            found["schedule"] = self.schedule(zone)
+        except (EntryError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as exc:
+            self.errors["schedule"] = (
+                str(exc).removeprefix("definition has an invalid schedule: ") or type(exc).__name__
+            )
+        return found
+
+    def wishes(self) -> dict[str, object]:
+        """Return the fields of the policy, None for those that are left empty, and note errors."""
+        values, found = self.values, dict[str, object]()
+        for name in (*TEXTS, *INSTANTS):
+            found[name] = values[name].strip() or None
+        if values["note"] == "":
+            found["note"] = None
+        for name in NUMBERS:
+            text = values[name].strip()
+            try:
+                found[name] = None if not text else int(text) if name == "max_runs" else float(text)
+            except ValueError:
+                self.errors[name] = "must be a number"
+        found["run_on_start"] = True if values["run_on_start"] == "on" else None
+        if "tags" in EntryPolicy.names():
+            found["tags"] = [tag.strip() for tag in values["tags"].split(",") if tag.strip()] or None
+        for name, value in found.items():
+            try:
+                EntryPolicy.of({name: value})
+            except EntryError as exc:
+                self.errors.setdefault(name, str(exc).removeprefix("policy: "))
+        return found
+
+    def schedule(self, zone: tzinfo) -> BaseSchedule:
+        """Return the schedule, read as beat reads one that is stored.
+
+        Raises:
+            EntryError, ValueError, TypeError, ...: it cannot be read.
+        """
+        found = decode_schedule(json.loads(json.dumps(self._raw(zone)), cls=Decoder))
+        if not isinstance(found, BaseSchedule):
+            raise EntryError('is no schedule, such as {"__type__": "interval", "every": 60}')
+        return found
+
+    def _raw(self, zone: tzinfo) -> Any:
+        """Return the schedule as JSON has it."""
+        values = self.values
+        match values["kind"]:
+            case "every":
+                every = float(values["every"] or "nan") * UNITS.get(values["unit"], 1)
+                if not 0 < every < float("inf"):
+                    raise EntryError("the interval must be a positive number")
+                return {"__type__": "interval", "every": every}
+            case "cron":
+                return {"__type__": "crontab", **{name: values[name].strip() or "*" for name in CRON}}
+            case "rule":
+                return self._raw_rule(zone)
+            case "once":
+                if not values["once"]:
+                    raise EntryError("choose the date and the time")
+                return {"__type__": "clocked", "instant": _local(values["once"], zone).isoformat()}
+            case _:
+                try:
+                    return json.loads(values["json"])
+                except json.JSONDecodeError as exc:
+                    raise EntryError(f"line {exc.lineno}, column {exc.colno}: {exc.msg}") from None
+
+    def _raw_rule(self, zone: tzinfo) -> Mapping[str, object]:
+        values, raw = self.values, dict[str, object]()
+        for name in RULE:
+            text = values[f"rule_{name}"].strip()
+            if text and name in {"freq"}:
+                raw[name] = text
+            elif text and name == "byweekday":
+                raw[name] = [day.strip().upper() for day in text.split(",") if day.strip()]
+            elif text:
+                numbers = [_whole(part, name) for part in text.split(",") if part.strip()]
+                raw[name] = numbers[0] if name in {"interval", "count"} else numbers
+        for name in ("dtstart", "until"):
+            if text := values[f"rule_{name}"]:
+                moment = _local(text, zone)
+                key = getattr(zone, "key", None)
+                offset = moment.astimezone(zone).utcoffset()
+                raw[name] = moment.timestamp()
+                raw[f"{name}_tz"] = key or (offset.total_seconds() / 60 if offset else 0)
+        return {"__type__": "rrule", **raw}
+
+    def texts(self) -> dict[str, str]:
+        """Return each field as a person compares it; the fields of the schedule as one."""
+        values = self.values
+        shown = {name: values[name] for name in FIELDS if name not in SCHEDULE and name != "name"}
+        match values["kind"]:
+            case "every":
+                when = f"every {values['every']} {values['unit']}"
+            case "cron":
+                when = "cron " + " ".join(values[name] for name in CRON)
+            case "rule":
+                parts = [*(f"rule_{name}" for name in RULE), "rule_dtstart", "rule_until"]
+                when = "\n".join(f"{name.removeprefix('rule_')} {values[name]}" for name in parts if values[name])
+            case "once":
+                when = f"once, at {values['once']}"
+            case _:
+                when = values["json"]
+        return {"task": shown.pop("task"), "schedule": when, **shown}
+
+    def changes(self, other: Draft) -> Sequence[Change]:
+        """Return the fields in which another draft differs."""
+        mine, theirs = self.texts(), other.texts()
+        return [Change(name, mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]]
+
+    def has_schedule_of(self, other: Draft) -> bool:
+        """Return whether the schedule, and the zone in which it is read, are those of another draft."""
+        return all(self.values[name] == other.values[name] for name in (*SCHEDULE, "timezone"))
+
+    def merged(self, before: Draft, theirs: Draft) -> Draft:
+        """Return this draft with the fields of another one that were not changed here."""
+        groups = [SCHEDULE, *((name,) for name in FIELDS if name not in SCHEDULE)]
+        values = dict(self.values)
+        for group in groups:
+            if all(self.values[name] == before.values[name] for name in group):
+                values |= {name: theirs.values[name] for name in group}
+        return Draft(values)
+
+
+def _of_schedule(when: BaseSchedule, zone: tzinfo) -> dict[str, str]:
+    """Return the fields of a schedule; as JSON if no other kind has all of its parts."""
+    try:
+        raw = json.loads(json.dumps(when, cls=Encoder))
+    except (TypeError, ValueError):  # only the code can give it
+        return {"kind": "json", "json": ""}
+    as_json = {"kind": "json", "json": _pretty(raw)}
+    match raw.get("__type__"):
+        case "interval" if not raw.get("relative"):
+            every = float(raw["every"])
+            unit = next((unit for unit in ("d", "h", "min") if every >= UNITS[unit] and every % UNITS[unit] == 0), "s")
+            return {"kind": "every", "every": f"{every / UNITS[unit]:.15g}", "unit": unit, "json": _pretty(raw)}
+        case "crontab":
+            fields = {name: raw.get(name, "*") for name in CRON}
+            texts = {
+                name: ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                for name, value in fields.items()
+            }
+            return {**as_json, "kind": "cron", **texts}
+        case "clocked":
+            instant = datetime.fromisoformat(raw["instant"])
+            return {**as_json, "kind": "once", "once": _shown_local(instant, zone)}
+        case "rrule":
+            return _of_rule(raw, zone) or as_json
+    return as_json
+
+
+def _of_rule(raw: Mapping[str, Any], zone: tzinfo) -> dict[str, str]:
+    """Return the fields of a rule, empty if it has parts without a field."""
+    given = {name: value for name, value in raw.items() if value is not None and name != "__type__"}
+    ends = {"dtstart", "dtstart_tz", "until", "until_tz"}
+    freq = given.get("freq")
+    if given.keys() - {*RULE, *ends} or not isinstance(freq, int) or "dtstart" not in given:
+        return {}
+    fields = {"kind": "rule", "json": _pretty(raw)}
+    for name in RULE:
+        value = given.get(name)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if name == "freq":
+            fields["rule_freq"] = FREQUENCIES[freq]
+        elif name == "byweekday":
+            fields["rule_byweekday"] = ", ".join(_weekday(day) for day in values)
+        else:
+            fields[f"rule_{name}"] = ", ".join(map(str, values))
+    for name in ("dtstart", "until"):
+        if name in given:
+            fields[f"rule_{name}"] = _shown_local(datetime.fromtimestamp(given[name], UTC), zone)
+    return fields
+
+
+def _weekday(day: Any) -> str:
+    names = ("MO", "TU", "WE", "TH", "FR", "SA", "SU")
+    if isinstance(day, Mapping):
+        return f"{day.get('n') or ''}{names[day.get('wkday', day.get('weekday', 0))]}"
+    return names[day]
+
+
+def _whole(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise EntryError(f"{name} of a rule is a list of whole numbers, not {text.strip()!r}") from None
+
+
+def _local(text: str, zone: tzinfo) -> datetime:
+    """Return the instant of a date and time on the wall clock of a zone."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise EntryError(f"{text!r} is no date and time like 2026-12-01T09:00") from None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=zone)).astimezone(UTC)
+
+
+def _shown_local(moment: datetime, zone: tzinfo) -> str:
+    return moment.astimezone(zone).replace(tzinfo=None).isoformat(timespec="seconds")
+
+
+def _pretty(value: object) -> str:
+    flat = json.dumps(value, ensure_ascii=False, default=str)
+    return flat if len(flat) <= 60 else json.dumps(value, indent=2, ensure_ascii=False, default=str)
+
+
+def _unmasked(value: Any, stored: Any) -> Any:
+    """Return a value with what is stored in the place of each mask."""
+    if value == MASK:
+        return value if stored is None else stored
+    if isinstance(value, dict) and isinstance(stored, Mapping):
+        return {name: _unmasked(each, stored.get(name)) for name, each in value.items()}
+    if isinstance(value, list) and isinstance(stored, Sequence) and not isinstance(stored, str):
+        return [_unmasked(each, stored[at] if at < len(stored) else None) for at, each in enumerate(value)]
+    return value

@@ -1,0 +1,238 @@
+"""The form of an entry: its preview, the diff before it is saved, and the merge if another process was faster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, tzinfo
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+from ..beat.calendar.shifts import effects
+from ..beat.calendar.words import in_words
+from ..beat.entries.entry import NOTHING, Entry
+from ..beat.entries.policy import EntryPolicy
+from ..errors import ConflictError, EntryError, UnknownEntryError
+from .actions import Page, leads_to
+from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft, version_of
+
+if TYPE_CHECKING:
+    from celery.schedules import BaseSchedule
+
+    from ..beat.entries.salvage import Salvage
+    from .board import Board
+    from .exchange import Fields, PageReply, PageRequest
+    from .security import User
+
+__all__ = ("ask", "preview", "save")
+
+#: Next runs of a preview.
+PREVIEWED = 5
+
+#: Most tasks that the form proposes.
+MOST_TASKS = 500
+
+
+@dataclass(slots=True)
+class Preview:
+    """What a draft would do."""
+
+    words: str
+    runs: Sequence[datetime]
+    effects: Sequence[str]  #: of the shifts of the clocks within a year
+    zone: tzinfo
+    unknown_task: str  #: that no worker knows the task; empty if one does, or if none could be asked
+
+
+def ask(board: Board, request: PageRequest, user: User) -> Page:
+    """Show the form of a new entry, of a stored one, or of a copy."""
+    name, like = request.query.get("name"), request.query.get("like")
+    found = _stored(board, user, name or like) if name or like else None
+    if found is None and (name or like):
+        board.schedule(user).get(name or like)  # raises
+    draft = Draft.new() if found is None else _draft_of(board, found)
+    if like and not name:
+        draft.values["name"] = ""
+        found = None
+    return _form(board, draft, found=found, before=draft)
+
+
+def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
+    """Check a draft, show what it changes, or store it."""
+    form = request.changes
+    name, is_new = form.get("name"), not form.get("version")
+    found, draft, before = _stored(board, user, name), Draft.of_form(form), _before(form)
+    zone = _zone_of(board, draft)
+    fields, wishes = draft.fields(_stored_fields(board, form, user, found), zone), draft.wishes()
+    if found is not None and "schedule" in found.fields and draft.has_schedule_of(_draft_of(board, found)):
+        fields["schedule"] = found.fields["schedule"]  # of the many ways to write it, keep the stored one
+        draft.errors.pop("schedule", None)
+    if not name:
+        draft.errors["name"] = "give the entry a name"
+    if draft.errors or form.get("do") in {"preview", "back"}:
+        shown = _preview(board, draft, fields.get("schedule")) if form.get("do") == "preview" else None
+        status = 422 if draft.errors and form.get("do") != "back" else 200
+        page = _form(
+            board, draft, found=None if is_new else found, before=before, version=form.get("version"), preview=shown
+        )
+        return page._replace(status=status)
+    if is_new and found is not None:
+        draft.errors["name"] = "there is an entry of this name already"
+        return _form(board, draft, found=None, before=before)._replace(status=409)
+    if not is_new and version_of(found) != form.get("version"):
+        return _conflict(board, user, draft, before, found)
+    try:
+        entry = _entry(board, name, fields, wishes, found)
+        if form.get("do") != "save":
+            changes = before.changes(draft) if not is_new else Draft.new().changes(draft)
+            context = {
+                "name": name,
+                "changes": changes,
+                "preview": _preview(board, draft, entry.schedule),
+                "values": draft.values,
+                "fields": FIELDS,
+                "is_new": is_new,
+                "version": form.get("version"),
+                "before": json.dumps(before.values),
+            }
+            return Page("review.html", context)
+        board.schedule(user).save(entry)
+    except ConflictError:
+        return _conflict(board, user, draft, before, _stored(board, user, name))
+    except (EntryError, ValueError) as exc:
+        draft.errors["whole"] = str(exc)
+        found = None if is_new else found
+        return _form(board, draft, found=found, before=before, version=form.get("version"))._replace(status=422)
+    return leads_to(request, "/entry", name=name, done="saved")
+
+
+def preview(board: Board, request: PageRequest, user: User) -> Page:
+    """Show what a draft would do; for a form that is being filled in."""
+    draft = Draft.of_form(request.changes)
+    with suppress(EntryError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
+        return Page("preview.html", {"preview": _preview(board, draft, draft.schedule(_zone_of(board, draft)))})
+    draft.fields({}, _zone_of(board, draft))
+    return Page("preview.html", {"preview": None, "why": draft.errors.get("schedule", "")})
+
+
+def _stored(board: Board, user: User, name: str) -> Salvage | None:
+    with suppress(UnknownEntryError):
+        return board.schedule(user).salvage(name) if name else None
+    return None
+
+
+def _draft_of(board: Board, found: Salvage) -> Draft:
+    zone = board.zone
+    with suppress(Exception):  # its policy may be unreadable
+        zone = EntryPolicy.of({"timezone": found.wishes.get("timezone")}).timezone or board.zone
+    return Draft.of_entry(found, zone, board.shown_call(found.fields))
+
+
+def _before(form: Fields) -> Draft:
+    """Return the draft with which the user began."""
+    try:
+        values = json.loads(form.get("before") or "{}")
+        return Draft(Draft.new().values | {name: str(values[name]) for name in FIELDS if name in values})
+    except (ValueError, TypeError, RecursionError):
+        return Draft.new()
+
+
+def _zone_of(board: Board, draft: Draft) -> tzinfo:
+    try:
+        return ZoneInfo(draft.values["timezone"].strip()) if draft.values["timezone"].strip() else board.zone
+    except Exception:  # ZoneInfo raises five different errors; the field has an error then
+        return board.zone
+
+
+def _stored_fields(board: Board, form: Fields, user: User, found: Salvage | None) -> Any:
+    """Return the stored fields whose masked values a draft keeps: of the entry, or of the one that was copied."""
+    source = found or (_stored(board, user, form.get("like")) if form.get("like") else None)
+    return source.fields if source is not None else {}
+
+
+def _entry(board: Board, name: str, fields: Any, wishes: Any, found: Salvage | None) -> Entry:
+    if found is not None:
+        return found.changed(fields, wishes)
+    given = {option: value for option, value in wishes.items() if value is not None}
+    entry = Entry(name, app=board.app, policy=EntryPolicy.of(given), **fields)
+    entry.version = NOTHING
+    return entry
+
+
+def _preview(board: Board, draft: Draft, schedule: BaseSchedule | None) -> Preview | None:
+    """Return what a draft would do; None if it has no usable schedule."""
+    if schedule is None:
+        return None
+    zone, policy = _zone_of(board, draft), draft.wishes()
+    given = {option: value for option, value in policy.items() if value is not None and option not in draft.errors}
+    entry = Entry("preview", "preview", schedule, app=board.app, policy=EntryPolicy.of(given))
+    now = board.now
+    runs = [*islice(entry.timetable.runs(now, now), PREVIEWED)]
+    workers, unknown = board.workers(), ""
+    task = draft.values["task"].strip()
+    if task and workers is not None:
+        known = frozenset().union(*workers.known_tasks.values())
+        if not known:
+            unknown = "No worker answers, so it is not known whether one has the task."
+        elif task not in known:
+            unknown = f"No worker that answers knows the task {task}: a worker that gets its message drops it."
+    return Preview(in_words(schedule), runs, [*effects(schedule, zone, now)], zone, unknown)
+
+
+def _form(
+    board: Board,
+    draft: Draft,
+    *,
+    found: Salvage | None,
+    before: Draft,
+    version: str | None = None,
+    preview: Preview | None = None,
+) -> Page:
+    """Return the form with a draft.
+
+    Args:
+        found: the stored entry that is edited; None: the entry is new.
+        before: the draft with which the user began.
+        version: of the stored entry at that time; by default of ``found``.
+    """
+    tasks = sorted(name for name in board.app.tasks if not name.startswith("celery."))
+    context = {
+        "values": draft.values,
+        "errors": draft.errors,
+        "is_new": found is None,
+        "version": version_of(found) if version is None else version,
+        "before": json.dumps(before.values),
+        "kinds": KINDS,
+        "units": UNITS,
+        "frequencies": FREQUENCIES,
+        "tasks": tasks[:MOST_TASKS],
+        "zone": _zone_of(board, draft),
+        "preview": preview,
+        "problems": dict(found.problems) if found is not None else {},
+    }
+    return Page("edit.html", context)
+
+
+def _conflict(board: Board, user: User, draft: Draft, before: Draft, found: Salvage | None) -> Page:
+    """Show in three columns what the user began with, what the user wants, and what another process has stored."""
+    if found is None:
+        raise ConflictError("the entry was deleted meanwhile: to store it again, duplicate it from its changes")
+    theirs = _draft_of(board, found)
+    merged = draft.merged(before, theirs)
+    began, mine, other = before.texts(), draft.texts(), theirs.texts()
+    rows = [
+        (name, began[name], mine[name], other[name]) for name in mine if not began[name] == mine[name] == other[name]
+    ]
+    context = {
+        "name": found.name,
+        "rows": rows,
+        "merged": merged.values,
+        "mine": draft.values,
+        "fields": FIELDS,
+        "version": version_of(found),
+        "before": json.dumps(theirs.values),
+    }
+    return Page("conflict.html", context, 409)

@@ -1,0 +1,96 @@
+"""What a host framework hands to the page, and what it gets back: the page itself knows no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+from urllib.parse import parse_qsl, urlencode
+
+__all__ = ("LARGEST_BODY", "Fields", "PageReply", "PageRequest")
+
+#: Most bytes of the body of a request.
+LARGEST_BODY = 64 * 1024
+
+#: Most fields of a query or a form: a page lists a hundred entries at most, each with a box to select it.
+MOST_FIELDS = 500
+
+
+class Fields:
+    """The fields of a query or a form; a name may have several values.
+
+    Args:
+        pairs: names and values, in their order.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
+        self.pairs: Sequence[tuple[str, str]] = [*pairs]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the fields of an encoded query or form.
+
+        Raises:
+            ValueError: there are too many fields.
+        """
+        return cls(parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_FIELDS))
+
+    def get(self, name: str, default: str = "") -> str:
+        """Return the first value of a field, or the default."""
+        return next((value for key, value in self.pairs if key == name), default)
+
+    def all(self, name: str) -> Sequence[str]:
+        """Return all values of a field."""
+        return [value for key, value in self.pairs if key == name]
+
+    def number(self, name: str, default: int, *, least: int = 1, most: int) -> int:
+        """Return a whole number within bounds; the default if there is none."""
+        text = self.get(name)
+        return min(most, max(least, int(text))) if text.isascii() and text.isdecimal() and len(text) < 10 else default
+
+    def encode(self, **changes: str) -> str:
+        """Return the fields as a query, with some values replaced; an empty value removes its field."""
+        kept = [(name, value) for name, value in self.pairs if name not in changes]
+        return urlencode([*kept, *((name, value) for name, value in changes.items() if value)], errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """A request as the page sees it."""
+
+    path: str  #: below the place where the page is mounted; begins with a slash
+    query: Fields = field(default_factory=Fields)
+    form: Fields | None = None  #: of a POST; None: a GET
+    headers: Mapping[str, str] = field(default_factory=dict)  #: by their names in lower case
+    cookies: Mapping[str, str] = field(default_factory=dict)
+    client: str = ""  #: address of the other end of the connection; empty if unknown
+    root: str = ""  #: the path under which the page is mounted, without a slash at its end
+    is_tls: bool = False
+    token: str = ""  #: against forged requests: each form carries it
+    nonce: str = ""  #: of the host's own Content-Security-Policy; empty if it has none
+
+    @property
+    def is_fragment(self) -> bool:
+        """Whether only the live part of the page is asked for."""
+        return self.headers.get("hx-request") == "true"
+
+    @property
+    def changes(self) -> Fields:
+        """The form of a POST; empty fields for a GET."""
+        return self.form if self.form is not None else Fields()
+
+    def url(self, path: str, **query: object) -> str:
+        """Return the address of another view; names of entries stand in the query, never in the path."""
+        pairs = [(name, str(value)) for name, value in query.items() if value not in (None, "")]
+        return f"{self.root}{path}" + (f"?{urlencode(pairs, errors='surrogateescape')}" if pairs else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PageReply:
+    """The answer to a request."""
+
+    body: str | bytes = ""
+    status: int = 200
+    kind: str = "text/html; charset=utf-8"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    cookies: Mapping[str, str] = field(default_factory=dict)  #: to set; the host adds SameSite=Strict and its own flags

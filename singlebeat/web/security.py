@@ -1,0 +1,384 @@
+"""Who may see and change what: roles, passwords and tokens, forged requests, hosts, headers and limits."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .exchange import PageRequest
+
+__all__ = (
+    "COOKIE",
+    "HEADERS",
+    "Gate",
+    "RefusedError",
+    "Role",
+    "User",
+    "Users",
+    "hashed_password",
+    "hashed_token",
+    "is_loopback",
+)
+
+#: Name of the cookie and of the form field that hold the token against forged requests.
+COOKIE = "singlebeat_token"
+
+#: On every answer: nothing is loaded from elsewhere, no script or style stands in a page, no page is kept or framed.
+HEADERS: Mapping[str, str] = MappingProxyType(
+    {
+        "Content-Security-Policy": (
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+            "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        ),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+    }
+)
+
+#: Hosts by which a browser on this machine asks.
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+#: Changes that a user may make, and passwords that a client may get wrong, within a minute.
+MOST_CHANGES, MOST_FAILURES = 120, 10
+
+#: Verified passwords that are remembered, so that a page that polls does not compute a slow hash each time.
+REMEMBERED = 256
+
+#: Cost of the hash of a password: 16 MiB and some 50 ms.
+_SCRYPT = {"n": 2**14, "r": 8, "p": 1}
+
+
+class Role(IntEnum):
+    """What a user may do; each role may also do what a lower one may."""
+
+    NONE = 0
+    READ = 1
+    OPERATE = 2  #: run, pause, resume, and free locks of dead workers
+    ADMIN = 3  #: edit, delete, backfill, free a lock by force, resign
+
+    @classmethod
+    def named(cls, word: str) -> Role:
+        """Return a role by its name in lower case.
+
+        Raises:
+            ConfigError: there is no such role.
+        """
+        try:
+            return cls[word.strip().upper()]
+        except KeyError:
+            words = ", ".join(role.name.lower() for role in cls)
+            raise ConfigError(f"{word!r} is no role: use one of {words}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A person or a program that asks."""
+
+    name: str
+    role: Role
+
+    def may(self, role: Role) -> bool:
+        """Return whether the user has a role, or a higher one."""
+        return self.role >= role
+
+
+class RefusedError(Exception):
+    """A request is refused; ``status`` and ``headers`` are those of the answer, the message is for the user."""
+
+    def __init__(self, text: str, status: int = 403, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(text)
+        self.status, self.headers = status, headers
+
+
+def hashed_password(password: str, salt: bytes | None = None) -> str:
+    """Return the hash of a password for a users file."""
+    salt = secrets.token_bytes(16) if salt is None else salt
+    made = hashlib.scrypt(password.encode(), salt=salt, maxmem=64 * 1024 * 1024, dklen=32, **_SCRYPT)
+    return f"scrypt${base64.b64encode(salt).decode()}${base64.b64encode(made).decode()}"
+
+
+def hashed_token(token: str) -> str:
+    """Return the hash of a bearer token for a users file; a token is random, so a fast hash is enough."""
+    return f"token${hashlib.sha256(token.encode()).hexdigest()}"
+
+
+class Users:
+    """The users of a file, with a line ``NAME:ROLE:HASH`` for each password, token, or user of a proxy.
+
+    Args:
+        text: of the file. Empty lines and lines that begin with # are skipped. The hash is that of
+            ``hashed_password`` or ``hashed_token``, or empty for a user whom a proxy has authenticated.
+
+    Raises:
+        ConfigError: a line is wrong; the message has its number, and no hash.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.roles: dict[str, Role] = {}
+        self._passwords: dict[str, str] = {}
+        self._tokens: list[tuple[str, User]] = []
+        self._verified: OrderedDict[bytes, None] = OrderedDict()
+        self._key, self._one_at_a_time = secrets.token_bytes(32), threading.Lock()
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            name, _, rest = line.strip().partition(":")
+            word, colon, hashed = rest.partition(":")
+            if not name or not colon:
+                raise ConfigError(f"line {number} of the users file is not NAME:ROLE:HASH")
+            role = Role.named(word)
+            if hashed.startswith("token$"):
+                self._tokens.append((hashed, User(name, role)))
+                continue
+            self.roles[name] = role
+            if hashed and (not hashed.startswith("scrypt$") or hashed.count("$") != 2):
+                raise ConfigError(f"line {number} of the users file has an unknown hash: make one with --add-user")
+            if hashed:
+                self._passwords[name] = hashed
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Users:
+        """Return the users of a file.
+
+        Raises:
+            ConfigError: the file cannot be read, or a line is wrong.
+        """
+        try:
+            return cls(Path(path).read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"the users file cannot be read: {exc}") from exc
+
+    @property
+    def has_passwords(self) -> bool:
+        """Whether a browser can ask for a password."""
+        return bool(self._passwords)
+
+    def of_password(self, name: str, password: str) -> User | None:
+        """Return the user of a password, or None; an unknown name takes as long as a wrong password."""
+        stored = self._passwords.get(name)
+        known = hmac.digest(self._key, f"{name}\0{password}\0{stored}".encode(errors="surrogateescape"), "sha256")
+        with self._one_at_a_time:
+            if stored is not None and known in self._verified:
+                return User(name, self.roles[name])
+            _, salt, _ = (stored or _hash_of_no_user()).split("$")
+            made = hashed_password(password, base64.b64decode(salt))
+            if not hmac.compare_digest(made, stored or _hash_of_no_user()) or stored is None:
+                return None
+            self._verified[known] = None
+            if len(self._verified) > REMEMBERED:
+                self._verified.popitem(last=False)
+        return User(name, self.roles[name])
+
+    def of_token(self, token: str) -> User | None:
+        """Return the user of a bearer token, or None; all tokens are compared, in constant time."""
+        made, found = hashed_token(token), None
+        for stored, user in self._tokens:
+            if hmac.compare_digest(made, stored):
+                found = user
+        return found
+
+
+@lru_cache(maxsize=1)
+def _hash_of_no_user() -> str:
+    """Return the hash that is computed for an unknown name; no password has it."""
+    return hashed_password(secrets.token_urlsafe(32))
+
+
+class Limit:
+    """A limit of events per minute, for each key.
+
+    Args:
+        most: events within a minute.
+        clock: monotonic seconds.
+    """
+
+    KEYS = 10_000
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most, self._clock = most, clock
+        self._events: OrderedDict[str, deque[float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_reached(self, key: str) -> bool:
+        """Return whether a key has had all its events of the last minute."""
+        with self._lock:
+            events = self._events.get(key, deque())
+            while events and events[0] <= self._clock() - 60:
+                events.popleft()
+            return len(events) >= self.most
+
+    def count(self, key: str) -> None:
+        """Count an event of a key."""
+        with self._lock:
+            self._events.setdefault(key, deque(maxlen=self.most)).append(self._clock())
+            self._events.move_to_end(key)
+            if len(self._events) > self.KEYS:
+                self._events.popitem(last=False)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address, or the name localhost, is of this machine only."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Decides who asks, and whether a request is admitted.
+
+    Without users, proxies and ``resolve_user``, only this machine is admitted, under a name of its own.
+    """
+
+    users: Users | None = None
+    proxies: Sequence[str] = ()  #: networks whose ``user_header`` names the user
+    user_header: str = ""
+    #: Returns the user of the host's own request, or None.
+    resolve_user: Callable[[Any], User | None] | None = None
+    #: Of users without a line in the users file: those of a proxy; without authentication, of this machine.
+    default_role: Role | None = None
+    read_only: bool = False
+    hosts: Sequence[str] = ()  #: further names under which the page is asked for; ``*`` for any
+    changes: Limit = field(default_factory=lambda: Limit(MOST_CHANGES))
+    failures: Limit = field(default_factory=lambda: Limit(MOST_FAILURES))
+
+    def __post_init__(self) -> None:
+        try:
+            networks = [ipaddress.ip_network(network) for network in self.proxies]
+        except ValueError as exc:
+            raise ConfigError(f"a trusted proxy is a network like 10.0.0.0/8: {exc}") from None
+        if bool(networks) != bool(self.user_header):
+            raise ConfigError("a trusted proxy and the header in which it names the user go together")
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether users are told apart."""
+        return self.users is not None or bool(self.proxies) or self.resolve_user is not None
+
+    def admit(self, request: PageRequest, host_request: object = None) -> User:
+        """Return the user of a request.
+
+        Args:
+            host_request: the request of the host's framework, for ``resolve_user``.
+
+        Raises:
+            RefusedError: the request is refused.
+        """
+        self._check_host(request)
+        user = self._identify(request, host_request)
+        if self.read_only:
+            user = replace(user, role=min(user.role, Role.READ))
+        if request.form is not None:
+            _check_origin(request)
+            _check_token(request)
+        return user
+
+    def check_rate(self, user: User, request: PageRequest) -> None:
+        """Count a change.
+
+        Raises:
+            RefusedError: the user has made too many changes within a minute.
+        """
+        key = user.name or request.client
+        if self.changes.is_reached(key):
+            raise RefusedError(f"these are more than {self.changes.most} changes in a minute: wait a moment", 429)
+        self.changes.count(key)
+
+    def _check_host(self, request: PageRequest) -> None:
+        """Check the name by which the page was asked for: another site may let its own name lead here."""
+        if "*" in self.hosts or (self.resolve_user is not None and not self.hosts):
+            return
+        given = request.headers.get("host", "")
+        name = given[: given.rfind(":")] if given.rpartition(":")[2].isdecimal() else given
+        if name.lower() not in {*LOCAL_HOSTS, *(host.lower() for host in self.hosts)}:
+            raise RefusedError("the page is not served under this host name: allow it with --allow-host", 421)
+
+    def _identify(self, request: PageRequest, host_request: object) -> User:
+        if self.resolve_user is not None:
+            user = self.resolve_user(host_request)
+            if user is None:
+                raise RefusedError("you are not signed in", 403)
+            return user
+        if self.proxies and (user := self._of_proxy(request)) is not None:
+            return user
+        if self.users is not None:
+            return self._of_users(request, self.users)
+        if self.proxies:
+            raise RefusedError("the trusted proxy has named no user", 401)
+        if not is_loopback(request.client) or {"forwarded", "x-forwarded-for", "x-real-ip"} & request.headers.keys():
+            raise RefusedError("without authentication, the page answers this machine only: name a users file", 403)
+        return User("", Role.ADMIN if self.default_role is None else self.default_role)
+
+    def _of_proxy(self, request: PageRequest) -> User | None:
+        name = request.headers.get(self.user_header.lower(), "")
+        try:
+            address = ipaddress.ip_address(request.client)
+        except ValueError:
+            return None
+        if not name or not any(address in ipaddress.ip_network(network) for network in self.proxies):
+            return None
+        roles = self.users.roles if self.users is not None else {}
+        return User(name, roles.get(name, self.default_role or Role.NONE))
+
+    def _of_users(self, request: PageRequest, users: Users) -> User:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        asks = {"WWW-Authenticate": 'Basic realm="singlebeat", charset="UTF-8"'} if users.has_passwords else {}
+        if not given:
+            raise RefusedError("sign in", 401, asks)
+        if self.failures.is_reached(request.client):
+            raise RefusedError("too many wrong passwords: wait a minute", 429)
+        user = None
+        if scheme.lower() == "bearer":
+            user = users.of_token(given.strip())
+        elif scheme.lower() == "basic":
+            try:
+                name, _, password = base64.b64decode(given, validate=True).decode().partition(":")
+            except (binascii.Error, UnicodeDecodeError):
+                name = password = ""
+            user = users.of_password(name, password)
+        if user is None:
+            self.failures.count(request.client)
+            raise RefusedError("wrong name, password or token", 401, asks)
+        return user
+
+
+def _check_origin(request: PageRequest) -> None:
+    """Check that a form was sent from a page of ours, as far as the browser says where it comes from."""
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    is_own = origin is None or urlsplit(origin).netloc == request.headers.get("host", "")
+    # By our own Referrer-Policy, a browser sends the Origin "null" with our own forms.
+    if site not in {None, "same-origin"} or not (is_own or (site == "same-origin" and origin == "null")):
+        raise RefusedError("the form comes from another site, so nothing was changed", 403)
+
+
+def _check_token(request: PageRequest) -> None:
+    cookie, given = request.cookies.get(COOKIE, ""), request.changes.get(COOKIE)
+    if not cookie or not hmac.compare_digest(cookie.encode(), given.encode(errors="surrogateescape")):
+        raise RefusedError(
+            "the form is older than your session, or your browser keeps no cookies, so nothing was changed: go back, "
+            "reload the page, and send the form again",
+            403,
+        )

@@ -1,0 +1,131 @@
+"""The page as an ASGI app, by itself or mounted in another one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from .exchange import LARGEST_BODY, Fields, PageReply, PageRequest
+from .security import COOKIE, HEADERS, Gate, RefusedError
+from .site import Site
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ("make_app",)
+
+#: What the page loads; it lies beside this file.
+STATIC = Path(__file__).parent / "static"
+
+
+class _Guarded:
+    """Adds the headers of every answer, and checks who asks before anything is answered."""
+
+    def __init__(self, inner: ASGIApp) -> None:
+        self.inner = inner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name.lower() for name, _ in message["headers"]}
+                added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in given)]
+            await send(message)
+
+        await self.inner(scope, receive, guarded)
+
+
+def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = None) -> Starlette:
+    """Return the page as an ASGI app.
+
+    Args:
+        nonce: returns the nonce of a request by the host's own Content-Security-Policy.
+    """
+
+    async def page(request: Request) -> Response:
+        try:
+            asked = await _read(request, nonce(request) if nonce is not None else "")
+        except RefusedError as exc:
+            return Response(str(exc), exc.status, media_type="text/plain")
+        return await run_in_threadpool(answer, asked, request)
+
+    def answer(asked: PageRequest, request: Request) -> Response:
+        if asked.form is None and _came_from_elsewhere(asked):
+            return Response(headers={"Refresh": "0"})
+        try:
+            user = gate.admit(asked, request)
+        except RefusedError as exc:
+            return _response(site.refuse(asked, exc), asked)
+        return _response(site.answer(asked, user), asked)
+
+    page_app = Starlette(
+        routes=[
+            Mount("/static", StaticFiles(directory=STATIC), name="static"),
+            Route("/{path:path}", page, methods=["GET", "POST"]),
+        ],
+        middleware=[(_Guarded, (), {})],  # type: ignore[list-item]  # what Middleware is, too
+    )
+    page_app.state.site = site
+    return page_app
+
+
+async def _read(request: Request, nonce: str) -> PageRequest:
+    """Return a request as the page sees it.
+
+    Raises:
+        RefusedError: its body is too large or of another kind.
+    """
+    form = None
+    if request.method == "POST":
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/x-www-form-urlencoded":
+            raise RefusedError("a form is sent as application/x-www-form-urlencoded", 415)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LARGEST_BODY:
+                raise RefusedError(f"the form is larger than {LARGEST_BODY // 1024} KiB", 413)
+        try:
+            form = Fields.parse(body.decode())
+        except ValueError as exc:
+            raise RefusedError(f"the form cannot be read: {exc}", 400) from None
+    try:
+        query = Fields.parse(request.url.query)
+    except ValueError as exc:
+        raise RefusedError(f"the query cannot be read: {exc}", 400) from None
+    root = request.scope.get("root_path", "").rstrip("/")
+    return PageRequest(
+        path=request.url.path.removeprefix(root) or "/",
+        query=query,
+        form=form,
+        headers=dict(request.headers),
+        cookies=request.cookies,
+        client=request.client.host if request.client is not None else "",
+        root=root,
+        is_tls=request.url.scheme == "https",
+        token=request.cookies.get(COOKIE) or secrets.token_urlsafe(24),
+        nonce=nonce,
+    )
+
+
+def _came_from_elsewhere(asked: PageRequest) -> bool:
+    """Return whether a link of another site led here: its request lacks our cookies, which a reload has."""
+    return asked.headers.get("sec-fetch-site") == "cross-site" and asked.headers.get("sec-fetch-mode") == "navigate"
+
+
+def _response(reply: PageReply, asked: PageRequest) -> Response:
+    response = Response(reply.body, reply.status, headers=dict(reply.headers), media_type=reply.kind)
+    cookies = dict(reply.cookies)
+    if asked.cookies.get(COOKIE) != asked.token:
+        cookies[COOKIE] = asked.token
+    for name, value in cookies.items():
+        response.set_cookie(name, value, path=asked.root or "/", httponly=True, samesite="strict", secure=asked.is_tls)
+    return response

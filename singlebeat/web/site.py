@@ -1,0 +1,166 @@
+"""The page without a framework: takes a request and its user, and returns an answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..beat.calendar.words import in_words
+from ..beat.store.probe import lock_server_says, schedule_server_says
+from ..connections import RedisError, schedule_place
+from ..errors import ConflictError, LockBackendError, SinglebeatError, UnknownEntryError
+from ..log import Log
+from . import edits
+from .actions import ACTIONS, FORMS, SAID, Action, Form, Page
+from .board import Board, policy_of, raw_schedule, tags_of
+from .exchange import PageReply
+from .render import render, sentence, zone_name, zone_of
+from .security import COOKIE, RefusedError, Role
+from .views import VIEWS, View
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .exchange import PageRequest
+    from .security import Gate, User
+
+__all__ = ("Site",)
+
+log = Log(__name__)
+
+#: In which zone times can be shown.
+ZONES = ("entry", "mine", "utc")
+
+
+_FORMS = {**FORMS, "/edit": Form(edits.ask, Role.ADMIN)}
+_ACTIONS = {
+    **ACTIONS,
+    "/edit": Action(edits.save, Role.ADMIN),
+    "/preview": Action(edits.preview, Role.ADMIN, is_change=False),
+}
+
+
+class Site:
+    """The page of one app.
+
+    Args:
+        hide_arguments: show no arguments of tasks.
+        gate: counts the changes of users.
+    """
+
+    def __init__(self, app: Celery, gate: Gate, *, hide_arguments: bool = False) -> None:
+        self.app, self.gate = app, gate
+        self.board = Board(app, hide_arguments=hide_arguments)
+
+    def answer(self, request: PageRequest, user: User) -> PageReply:
+        """Answer a request of a user who was admitted; an error becomes a page that says what to do."""
+        try:
+            return self._answer(request, user)
+        except RefusedError as exc:
+            return self.refuse(request, exc, user)
+        except UnknownEntryError as exc:
+            return self._fail(request, user, 404, "There is no such entry", str(exc))
+        except ConflictError as exc:
+            return self._fail(request, user, 409, "Another process was faster", str(exc))
+        except LockBackendError as exc:
+            return self._fail(request, user, 503, "The locks' server", lock_server_says(self.app, exc))
+        except (SinglebeatError, ValueError) as exc:
+            return self._fail(request, user, 422, "That cannot be done", str(exc))
+        except RedisError as exc:
+            if request.is_fragment:  # the page keeps what it shows, and its header says what is wrong
+                context = {**self._common(request, user), "header": self.board.snapshot}
+                return PageReply(render("status.html", context), headers={"HX-Reswap": "none"})
+            text = f"{schedule_place(self.app)}: {schedule_server_says(self.app, exc)}"
+            return self._fail(request, user, 503, "The schedule's server", text)
+
+    def refuse(self, request: PageRequest, why: RefusedError, user: User | None = None) -> PageReply:
+        """Answer a request that is refused; without a user, the answer shows nothing of the schedule."""
+        context = {"title": "Refused", "text": str(why)}
+        body = render("error.html", {**self._common(request, user), **context})
+        return PageReply(body, why.status, headers=why.headers)
+
+    def _answer(self, request: PageRequest, user: User) -> PageReply:
+        if request.form is not None:
+            action = _ACTIONS.get(request.path)
+            if action is None:
+                return self._fail(request, user, 404, "There is no such page", request.path)
+            self._check_role(user, action.role)
+            if action.is_change:
+                self.gate.check_rate(user, request)
+            done = action.act(self.board, request, user)
+            if action.is_change:
+                self.board.poller.forget()
+            return done if isinstance(done, PageReply) else self._show(request, user, done)
+        if (form := _FORMS.get(request.path)) is not None:
+            self._check_role(user, form.role)
+            return self._show(request, user, form.show(self.board, request, user))
+        view = VIEWS.get(request.path)
+        if view is None:
+            return self._fail(request, user, 404, "There is no such page", request.path)
+        self._check_role(user, view.role)
+        etag = self._etag(request, user) if request.is_fragment and view.is_live else ""
+        if etag and request.headers.get("if-none-match") == etag:
+            return PageReply(status=304, headers={"ETag": etag})
+        shown = view.show(self.board, request, user)
+        return shown if isinstance(shown, PageReply) else self._show(request, user, shown, view)
+
+    @staticmethod
+    def _check_role(user: User, role: Role) -> None:
+        if not user.may(role):
+            raise RefusedError(f"that needs the role {role.name.lower()}, and yours is {user.role.name.lower()}")
+
+    def _etag(self, request: PageRequest, user: User) -> str:
+        zone = request.cookies.get("singlebeat_zone", "")
+        about = (self.board.snapshot.stamp, request.path, request.query.pairs, user, request.token, zone, __version__)
+        return f'"{hashlib.sha256(repr(about).encode(errors="replace")).hexdigest()[:20]}"'
+
+    def _common(self, request: PageRequest, user: User | None) -> dict[str, Any]:
+        choice = request.cookies.get("singlebeat_zone", "entry")
+        return {
+            "request": request,
+            "url": request.url,
+            "user": user,
+            "Role": Role,
+            "app": self.app.main or "",
+            "version": __version__,
+            "cookie": COOKIE,
+            "read_only": self.gate.read_only,
+            "hide_arguments": self.board.hide_arguments,
+            "zones": ZONES,
+            "zone_choice": choice if choice in ZONES else "entry",
+            "zone_name": zone_name,
+            "zone_of": lambda entry: zone_of(choice, self.board.zone_of(entry)),
+            "own_zone": self.board.zone_of,
+            "tags": tags_of,
+            "is_static": self.board.is_static,
+            "policy_of": policy_of,
+            "in_words": in_words,
+            "raw": raw_schedule,
+            "shown_call": self.board.shown_call,
+            "masked_text": self.board.masked_text,
+            "said": SAID,
+            "differences": self.board.differences,
+            "sentence": sentence,
+            "many_paused": self.board.many_paused,
+            "etag": "",
+            "header": None,
+            "now": None,
+        }
+
+    def _show(self, request: PageRequest, user: User, page: Page, view: View | None = None) -> PageReply:
+        snapshot = self.board.snapshot
+        etag = self._etag(request, user) if view is not None and view.is_live else ""
+        context: Mapping[str, Any] = {
+            **self._common(request, user),
+            "header": snapshot,
+            "etag": etag,
+            "now": self.board.now if snapshot.state is not None else None,
+            **page.context,
+        }
+        return PageReply(render(page.template, context), page.status, headers={"ETag": etag} if etag else {})
+
+    def _fail(self, request: PageRequest, user: User, status: int, title: str, text: str) -> PageReply:
+        context = {**self._common(request, user), "header": self.board.snapshot, "title": title, "text": text}
+        return PageReply(render("error.html", context), status)

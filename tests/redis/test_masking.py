@@ -1,0 +1,86 @@
+"""No command shows a secret argument, and none is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from celery.schedules import schedule
+
+from singlebeat import Entry, Schedule, Singleton
+
+SECRET = "hunter2"
+KWARGS = {"user": "ann", "api_token": SECRET, "more": [{"Password": SECRET}]}
+
+
+@pytest.fixture
+def login(app):
+    """A task whose second argument is secret."""
+
+    @app.task(base=Singleton, name="shop.login", shared=False)
+    def login(user, password, **more):
+        pass
+
+    return login
+
+
+@pytest.fixture
+def entry(app, redis, login):
+    """An entry with secrets in each of its parts."""
+    options = {"headers": {"x-secret": SECRET}}
+    return Entry("e", login.name, schedule(60), args=["ann", SECRET], kwargs=KWARGS, options=options, app=app).save()
+
+
+@pytest.mark.parametrize("command", [("show", "e"), ("show", "e", "--json"), ("list", "--json"), ("explain", "e")])
+def test_no_command_shows_a_secret_argument(cli, entry, no_worker_is_awaited, command):
+    output = cli(*command).output
+
+    assert SECRET not in output
+    assert "ann" in output or command[0] == "explain"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"schedule": None},
+        {"enabled": "perhaps"},
+        {"task": 5, "args": ["ann"]},
+        {"args": {"password": SECRET}},
+    ],
+)
+def test_the_raw_strings_of_a_broken_entry_show_no_secret(cli, entry, redis, broken, options):
+    definition = {**json.loads(entry.encode()), **broken}
+    redis.hset("redbeat:e", "definition", json.dumps(definition))
+
+    output = cli("show", "e", *options).output
+
+    assert SECRET not in output
+    assert "unusable" in output
+
+
+def test_a_definition_that_is_no_json_is_shown_up_to_its_first_secret(cli, entry, redis):
+    redis.hset("redbeat:e", "definition", entry.encode()[:-1])
+
+    output = cli("show", "e").output
+
+    assert "shop.login" in output
+    assert SECRET not in output
+
+
+def test_an_export_keeps_secrets_because_it_must_restore_them(cli, entry, app, redis):
+    dump = cli("export").stdout
+    Schedule(app).delete("e")
+
+    cli("import", "-", stdin=dump)
+
+    assert Schedule(app).get("e").kwargs == KWARGS
+
+
+def test_a_lock_shows_no_secret_argument(cli, login, redis):
+    login.delay("ann", SECRET, more=KWARGS)
+
+    assert SECRET not in cli("locks").output + cli("locks", "--json").output
+    assert "ann" in cli("locks").output
+    (record,) = [redis.hgetall(key) for key in redis.keys("SINGLETONLOCK_*") if redis.type(key) == "hash"]
+    assert SECRET not in str(record)

@@ -1,0 +1,134 @@
+"""Which arguments are masked, wherever they are, and what is left as it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from celery import Celery
+
+from singlebeat.locks.key import readable
+from singlebeat.masking import MASK, masked, masked_arguments, masked_text
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def app():
+    app = Celery("masking", set_as_current=False)
+
+    @app.task(name="login", shared=False)
+    def login(user, password, *more_secrets, retries=3):
+        pass
+
+    @app.task(name="bound", bind=True, shared=False)
+    def bound(self, api_token):
+        pass
+
+    @app.task(name="plain", shared=False)
+    def plain(a, b):
+        pass
+
+    return app
+
+
+def test_arguments_are_masked_by_their_names_at_any_depth(app):
+    value = {
+        "user": "ann",
+        "PassWord": SECRET,
+        "nested": [{"api_token_2": {"a": SECRET}}, ({"client_secret": [SECRET]}, 1)],
+    }
+
+    assert masked(value, app) == {
+        "user": "ann",
+        "PassWord": MASK,
+        "nested": [{"api_token_2": MASK}, ({"client_secret": MASK}, 1)],
+    }
+    assert value["PassWord"] == SECRET, "the value itself stays"
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "expected"),
+    [
+        ("login", ["ann", SECRET], ["ann", MASK]),
+        ("login", ["ann", SECRET, 1, 2], ["ann", MASK, MASK, MASK]),
+        ("bound", [SECRET], [MASK]),
+        ("plain", [{"token": SECRET}, 2], [{"token": MASK}, 2]),
+        ("unknown", ["ann", {"token": SECRET}], ["ann", {"token": MASK}]),
+        ("plain", [], []),
+    ],
+)
+def test_positional_arguments_have_the_names_of_their_task(app, task, args, expected):
+    assert masked_arguments(task, args, app) == expected
+
+
+def test_a_definition_and_the_signatures_in_it_are_calls(app):
+    signature = {"task": "login", "args": ["ann", SECRET], "kwargs": {"token": SECRET}, "options": {}}
+    definition = {
+        "task": "bound",
+        "args": [SECRET],
+        "kwargs": {"then": signature},
+        "options": {"headers": {"x-token": SECRET}, "link": [signature]},
+    }
+
+    shown = masked(definition, app)
+
+    assert SECRET not in json.dumps(shown)
+    assert shown["kwargs"]["then"]["args"] == ["ann", MASK]
+    assert shown["task"] == "bound"
+
+
+def test_the_patterns_are_a_setting(app):
+    app.conf.singlebeat_masked_arguments = ["card", "*"]
+    definition = {"task": "plain", "args": [1], "kwargs": {"a": 1}, "schedule": "daily"}
+
+    assert masked(definition, app) == {"task": "plain", "args": [MASK], "kwargs": {"a": MASK}, "schedule": "daily"}
+
+    other = Celery("unmasked", set_as_current=False)
+    other.conf.singlebeat_masked_arguments = []
+    assert masked({"password": SECRET}, other) == {"password": SECRET}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"kwargs": {"password": SECRET}, "task": "x", "schedule": "no schedule"}),
+        repr({"password": SECRET, "n": 1}),
+        '{"kwargs": {"password": "' + SECRET,
+        '{"password"  :{"x": "' + SECRET + '"}, "b": }',
+        "{'a': 1, 'api_token': '" + SECRET + "...",
+        '["' + "x" * 30_000 + '", {"Password": "' + SECRET + '"}]',
+        '{"a": ' + "[" * 100_000 + ', "password": "' + SECRET + '"',
+    ],
+)
+def test_strings_of_json_and_reprs_are_masked_even_broken_ones(app, text):
+    assert SECRET not in masked_text(text, app)
+
+
+@pytest.mark.parametrize("text", ['{"a":  1}', "{", "('an account',)", "", "null", "{'a': <object>}"])
+def test_a_string_without_secrets_stays_as_it_is(app, text):
+    assert masked_text(text, app) == text
+
+
+def test_a_value_that_contains_itself_is_not_shown(app):
+    value: list[object] = []
+    value.append(value)
+
+    assert masked({"a": value}, app) == MASK
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, "'ann', '**', token='**', n=1"),
+        ({"argsrepr": f"('ann', {SECRET!r})"}, "('ann', '**'), token='**', n=1"),
+        (
+            {"argsrepr": f"('ann', {SECRET!r}, ...", "kwargsrepr": f"{{'token': {SECRET!r}, 'n': 1}}"},
+            "**, {'token': '**', 'n': 1}",
+        ),
+    ],
+)
+def test_the_record_of_a_lock_shows_no_secret(app, headers, expected):
+    text = readable(["ann", SECRET], {"token": SECRET, "n": 1}, headers, app=app, task="login")
+
+    assert text == expected

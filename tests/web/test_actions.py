@@ -1,0 +1,287 @@
+"""Each action is taken by its form, and its effect is seen in Redis."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from celery.schedules import crontab
+
+from singlebeat import Schedule
+from singlebeat.errors import UnknownEntryError
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ref
+from singlebeat.web.security import Users
+from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
+from tests.support import APP, wait_until
+
+from .test_security import USERS
+
+PLAIN = f"{APP}.plain"
+
+
+@pytest.fixture
+def schedule(app, redis) -> Schedule:
+    """The entries of the app."""
+    return Schedule(app)
+
+
+@pytest.fixture
+def e(schedule):
+    """An entry that is due at night."""
+    return schedule.upsert("e", PLAIN, crontab(minute=0, hour=3), args=["x"])
+
+
+def test_a_run_is_requested_with_the_chosen_overlap(visit, app, redis, e):
+    answer = visit().submit("/run?name=e", overlap="allow_all")
+
+    assert answer.status_code == 303
+    pending = redis.hget("redbeat:e", "pending")
+    assert '"manual"' in pending
+    assert '"allow_all"' in pending
+
+
+def test_an_unknown_overlap_requests_no_run(visit, redis, e):
+    assert visit().submit("/run?name=e", overlap="whenever").status_code == 422
+    assert redis.hget("redbeat:e", "pending") is None
+
+
+def test_the_form_of_a_run_marks_the_present_overlap(visit, schedule):
+    schedule.upsert("e", PLAIN, 3600, overlap="buffer_one")
+
+    assert "as the entry says: buffer_one" in visit().get("/run?name=e").text
+
+
+def test_a_pause_keeps_its_note(visit, schedule, e):
+    answer = visit().submit("/pause?name=e", note="until the gateway is back")
+
+    assert answer.headers["location"] == "/entry?name=e&done=paused"
+    policy = schedule.get("e").policy
+    assert (policy.paused, policy.note) == (True, "until the gateway is back")
+
+
+def test_a_resumed_entry_runs_again(visit, schedule, e):
+    schedule.pause("e", "why")
+
+    visit().submit("/resume?name=e")
+
+    assert not schedule.get("e").policy.paused
+
+
+def test_a_deleted_entry_is_gone(visit, schedule, e):
+    visit().submit("/delete?name=e")
+
+    with pytest.raises(UnknownEntryError):
+        schedule.get("e")
+
+
+def test_a_broken_entry_can_be_paused_and_deleted(visit, redis, schedule):
+    redis.hset("redbeat:broken", mapping={"definition": "{"})
+    redis.zadd("redbeat::schedule", {"redbeat:broken": 1})
+    page = visit()
+
+    page.submit("/pause?name=broken")
+    assert '"paused": true' in redis.hget("redbeat:broken", "policy")
+    assert page.get("/entry?name=broken").status_code == 200
+    page.submit("/delete?name=broken")
+    assert not redis.exists("redbeat:broken")
+
+
+def test_a_backfill_shows_its_runs_before_it_begins(visit, redis, e):
+    text = visit().get("/backfill?name=e&start=2026-11-01T00:00&end=2026-11-04T00:00").text
+
+    assert "3 runs" in text
+    assert "2026-11-02 03:00:00" in text
+    assert redis.hget("redbeat:e", "backfill") is None
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "why"),
+    [
+        ("2026-11-04T00:00", "2026-11-01T00:00", "before"),
+        ("soon", "2026-11-01T00:00", "no date and time"),
+        ("0001-01-01T00:00", "9999-12-31T00:00", "limit of 1000"),
+    ],
+)
+def test_a_backfill_that_cannot_be_says_why(visit, e, start, end, why):
+    assert why in visit().get("/backfill", params={"name": "e", "start": start, "end": end}).text
+
+
+def test_the_runs_of_a_backfill_are_handed_to_beat(visit, bench, redis):  # noqa: F811
+    bench.put(every=crontab(minute=0, hour=3), ago=timedelta(minutes=1))
+    page = visit(of=bench.app)
+    path = "/backfill?name=e&start=2026-11-01T00:00&end=2026-11-04T00:00&overlap=allow_all"
+    answer = page.submit(path)
+    assert answer.headers["location"] == "/entry?name=e&done=backfill"
+
+    def sent() -> bool:
+        bench.tick()
+        return [record.kind for record in Schedule(bench.app).history("e")] == ["backfill"] * 3
+
+    wait_until(sent, what="the runs of the backfill")
+    wait_until(lambda: "3 of 3 runs were handed" in page.get("/entry?name=e").text, what="the end of the backfill")
+
+
+def test_a_backfill_whose_list_has_changed_is_not_begun(visit, redis, e):
+    answer = visit().submit("/backfill?name=e&start=2026-11-01T00:00&end=2026-11-04T00:00", count="2")
+
+    assert answer.status_code == 409
+    assert redis.hget("redbeat:e", "backfill") is None
+
+
+def test_the_end_of_a_term_lets_another_beat_lead(visit, bench, redis):  # noqa: F811
+    bench.tick()
+    assert redis.exists("redbeat::lock")
+
+    assert visit(of=bench.app).submit("/resign").status_code == 303
+    assert not redis.exists("redbeat::lock")
+
+
+def test_without_a_leader_no_term_can_be_ended(visit, redis):
+    answer = visit().submit("/resign")
+
+    assert answer.status_code == 409
+    assert "no beat leads" in answer.text
+
+
+@pytest.mark.parametrize("what", ["pause", "resume", "run", "delete"])
+def test_several_entries_change_only_if_their_number_is_typed(visit, redis, schedule, what):
+    names = ["a", "b", "c/d"]
+    for name in names:
+        schedule.upsert(name, PLAIN, 3600)
+        if what == "resume":
+            schedule.pause(name)
+    page = visit()
+    url = f"/many?do={what}&name=a&name=b&name=c/d"
+    hidden = page.form(url)
+
+    def state():
+        return [redis.hgetall(f"redbeat:{name}") for name in names]
+
+    before = state()
+    assert page.post("/many", data={**hidden, "name": names, "count": "2"}).status_code == 422
+    assert state() == before
+    answer = page.post("/many", data={**hidden, "name": names, "count": "3"}, follow_redirects=False)
+    assert answer.status_code == 303
+    match what:
+        case "delete":
+            assert state() == [{}, {}, {}]
+        case "run":
+            assert all("manual" in each["pending"] for each in state())
+        case _:
+            assert [schedule.get(name).policy.paused for name in names] == [what == "pause"] * 3
+
+
+def test_a_failure_among_several_entries_is_named(visit, schedule):
+    schedule.upsert("a", PLAIN, 3600)
+    page = visit()
+
+    answer = page.post("/many", data={**page.form("/many?do=pause&name=a"), "name": ["a", "gone"], "count": "2"})
+
+    assert answer.status_code == 409
+    assert "1 done, 1 failed" in answer.text
+    assert schedule.get("a").policy.paused
+
+
+ADMIN_ONLY = ("/delete", "/backfill", "/resign", "/edit")
+OPERATES = ("/run", "/pause", "/resume")
+
+
+@pytest.mark.parametrize(
+    ("user", "password", "allowed"), [("rita", "r", ()), ("otto", "o", OPERATES), ("ann", "a", OPERATES + ADMIN_ONLY)]
+)
+def test_a_role_may_do_what_it_names_and_no_more(visit, schedule, e, user, password, allowed):
+    page = visit(users=Users(USERS))
+    page.auth = (user, password)
+
+    for path in OPERATES + ADMIN_ONLY:
+        assert page.get(path, params={"name": "e"}).status_code == (200 if path in allowed else 403), path
+        if path not in allowed:
+            token = page.form("/")
+            assert page.post(path, data={**token, "name": "e"}).status_code == 403, path
+
+
+def test_operators_may_not_delete_many(visit, schedule, e):
+    page = visit(users=Users(USERS))
+    page.auth = ("otto", "o")
+
+    assert page.get("/many?do=delete&name=e").status_code == 403
+    answer = page.post("/many", data={**page.form("/"), "do": "delete", "name": "e", "count": "1"})
+    assert answer.status_code == 403
+    assert schedule.get("e")
+
+
+@pytest.mark.parametrize("path", [*OPERATES, *ADMIN_ONLY])
+def test_a_read_only_page_refuses_even_an_admin(visit, schedule, e, path):
+    page = visit(read_only=True)
+    token = page.form("/")
+
+    assert page.get(path, params={"name": "e"}).status_code == 403
+    assert page.post(path, data={**token, "name": "e", "count": "1"}).status_code == 403
+    assert page.get("/").text.count("read-only") == 1
+
+
+def test_changes_beyond_the_limit_are_refused(visit, schedule, e):
+    page = visit()
+    data = page.form("/pause?name=e", note="")
+
+    answers = {page.post("/pause", data=data, follow_redirects=False).status_code for _ in range(121)}
+
+    assert answers == {303, 429}
+
+
+def test_an_unreachable_server_is_said_and_nothing_is_lost(visit, own_server):
+    from tests.system.apps import make_app
+
+    with make_app(own_server.celery_url, {"singlebeat_socket_timeout": 0.3}) as app:
+        page = visit(of=app)
+        assert page.get("/").status_code == 200
+        own_server.stop()
+        answer = wait_until(lambda: answer if (answer := page.get("/")).status_code == 503 else None)
+
+    assert 'class="wrong"' in answer.text
+
+
+@pytest.fixture
+def held(app, redis):
+    """Two locks that are held: of a run whose worker lives, and of a run whose worker has died."""
+    backend = backend_of(app)
+    for key, task in (("SINGLETONLOCK_{a}", "live-one"), ("SINGLETONLOCK_{b}", "dead-one")):
+        backend.begin(Ref(key, task, 0, "n"), lease=30, remember_for=60, task="t", arguments="('x',)", entry="e")
+    redis.hset("SINGLETONLOCK_{b}", "since", int(redis.hget("SINGLETONLOCK_{b}", "since")) - 25_000)
+    redis.pexpire("SINGLETONLOCK_{b}", 5_000)
+    return backend
+
+
+def test_the_lock_of_a_dead_worker_is_freed_and_that_of_a_live_one_stays(visit, held):
+    page = visit()
+
+    text = page.get("/locks").text
+    assert "live-one" in text
+    assert text.count("seems abandoned") == 1
+    assert page.submit("/free?id=dead-one").status_code == 303
+    answer = page.submit("/free?id=live-one")
+    assert answer.status_code == 422
+    assert "its worker lives" in answer.text
+    assert (held.get("SINGLETONLOCK_{a}"), held.get("SINGLETONLOCK_{b}")) == ("live-one", None)
+
+
+def test_force_needs_the_id_of_the_task(visit, held):
+    page = visit()
+
+    assert page.submit("/free?id=live-one", force="yes", typed="live").status_code == 422
+    assert held.get("SINGLETONLOCK_{a}") == "live-one"
+    assert page.submit("/free?id=live-one", force="yes", typed="live-one").status_code == 303
+    assert held.get("SINGLETONLOCK_{a}") is None
+
+
+def test_force_needs_an_admin(visit, held):
+    page = visit(users=Users(USERS))
+    page.auth = ("otto", "o")
+
+    assert page.submit("/free?id=live-one", force="yes", typed="live-one").status_code == 403
+    assert held.get("SINGLETONLOCK_{a}") == "live-one"
+
+
+def test_a_lock_that_is_free_already_is_said(visit, redis):
+    assert visit().get("/free?id=gone").status_code == 409

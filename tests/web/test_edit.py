@@ -1,0 +1,307 @@
+"""The form of an entry: its preview, the diff before it is saved, and two people who edit one entry."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import time
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from celery.schedules import crontab, schedule
+from redbeat.schedules import rrule
+
+from singlebeat import Entry, Schedule
+from singlebeat.beat.entries.schedule_json import Encoder
+from tests.support import APP
+
+from .test_security import HOSTILE
+
+PLAIN = f"{APP}.plain"
+FIRST = datetime(2026, 1, 1, 9, tzinfo=UTC)
+
+
+@pytest.fixture
+def entries(app, redis) -> Schedule:
+    """The entries of the app."""
+    return Schedule(app)
+
+
+@pytest.fixture
+def page(visit):
+    """A visitor who edits."""
+    return visit()
+
+
+def values(text: str) -> dict[str, Any]:
+    """Return what a browser would send of the form of an entry, as it is shown."""
+    form = text[text.index('id="edit"') :]
+    found: dict[str, Any] = {}
+    for tag in re.findall(r"<input [^>]*>", form):
+        given = dict(re.findall(r'(\w+)="([^"]*)"', tag))
+        if given.get("type") in {"checkbox", "radio"} and " checked" not in tag:
+            continue
+        if "name" in given:
+            found[given["name"]] = html.unescape(given.get("value", "on"))
+    for name, text_ in re.findall(r'<textarea [^>]*name="(\w+)"[^>]*>\n?(.*?)</textarea>', form, re.DOTALL):
+        found[name] = html.unescape(text_)
+    for name, options in re.findall(r'<select [^>]*name="(\w+)"[^>]*>(.*?)</select>', form, re.DOTALL):
+        chosen = re.search(r"<option[^>]* selected>([^<]*)", options) or re.search(r"<option[^>]*>([^<]*)", options)
+        found[name] = "" if 'value=""' in chosen[0] else chosen[1]
+    return found
+
+
+def save(page, path: str, **changes: str) -> Any:
+    """Fill in the form of a page, check the changes, and save; return the answer."""
+    answer = page.post("/edit", data=values(page.get(path).text) | changes | {"do": "review"})
+    if 'value="save"' not in answer.text:
+        return answer
+    kept = answer.text[answer.text.index('action="/edit"') :]
+    fields = {
+        name: html.unescape(value)
+        for name, value in re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', kept)
+    }
+    return page.post("/edit", data=fields | {"do": "save"}, follow_redirects=False)
+
+
+def test_a_new_entry_is_stored(page, entries):
+    answer = save(
+        page, "/edit", name="nightly/1", task=PLAIN, minute="30", hour="2", args='["x"]', timezone="Europe/Berlin"
+    )
+
+    assert answer.headers["location"] == "/entry?name=nightly%2F1&done=saved"
+    entry = entries.get("nightly/1")
+    assert entry.schedule == crontab(minute=30, hour=2)
+    assert (entry.task, entry.args, str(entry.policy.timezone)) == (PLAIN, ["x"], "Europe/Berlin")
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        schedule(90.5),
+        schedule(7200),
+        crontab(minute="*/5", day_of_week="mon-fri"),
+        rrule(
+            "MONTHLY",
+            dtstart=FIRST,
+            byweekday=0,
+            bysetpos=1,
+        ),
+        rrule("YEARLY", dtstart=FIRST, byeaster=0),
+    ],
+    ids=["interval", "hours", "crontab", "rule", "rule-without-fields"],
+)
+def test_an_entry_that_is_saved_unchanged_stays_as_it_is(page, entries, redis, when):
+    entries.upsert(
+        "e", PLAIN, when, args=[1, {"a": None}], kwargs={"k": "ö"}, jitter=2.5, note="n", overlap="buffer_one"
+    )
+    before = entries.get("e")
+
+    assert save(page, "/edit?name=e").status_code == 303
+    after = entries.get("e")
+    assert json.dumps(after.schedule, cls=Encoder) == json.dumps(before.schedule, cls=Encoder)
+    assert (after.args, after.kwargs, after.policy, after.meta) == (
+        before.args,
+        before.kwargs,
+        before.policy,
+        before.meta,
+    )
+
+
+def test_the_diff_names_each_changed_field(page, entries):
+    entries.upsert("e", PLAIN, 60, jitter=5)
+
+    text = page.post("/edit", data=values(page.get("/edit?name=e").text) | {"jitter": "7", "do": "review"}).text
+
+    assert re.findall(r"<dt>(\w+)</dt>", text) == ["jitter"]
+    assert re.search(r"<del><pre>5</pre></del><ins><pre>7</pre></ins>", text)
+    assert entries.get("e").policy.jitter == 5
+
+
+def test_secrets_are_not_in_the_form_and_stay_stored(page, entries):
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret", "n": 1})
+
+    assert "s3cret" not in page.get("/edit?name=e").text
+    assert "s3cret" not in page.get("/entry?name=e").text
+    save(page, "/edit?name=e", jitter="7")
+
+    entry = entries.get("e")
+    assert (entry.kwargs, entry.policy.jitter) == ({"api_token": "s3cret", "n": 1}, 7)
+
+
+def test_hidden_arguments_are_in_no_page_and_stay_stored(visit, entries):
+    entries.upsert("e", PLAIN, 60, args=["private"], kwargs={"n": "private"})
+    page = visit(hide_arguments=True)
+
+    for path in ("/", "/entry?name=e", "/edit?name=e", "/edit?like=e", "/history"):
+        assert "private" not in page.get(path).text, path
+    save(page, "/edit?name=e", jitter="7")
+
+    entry = entries.get("e")
+    assert (entry.args, entry.kwargs, entry.policy.jitter) == (["private"], {"n": "private"}, 7)
+
+
+def test_a_copy_keeps_secrets_and_neither_past_nor_pause(page, entries):
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret"})
+    entries.pause("e", "why")
+
+    save(page, "/edit?like=e", name="f")
+
+    assert entries.get("f").kwargs == {"api_token": "s3cret"}
+    assert not entries.get("f").policy.paused
+    assert entries.get("e").policy.paused
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"args": '["a",\n  oops]'}, "line 2, column 3"),
+        ({"kwargs": "[]"}, "must be a JSON object"),
+        ({"task": ""}, "name the task"),
+        ({"kind": "cron", "minute": "61"}, "61"),
+        ({"kind": "every", "every": "0"}, "positive"),
+        ({"kind": "once", "once": "soon"}, "no date and time"),
+        ({"kind": "json", "json": '{"a": 1}'}, "is no schedule"),
+        ({"timezone": "Mars/Olympus"}, "IANA name"),
+        ({"jitter": "much"}, "must be a number"),
+        ({"kind": "rule", "rule_freq": "MONTHLY"}, "dtstart"),
+    ],
+)
+def test_a_field_that_cannot_be_used_says_why_and_nothing_is_saved(page, entries, redis, changes, why):
+    entries.upsert("e", PLAIN, 60)
+    before = redis.hgetall("redbeat:e")
+
+    answer = page.post("/edit", data=values(page.get("/edit?name=e").text) | changes | {"do": "save"})
+
+    assert answer.status_code == 422
+    assert why in html.unescape(answer.text)
+    assert redis.hgetall("redbeat:e") == before
+
+
+def test_a_name_that_is_taken_is_not_replaced(page, entries):
+    entries.upsert("e", PLAIN, 60, args=["mine"])
+
+    answer = page.post("/edit", data=values(page.get("/edit").text) | {"name": "e", "task": PLAIN, "do": "save"})
+
+    assert answer.status_code == 409
+    assert entries.get("e").args == ["mine"]
+
+
+def test_of_two_people_who_edit_an_entry_the_second_sees_both(page, entries):
+    entries.upsert("e", PLAIN, 60, args=["a"], jitter=5)
+    form = values(page.get("/edit?name=e").text)
+    save(page, "/edit?name=e", jitter="6", note="theirs")
+
+    answer = page.post("/edit", data=form | {"args": '["b"]', "jitter": "7", "do": "save"})
+
+    assert answer.status_code == 409
+    assert (entries.get("e").args, entries.get("e").policy.jitter) == (["a"], 6)
+    rows = re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', answer.text, re.DOTALL)
+    shown = {field: [html.unescape(text) for text in re.findall(r"<pre>(.*?)</pre>", cells)] for field, cells in rows}
+    assert shown == {"args": ['["a"]', '["b"]', '["a"]'], "jitter": ["5", "7", "6"], "note": ["", "", "theirs"]}
+
+
+def test_a_merge_keeps_what_only_the_other_one_changed(page, entries):
+    entries.upsert("e", PLAIN, 60, args=["a"], jitter=5)
+    form = values(page.get("/edit?name=e").text)
+    save(page, "/edit?name=e", note="theirs")
+    conflict = page.post("/edit", data=form | {"args": '["b"]', "do": "save"}).text
+    merge = conflict[conflict.index('action="/edit"') : conflict.index("Keep theirs where")]
+    kept = {name: html.unescape(value) for name, value in re.findall(r'name="([^"]+)" value="([^"]*)"', merge)}
+
+    answer = page.post("/edit", data=kept | {"do": "save"}, follow_redirects=False)
+
+    assert answer.status_code == 303, answer.text
+    assert (entries.get("e").args, entries.get("e").policy.note) == (["b"], "theirs")
+
+
+def test_a_write_between_check_and_save_is_a_conflict(page, entries, monkeypatch):
+    """The version is compared again by the script that writes."""
+    entries.upsert("e", PLAIN, 60)
+    form = values(page.get("/edit?name=e").text)
+    changed = Schedule.save
+
+    def overtaken(self, entry: Entry):
+        monkeypatch.setattr(Schedule, "save", changed)
+        entries.upsert("e", PLAIN, 61)
+        return changed(self, entry)
+
+    monkeypatch.setattr(Schedule, "save", overtaken)
+    answer = page.post("/edit", data=form | {"jitter": "7", "do": "save"})
+
+    assert answer.status_code == 409
+    assert entries.get("e").schedule == schedule(61)
+
+
+def test_a_broken_entry_is_corrected_in_the_form(page, entries, redis):
+    redis.hset("redbeat:e", "definition", json.dumps({"name": "e", "task": PLAIN, "schedule": "?", "args": ["kept"]}))
+    redis.zadd("redbeat::schedule", {"redbeat:e": 1})
+
+    save(page, "/edit?name=e", kind="every", every="60", unit="s")
+
+    assert (entries.get("e").schedule, entries.get("e").args) == (schedule(60), ["kept"])
+
+
+def test_the_preview_has_words_runs_and_the_shifts_of_the_clocks(page, entries):
+    form = values(page.get("/edit").text) | {"minute": "30", "hour": "2", "timezone": "Europe/Berlin", "task": "t"}
+
+    text = page.post("/preview", data=form).text
+
+    assert text.count("<li>") == 5
+    assert "02:30 does not exist" in text
+    assert "02:30 comes twice" in text
+
+
+def test_the_preview_stores_nothing(page, redis):
+    before = set(redis.keys("redbeat*"))
+    page.post("/preview", data=values(page.get("/edit").text) | {"name": "e", "task": PLAIN})
+
+    assert set(redis.keys("redbeat*")) == before
+
+
+HOSTILE_SCHEDULES = [
+    {"kind": "cron", "day_of_month": "1--100000000"},
+    {"kind": "cron", "minute": "0-59/1," * 2000 + "0"},
+    {"kind": "cron", "day_of_month": "30", "month_of_year": "2"},
+    {"kind": "cron", "minute": "*/0"},
+    {"kind": "every", "every": "1e-300"},
+    {"kind": "every", "every": "1e300", "unit": "d"},
+    {"kind": "every", "every": "9" * 5000},
+    {"kind": "once", "once": "9999-12-31T23:59:59"},
+    {"kind": "json", "json": "[" * 20_000},
+    {"kind": "json", "json": '{"__type__": "interval", "every": 1e400}'},
+    *(
+        {"kind": "rule", "rule_dtstart": "1970-01-01T00:00:00", "rule_freq": freq, **parts}
+        for freq in ("SECONDLY", "MINUTELY", "HOURLY", "DAILY", "YEARLY")
+        for parts in (
+            {"rule_bymonth": "2", "rule_bymonthday": "30"},
+            {"rule_interval": "999999999"},
+            {"rule_count": "999999999"},
+            {"rule_bysetpos": "366", "rule_byweekday": "MO"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "hostile", HOSTILE_SCHEDULES, ids=lambda each: "-".join(f"{k}={v[:12]}" for k, v in each.items())
+)
+def test_a_hostile_schedule_is_previewed_in_bounded_time(page, hostile):
+    form = values(page.get("/edit").text) | {"name": "e", "task": PLAIN, **hostile}
+    began = time.thread_time()
+
+    assert page.post("/preview", data=form).status_code == 200
+    assert time.thread_time() - began < 5
+
+
+@pytest.mark.parametrize("name", HOSTILE[:5], ids=["script", "quotes", "slashes", "scheme", "bidi"])
+def test_an_entry_of_a_hostile_name_can_be_edited(page, entries, name):
+    entries.upsert(name, PLAIN, 60)
+
+    answer = save(page, "/edit?" + urlencode({"name": name}), jitter="7")
+
+    assert answer.status_code == 303
+    assert entries.get(name).policy.jitter == 7

@@ -1,0 +1,401 @@
+"""Who may see and change what: the seven points of what is expected of the page's security."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from celery.schedules import crontab
+from click.testing import CliRunner
+
+from singlebeat import Schedule, web
+from singlebeat.cli import main
+from singlebeat.errors import ConfigError
+from singlebeat.web.security import COOKIE, Limit, Role, User, Users, hashed_password, hashed_token
+from tests.support import page as docs_page
+from tests.system.apps import make_app
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+USERS = "\n".join(
+    (
+        "# users of the tests",
+        f"rita:read:{hashed_password('r')}",
+        f"otto:operate:{hashed_password('o')}",
+        f"ann:admin:{hashed_password('a')}",
+        f"bot:operate:{hashed_token('t0ken')}",
+        "petra:admin:",
+    )
+)
+
+
+@pytest.fixture
+def entry(app, redis):
+    """An entry that is not due."""
+    Schedule(app).upsert("e", "tests.system.apps.plain", crontab(minute=0, hour=3))
+
+
+# ------------------------------------------------------------------ 1. where it is served
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
+def test_without_authentication_the_command_refuses_other_addresses(app, redis, host):
+    result = CliRunner().invoke(main, ["web", "--host", host], obj=SimpleNamespace(app=app))
+
+    assert result.exit_code == 2
+    assert "name a users file" in result.output
+
+
+@pytest.mark.parametrize("client", ["192.0.2.7", "10.0.0.1", "::ffff:192.0.2.1", ""])
+def test_without_authentication_other_machines_are_refused(visit, entry, client):
+    """Also where a host has mounted the page on a public address."""
+    answer = visit(client=(client, 1)).get("/")
+
+    assert answer.status_code == 403
+    assert "tests.system.apps.plain" not in answer.text
+
+
+def test_without_authentication_a_proxy_on_this_machine_is_refused(visit, entry):
+    assert visit().get("/", headers={"X-Forwarded-For": "192.0.2.7"}).status_code == 403
+
+
+# ------------------------------------------------------------------ 2. who
+
+
+@pytest.mark.parametrize(
+    ("name", "password", "status"), [("rita", "r", 200), ("rita", "o", 401), ("zoe", "r", 401), ("petra", "", 401)]
+)
+def test_a_password_of_the_users_file_admits(visit, entry, name, password, status):
+    assert visit(client=("192.0.2.7", 1), users=Users(USERS)).get("/", auth=(name, password)).status_code == status
+
+
+def test_a_browser_is_asked_for_a_password(visit):
+    answer = visit(users=Users(USERS)).get("/")
+
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"].startswith("Basic ")
+
+
+@pytest.mark.parametrize(("token", "status"), [("t0ken", 200), ("t0keN", 401), ("", 401)])
+def test_a_bearer_token_of_the_users_file_admits(visit, token, status):
+    answer = visit(users=Users(USERS)).get("/", headers={"Authorization": f"Bearer {token}"})
+
+    assert answer.status_code == status
+
+
+def test_a_token_in_a_cookie_admits_nobody(visit):
+    assert visit(users=Users(USERS)).get("/", headers={"Cookie": "Authorization=Bearer t0ken"}).status_code == 401
+
+
+@pytest.mark.parametrize(("client", "status"), [("10.1.2.3", 200), ("11.1.2.3", 401)])
+def test_only_a_trusted_proxy_names_the_user(visit, client, status):
+    page = visit(
+        client=(client, 1), users=Users(USERS), trust_proxy=["10.0.0.0/8"], user_header="X-User", hosts=["localhost"]
+    )
+
+    assert page.get("/", headers={"X-User": "petra"}).status_code == status
+
+
+def test_a_user_of_the_proxy_without_a_role_sees_nothing(visit, entry):
+    page = visit(client=("10.1.2.3", 1), trust_proxy=["10.0.0.0/8"], user_header="X-User")
+
+    answer = page.get("/", headers={"X-User": "eve"})
+
+    assert answer.status_code == 403
+    assert "needs the role read" in answer.text
+
+
+def test_a_proxy_and_its_header_go_together():
+    with pytest.raises(ConfigError, match="go together"):
+        web.app(None, trust_proxy=["10.0.0.0/8"])
+
+
+def test_the_host_decides_by_its_own_request(visit, entry):
+    seen = []
+
+    def resolve(request):
+        seen.append(request.url.path)
+        return User("ann", Role.READ) if request.headers.get("x-session") == "good" else None
+
+    page = visit(client=("192.0.2.7", 1), base_url="http://shop.example", resolve_user=resolve)
+
+    assert page.get("/").status_code == 403
+    assert page.get("/", headers={"X-Session": "good"}).status_code == 200
+    assert seen == ["/", "/"]
+
+
+def test_too_many_wrong_passwords_are_not_even_checked(visit):
+    page = visit(users=Users(USERS))
+
+    answers = [page.get("/", auth=("ann", "wrong")).status_code for _ in range(11)]
+
+    assert answers == [401] * 10 + [429]
+    assert page.get("/", auth=("ann", "a")).status_code == 429
+
+
+@pytest.mark.parametrize("line", ["ann", "ann:admin", "ann:boss:", "ann:admin:md5$1$2", ":admin:"])
+def test_a_wrong_line_of_the_users_file_is_named_without_its_hash(line):
+    with pytest.raises(ConfigError) as error:
+        Users(f"# first\n{line}")
+
+    assert "md5$1$2" not in str(error.value)
+
+
+def test_the_command_prints_a_line_that_admits(app, redis, tmp_path):
+    made = CliRunner().invoke(
+        main, ["web", "--add-user", "ann", "--role", "admin"], obj=SimpleNamespace(app=app), input="geheim\n"
+    )
+    path = tmp_path / "users"
+    path.write_text(made.output)
+
+    assert Users.read(path).of_password("ann", "geheim") == User("ann", Role.ADMIN)
+    assert "geheim" not in made.output
+
+
+# ------------------------------------------------------------------ 3. forged requests
+
+
+def test_a_link_changes_nothing(visit, app, entry):
+    page = visit()
+
+    for path in ("/pause", "/resume", "/delete", "/run", "/resign", "/free", "/save"):
+        page.get(path, params={"name": "e", "do": "yes"})
+
+    assert not Schedule(app).get("e").policy.paused
+
+
+def test_a_form_without_the_token_changes_nothing(visit, app, entry):
+    page = visit()
+    page.get("/")
+
+    assert page.post("/pause", data={"name": "e"}).status_code == 403
+    assert page.post("/pause", data={"name": "e", COOKIE: "guess"}).status_code == 403
+    assert not Schedule(app).get("e").policy.paused
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "null"},
+    ],
+)
+def test_a_form_of_another_site_changes_nothing(visit, app, entry, headers):
+    page = visit()
+    data = page.form("/pause?name=e")
+
+    assert page.post("/pause", data=data, headers=headers).status_code == 403
+    assert not Schedule(app).get("e").policy.paused
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "same-origin", "Origin": "null"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"},
+        {"Origin": "http://localhost"},
+    ],
+)
+def test_a_form_of_the_page_is_taken_as_browsers_send_it(visit, app, entry, headers):
+    """With our Referrer-Policy, browsers that know it send no other Origin than null."""
+    page = visit()
+
+    assert page.post("/pause", data=page.form("/pause?name=e"), headers=headers).status_code == 200
+    assert Schedule(app).get("e").policy.paused
+
+
+def test_the_cookie_is_kept_from_other_sites_and_from_scripts(visit):
+    cookie = visit(base_url="https://localhost").get("/").headers["set-cookie"].lower()
+
+    assert {"httponly", "samesite=strict", "secure"} <= {part.strip() for part in cookie.split(";")}
+
+
+def test_a_link_of_another_site_is_asked_again_with_its_cookie(visit):
+    """Without that, the cookie that it lacks would be replaced, and the forms of other tabs would fail."""
+    answer = visit().get("/", headers={"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"})
+
+    assert answer.headers["refresh"] == "0"
+    assert "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("evil.example", 421), ("localhost:5556", 200), ("[::1]:5556", 200), ("shop.example", 200)]
+)
+def test_only_known_host_names_are_served(visit, host, status):
+    """Otherwise a page of another site could let its own name lead here (DNS rebinding)."""
+    assert visit(hosts=["shop.example"]).get("/", headers={"Host": host}).status_code == status
+
+
+def test_no_other_site_may_read_an_answer(visit):
+    answer = visit().get("/", headers={"Origin": "http://evil.example"})
+
+    assert [name for name in answer.headers if name.startswith("access-control")] == []
+
+
+# ------------------------------------------------------------------ 4. headers
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.css", "/no-such-page", "/entry?name=none"])
+def test_every_answer_has_the_headers_of_security(visit, path):
+    headers = visit().get(path).headers
+
+    assert headers["content-security-policy"] == CSP
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "no-store"
+
+
+def test_the_scripts_carry_the_nonce_of_the_host(visit):
+    text = visit(nonce=lambda request: "n0nce").get("/").text
+
+    assert text.count('nonce="n0nce"') == text.count("<script") + text.count('rel="stylesheet"')
+
+
+# ------------------------------------------------------------------ 5. hostile names
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\"onmouseover=alert(1) x='",
+    "a/b/../c?d=e#f",
+    "javascript:alert(1)",
+    "\u202eright to left",
+    "x" * 10_000,
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=["script", "quotes", "slashes", "scheme", "bidi", "long"])
+def test_a_hostile_name_is_shown_as_it_is_and_never_in_a_path(visit, app, name):
+    Schedule(app).upsert(name, "t<b>", 3600, args=["<img src=x onerror=alert(1)>"], paused=True, note=name)
+    page = visit()
+
+    for path in ("/", "/history"):
+        text = page.get(path).text
+        assert "<script>alert" not in text
+        assert "<img" not in text
+    answer = page.get("/entry", params={"name": name})
+    assert answer.status_code == 200
+    assert "<script>alert" not in answer.text
+    assert "<img" not in answer.text
+    links = re.findall(r'(?:href|action|src|hx-get)="([^"]*)"', page.get("/").text + answer.text)
+    assert [link for link in links if not link.startswith(("/", "#", "data:image/svg+xml,"))] == []
+    assert [link for link in links if "alert" in link.partition("?")[0]] == []
+
+
+# ------------------------------------------------------------------ 6. limits
+
+
+def test_a_large_form_is_refused(visit, app, entry):
+    page = visit()
+
+    assert page.post("/pause", data=page.form("/pause?name=e", note="x" * 70_000)).status_code == 413
+
+
+def test_a_form_of_another_kind_is_refused(visit):
+    page = visit()
+
+    assert page.post("/pause", json={"name": "e"}).status_code == 415
+
+
+def test_a_form_with_very_many_fields_is_refused(visit):
+    page = visit()
+
+    assert page.post("/pause", data={f"f{at}": "1" for at in range(1000)}).status_code == 400
+
+
+def test_changes_are_limited_for_each_user():
+    clock = iter(range(1000))
+    limit = Limit(2, lambda: next(clock))
+
+    limit.count("ann")
+    limit.count("ann")
+
+    assert limit.is_reached("ann")
+    assert not limit.is_reached("otto")
+
+
+def test_a_limit_forgets_after_a_minute():
+    times = [0.0]
+    limit = Limit(1, lambda: times[0])
+    limit.count("ann")
+    times[0] = 61.0
+
+    assert not limit.is_reached("ann")
+
+
+def test_an_unknown_name_takes_as_long_as_a_wrong_password():
+    """The names of users are not given away; a slow hash is computed in both cases."""
+    users = Users(USERS)
+
+    def took(name: str) -> float:
+        began = time.thread_time()
+        assert users.of_password(name, "wrong") is None
+        return time.thread_time() - began
+
+    took("zoe")
+    assert min(took("zoe") for _ in range(3)) > min(took("ann") for _ in range(3)) / 4
+
+
+def test_one_password_is_checked_at_a_time():
+    """Each takes 16 MiB: many at once must not take all memory."""
+    users, running, most = Users(USERS), [0], [0]
+    lock = users._one_at_a_time
+
+    class Counting:
+        def __enter__(self):
+            lock.acquire()
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+
+        def __exit__(self, *_):
+            running[0] -= 1
+            lock.release()
+
+    users._one_at_a_time = Counting()
+    threads = [threading.Thread(target=users.of_password, args=("ann", "wrong")) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert most == [1]
+
+
+# ------------------------------------------------------------------ 7. rights in Redis
+
+
+def rules_of(user: str) -> list[str]:
+    """Return the rules of a user of Redis in the docs."""
+    text = docs_page("how-to/page" if user == "viewer" else "how-to/redis")
+    return re.search(rf"ACL SETUSER {user} on >\S+ (.+?)\n\n", text, re.DOTALL)[1].split()
+
+
+@pytest.mark.parametrize("user", ["singlebeat", "viewer"])
+def test_no_view_needs_more_rights_in_redis_than_the_docs_give(visit, own_server, user):
+    client = own_server.client()
+    client.execute_command("ACL", "SETUSER", user, "reset", "on", ">pw", *rules_of(user))
+    url = own_server.tcp_url.replace("://", f"://{user}:pw@")
+    with make_app(own_server.celery_url, {"redbeat_redis_url": url, "singleton_backend_url": url}) as app:
+        with make_app(own_server.celery_url) as free:
+            Schedule(free).upsert("e", "t", 3600, paused=True)
+            Schedule(free).trigger("e")
+        page = visit(of=app, read_only=user == "viewer")
+        for path in ("/", "/?q=e&sort=last", "/?sort=name", "/entry?name=e", "/why?name=e", "/history"):
+            assert (answer := page.get(path)).status_code == 200, (path, answer.text[-900:])
+        for path in ("/locks", "/doctor", "/quarantine", "/changes", "/changes?name=e"):
+            assert page.get(path).status_code == 200, path
+        if user == "singlebeat":
+            assert page.submit("/run?name=e").status_code in {303, 409}
+            assert page.submit("/resume?name=e").status_code == 303
+            assert page.submit("/delete?name=e").status_code == 303

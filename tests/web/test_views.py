@@ -1,0 +1,287 @@
+"""What each view shows, how it stays live, and what viewers cost."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import re
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery.schedules import crontab
+
+from singlebeat import Schedule, web
+from singlebeat.web.poller import Poller
+from singlebeat.web.render import instant, span
+from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
+from tests.support import APP, at_once
+
+LIVE = {"HX-Request": "true"}
+VIEWS = ("/", "/entry?name=e", "/history", "/locks", "/doctor", "/quarantine", "/changes")
+PLAIN = f"{APP}.plain"
+
+
+@pytest.fixture
+def page(visit):
+    """A visitor of the page."""
+    return visit()
+
+
+@pytest.fixture
+def entries(app, redis) -> Schedule:
+    """The entries of the app, of which there is one."""
+    entries = Schedule(app)
+    entries.upsert("e", PLAIN, crontab(minute=0, hour=3), timezone="Europe/Berlin", tags=["billing"])
+    return entries
+
+
+@pytest.mark.parametrize("path", [*VIEWS, "/why?name=e", "/findings"])
+def test_every_view_is_a_whole_page_without_a_script(page, entries, path):
+    answer = page.get(path)
+
+    assert answer.status_code == 200
+    assert answer.text.startswith("<!doctype html>")
+    assert "<h" in answer.text or "<table" in answer.text
+
+
+def test_the_header_says_who_leads_and_what_waits(visit, bench):  # noqa: F811
+    bench.tick()
+
+    text = visit(of=bench.app).get("/").text
+
+    status = text[text.index('id="status"') : text.index('id="lost"')]
+    shown = " ".join(re.sub(r"<[^>]+>", " ", status).split())
+    assert re.search(r"\S+:\d+ leads term 1, since .* 0 standbys .* lag 0 s 0 pending 0 quarantined", shown), shown
+
+
+def test_without_a_leader_the_header_is_red(page, entries):
+    text = page.get("/").text
+
+    assert re.search(r'id="status"[^>]*class="wrong"', text)
+    assert "No beat leads" in text
+
+
+def test_the_list_says_what_ran_last_and_what_runs_next(visit, bench):  # noqa: F811
+    bench.put("due", ago=timedelta(hours=1.5))
+    bench.tick()
+
+    text = visit(of=bench.app).get("/").text
+
+    row = text[text.index('aria-label="Select due"') : text.index("</tr>", text.index('aria-label="Select due"'))]
+    assert 'class="open"' in row, "the strip has its run"
+    assert "Every hour" in row
+    assert re.search(r"<time [^>]*>in \d+ min", row)
+
+
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [
+        ("q=PLAIN", {"e"}),
+        ("q=nothing", set()),
+        ("tag=billing", {"e"}),
+        ("state=paused", {"p"}),
+        ("task=other", {"p"}),
+        ("sort=name", {"e", "p"}),
+        ("sort=; drop", {"e", "p"}),
+    ],
+)
+def test_the_list_is_filtered_on_the_server(page, entries, query, shown):
+    entries.upsert("p", "other", 60, paused=True)
+
+    found = re.findall(r'<a class="name" href="/entry\?name=(\w+)"', page.get(f"/?{query}").text)
+
+    assert set(found) == shown
+
+
+def test_the_list_is_paged_on_the_server(page, entries):
+    for number in range(5):
+        entries.upsert(f"n{number}", PLAIN, 60)
+    seen, path = [], "/?sort=name&size=2"
+    while path:
+        text = page.get(path).text
+        seen += re.findall(r'<a class="name" href="/entry\?name=(\w+)"', text)
+        following = re.search(r'<a href="([^"]+)" rel="next"', text)
+        path = html.unescape(following[1]) if following else ""
+
+    assert seen == ["e", "n0", "n1", "n2", "n3", "n4"]
+
+
+def test_a_broken_cursor_is_a_message(page, entries):
+    assert page.get("/?cursor=x").status_code == 422
+
+
+@pytest.mark.parametrize("path", ["/entry?name=none", "/none", "/edit?name=none", "/why?name=none"])
+def test_what_is_not_there_is_said(page, entries, path):
+    assert page.get(path).status_code == 404
+
+
+def test_an_entry_shows_its_runs_in_its_own_zone(page, entries):
+    text = page.get("/entry?name=e").text
+
+    assert re.search(r"03:00:00 CES?T", text)
+    assert "At 03:00" in text
+
+
+@pytest.mark.parametrize("choice", ["entry", "utc", "mine"])
+def test_the_chosen_zone_is_kept(page, entries, choice):
+    answer = page.post("/zone", data=page.form("/", zone=choice, back="/entry?name=e"), follow_redirects=False)
+
+    assert answer.headers["location"] == "/entry?name=e"
+    shown = re.search(r"03:00:00 CES?T", page.get("/entry?name=e").text)
+    assert bool(shown) == (choice == "entry")
+
+
+@pytest.mark.parametrize("back", ["//evil.example", "https://evil.example", "/\\evil.example", "javascript:alert(1)"])
+def test_a_choice_never_leads_to_another_site(page, back):
+    answer = page.post("/zone", data=page.form("/", zone="utc", back=back), follow_redirects=False)
+
+    assert re.match(r"/(?![/\\])", answer.headers["location"])
+
+
+def test_the_history_is_filtered_and_downloaded(visit, bench):  # noqa: F811
+    bench.put("=cmd()", ago=timedelta(hours=1.5))
+    bench.put("p", ago=timedelta(hours=1.5), paused=True)
+    bench.tick()
+    page = visit(of=bench.app)
+
+    assert page.get("/history?outcome=paused").text.count('<th scope="row">') == 1
+    assert page.get("/history.json?outcome=paused").json()[0]["entry"] == "p"
+    rows = [*csv.DictReader(io.StringIO(page.get("/history.csv").text))]
+    assert {row["entry"] for row in rows} == {"'=cmd()", "p"}, "no cell is a formula"
+
+
+def test_a_change_is_shown_with_its_author_and_reverted(page, entries):
+    page.submit("/pause?name=e", note="why")
+
+    text = page.get("/changes?name=e").text
+    assert re.search(r"<td>page<small>web</small>", text)
+    (path,) = set(re.findall(r'href="(/revert\?[^"]+)"', text))
+    page.submit(html.unescape(path))
+    assert not entries.get("e").policy.paused
+
+
+def test_a_secret_is_masked_in_changes_and_quarantine(page, entries, redis):
+    entries.upsert("e", PLAIN, 60, kwargs={"token": "s3cret"})
+    entries.upsert("e", PLAIN, 60, kwargs={"token": "s4cret"})
+    redis.hset("redbeat::quarantine", "redbeat:e", '{"reason": "why", "since": "2026-01-01T00:00:00+00:00"}')
+
+    for path in ("/changes", "/quarantine", "/entry?name=e", "/history", "/"):
+        assert not re.search("s[34]cret", page.get(path).text), path
+
+
+def test_many_entries_are_paused_under_one_key(page, entries):
+    page.submit("/pause-all", which="tag", tag="billing", note="month end")
+
+    text = page.get("/").text
+    assert "month end" in text
+    assert 'class="state paused"' in text
+    page.submit("/resume-all?tag=billing")
+    assert entries.pauses() == []
+
+
+def test_a_pause_of_many_needs_a_choice(page, entries):
+    assert page.submit("/pause-all", tag="").status_code == 422
+    assert entries.pauses() == []
+
+
+# ------------------------------------------------------------------ live
+
+
+@pytest.mark.parametrize("path", VIEWS)
+def test_a_live_part_is_only_sent_if_something_has_changed(page, entries, path):
+    first = page.get(path, headers=LIVE)
+    again = page.get(path, headers={**LIVE, "If-None-Match": first.headers["etag"]})
+    page.submit("/pause?name=e", note="why")
+    changed = page.get(path, headers={**LIVE, "If-None-Match": first.headers["etag"]})
+
+    assert (again.status_code, again.text) == (304, "")
+    assert changed.status_code == 200
+    assert "<html" not in changed.text
+    assert 'hx-swap-oob="true"' in changed.text, "the header is live, too"
+
+
+def test_the_live_part_of_a_page_is_what_the_page_shows(page, entries):
+    whole, part = page.get("/?sort=name").text, page.get("/?sort=name", headers=LIVE).text
+
+    rows = re.compile(r"<tbody>.*</tbody>", re.DOTALL)
+    assert re.sub(r"<time.*?</time>", "", rows.search(whole)[0]) == re.sub(r"<time.*?</time>", "", rows.search(part)[0])
+
+
+def test_ten_viewers_cost_redis_no_more_than_two(visit, app, entries, redis):
+    def cost(viewers: int) -> int:
+        page = visit()
+        page.get("/")  # opens its connections
+        redis.config_resetstat()
+        page.app.state.site.board.poller.forget()
+        at_once(*[lambda: page.get("/", headers=LIVE) for _ in range(viewers)])
+        return redis.info("stats")["total_commands_processed"]
+
+    assert cost(10) <= cost(2) + 2
+
+
+def test_the_state_is_read_once_in_two_seconds_and_in_no_thread(app, redis):
+    times, threads = [0.0], threading.active_count()
+    poller = Poller(app, clock=lambda: times[0])
+    first = poller.snapshot()
+
+    assert poller.snapshot() is first
+    times[0] += 2.0
+    assert poller.snapshot() is not first
+    assert threading.active_count() == threads
+
+
+def test_what_viewers_share_is_read_once(app, redis):
+    poller, reads = Poller(app), []
+
+    def read() -> int:
+        reads.append(1)
+        return len(reads)
+
+    assert at_once(*[lambda: poller.shared("key", read)] * 8) == [1] * 8
+
+
+def test_what_could_not_be_read_is_not_kept(app, redis):
+    poller = Poller(app)
+
+    def fail() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        poller.shared("key", fail)
+    assert poller.shared("key", lambda: 5) == 5
+
+
+def test_a_page_mounted_below_a_path_stays_there(app, entries):
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+    from starlette.testclient import TestClient
+
+    host = Starlette(routes=[Mount("/ops/beat", web.app(app))])
+    with TestClient(host, base_url="http://localhost", client=("127.0.0.1", 1)) as client:
+        text = client.get("/ops/beat/").text
+        links = set(re.findall(r'(?:href|src|action|hx-get)="(/[^"]*)"', text))
+        assert links
+        assert [link for link in links if not link.startswith("/ops/beat/")] == []
+        assert client.get("/ops/beat/static/page.css").status_code == 200
+        token = re.search(r'name="singlebeat_token" value="([^"]+)"', client.get("/ops/beat/pause?name=e").text)[1]
+        client.post("/ops/beat/pause", data={"singlebeat_token": token, "name": "e"})
+
+    assert entries.get("e").policy.paused
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (0.25, "0.2 s"), (59, "59 s"), (61, "1 min 1 s"), (7200, "2 h"), (90_000, "1 d 1 h")],
+)
+def test_a_length_of_time_is_short(seconds, words):
+    assert span(seconds) == words
+
+
+def test_a_moment_in_a_page_can_be_read_by_scripts():
+    when = datetime(2026, 11, 23, 8, tzinfo=UTC)
+
+    assert instant(when) == '<time datetime="2026-11-23T08:00:00+00:00">2026-11-23 08:00:00Z</time>'
+    assert "in 1 h" in instant(when, UTC, when - timedelta(hours=1))
+    assert "ago" in instant(when, UTC, when + timedelta(hours=1))
