@@ -12,10 +12,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..beat.delivery import Busy, Reader, queue_of
+from ..beat.keys import Keys
+from ..beat.server_time import ServerTime
 from ..beat.store.probe import advice, is_denied
 from ..broker import bounded, naming_alarms
 from ..config import Config
-from ..connections import broker_place, what_it_does
+from ..connections import broker_place, schedule_client, what_it_does
 from ..log import without_passwords
 
 if TYPE_CHECKING:
@@ -112,6 +114,17 @@ class Workers:
         for worker, shown in sorted(self.clocks.items()):
             if not began - more_than <= shown <= ended + more_than:
                 yield worker, shown - began
+
+
+def ahead_of_server(app: Celery) -> float:
+    """Return the seconds by which the time of the schedule's server is ahead of this process's monotonic clock.
+
+    Raises:
+        RedisError: the server does not answer.
+    """
+    server_time = ServerTime(quiet=True)
+    server_time.ask(schedule_client(app), Keys.of(app).schedule)
+    return server_time.timestamp() - time.monotonic()
 
 
 def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:
