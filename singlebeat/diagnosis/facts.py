@@ -31,7 +31,7 @@ from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
-from .workers import BrokerError, NoQuestionsError, Workers, ahead_of_server, refused_queues
+from .workers import BrokerError, NoQuestionsError, Workers, ahead_of_server, refused_queues, silent_workers
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -90,7 +90,7 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
 
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
     queue = queue_of(app, entry) if entry is not None and workers is not None else None
-    return Delivery.of(queue, workers.readers) if queue and workers is not None else None
+    return Delivery.of(queue, workers.readers, silent_workers(app, workers)) if queue and workers is not None else None
 
 
 def _pending(app: Celery, name: str) -> Occurrence | None:

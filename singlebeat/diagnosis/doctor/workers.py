@@ -19,7 +19,7 @@ from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import BrokerError, NoQuestionsError, Workers, ahead_of_server
+from ..workers import BrokerError, NoQuestionsError, Workers, ahead_of_server, silent_workers
 from .finding import Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -90,15 +90,15 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
     for entry in schedule.usable:
         if entry.enabled and (queue := queue_of(app, entry)):
             by_queue[queue].append(entry)
-    now = datetime.now(UTC)
+    now, silent = datetime.now(UTC), silent_workers(app, workers)
     for queue, senders in by_queue.items():
-        delivery = Delivery.of(queue, workers.readers)
+        delivery = Delivery.of(queue, workers.readers, silent)
         if delivery.unread:
             text = (
                 f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. Start a "
                 f"worker with -Q {queue}, or correct the queue of the entries, or task_routes"
             )
-            yield Finding("problem", f"queue {queue}", text)
+            yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
             if wrong := delivery.without(entry.task):
                 text = f"{wrong}. Let one worker read the queue and know the task"
