@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
 from ..beat.schedule import Schedule
-from ..masking import MASK
 from .edit import comes_back
 from .output import command, done, moment, show_json, table
 
@@ -28,15 +26,9 @@ def _what(app: Celery, change: Change) -> str:
     """Return the differences in words; of an entry that is added or removed, its action says enough."""
     if not change.before.get("definition", "-") or not change.after.get("definition", "-"):
         return change.note or "-"
-    differences = _shown(app, change).items()
+    differences = change.masked_differences(app).items()
     parts = [f"{name}: {_text(before)} -> {_text(after)}" for name, (before, after) in differences]
     return "; ".join([*parts, *([change.note] if change.note else [])]) or "-"
-
-
-def _shown(app: Celery, change: Change) -> Mapping[str, tuple[object, object]]:
-    """Return the differences with secret arguments masked."""
-    shown = change.masked(app).differences
-    return {name: shown.get(name, (MASK, MASK)) for name in change.differences}
 
 
 def _text(value: object) -> str:
@@ -56,7 +48,7 @@ def changes_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     """
     changes = Schedule(app).changes(name, count)
     if as_json:
-        show_json([{**asdict(change.masked(app)), "differences": _shown(app, change)} for change in changes])
+        show_json([{**asdict(change.masked(app)), "differences": change.masked_differences(app)} for change in changes])
         return
     rows = [
         (change.id, moment(change.at), _who(change), change.entry or "many entries", change.action, _what(app, change))

@@ -56,6 +56,10 @@ MOST_BACKFILLS = 100
 MOST_LOCKS = 1000
 
 
+#: The fields of a call and of a message that hold or show its arguments.
+ARGUMENTS = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr"})
+
+
 class EntryPage(NamedTuple):
     """One page of the list."""
 
@@ -156,26 +160,24 @@ class Board:
     def shown_call(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the fields of a definition, args, kwargs and options as they may be shown."""
         call = {name: fields[name] for name in ("task", "args", "kwargs", "options") if name in fields}
-        if self.hide_arguments:
-            call |= {name: masked_whole(call[name]) for name in ("args", "kwargs") if name in call}
-        found: Mapping[str, Any] = masked(call, self.app)
+        found: Mapping[str, Any] = masked(without_arguments(call) if self.hide_arguments else call, self.app)
         return found
 
     def differences(self, change: Change) -> Mapping[str, tuple[str, str]]:
         """Return the parts of an entry that a change has changed, before and after, as they may be shown."""
         found = {}
-        task = next((str(value) for pair in (change.differences.get("task"),) if pair for value in pair if value), "")
-        for part, pair in change.differences.items():
-            hidden = self.hide_arguments and part in {"args", "kwargs", "definition"}
-            before, after = (
-                "" if value is None else "hidden" if hidden else self._as_text(part, value, task) for value in pair
-            )
-            found[part] = before, after
+        for part, (before, after) in change.masked_differences(self.app).items():
+            found[part] = self._as_text(part, before), self._as_text(part, after)
         return found
 
-    def _as_text(self, part: str, value: object, task: str) -> str:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        return masked_text(text, self.app, task=task if part == "args" else "")
+    def _as_text(self, part: str, value: object) -> str:
+        if value is None:
+            return ""
+        if self.hide_arguments:
+            if part in {"args", "kwargs", "definition"}:
+                return "hidden"
+            value = without_arguments(value)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
     def many_paused(self, entry: Entry | None) -> Pause | None:
         """Return the pause of many entries that covers an entry, None if there is none."""
@@ -257,6 +259,15 @@ class Board:
 
         found: Sequence[tuple[Mapping[str, str], HeldLock]] = self.poller.shared("locks", lambda: [*read()])
         return found
+
+
+def without_arguments(value: Any) -> Any:
+    """Return a value with the arguments of each call in it masked: also of the calls in options, such as ``link``."""
+    if isinstance(value, Mapping):
+        return {
+            name: masked_whole(each) if name in ARGUMENTS else without_arguments(each) for name, each in value.items()
+        }
+    return [without_arguments(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def masked_whole(value: Any) -> Any:

@@ -450,7 +450,7 @@ def test_secret_arguments_are_masked_where_changes_are_shown(bench, cli):
 
     assert "alpha7" not in shown
     assert "beta7" not in shown
-    assert "kwargs: ** -> **" in shown
+    assert 'kwargs: {"api_token": "**", "to": "you"} -> {"api_token": "**", "to": "you"}' in shown
     assert bench.schedule.changes("e")[-2].differences["kwargs"][1]["api_token"] == "beta7"  # a revert restores it
 
 

@@ -133,15 +133,27 @@ def test_secrets_are_not_in_the_form_and_stay_stored(page, entries):
 
 
 def test_hidden_arguments_are_in_no_page_and_stay_stored(visit, entries):
-    entries.upsert("e", PLAIN, 60, args=["private"], kwargs={"n": "private"})
+    link = {"task": PLAIN, "args": ["private", 1], "kwargs": {}, "options": {"argsrepr": "private"}}
+    entries.upsert("e", PLAIN, 60, args=["other"])
+    entries.upsert("e", PLAIN, 60, args=["private"], kwargs={"n": "private"}, options={"link": [link]})
     page = visit(hide_arguments=True)
 
-    for path in ("/", "/entry?name=e", "/edit?name=e", "/edit?like=e", "/history"):
+    for path in (
+        "/",
+        "/entry?name=e",
+        "/edit?name=e",
+        "/edit?like=e",
+        "/history",
+        "/changes",
+        "/api/changes",
+        "/api/entry?name=e",
+    ):
         assert "private" not in page.get(path).text, path
     save(page, "/edit?name=e", jitter="7")
 
     entry = entries.get("e")
     assert (entry.args, entry.kwargs, entry.policy.jitter) == (["private"], {"n": "private"}, 7)
+    assert entry.options["link"] == [link]
 
 
 def test_a_copy_keeps_secrets_and_neither_past_nor_pause(page, entries):

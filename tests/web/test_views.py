@@ -171,6 +171,21 @@ def test_a_secret_is_masked_in_changes_and_quarantine(page, entries, redis):
         assert not re.search("s[34]cret", page.get(path).text), path
 
 
+def test_a_secret_argument_by_position_is_masked_in_changes(page, app, entries):
+    """Each side by its own task: the other one may have other names."""
+
+    def log_in(user: str, password: str) -> None: ...
+
+    app.task(log_in, name="log_in", shared=False)
+    for task, password in ((PLAIN, "public"), ("log_in", "s3cret"), ("log_in", "s4cret")):
+        entries.upsert("e", task, 60, args=["ann", password])
+
+    for path in ("/changes", "/entry?name=e", "/api/changes", "/api/entry?name=e"):
+        text = page.get(path).text
+        assert not re.search("s[34]cret", text), path
+        assert "ann" in text, path
+
+
 def test_many_entries_are_paused_under_one_key(page, entries):
     page.submit("/pause-all", which="tag", tag="billing", note="month end")
 

@@ -67,6 +67,11 @@ class Change:
                     found[part] = before.get(part), after.get(part)
         return found
 
+    def masked_differences(self, app: Celery) -> Mapping[str, tuple[object, object]]:
+        """Return the parts that differ, with secret arguments masked; a part of which only a secret differs as well."""
+        shown = self.masked(app)
+        return {part: (_value(shown.before, part), _value(shown.after, part)) for part in self.differences}
+
     def masked(self, app: Celery) -> Change:
         """Return the change with secret arguments masked, to be shown."""
         before, after = (
@@ -78,6 +83,12 @@ class Change:
 def _masked(text: str, app: Celery) -> str:
     parts = _parts(text)
     return masked_text(text, app) if parts is None else json.dumps(masked(parts, app)) if text else ""
+
+
+def _value(texts: Mapping[str, str], part: str) -> object:
+    """Return a part of a definition or policy, or the text of a field; None if it is absent."""
+    parts = [_parts(texts.get(name, "")) or {} for name in _TEXTS]
+    return texts.get(part) or next((found[part] for found in parts if part in found), None)
 
 
 def _parts(text: str) -> Mapping[str, object] | None:
