@@ -108,7 +108,11 @@ def _outlook(
     "list",
     click.option("--search", default="", metavar="TEXT", help="Only entries with this string in the name or the task."),
     click.option("--task", default="", help="Only entries of this task."),
-    click.option("--state", type=click.Choice([state.value for state in State]), help="Only entries in this state; paused: also disabled ones."),
+    click.option(
+        "--state",
+        type=click.Choice([state.value for state in State]),
+        help="Only entries in this state; paused: also disabled ones.",
+    ),
     click.option("--tag", default="", help="Only entries with this tag."),
     click.option(
         "--sort",
