@@ -175,8 +175,9 @@ def list_(
         last, end = age(_last_run(entry, pending.get(name)), now), row.last_end
         ended = f"{end.outcome} {age(end.at, now)}" if end else "-"
         when = readable_schedule(entry.schedule)
-        state_shown = f"{shown[name][1]}, paused" if row.state == State.DISABLED and row.is_paused else shown[name][1]
-        cells.append((name, entry.task, when, last, ended, moment(shown[name][0]), state_shown))
+        upcoming, word = shown[name]
+        also = ", paused" if word == State.DISABLED and row.is_paused else ""
+        cells.append((name, entry.task, when, last, ended, moment(upcoming), word + also))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"), cells, cut=(1, 2))
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""

@@ -1,4 +1,4 @@
-"""Schedules and lengths of time in words, for people; a crontab needs the extra ``web``, which brings cron-descriptor."""
+"""Schedules and lengths of time in words, for people; a crontab needs cron-descriptor, of the extra ``web``."""
 
 from __future__ import annotations
 

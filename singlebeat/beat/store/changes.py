@@ -30,7 +30,7 @@ NOTICE = script("singlebeat.beat.entries", "notice", RECORD)
 _TEXTS = ("definition", "policy")
 
 #: The values of a part that mean the same as its absence.
-_NOTHING = (None, [], {})
+_NOTHING: tuple[object, ...] = (None, [], {})
 
 
 @dataclass(frozen=True, slots=True)
