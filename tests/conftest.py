@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from hypothesis import settings
 from redis import Redis
 
 from singlebeat.locks import late_release
@@ -17,6 +18,9 @@ from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
 pytest.register_assert_rewrite("tests.both_backends")
 pytest_plugins = ("tests.chaos_report",)
+
+settings.register_profile("slow machines", deadline=None)
+settings.load_profile("slow machines")
 
 
 def pytest_configure() -> None:

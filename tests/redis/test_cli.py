@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from celery.bin.celery import celery
 from celery.schedules import crontab, schedule
 from click import Context, Option
@@ -1132,7 +1132,9 @@ def test_a_part_of_an_entry_that_is_no_policy_names_its_option(cli):
     assert "'options' is no policy option: use --options" in told
 
 
-def test_an_error_of_settings_says_that_no_app_was_named(server, redis):
+def test_an_error_of_settings_says_that_no_app_was_named(server, redis, monkeypatch):
+    monkeypatch.setattr(_state, "default_app", None)  # another test may have made an app the current one
+    monkeypatch.setattr(_state._tls, "current_app", None)
     told = CliRunner().invoke(celery, ["singlebeat", "status"], env={"APP": None, "CELERY_APP": None})
 
     assert told.exit_code == 2

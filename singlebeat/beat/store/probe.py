@@ -77,7 +77,7 @@ SCHEDULE = Needs(
         *(("GET",), ("INCR",), ("PTTL",), ("EXISTS",), ("DEL",)),
         *(("HSET", "a", "1"), _EXPIRE, ("HGET", "a"), ("HMGET", "a"), ("HGETALL",), ("HLEN",), ("HSCAN", "0")),
         *(("HDEL", "a"), ("UNLINK",)),
-        *(("SADD", "a"), _EXPIRE, ("SMEMBERS",), ("SREM", "a"), ("DEL",)),
+        *(("SADD", "a"), _EXPIRE, ("SMEMBERS",), ("SMISMEMBER", "a"), ("SREM", "a"), ("DEL",)),
         *(("ZADD", "0", "a"), _EXPIRE, ("ZCARD",), ("ZCOUNT", "0", "1"), ("ZSCORE", "a"), ("ZMSCORE", "a")),
         *(("ZRANK", "a"), ("ZRANGE", "0", "-1"), ("ZRANGEBYSCORE", "0", "1"), ("ZSCAN", "0")),
         *(("ZREMRANGEBYSCORE", "1", "2"), ("ZREM", "a"), ("DEL",)),
