@@ -146,7 +146,7 @@ for name, ago in {"daily": 2, "paused": 0}.items():
 """
 
 
-def test_a_schedule_goes_from_redbeat_and_back_without_a_repeated_run(shop):
+def test_a_schedule_goes_from_redbeat_and_back_without_a_repeat(shop):
     shop.save(BEATS)
     shop.run(DUE)
     shop.start("worker", "-c", "1", "-l", "INFO").ready()
@@ -186,7 +186,7 @@ def test_a_schedule_goes_from_redbeat_and_back_without_a_repeated_run(shop):
     assert shop.runs["daily"] == 1
 
 
-def test_singletons_go_from_celery_singleton_and_back_with_messages_queued(shop, redis):
+def test_singletons_go_from_celery_singleton_and_back(shop, redis):
     send = "print(shop.bill.delay('{}').id)".format
     old, new = (SINGLETONS.replace("LIBRARY", library) for library in ("celery_singleton", "singlebeat"))
     (clear,) = python("how-to/migrate-celery-singleton")
@@ -227,7 +227,7 @@ def every(seconds, name, **fields):
 """
 
 
-def test_a_schedule_goes_from_django_celery_beat_and_back_without_a_repeated_run(shop):
+def test_a_schedule_goes_from_django_and_back_without_a_repeated_run(shop):
     (shop.folder / "site_settings.py").write_text(SITE, "utf-8")
     shop.save(IN_DJANGO)
     due = "last_run_at=now - timedelta(days=2)"
