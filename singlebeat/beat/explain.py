@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
+from .calendar.words import span
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
@@ -479,7 +480,7 @@ def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
     else:
         due = timetable.due(upcoming)
         jitter = f", at {_moment(due)} because of its jitter" if due != upcoming else ""
-        yield f"It runs next for {_moment(upcoming)}{jitter}, in {(due - facts.now).total_seconds():.0f} s."
+        yield f"It runs next for {_moment(upcoming)}{jitter}, in {span(round((due - facts.now).total_seconds()))}."
 
 
 def _sentence(text: str) -> str:

@@ -89,7 +89,7 @@ class Query:
         return (
             (text in _lower(row.name) or text in _lower(row.task))
             and self.task in {"", row.task}
-            and self.state in {"", row.state}
+            and (self.state in {"", row.state} or (self.state == State.PAUSED and row.is_paused))
             and (not self.tag or self.tag in row.tags)
         )
 
@@ -133,6 +133,13 @@ class Row:
     is_static: bool  #: it comes from ``beat_schedule``
     is_pending: bool  #: an occurrence is claimed and not yet confirmed
     pause: Pause | None  #: of many entries, which covers it
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is paused, by itself or with many entries; ``state`` does not say so of a disabled entry."""
+        if self.entry is None or self.state not in {State.PAUSED, State.DISABLED}:
+            return False
+        return self.entry.policy.paused or self.pause is not None
 
 
 @dataclass(frozen=True, slots=True)

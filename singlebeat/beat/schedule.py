@@ -420,7 +420,7 @@ class Schedule:
         Args:
             search: only entries with this string in the name or the task; the case of ASCII letters does not matter.
             task: only entries of this task.
-            state: only entries in this state, a word of ``State``.
+            state: only entries in this state, a word of ``State``; ``paused``: also those that are disabled as well.
             tag: only entries with this tag.
             sort: ``next``, the soonest run first; ``lateness``, the reverse; ``name``; or ``last``, the entry first
                 whose run has ended last. Entries without a next run, or without an end, come last.

@@ -54,7 +54,7 @@ def changes_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
         (change.id, moment(change.at), _who(change), change.entry or "many entries", change.action, _what(app, change))
         for change in changes
     ]
-    table(("ID", "AT", "BY", "ENTRY", "ACTION", "WHAT"), rows, wide=(2, 3, 5))
+    table(("ID", "AT", "BY", "ENTRY", "ACTION", "WHAT"), rows, cut=(2,))
 
 
 @command(

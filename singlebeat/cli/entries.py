@@ -108,7 +108,11 @@ def _outlook(
     "list",
     click.option("--search", default="", metavar="TEXT", help="Only entries with this string in the name or the task."),
     click.option("--task", default="", help="Only entries of this task."),
-    click.option("--state", type=click.Choice([state.value for state in State]), help="Only entries in this state."),
+    click.option(
+        "--state",
+        type=click.Choice([state.value for state in State]),
+        help="Only entries in this state; paused: also disabled ones.",
+    ),
     click.option("--tag", default="", help="Only entries with this tag."),
     click.option(
         "--sort",
@@ -124,7 +128,7 @@ def list_(
 ) -> None:
     """List all entries by their next run; those that never run come last.
 
-    LAST is the time since the last run was due; ENDED is how the last run ended, and how long ago. Unusable entries and
+    LAST is when the last run was due; ENDED is how the last run ended, and when. Unusable entries and
     unknown fields are named after the table. Entries without a place are named only if you list all entries.
     """
     state_of_all = ScheduleStatus.of(app)
@@ -171,8 +175,10 @@ def list_(
         last, end = age(_last_run(entry, pending.get(name)), now), row.last_end
         ended = f"{end.outcome} {age(end.at, now)}" if end else "-"
         when = readable_schedule(entry.schedule)
-        cells.append((name, entry.task, when, last, ended, moment(shown[name][0]), shown[name][1]))
-    table(("NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"), cells, wide=(0, 1, 2))
+        upcoming, word = shown[name]
+        also = ", paused" if word == State.DISABLED and row.is_paused else ""
+        cells.append((name, entry.task, when, last, ended, moment(upcoming), word + also))
+    table(("NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"), cells, cut=(1, 2))
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))

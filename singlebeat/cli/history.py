@@ -43,7 +43,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
         took = f" {end.duration:.1f} s" if end and end.duration is not None else ""
         outcome = f"{end.outcome}{took}" if end else record.reason
         rows.append((record.entry, moment(record.nominal), record.decision, outcome or "-"))
-    table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows, wide=(0, 3))
+    table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows)
 
 
 @command(

@@ -42,7 +42,7 @@ def locks_(app: Celery, as_json: bool) -> None:
         waits = not held.isdisjoint(held_up_by(lock.key))
         state = "waits" if waits else lock.state + ("?" if lock.seems_abandoned else "")
         cells.append((what, record.get("entry") or "-", lock.task_id, state, age, left))
-    table(("TASK (ARGS)", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells)
+    table(("TASK (ARGS)", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells, cut=(0,))
     for _, _, lock in rows:
         if lock.seems_abandoned:
             text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has probably died, or hangs"

@@ -6,10 +6,11 @@ import functools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -46,10 +47,10 @@ Decorator = Callable[[Any], Any]
 #: Exit codes besides 0: not found, conflict or unhealthy; usage error, wrong setting or unreachable server.
 REFUSED, UNANSWERED = 1, 2
 
-#: Columns of the narrowest terminal that a table has to fit.
+#: Columns of a terminal that does not say how wide it is.
 WIDTH = 80
 
-#: Maximum number of columns to which cells are padded if no cell is cut.
+#: Maximum number of columns to which cells are padded in a column that is not cut.
 WIDEST = 60
 
 #: Minimum number of columns of a cell that is cut.
@@ -164,14 +165,14 @@ def moment(when: datetime | None) -> str:
 
 
 def age(when: datetime | None, now: datetime) -> str:
-    """Return the time since an instant, for people, in at most six characters."""
+    """Return the time since an instant, for people, in its largest unit."""
     if when is None:
         return "never"
     seconds = max(0, int((now - when).total_seconds()))
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} s"
+            return f"{seconds // length} {unit} ago"
+    return f"{seconds} s ago"
 
 
 def parse_instant(text: str | None) -> datetime | None:
@@ -221,24 +222,28 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
             stream.flush()
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, wide: Sequence[int] = (0,)) -> None:
-    """Print rows under titles, on a terminal within 80 columns; in a pipe or a file no cell is cut.
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, cut: Collection[int] = ()) -> None:
+    """Print rows under titles, and cut the given columns as far as that fits the rows to the width of a terminal.
 
-    A cell that is longer than ``WIDEST`` then shifts the rest of its own row only.
+    All other cells are whole, for readers copy them: a row that is still too long goes on in the next line. A cell that
+    is longer than ``WIDEST`` shifts the rest of its own row only. In a pipe or a file no cell is cut.
 
     Args:
-        wide: columns that are narrowed first, beginning with the widest; the others follow once these are narrow.
+        cut: columns whose cells may be cut, beginning with the widest.
     """
     texts = [[printable(cell) for cell in row] for row in rows]
-    width = WIDTH if is_terminal() else sys.maxsize
-    widths = [min(width, WIDEST, max(map(_width, column))) for column in zip(titles, *texts, strict=True)]
-    room = width - 2 * len(widths[1:])
-    for columns, least in ((wide, LEAST), (range(len(widths)), 1)):
-        while sum(widths) > room and (broad := [at for at in columns if widths[at] > max(least, len(titles[at]))]):
-            widths[max(broad, key=lambda at: widths[at])] -= 1
-    fit = _fitted if is_terminal() else _padded
+    cut, screen = (cut, shutil.get_terminal_size((WIDTH, 0)).columns) if is_terminal() else ((), WIDEST)
+    columns = enumerate(zip(titles, *texts, strict=True))
+    widths = [min(screen if at in cut else WIDEST, max(map(_width, column))) for at, column in columns]
+    room = screen - 2 * len(widths[1:])
+    while sum(widths) > room and (broad := [at for at in cut if widths[at] > max(LEAST, len(titles[at]))]):
+        widths[max(broad, key=lambda at: widths[at])] -= 1
     for number, row in enumerate([[*titles], *texts]):
-        line = "  ".join(fit(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        cells = (
+            _fitted(cell, width) if at in cut else _padded(cell, width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        line = "  ".join(cells).rstrip()
         click.echo(click.style(line, bold=True) if number == 0 else line)
 
 

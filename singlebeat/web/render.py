@@ -13,12 +13,13 @@ from zoneinfo import ZoneInfo
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ..beat.calendar.words import span
 from . import squares
 
 if TYPE_CHECKING:
     from ..beat.store.history import Record
 
-__all__ = ("instant", "render", "span", "zone_name", "zone_of")
+__all__ = ("instant", "render", "zone_name", "zone_of")
 
 #: Width of a square with its gap, in the units of the drawing.
 STEP = 9
@@ -34,20 +35,6 @@ SHAPES = {
     "paused": "M1 4h1.6v6H1zM4.4 4H6v6H4.4z",
     "refused": "M.7 2.7h5.6v8.6H.7zM.7 11.3l5.6-8.6",
 }
-
-
-def span(seconds: float) -> str:
-    """Return a length of time for people, in two parts at most."""
-    seconds = abs(seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s" if seconds % 1 >= 0.05 else f"{seconds:.0f} s"
-    whole, units = round(seconds), (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    for at, (unit, length) in enumerate(units):
-        if whole >= length:
-            smaller, rest = (*units, ("", 1))[at + 1], whole % length
-            more = f" {rest // smaller[1]} {smaller[0]}" if smaller[0] and rest // smaller[1] and at < 3 else ""
-            return f"{whole // length} {unit}{more}"
-    return "0 s"
 
 
 def instant(when: datetime | None, zone: tzinfo = UTC, now: datetime | None = None) -> Markup:

@@ -151,10 +151,25 @@ def entries(reader: Reader) -> Iterator[None]:
     yield
 
 
+DJANGO_CELERY_BEAT = """
+from django.conf import settings
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+    INSTALLED_APPS=["django_celery_beat"],
+    USE_TZ=True,
+)
+import django
+django.setup()
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+"""
+
+
 def django_dump(reader: Reader) -> Iterator[None]:
-    """The dump is one of django-celery-beat's."""
+    """The dump is one of django-celery-beat's, and Python runs in a project that has it."""
     given_shop(reader)
     shutil.copy(ROOT / "tests/redis/django_celery_beat-2.9.0.json", reader.folder / "tasks.json")
+    reader.around = DJANGO_CELERY_BEAT, ""
     yield
 
 

@@ -431,6 +431,7 @@ def test_commands_are_recorded_as_such_and_shown(bench, cli, tmp_path):
     assert {change["by"] for change in changes} == {"cli"}
     assert [change["action"] for change in changes] == ["add", "delete", "resume", "pause", "edit", "add"]
     assert changes[3]["differences"]["paused"] == [None, True]
+    assert changes[4]["differences"].keys() == {"schedule"}, "an absent argument and an empty one are the same"
     text = cli("changes").output
     assert "paused: null -> true" in text
     assert "audit" in text

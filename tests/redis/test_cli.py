@@ -154,15 +154,12 @@ def test_entries_are_added_shown_changed_and_deleted(cli, app):
     assert "no entry 'e'" in cli("delete", "e", code=1).output
 
 
-def test_a_list_fits_80_columns_and_names_quarantined_entries(cli, put, redis, monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.output.is_terminal", lambda: True)
-    put("a name that is longer than any name should ever be on a terminal of eighty columns")
+def test_a_list_names_quarantined_entries(cli, put, redis):
     put("paused", paused=True)
     redis.hset("redbeat::quarantine", "redbeat:bad", json.dumps({"reason": "no task", "since": "today"}))
 
     lines = cli("list").output.splitlines()
 
-    assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"]
     assert any("paused" in line for line in lines)
     assert lines[-1] == "bad: quarantined: no task"
@@ -955,8 +952,19 @@ def test_an_answer_that_cannot_be_written_is_one_line(server, redis):
     assert (done.returncode, done.stderr.splitlines()) == (2, ["Error: [Errno 28] No space left on device"])
 
 
-def test_the_last_run_is_listed_by_its_age(cli, put, monkeypatch):
-    monkeypatch.setattr("singlebeat.cli.output.is_terminal", lambda: True)
+def test_a_list_says_of_a_disabled_entry_that_it_is_paused_too(cli, put):
+    put("both", enabled=False, paused=True)
+    put("off", enabled=False)
+
+    _, row, *_ = cli("list", "--state", "paused").output.splitlines()
+
+    assert row.startswith("both ")
+    assert row.endswith("  disabled, paused")
+    assert [entry["state"] for entry in answer(cli("list", "--json"))["entries"]] == ["disabled", "disabled"]
+    assert "off" not in cli("list", "--state", "paused").output
+
+
+def test_the_last_run_is_listed_by_its_age(cli, put):
     now = datetime.now(UTC)
     for name, ago in {"s": 5, "min": 120, "h": 7200, "d": 86_400 * 400}.items():
         put(name, last_run_at=now - timedelta(seconds=ago), total_run_count=1, every=10**9)
@@ -964,9 +972,10 @@ def test_the_last_run_is_listed_by_its_age(cli, put, monkeypatch):
 
     rows = {line.split()[0]: line for line in cli("list").output.splitlines()}
 
-    assert all(f"  {age} " in rows[name] for name, age in {"min": "2 min", "h": "2 h", "d": "400 d"}.items())
+    ages = {"min": "2 min ago", "h": "2 h ago", "d": "400 d ago"}
+    assert all(f"  {age} " in rows[name] for name, age in ages.items())
     assert " never " in rows["new"]
-    assert all(len(rows[name]) <= 80 and " 20" in rows[name] for name in ("s", "min", "h", "d", "new"))
+    assert all(" 20" in rows[name] for name in ("s", "min", "h", "d", "new"))
     assert "no beat leads" in cli("list").output
     assert json.loads(cli("list", "--json").stdout)["warning"] == "no beat leads"
 

@@ -134,6 +134,7 @@ def test_each_state_has_its_entries(bench, redis, small_slices, sort):
     bench.put("active")
     bench.put("paused", paused=True)
     bench.put("disabled", enabled=False)
+    bench.put("both", enabled=False, paused=True)
     bench.put("finished", max_runs=7)
     bench.put("once", every=clocked(datetime.now(UTC) - timedelta(days=1)), ago=timedelta(hours=1))
     for name in ("broken", "broken later", "gone"):
@@ -147,8 +148,8 @@ def test_each_state_has_its_entries(bench, redis, small_slices, sort):
 
     assert found == {
         "active": ["active"],
-        "paused": ["paused"],
-        "disabled": ["disabled"],
+        "paused": ["both", "paused"],
+        "disabled": ["both", "disabled"],
         "finished": ["finished", "once"],
         "quarantined": ["broken"],
         "unusable": ["broken later", "gone"],

@@ -1,4 +1,4 @@
-"""What a command shows on a terminal, and what it does not show elsewhere: colours, progress, tables of 80 columns."""
+"""What a command shows on a terminal, and what it does not show elsewhere: colours, progress, tables that fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 import pty
 import re
+import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,12 +22,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wcwidth import wcswidth
 
-from singlebeat import Entry
+from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Confirmation, Store
 from singlebeat.cli import main
-from singlebeat.cli.output import table
+from singlebeat.cli.output import printable, table
 from singlebeat.connections import schedule_client
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
@@ -188,14 +190,10 @@ def _what_is_left(text: str) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def fits(output: str) -> None:
-    for line in output.splitlines():
-        assert 0 <= wcswidth(line) <= 80, ascii(line)
-
-
 @pytest.fixture
 def taken_for_terminal(monkeypatch):
-    """Let what is printed be taken for a terminal's."""
+    """Let what is printed be taken for a terminal's, of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("singlebeat.cli.output.is_terminal", lambda: True)
 
 
@@ -211,7 +209,7 @@ def test_a_table_in_a_pipe_cuts_nothing(cli, app):
 
 @pytest.mark.usefixtures("taken_for_terminal")
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_table_of_any_names_fits_80_columns(cli, app, redis, what):
+def test_any_name_and_reason_is_whole_in_a_table_on_a_terminal(cli, app, redis, what):
     text = HOSTILE[what]
     name = text.removeprefix("\x00")
     Entry(name, text, schedule(3600), app=app, args=[text], last_run_at=datetime.now(UTC)).save()
@@ -221,12 +219,15 @@ def test_a_table_of_any_names_fits_80_columns(cli, app, redis, what):
     backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{a}", text), text, text, 60)])
     backend_of(app).acquire_many([Call(Ref("SINGLETONLOCK_{b}", "0b6f5c9e-8e0f-4d0c-9c3c-1c8b2d4f6a7e"), text, "", 60)])
 
-    listed, history, of_one, locks = (
-        cli(*command).output for command in (["list"], ["history"], ["history", name], ["locks"])
+    listed, history, of_one, locks, changes = (
+        cli(*command).output for command in (["list"], ["history"], ["history", name], ["locks"], ["changes"])
     )
 
-    for output in (listed, history, of_one, locks):
-        fits(output)
+    for output in (listed, history, of_one, locks, changes):
+        assert printable(name).rstrip() in output
+        assert all(wcswidth(line) >= 0 for line in output.splitlines()), "a terminal can show each character"
+    (record,) = Schedule(app).history(name, 1)
+    assert history.splitlines()[1].endswith(printable(record.reason).rstrip())
     assert listed.splitlines()[0].split() == ["NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"]
     assert "every 3600 s" in listed
     assert "active" in listed
@@ -243,7 +244,20 @@ def test_the_id_that_holds_a_lock_is_whole_for_unlock_to_take(cli, app):
     output = cli("locks").output
 
     assert holder in output
-    fits(output)
+    assert max(map(wcswidth, output.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("taken_for_terminal")
+def test_a_name_and_an_id_can_be_copied_from_the_changes(cli, app):
+    name = "a name of forty-five letters, which one types"
+    Schedule(app, actor="an actor with a very long name@a.host.of.a.company.example.org").upsert(name, TASK, 60)
+    (change,) = Schedule(app).changes(name)
+
+    _, row = cli("changes").output.splitlines()
+
+    assert row.startswith(f"{change.id}  ")
+    assert f"  {name}  add" in row
+    assert "an actor wi…" in row
 
 
 cells = st.text(max_size=120) | st.sampled_from([*HOSTILE.values()])
@@ -253,22 +267,27 @@ cells = st.text(max_size=120) | st.sampled_from([*HOSTILE.values()])
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     rows=st.lists(st.tuples(cells, cells, cells, cells, cells), max_size=4),
-    wide=st.lists(st.integers(0, 4), unique=True, max_size=5),
+    cut=st.lists(st.integers(0, 4), unique=True, max_size=5),
 )
-def test_no_table_is_wider_than_80_columns(capsys, rows, wide):
-    """60 tables; a line has its columns where the others have theirs."""
-    table(("FIRST", "SECOND", "THIRD", "FOURTH, OR WHY", "E"), rows, wide=tuple(wide))
+def test_a_table_cuts_the_given_columns_alone(capsys, rows, cut):
+    """60 tables; columns are cut to 12 at least, and no more than the width asks for."""
+    titles = ("FIRST", "SECOND", "THIRD", "FOURTH, OR WHY", "E")
+    table(titles, rows, cut=cut)
 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(rows) + 1
-    fits("\n".join(lines))
     assert lines[0].split("  ")[0].strip() == "FIRST"
+    for row, line in zip(rows, lines[1:], strict=True):
+        assert wcswidth(line) >= 0
+        assert all(printable(cell).rstrip() in line for at, cell in enumerate(row) if at not in cut)
+        if all(wcswidth(printable(cells[at])) <= 5 for cells in rows for at in range(5) if at not in cut):
+            assert wcswidth(line) <= 80
 
 
 @pytest.mark.usefixtures("taken_for_terminal")
 def test_a_table_gives_room_to_the_widest_columns(capsys):
     now = datetime(2030, 1, 1, tzinfo=UTC)
-    table(("A", "B", "C"), [("x" * 60, now, "y" * 9), ("short", now + timedelta(days=1), "y")], wide=(0,))
+    table(("A", "B", "C"), [("x" * 60, now, "y" * 9), ("short", now + timedelta(days=1), "y")], cut=(0,))
 
     title, first, second = capsys.readouterr().out.splitlines()
 
@@ -276,3 +295,24 @@ def test_a_table_gives_room_to_the_widest_columns(capsys):
     assert first.startswith("x" * 40)
     assert "…  2030-01-01 00:00:00+00:00  yyyyyyyyy" in first
     assert first.index("2030") == second.index("2030") == title.index("B")
+
+
+@pytest.mark.parametrize(("columns", "given"), [(200, ""), (100, ""), (100, "200")])
+def test_a_table_is_as_wide_as_the_terminal(server, app, redis, columns, given):
+    """The command runs on a terminal of its own; ``COLUMNS`` counts more than its width."""
+    task = "a.module.with.a.long.name.and.its.task.which.takes.sixty.columns"
+    Entry("e", task, schedule(3600), app=app, last_run_at=datetime.now(UTC)).save()
+    env = {**os.environ, "SB_TEST_URL": server.celery_url, "COLUMNS": given}
+    command = [sys.executable, "-m", "celery", "-A", "tests.system.apps", "singlebeat", "list"]
+    terminal = Terminal()
+    termios.tcsetwinsize(terminal.stream.fileno(), (25, columns))
+
+    subprocess.run(command, stdout=terminal.stream, env=env, check=True, timeout=60)
+
+    row = next(line for line in terminal.close().splitlines() if line.startswith("e "))
+    if max(columns, int(given or 0)) == 200:
+        assert task in row
+    else:
+        assert len(row.rstrip()) <= 100
+        assert "…" in row
+        assert "every 3600 s" in row

@@ -163,8 +163,9 @@ def test_workers_that_could_not_be_asked_are_not_spoken_of():
 
 
 def test_the_outlook():
-    assert "It runs next for 2026-12-01 13:00:00Z, in 1800 s." in said()
+    assert "It runs next for 2026-12-01 13:00:00Z, in 30 min." in said()
     assert "It is due now, for 2026-12-01 13:00:00Z." in said(now=NOON + HOUR)
+    assert "13:00:00Z, in 19 h 11 min." in said(now=NOON + HOUR - timedelta(seconds=69_115))
 
 
 def test_an_unknown_task_is_explained_with_the_nearest_name():
@@ -189,7 +190,7 @@ def test_under_redbeat_no_policy_holds_and_pending_runs_wait():
     assert "It is paused, and runs all the same" in text
 
     entry.policy = EntryPolicy(max_runs=1)
-    assert "It runs next for 2026-12-01 13:00:00Z, in 1800 s." in said(entry=entry, **about)
+    assert "It runs next for 2026-12-01 13:00:00Z, in 30 min." in said(entry=entry, **about)
     assert "It is finished" in said(entry=entry)
 
 

@@ -12,7 +12,7 @@ from dateutil.rrule import MO, SU
 from redbeat.schedules import rrule
 
 from singlebeat import clocked
-from singlebeat.beat.calendar.words import LONGEST, in_words
+from singlebeat.beat.calendar.words import LONGEST, in_words, span
 
 START = datetime(2026, 1, 5, 9, tzinfo=UTC)
 
@@ -87,3 +87,11 @@ def test_the_words_of_a_hostile_schedule_are_short_and_on_one_line(when):
 
     assert 0 < len(words) <= LONGEST
     assert "\n" not in words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (0.25, "0.2 s"), (59, "59 s"), (61, "1 min 1 s"), (7200, "2 h"), (90_000, "1 d 1 h")],
+)
+def test_a_length_of_time_is_short(seconds, words):
+    assert span(seconds) == words

@@ -14,7 +14,7 @@ from celery.schedules import crontab
 
 from singlebeat import Schedule, web
 from singlebeat.web.poller import Poller
-from singlebeat.web.render import instant, span
+from singlebeat.web.render import instant
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
 from tests.support import APP, at_once
 
@@ -284,14 +284,6 @@ def test_a_page_mounted_below_a_path_stays_there(app, entries):
         client.post("/ops/beat/pause", data={"singlebeat_token": token, "name": "e"})
 
     assert entries.get("e").policy.paused
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0, "0 s"), (0.25, "0.2 s"), (59, "59 s"), (61, "1 min 1 s"), (7200, "2 h"), (90_000, "1 d 1 h")],
-)
-def test_a_length_of_time_is_short(seconds, words):
-    assert span(seconds) == words
 
 
 def test_a_moment_in_a_page_can_be_read_by_scripts():

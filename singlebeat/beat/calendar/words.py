@@ -1,4 +1,4 @@
-"""Schedules in words, for people; a crontab needs the extra ``web``, which brings cron-descriptor."""
+"""Schedules and lengths of time in words, for people; a crontab needs cron-descriptor, of the extra ``web``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .clocked import clocked
 if TYPE_CHECKING:
     from celery.schedules import BaseSchedule
 
-__all__ = ("in_words",)
+__all__ = ("in_words", "span")
 
 #: Most characters of the words: a hostile schedule may have a long expression.
 LONGEST = 200
@@ -116,3 +116,17 @@ def _day(day: object) -> object:
 
 def _moment(when: datetime) -> str:
     return f"{when.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
+
+
+def span(seconds: float) -> str:
+    """Return a length of time for people, in two parts at most."""
+    seconds = abs(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s" if seconds % 1 >= 0.05 else f"{seconds:.0f} s"
+    whole, units = round(seconds), (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    for at, (unit, length) in enumerate(units):
+        if whole >= length:
+            smaller, rest = (*units, ("", 1))[at + 1], whole % length
+            more = f" {rest // smaller[1]} {smaller[0]}" if smaller[0] and rest // smaller[1] and at < 3 else ""
+            return f"{whole // length} {unit}{more}"
+    return "0 s"

@@ -29,6 +29,9 @@ NOTICE = script("singlebeat.beat.entries", "notice", RECORD)
 #: The fields of a record that hold texts of the entry.
 _TEXTS = ("definition", "policy")
 
+#: The values of a part that mean the same as its absence.
+_NOTHING: tuple[object, ...] = (None, [], {})
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -63,8 +66,9 @@ class Change:
                 continue
             before, after = ({} if each is None else each for each in parts)
             for part in sorted(before.keys() | after.keys()):
-                if part != "name" and before.get(part) != after.get(part):
-                    found[part] = before.get(part), after.get(part)
+                values = before.get(part), after.get(part)
+                if part != "name" and values[0] != values[1] and not all(value in _NOTHING for value in values):
+                    found[part] = values
         return found
 
     def masked_differences(self, app: Celery) -> Mapping[str, tuple[object, object]]:
