@@ -55,7 +55,7 @@ def _report(*args: object, **kwargs: object) -> str:
 def _import_feed(self: Task, *args: object, **kwargs: object) -> None:
     """Wait until a test lets it end."""
     with Redis.from_url(self.app.conf.redbeat_redis_url, socket_timeout=None) as client:
-        client.blpop([GO], timeout=60)
+        client.blpop([GO], timeout=600)
 
 
 app = make_app(os.environ["SB_TEST_URL"], conf_from_environment()) if "SB_TEST_URL" in os.environ else None
