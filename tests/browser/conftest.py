@@ -100,7 +100,7 @@ class Person:
     """Someone with a browser of their own; notes what the browser's console says."""
 
     def __init__(self, browser: Browser, site: str, **options: Any) -> None:
-        self.context: BrowserContext = browser.new_context(base_url=site, **options)
+        self.context: BrowserContext = browser.new_context(base_url=site, reduced_motion="reduce", **options)
         self.context.set_default_timeout(20_000)
         self.console: list[str] = []
         self.page = self.open_tab()

@@ -73,14 +73,14 @@ def _write(entries: Schedule, redis: Redis) -> None:
     now = datetime.now(UTC)
     past = sorted((each for name in PASTS for each in _past_of(entries, name, now)), key=lambda each: each.at)
     redis.delete("redbeat::history", "redbeat::runs")
-    for at, stream, fields in past:
-        redis.xadd(f"redbeat::{stream}", fields, id=f"{int(at.timestamp() * 1000)}-*")
+    ids = [redis.xadd(f"redbeat::{each.stream}", each.fields, id=f"{int(each.at.timestamp() * 1000)}-*") for each in past]
     for name in PASTS:
-        own = [each for each in reversed(past) if each.fields["entry"] == name]
         lines: dict[str, list[str]] = {"history": [], "runs": []}
-        for at, stream, fields in own:
+        for id_, (_, stream, fields) in reversed([*zip(ids, past, strict=True)]):
+            if fields["entry"] != name:
+                continue
             values = [*fields.values()][1:] if stream == "runs" else _line(fields)
-            lines[stream].append(json.dumps([f"{int(at.timestamp() * 1000)}-0", *values]))
+            lines[stream].append(json.dumps([id_, *values]))
         redis.hset(f"redbeat:{name}", "history", "\n".join(lines["history"]).encode()[:HISTORY_BYTES])
         redis.hset(f"redbeat:{name}", "runs", "\n".join(lines["runs"][:4]))
 

@@ -9,7 +9,7 @@ _CUT = """() => {
   const visible = at => at.checkVisibility({visibilityProperty: true, opacityProperty: true});
   for (const at of document.querySelectorAll('body *')) {
     const box = at.getBoundingClientRect();
-    if (at.closest('svg, .skip, thead, option, bdo') || !visible(at) || !box.width || !box.height) continue;
+    if (at.closest('svg, .skip, .unseen, thead, option, bdo') || !visible(at) || !box.width || !box.height) continue;
     if (box.right > innerWidth + 1 || box.left < -1) wrong.push(['outside', at]);
     const style = getComputedStyle(at);
     const hides = style.overflowX !== 'visible' && !['INPUT', 'TEXTAREA', 'SELECT'].includes(at.tagName);
@@ -21,9 +21,11 @@ _CUT = """() => {
 
 def overflow(page: Page) -> bool:
     """Return whether the page can be scrolled sideways."""
+    page.wait_for_load_state()  # else its style may be missing
     return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
 
 
 def cut_off(page: Page) -> list[str]:
     """Return the elements that reach out of the window, or whose content is cut at an edge."""
+    page.wait_for_load_state()
     return page.evaluate(_CUT)

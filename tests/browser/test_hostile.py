@@ -22,8 +22,7 @@ NAMES = {
     "right-to-left": "\u202egnp.exe\u202c تقرير \u2067abc",
     "zero-width": "re\u200bport\u2060\u200d\ufeff\u00ad",
     "long": "x" * 10_000,
-    "lines": "a\nb\r\n<b>c</b>\tд\u2028e",
-    "blank": " ",
+    "control": "a\tb\x01<b>c</b>\x7fд\u2028e",
     "combining": "e" + "\u0301" * 400,
 }
 
@@ -34,7 +33,7 @@ NARROW = {"viewport": {"width": 320, "height": 640}}
 def test_a_hostile_entry_is_shown_and_acted_on(visit, entries, redis, name):
     person = visit(**NARROW)
     page = person.page
-    value = {"url": name, name: SCRIPT, "link": "javascript:window.ran=1"}
+    value = {"url": name[:200], name[:200]: SCRIPT, "link": "javascript:window.ran=1"}
     entries.upsert(name, REPORT, 3600, args=[name], kwargs=value, note=name[:900].strip(), tags=["t"])
     entries.upsert("other", REPORT, 3600)
     record = {"entry": name, "task": name, "nominal": "2026-11-01T00:00:00+00:00", "kind": "scheduled", "term": "1"}
@@ -49,14 +48,14 @@ def test_a_hostile_entry_is_shown_and_acted_on(visit, entries, redis, name):
         assert not overflow(page), view
         assert cut_off(page) == [], view
     row = page.locator("tbody tr").filter(has_not=page.get_by_role("link", name="other", exact=True))
-    row.locator("a.name").click(position={"x": 2, "y": 5}) if name.strip() else page.goto("/entry?name=%20")
+    row.locator("a.name").click()
     expect(page.get_by_role("heading", level=1)).to_be_visible()
     assert not overflow(page)
     assert cut_off(page) == []
     for link in ("Run now", "Edit", "Pause"):
         page.locator(".head").get_by_role("link", name=link).click()
         expect(page.locator("main form.card, main form#edit").first).to_be_visible()
-        assert not overflow(page), link
+        assert not overflow(page), (link, cut_off(page))
         if link != "Pause":
             page.go_back()
     page.get_by_role("button", name="Pause").click()

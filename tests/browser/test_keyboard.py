@@ -25,7 +25,7 @@ def tab_to(page, name, most=80):
         focus = page.evaluate(FOCUS)
         assert focus["isSeen"], focus
         assert focus["hasRing"], focus
-        if focus["name"].strip() == name:
+        if " ".join(focus["name"].split()) == name:
             return
     raise AssertionError(f"{name} is not reached by {most} Tabs; the last control was {focus}")
 

@@ -83,7 +83,7 @@ def test_several_entries_are_paused_and_a_search_finds_them(page, entries):
     ("path", "link", "shown"),
     [
         ("/entry?name=report", "Ask the schedule, the locks and the workers", "It runs next"),
-        ("/doctor", "Check servers, beats, entries, workers and locks", "No beat leads"),
+        ("/doctor", "Check servers, beats, entries, workers and locks", "no beat leads"),
     ],
 )
 def test_what_a_script_would_load_is_a_link(page, entries, path, link, shown):
