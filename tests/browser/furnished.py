@@ -55,14 +55,16 @@ def furnish(app: Celery, redis: Redis) -> Schedule:
     weekdays = crontab(minute=0, hour=3, day_of_week="mon-fri")
     entries.upsert("nightly report", REPORT, weekdays, jitter=60, note="for the sales team", **berlin)
     entries.upsert("sync stock", BILL, crontab(minute="*/10"), tags=["stock", "warehouse"])
-    entries.upsert("month end", REPORT, rrule("MONTHLY", bymonthday=-1, byhour=18, byminute=0), tags=["billing"], **berlin)
+    last_day = rrule("MONTHLY", bymonthday=-1, byhour=18, byminute=0, bysecond=0)
+    entries.upsert("month end", REPORT, last_day, tags=["billing"], **berlin)
     entries.upsert("clean up carts", BILL, 86_400.0, enabled=False)
     entries.upsert(LONG, REPORT, crontab(minute=30, hour="6-20/2"), expires=3600)
     entries.upsert(ARABIC, REPORT, crontab(minute=0, hour=8, day_of_week="sun"), timezone="Asia/Riyadh")
     entries.upsert("read inbox", "mail.read_inbox_of_support", 1800.0)
     entries.upsert("nightly report", REPORT, weekdays, jitter=120, note="for the sales team", **berlin)
     entries.pause("sync stock", "the warehouse counts its stock until Friday")
-    redis.hset("redbeat:old import", "definition", '{"name": "old import", "task": "shop.import", "schedule": {"every": ')
+    cut_off = '{"name": "old import", "task": "shop.import", "schedule": {"every": '
+    redis.hset("redbeat:old import", "definition", cut_off)
     redis.zadd("redbeat::schedule", {"redbeat:old import": 1})
     _write(entries, redis)
     return entries
@@ -73,7 +75,9 @@ def _write(entries: Schedule, redis: Redis) -> None:
     now = datetime.now(UTC)
     past = sorted((each for name in PASTS for each in _past_of(entries, name, now)), key=lambda each: each.at)
     redis.delete("redbeat::history", "redbeat::runs")
-    ids = [redis.xadd(f"redbeat::{each.stream}", each.fields, id=f"{int(each.at.timestamp() * 1000)}-*") for each in past]
+    ids = [
+        redis.xadd(f"redbeat::{stream}", fields, id=f"{int(at.timestamp() * 1000)}-*") for at, stream, fields in past
+    ]
     for name in PASTS:
         lines: dict[str, list[str]] = {"history": [], "runs": []}
         for id_, (_, stream, fields) in reversed([*zip(ids, past, strict=True)]):

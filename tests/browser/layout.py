@@ -15,7 +15,7 @@ _CUT = """() => {
     const hides = style.overflowX !== 'visible' && !['INPUT', 'TEXTAREA', 'SELECT'].includes(at.tagName);
     if (hides && at.scrollWidth > at.clientWidth + 1) wrong.push(['cut', at]);
   }
-  return wrong.map(([what, at]) => `${what}: <${at.tagName.toLowerCase()} class="${at.className}"> ${at.innerText?.slice(0, 60)}`);
+  return wrong.map(([what, at]) => `${what}: <${at.tagName} class="${at.className}"> ${at.innerText?.slice(0, 60)}`);
 }"""
 
 

@@ -194,10 +194,12 @@ def test_a_backfill_runs_the_list_that_was_confirmed(page, entries, beat, shop):
     says(page, "The runs of the backfill")
     expect(page.get_by_role("status").filter(has_text="3 of 3 runs were handed to beat")).to_be_visible()
     records = wait_until(
-        lambda: (found := [each for each in entries.history("report") if each.kind == "backfill"])
-        and len(found) == 3
-        and all(each.end for each in found)
-        and found,
+        lambda: (
+            (found := [each for each in entries.history("report") if each.kind == "backfill"])
+            and len(found) == 3
+            and all(each.end for each in found)
+            and found
+        ),
         timeout=30,
     )
     assert sorted(f"{each.nominal:%d %H}" for each in records) == ["01 00", "01 01", "01 02"]
@@ -337,7 +339,12 @@ def test_a_change_is_reverted_where_it_is_listed(page, entries):
 def quarantined(entries, redis, beat):
     """An entry whose definition another program has broken, and that beat has found."""
     entries.upsert("report", REPORT, 3600)
-    definition = {"name": "report", "task": REPORT, "args": ["week"], "schedule": {"__type__": "interval", "every": "x"}}
+    definition = {
+        "name": "report",
+        "task": REPORT,
+        "args": ["week"],
+        "schedule": {"__type__": "interval", "every": "x"},
+    }
     redis.hset("redbeat:report", "definition", json.dumps(definition))
     redis.zadd("redbeat::schedule", {"redbeat:report": 0})
     wait_until(lambda: redis.hget("redbeat::quarantine", "redbeat:report"), timeout=20, what="the quarantine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from singlebeat.diagnosis.locks import locks_of
-from tests.support import ORACLE_DB, CeleryLauncher, RedisServer, wait_until
+from tests.support import ORACLE_DB, ROOT, CeleryLauncher, RedisServer, wait_until
 
 from .conftest import SHOP, Person, serve
 from .furnished import furnish
@@ -21,6 +22,28 @@ from .shop import make_app
 from .views import VIEWS
 
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 320, "height": 640}
+
+#: The window of the pictures in the docs, and the view of each.
+SHOWN = {"width": 1200, "height": 560}
+PICTURES = {"page-entries": "entries", "page-entry": "entry-skipped", "page-edit": "edit"}
+
+#: How far pictures of one view may differ: times and names of hosts change, and what wraps with them.
+UNLIKE = 6.0
+
+_DIFFERENCE = """async pictures => {
+  const [a, b] = await Promise.all(pictures.map(async picture => {
+    const image = new Image();
+    image.src = 'data:image/png;base64,' + picture;
+    await image.decode();
+    const canvas = document.createElement('canvas');
+    canvas.width = 56; canvas.height = 36;
+    const drawn = canvas.getContext('2d');
+    drawn.imageSmoothingQuality = 'high';
+    drawn.drawImage(image, 0, 0, 56, 36);
+    return drawn.getImageData(0, 0, 56, 36).data;
+  }));
+  return a.reduce((sum, value, at) => sum + Math.abs(value - b[at]), 0) / (56 * 36 * 3);
+}"""
 
 #: How serious a finding of axe must be.
 SERIOUS = {"serious", "critical"}
@@ -106,6 +129,29 @@ def test_a_script_of_another_writer_would_not_run(look):
     assert all("Content Security Policy" in text for text in person.console)
     assert len(person.console) >= 2
     person.console.clear()
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_of_the_docs_show_the_page(look, name, request):
+    page = look(PICTURES[name], SHOWN).page
+    path = "/?sort=name" if name == "page-entries" else None
+    if path:
+        page.goto(path)
+        page.wait_for_load_state("networkidle")
+    taken = page.screenshot()
+    if folder := request.config.getoption("--screenshots"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.png").write_bytes(taken)
+    shown = (ROOT / "docs/pictures" / f"{name}.png").read_bytes()
+
+    assert len(shown) < 100_000
+    assert difference(page, taken, shown) < UNLIKE, f"take it anew: --screenshots docs/pictures -k {name}"
+
+
+def difference(page, *pictures: bytes) -> float:
+    """Return how far two pictures differ on the average, seen from so far that no letter can be read: 0 to 255."""
+    page.goto("about:blank")
+    return page.evaluate(_DIFFERENCE, [base64.b64encode(picture).decode() for picture in pictures])
 
 
 @pytest.mark.parametrize("view", VIEWS)
