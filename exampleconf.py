@@ -3,15 +3,20 @@
     celery -A exampleconf worker -B -l INFO        beat and worker in one process, to try it out
     celery -A exampleconf beat -l INFO             beat alone; start several, and one leads
     celery --config exampleconf beat -l INFO       beat that knows the tasks by name only
+    celery -A exampleconf singlebeat web           a page to look at all of that; needs the extra web
 
 All of them share a private Redis, which starts with the first process and ends with the last. Set
 SINGLEBEAT_REDIS_URL to use your own Redis.
 """
 
+import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 from celery import Celery
 from celery.schedules import crontab
+from celery.signals import beat_init, worker_ready
 
 from singlebeat import Singleton, embedded
 
@@ -30,6 +35,15 @@ beat_schedule = {
 
 app = Celery("exampleconf")
 app.config_from_object(__name__)
+
+
+@worker_ready.connect
+@beat_init.connect
+def show_page(**_: object) -> None:
+    """Print the line that opens the page."""
+    if find_spec("starlette"):
+        celery = sys.argv[0] if Path(sys.argv[0]).name == "celery" else "celery"
+        print(f"To look at it on a page: {celery} -A exampleconf singlebeat web", flush=True)  # noqa: T201
 
 
 @app.task

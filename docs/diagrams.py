@@ -1,6 +1,6 @@
-"""The pictures of these pages, drawn from their text: ``timeline`` and ``states``.
+"""The pictures of these pages, drawn from their text: ``timeline``, ``states`` and ``plot``.
 
-Both write SVG into the page itself, where it has the colours of the reader's theme, light or dark: it names
+All write SVG into the page itself, where it has the colours of the reader's theme, light or dark: it names
 ``currentColor`` and furo's variables, and no colour of its own.
 
 A timeline has a line for each row, and each row has bars, from one time to another, and marks, at one time::
@@ -19,10 +19,19 @@ nothing comes is ``last``::
        due = 0, 0
        pending = 1, 0 last
        due -> pending "claim"
+
+A plot has a curve for each line, with its name and its points; both axes are logarithmic::
+
+    .. plot:: What the picture shows
+       :x: entries
+       :y: seconds
+
+       singlebeat = 100 0.1, 1000 1.2
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from html import escape
@@ -190,6 +199,48 @@ def _arrow(centres: Any, widths: Any, source: str, target: str, label: str, *, b
     )
 
 
+CURVE = re.compile(r"(.+?) = (\d[\d.]* \d[\d.]*(?:, \d[\d.]* \d[\d.]*)*)$")
+
+
+def plot(lines: list[str], title: str, x_label: str = "", y_label: str = "") -> str:
+    """Return the SVG of curves on logarithmic axes."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for line in filter(None, map(str.strip, lines)):
+        if not (match := CURVE.match(line)):
+            raise ValueError(f"cannot be read: {line}; each line is: name = x y, x y")
+        pairs = (part.split() for part in match[2].split(", "))
+        curves[match[1]] = [(math.log10(float(x)), math.log10(float(y))) for x, y in pairs]
+    across, up = zip(*(point for points in curves.values() for point in points), strict=True)
+    powers = [range(math.floor(min(values)), math.ceil(max(values)) + 1) for values in (across, up)]
+    left, top, width, height = 56.0, 24.0, WIDTH - 56.0 - 120.0, 220.0
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        shares = [(value - its[0]) / max(len(its) - 1, 1) for value, its in zip(point, powers, strict=True)]
+        return round(left + shares[0] * width, 1), round(top + (1 - shares[1]) * height, 1)
+
+    bottom, right = top + height, left + width
+    parts = []
+    for power in powers[0]:
+        x, _ = at((power, powers[1][0]))
+        parts.append(f'<path class="guide" d="M{x} {top}V{bottom}"/>')
+        parts.append(f'<text class="quiet" x="{x}" y="{bottom + 16}" text-anchor="middle">{10.0**power:,g}</text>')
+    for power in powers[1]:
+        _, y = at((powers[0][0], power))
+        parts.append(f'<path class="guide" d="M{left} {y}H{right}"/>')
+        parts.append(f'<text class="quiet" x="{left - 6}" y="{y + 4}" text-anchor="end">{10.0**power:,g}</text>')
+    free = 0.0  #: below the last name
+    for name, points in sorted(curves.items(), key=lambda curve: at(curve[1][-1])[1]):
+        places = [at(point) for point in points]
+        parts.append(f'<path class="curve" d="M{"L".join(f"{x} {y}" for x, y in places)}"/>')
+        parts += [f'<circle class="mark sent" cx="{x}" cy="{y}" r="3"/>' for x, y in places]
+        free = max(places[-1][1] + 4, free)
+        parts.append(f'<text x="{places[-1][0] + 8}" y="{free:.1f}">{escape(name)}</text>')
+        free += 14
+    parts.append(f'<text class="quiet" x="{right}" y="{bottom + 32}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="quiet" x="0" y="{top - 10}">{escape(y_label)}</text>')
+    return _svg(WIDTH, bottom + 40, title, "".join(parts))
+
+
 def _svg(width: float, height: float, title: str, body: str) -> str:
     return (
         f'<div class="diagram"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" '
@@ -233,9 +284,20 @@ class States(_Picture):
         return states(lines, title)
 
 
+class Plot(_Picture):
+    """The directive ``plot``."""
+
+    option_spec: ClassVar = {"x": directives.unchanged, "y": directives.unchanged}
+
+    def draw(self, lines: list[str], title: str) -> str:
+        """Draw the curves, with the labels of the axes."""
+        return plot(lines, title, self.options.get("x", ""), self.options.get("y", ""))
+
+
 def setup(app: Any) -> dict[str, bool]:
-    """Tell Sphinx of the two directives and of their style."""
+    """Tell Sphinx of the directives and of their style."""
     app.add_directive("timeline", Timeline)
     app.add_directive("states", States)
+    app.add_directive("plot", Plot)
     app.add_css_file("style.css")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

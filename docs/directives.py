@@ -28,10 +28,15 @@ from singlebeat.locks.modes import TOGETHER
 from singlebeat.outbox import OUTBOX_KEYS
 from singlebeat.overlap import Overlap
 from singlebeat.run_results import OUTCOMES, UNSEEN
+from singlebeat.web.api.operations import BY_PATH
+from singlebeat.web.api.schemas import components
 
 if TYPE_CHECKING:
     from docutils.nodes import Node
     from sphinx.application import Sphinx
+
+    from singlebeat.web.api.operations import Operation
+    from singlebeat.web.api.parameters import Parameter
 
 #: The types of settings that users write otherwise than the code.
 WRITTEN = {"_Options": "dict", "object": "type | str", "Overlap": "str", "tuple[str, ...]": "list of str"}
@@ -222,6 +227,54 @@ class Outcomes(Generated):
         yield from _table(("Word", "Meaning"), rows, widths="25 75")
 
 
+class Operations(Generated):
+    """Prints the operations of the HTTP API."""
+
+    def text(self) -> Iterator[str]:
+        """Yield a section for each path, with its methods."""
+        for path, methods in BY_PATH.items():
+            yield from (f"``/api{path}``", "-" * (len(path) + 8), "")
+            for method, operation in methods.items():
+                yield from (f"**{method}** {_literally(operation.meaning)}", "")
+                yield f"- Role: ``{operation.role.name.lower()}``. Answers: {_answers(operation)}."
+                yield from (f"- {_parameter(each, 'query')}" for each in operation.query)
+                yield from (f"- {_parameter(each, 'body')}" for each in operation.body)
+                if operation.conditions:
+                    yield f"- Headers: {', '.join(f'``{name}``' for name in operation.conditions)}."
+                yield ""
+
+
+def _answers(operation: Operation) -> str:
+    schema = operation.answer or {}
+    name = schema.get("$ref", "").rpartition("/")[2]
+    fields = [name] if name else [f"``{each}``" for each in schema.get("properties", {})]
+    statuses = " or ".join(f"``{status}``" for status in operation.status)
+    return f"{statuses} with {', '.join(fields)}" if fields else statuses
+
+
+def _parameter(parameter: Parameter, where: str) -> str:
+    """Return what a client gives, and where."""
+    required = "" if parameter.is_required else ", optional"
+    words = f" {', '.join(f'``{word}``' for word in parameter.words if word)}." if parameter.words else ""
+    default = "" if parameter.default in {None, "", False} else f" Default: ``{parameter.default}``."
+    about = f"{parameter.kind} in the {where}{required}"
+    return f"``{parameter.name}`` ({about}): {_literally(parameter.meaning)}{words}{default}"
+
+
+class Schemas(Generated):
+    """Prints what the objects of the HTTP API hold."""
+
+    def text(self) -> Iterator[str]:
+        """Yield a list of fields for each object."""
+        for name, schema in components().items():
+            if name[0].isupper():
+                yield from (name, "~" * len(name), "", schema.get("description", ""), "")
+                for field, value in schema["properties"].items():
+                    meaning = value.get("description", "")
+                    yield f"- ``{field}``{f': {_literally(meaning)}' if meaning else ''}"
+                yield ""
+
+
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, widths: str) -> Iterator[str]:
     """Yield the lines of a table."""
     yield from (".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", "")
@@ -247,6 +300,7 @@ def _literal(value: object) -> str:
 
 def setup(app: Sphinx) -> dict[str, object]:
     """Add the directives to Sphinx."""
-    for directive in (Alerts, Events, Fields, Keys, Metrics, Outcomes, Pairs, Policy, Settings, Signals, Words):
+    printed = (Alerts, Events, Fields, Keys, Metrics, Operations, Outcomes, Pairs, Policy, Schemas, Settings, Signals)
+    for directive in (*printed, Words):
         app.add_directive(directive.__name__.lower(), directive)
     return {"parallel_read_safe": True}

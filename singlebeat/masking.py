@@ -20,7 +20,7 @@ from .config import Config
 if TYPE_CHECKING:
     from celery import Celery, Task
 
-__all__ = ("MASK", "masked", "masked_arguments", "masked_text")
+__all__ = ("MASK", "masked", "masked_arguments", "masked_text", "unmasked")
 
 #: Stands for a value that is not shown.
 MASK = "**"
@@ -87,6 +87,17 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     secret = (found for found in _NAME.finditer(text) if found["name"] == "args" or _is_secret(found["name"], patterns))
     first = next(secret, None)
     return text if first is None else f"{text[: first.end()]} {MASK}…"
+
+
+def unmasked(value: Any, stored: Any) -> Any:
+    """Return a value with the stored one in the place of each mask; a mask without a stored value stays."""
+    if value == MASK:
+        return value if stored is None else stored
+    if isinstance(value, dict) and isinstance(stored, Mapping):
+        return {name: unmasked(each, stored.get(name)) for name, each in value.items()}
+    if isinstance(value, list) and isinstance(stored, Sequence) and not isinstance(stored, str):
+        return [unmasked(each, stored[at] if at < len(stored) else None) for at, each in enumerate(value)]
+    return value
 
 
 def _masked(value: Any, patterns: tuple[str, ...], app: Celery) -> Any:

@@ -51,12 +51,13 @@ class Delivery:
     queue: str
     readers: Mapping[str, Reader]
     others: Mapping[str, Reader]
+    silent: Collection[str] = ()  #: the workers that seem to live and do not answer; they may read the queue
 
     @classmethod
-    def of(cls, queue: str, workers: Mapping[str, Reader]) -> Delivery:
+    def of(cls, queue: str, workers: Mapping[str, Reader], silent: Collection[str] = ()) -> Delivery:
         """Return the delivery of a queue, from the workers that answer, by name."""
         readers = {name: worker for name, worker in workers.items() if queue in worker.queues}
-        return cls(queue, readers, {name: worker for name, worker in workers.items() if name not in readers})
+        return cls(queue, readers, {name: worker for name, worker in workers.items() if name not in readers}, silent)
 
     @property
     def unread(self) -> str:
@@ -64,7 +65,8 @@ class Delivery:
         if self.readers or not self.others:
             return ""
         read = sorted(frozenset().union(*(worker.queues for worker in self.others.values())))
-        return f"no worker that answers reads queue {self.queue} (they read {listed(read) or 'none'})"
+        text = f"no worker that answers reads queue {self.queue} (they read {listed(read) or 'none'})"
+        return f"{text}, and {listed(sorted(self.silent))}, which may read it, does not answer" if self.silent else text
 
     def without(self, task: str) -> str:
         """Return a sentence that other workers know a task and no reader of the queue does; else an empty string."""

@@ -29,7 +29,7 @@ from ..overlap import Overlap
 from .backoff import Backoff
 from .decision_log import log_decision
 from .destination import queue_reached
-from .entries.occurrence import Decision, DecisionType
+from .entries.occurrence import WITHOUT_LOCK, Decision, DecisionType
 from .message import Message, prepare
 from .store.probe import with_advice
 
@@ -581,6 +581,8 @@ class Dispatcher:
             self._suspect(*(lock.key for lock in message.locks))
         if kind is DecisionType.RUN_BEFORE:
             reason = f"task {occurrence.id} has begun or ended before"
+        if kind is DecisionType.DISPATCHED and message.without_lock:
+            reason = f"{WITHOUT_LOCK}{message.without_lock}"
         if other is not None:
             # The name of the entry itself is not repeated in its own history.
             shown = replace(other, entry="") if other.entry == entry.name else other
@@ -596,7 +598,7 @@ class Dispatcher:
                 self._note_answer(server)
             if message.without_lock:
                 about = {"entry": decision.entry, "reason": message.without_lock}
-                log.warning("beat: %(entry)s is sent without a lock", event="unlocked", **about)
+                log.error("beat: %(entry)s is sent without its lock", event="unlocked", **about)
             about = {"task": decision.task, "id": decision.occurrence.id}
             log.debug("Scheduler: %(task)s sent. id->%(id)s", event="published", **about)
         log_decision(decision, self._timestamp())
@@ -612,10 +614,9 @@ class Dispatcher:
         if holder is None:
             return message.plan.granted
         if holder.verdict is Verdict.UNUSABLE:
-            why, about = unusable(message.key, holder.reason), {"entry": message.entry.name}
+            message.without_lock = unusable(message.key, holder.reason)
             if message.plan.overlap is not Overlap.SKIP:  # it could not wait for its turn
-                raise UnusableLockError(why)
-            log.error("beat: %(entry)s is sent without its lock", event="unlocked", **about, reason=why)
+                raise UnusableLockError(message.without_lock)
             return message.plan.granted
         # The call has ended under this lock, so the present holder does not matter to it.
         done = holder.verdict is Verdict.DONE

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .lost_messages import Found
     from .result_backend import StoredEnd
     from .status import ScheduleStatus
-    from .store.history import Record
+    from .store.history import End, Record
 
 __all__ = ("Facts", "HeldLock", "explain", "record_at")
 
@@ -98,6 +98,9 @@ class Facts:
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
     without_singlebeat: Sequence[str] = ()  #: workers that answer, and have no singlebeat or no server for locks
     silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
+    wrong_clocks: Sequence[str] = ()  #: sentences about workers whose clocks differ from the server's
+    holder_end: End | None = None  #: how the run ended that kept the last run from being sent
+    paused_by: str = ""  #: who has paused it, and when, as far as that is recorded
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -286,8 +289,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
             yield f"Its body ended{at} without an error, but the result backend did not store its result{why}."
         else:
             yield f"It ended{at}, {end.outcome}{why}."
-        if end.outcome == "unknown_task":
-            yield "That worker does not know the task and has dropped the message."
+        yield from _about(facts, end.outcome)
     elif facts.running is not None and record.task_id in facts.running:
         yield f"It runs now, on {facts.running[record.task_id]}."
     elif record.task_id in facts.locks or facts.locks_away:
@@ -313,6 +315,20 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         )
 
 
+def _about(facts: Facts, outcome: str) -> Iterator[str]:
+    """Say more about an end: which clocks decide that a message has expired, and which of them are wrong."""
+    if outcome == "unknown_task":
+        yield "That worker does not know the task and has dropped the message."
+    if outcome != "expired":
+        return
+    wrong = [*(text for text, _ in facts.state.wrong_clocks(standbys=True)), *facts.wrong_clocks]
+    yield "A message expires by two clocks: of the host of the beat, and of the worker's host. " + (
+        f"{_sentence('; '.join(wrong))}: set up NTP there."
+        if wrong
+        else "As far as is known, both are right: the message has waited in its queue for too long."
+    )
+
+
 def _waits(facts: Facts, record: Record) -> Iterator[str]:
     """Say that a run waits for its turn, and how many other runs of its entry wait, too."""
     open_ = [r for r in facts.records if r.decision in {"dispatched", "buffered"} and r.end is None]
@@ -332,7 +348,10 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif facts.locks_away:
         yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:
-        yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it."
+        end = facts.holder_end
+        how = "" if end is None else f" It ended at {_moment(end.at)} on {end.worker}, {end.outcome}"
+        how += f": {end.reason}." if end is not None and end.reason else "." * bool(how)
+        yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
     elif lock.seems_abandoned and facts.running is not None:
@@ -414,8 +433,8 @@ def _may_wait(facts: Facts) -> bool:
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     if facts.silent and not facts.state.redbeat_leads:
         yield f"{_sentence(facts.silent).rstrip('.')}."
-    pause = None if facts.state.redbeat_leads else facts.state.pause_over(entry.policy)
-    if pause is not None:
+    pauses = [] if facts.state.redbeat_leads else facts.state.pauses_over(entry.policy)
+    for pause in pauses:
         end = "" if pause.until is None else " until then"
         yield f"{_sentence(str(pause))}: its times pass without a run{end}. To go on: {pause.resumed_by}"
     if facts.no_place:
@@ -433,8 +452,8 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     elif entry.policy.paused:
         note = f" ({entry.policy.note})" if entry.policy.note else ""
         resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
-        yield f"It is paused{note}: its times pass without a run. To go on: {resume}"
-    elif pause is None:
+        yield f"It is paused{facts.paused_by}{note}: its times pass without a run. To go on: {resume}"
+    elif not pauses:
         yield from _next_run(facts, entry)
 
 

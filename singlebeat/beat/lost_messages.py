@@ -43,6 +43,7 @@ __all__ = (
     "Waiting",
     "examine",
     "free",
+    "living_workers",
     "may_yet_start",
 )
 
@@ -249,16 +250,33 @@ def _examine_once(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, a
     ended = _read_ends(app, ripe)
     yield from (Found(lock, RAN_ELSEWHERE, ended[lock.ref]) for lock in ripe if lock.ref in ended)
     if rest := [lock for lock in ripe if lock.ref not in ended]:
-        announced = {name: age for each, age in backend.workers().items() if (name := _our_hostname(app, each))}
-        living = {worker for worker, age in announced.items() if age < config.singlebeat_lock_lease}
+        announced = _announced(app, backend)
         lately = answers.lately(min(SEEN_FOR, config.singlebeat_lost_after or SEEN_FOR))
-        expected = living | (lately - announced.keys())
+        expected = _living(announced, config) | (lately - announced.keys())
         try:
             with _Broker.reached(app) as broker:
                 yield from list(_ask(app, rest, broker, expected, answers))
         except Exception as exc:  # a transport may raise anything
             log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
             yield from (Found(lock, "", "the broker cannot be asked for its message") for lock in rest)
+
+
+def _announced(app: Celery, backend: BaseBackend) -> Mapping[str, float]:
+    """Return the workers that were announced, with the seconds since then."""
+    return {name: age for each, age in backend.workers().items() if (name := _our_hostname(app, each))}
+
+
+def living_workers(app: Celery, backend: BaseBackend) -> set[str]:
+    """Return the workers with singlebeat that seem to live.
+
+    Raises:
+        LockBackendError: the locks' server does not answer.
+    """
+    return _living(_announced(app, backend), Config.of(app))
+
+
+def _living(announced: Mapping[str, float], config: Config) -> set[str]:
+    return {worker for worker, age in announced.items() if age < config.singlebeat_lock_lease}
 
 
 def may_yet_start(lock: Waiting, config: Config) -> str:
@@ -324,19 +342,28 @@ def _ask(
         known = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
         answers.note(known)
         silent = sorted(expected - known.keys())
-        for lock in open_:
-            has = next((worker for worker, reply in known.items() if lock.ref.task_id in (reply or {})), "")
-            if has:
-                reasons[lock.ref] = f"worker {has} has its message"
-            elif not known:
-                reasons[lock.ref] = "no worker answers, and one may have its message"
-            elif silent:
-                reasons[lock.ref] = f"worker {silent[0]}, which may have its message, does not answer"
+        reasons |= {lock.ref: _who_may_have(lock, known, silent) for lock in open_}
     for lock in locks:
         where = f"its queue {lock.queue}" if lock.queue else "any known queue"
-        gone = f"no worker has its message, and nothing waits in {where}"
+        gone = f"no worker that answers has its message, and nothing waits in {where}"
         reason = reasons.get(lock.ref)
         yield Found(lock, "", reason) if reason else Found(lock, MESSAGE_LOST, gone)
+
+
+def _who_may_have(lock: Waiting, known: Mapping[str, Any], silent: Sequence[str]) -> str:
+    """Return which worker has the message of a lock, or may have it; empty if none has it.
+
+    Args:
+        known: the answers, by worker: the messages that it has.
+        silent: the workers that seem to live, and do not answer.
+    """
+    if has := next((worker for worker, reply in known.items() if lock.ref.task_id in (reply or {})), ""):
+        return f"worker {has} has its message"
+    if not known:
+        return "no worker answers, and one may have its message"
+    if silent:
+        return f"worker {silent[0]}, which may have its message, does not answer"
+    return ""
 
 
 def _queue_of(app: Celery, task: str) -> str | None:

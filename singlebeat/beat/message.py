@@ -40,7 +40,7 @@ class Message:
     plan: Plan | None = None  #: how its lock is acquired
     key: str = ""  #: of its lock; empty if it has none
     is_sent_by_others: bool = False  #: its task, or the app, has a method of its own that sends it
-    without_lock: str = ""  #: why no lock can be computed for it
+    without_lock: str = ""  #: why it is sent without a lock that it should have; empty if it is not
     locks_itself: bool = False  #: its task acquires its lock when it is sent, as a task of celery-singleton does
 
     @property

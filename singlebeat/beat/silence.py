@@ -76,7 +76,8 @@ def _failed(ends: Sequence[End]) -> str:
 
 def _vanished(entry: Entry, decisions: Sequence[Record]) -> str:
     """Return a sentence if runs of an entry end without a record, as if each had killed its worker."""
-    followed = (record for record in decisions if record.decision == "dispatched" and not record.is_sent_otherwise)
+    # A reason says that code of the app has sent it, or that it was sent without its lock.
+    followed = (record for record in decisions if record.decision == "dispatched" and not record.reason)
     sent = sorted(followed, key=lambda record: record.at)
     ended = {record.task_id for record in sent if record.end is not None}
     last, *before = [*dict.fromkeys(record.task_id for record in reversed(sent))][: MOST_VANISHED + 1] or [""]

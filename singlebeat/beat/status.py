@@ -117,8 +117,12 @@ class ScheduleStatus:
         return self.locked or bool(self.leader)
 
     def pause_over(self, policy: EntryPolicy) -> Pause | None:
-        """Return the pause of many entries that covers an entry with a policy, None if there is none."""
-        return next((pause for pause in self.pauses if pause.covers(policy)), None)
+        """Return the first pause of many entries that covers an entry with a policy, None if there is none."""
+        return next(iter(self.pauses_over(policy)), None)
+
+    def pauses_over(self, policy: EntryPolicy) -> Sequence[Pause]:
+        """Return the pauses of many entries that cover an entry with a policy."""
+        return [pause for pause in self.pauses if pause.covers(policy)]
 
     @property
     def role(self) -> str:

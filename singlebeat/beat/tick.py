@@ -121,9 +121,9 @@ class Tick:
         return [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is ClaimVerdict.CLAIMED]
 
     def _record(self, over: Sequence[Confirmation], claims: Sequence[Claim], term: Term) -> None:
-        """Record the decisions that send nothing, and log them."""
+        """Log the decisions that send nothing, and record those about entries that are not moved on."""
         decisions = [claim.decision for claim in claims if claim.decision is not None]
-        self.store.record([*self.store.quarantine.decided(), *decisions], term)
+        self.store.record(self.store.quarantine.decided(), term)
         for decision in (*(confirmation.decision for confirmation in over), *decisions):
             log_decision(decision, self._timestamp())
 

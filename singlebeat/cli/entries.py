@@ -21,7 +21,7 @@ from ..beat.page import Query, Sort, rows_of
 from ..beat.schedule import Schedule
 from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, pending_occurrences
 from ..connections import schedule_client
-from ..diagnosis.facts import AGAIN
+from ..diagnosis.facts import AGAIN, why_gone
 from ..diagnosis.leader import refusal
 from ..errors import EntryError, UnknownEntryError
 from ..masking import masked, masked_arguments, masked_text
@@ -204,8 +204,8 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
     problem, now = found.quarantine.get(name, {}).get("reason", ""), datetime.fromtimestamp(found.now, UTC)
     try:
         entry = entries.get(name)
-    except UnknownEntryError:
-        raise
+    except UnknownEntryError as exc:
+        raise UnknownEntryError(f"{exc}{why_gone(entries, name)}") from None
     except EntryError as exc:
         reason, state = (problem, "quarantined") if problem else (f"{exc}; {QUARANTINED_LATER}", "unusable")
         _show_broken(entries.salvage(name), reason, state, as_json)

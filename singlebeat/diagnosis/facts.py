@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from ..beat.late_places import late_places
 from ..beat.lost_messages import examine
 from ..beat.result_backend import ResultBackendError, read_end, result_place
 from ..beat.schedule import Schedule
+from ..beat.server_time import DIFFERS_FROM
 from ..beat.silence import silence
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import History
@@ -29,22 +31,22 @@ from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
-from .workers import BrokerError, NoQuestionsError, Workers, refused_queues
+from .workers import BrokerError, NoQuestionsError, Workers, ahead_of_server, refused_queues, silent_workers
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entries.entry import Entry
-    from ..beat.store.history import Record
+    from ..beat.store.history import End, Record
     from ..clients import RedisClient
 
-__all__ = ("AGAIN", "facts_of", "read_entry")
+__all__ = ("AGAIN", "facts_of", "read_entry", "why_gone")
 
 #: Seconds after which a command checks a state again that may be transient.
 AGAIN = 1.0
 
-#: Maximum number of an entry's records that an explanation reads.
-EXPLAINED = 1000
+#: Maximum number of an entry's records that an explanation reads, and of those in which it looks for one run or change.
+EXPLAINED, ENDS_READ = 1000, 50
 
 
 def read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | None, str]:
@@ -66,8 +68,21 @@ def read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Ent
     return entry, entry.why_unusable(datetime.fromtimestamp(state.now, UTC))
 
 
-def _why_missing(app: Celery, state: ScheduleStatus) -> str:
+def why_gone(entries: Schedule, name: str) -> str:
+    """Return who has deleted an entry, and how to bring it back; empty if no such change is recorded."""
+    change = next(iter(entries.changes(name, 1)), None)
+    if change is None or change.action != "delete":
+        return ""
+    back = f"celery singlebeat revert {shlex.quote(name)} --to {change.id}"
+    return (
+        f". {change.actor or 'Another program'} has deleted it at {change.at:%Y-%m-%d %H:%M:%SZ}; to undo that: {back}"
+    )
+
+
+def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> str:
     """Return what to add to the error that there is no entry: the trouble that may have kept it away or removed it."""
+    if gone := why_gone(entries, name):
+        return gone
     if not state.works and (refused := refusal(app, state)):
         return f", and {state.problem()}: {refused}"
     return "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found)
@@ -75,7 +90,7 @@ def _why_missing(app: Celery, state: ScheduleStatus) -> str:
 
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
     queue = queue_of(app, entry) if entry is not None and workers is not None else None
-    return Delivery.of(queue, workers.readers) if queue and workers is not None else None
+    return Delivery.of(queue, workers.readers, silent_workers(app, workers)) if queue and workers is not None else None
 
 
 def _pending(app: Celery, name: str) -> Occurrence | None:
@@ -116,7 +131,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     try:
         entry, unusable = read_entry(entries, name, state)
     except UnknownEntryError as exc:
-        raise UnknownEntryError(f"{exc}{_why_missing(app, state)}") from None
+        raise UnknownEntryError(f"{exc}{_why_missing(app, entries, name, state)}") from None
     records = entries.history(name, EXPLAINED if when else 1)
     if [record.decision for record in records] == ["buffered"]:  # earlier runs may wait, too
         records = entries.history(name, EXPLAINED)
@@ -147,6 +162,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
             stored = read_end(app, record.task_id, timeout=Config.of(app).singlebeat_socket_timeout)
         except ResultBackendError as exc:
             results_away = f"the {result_place(app)} {exc}"
+    has_expired = record is not None and record.end is not None and record.end.outcome == "expired"
     return Facts(
         name=name,
         entry=entry,
@@ -171,19 +187,50 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         results_away=results_away,
         found=found,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
-        silent=_silence(app, entry, records) if entry is not None else "",
+        silent=_silence(app, entry, records, recorded=_record_ends(workers)) if entry is not None else "",
+        wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),
+        holder_end=_end_of(entries, record) if record is not None and task not in locks else None,
+        paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
     )
 
 
-def _silence(app: Celery, entry: Entry, records: Sequence[Record]) -> str:
+def _record_ends(workers: Workers | None) -> bool:
+    """Return whether any worker answers that records the ends of runs."""
+    return workers is not None and any(workers.versions.values())
+
+
+def _wrong_clocks(app: Celery, workers: Workers) -> Iterator[str]:
+    """Yield a sentence about each worker whose clock differs from the clock of the schedule's server."""
+    for worker, ahead in workers.wrong_clocks(ahead_of_server(app), more_than=DIFFERS_FROM):
+        yield f"the clock of worker {worker} is about {ahead:+.0f} s off that of the schedule's server"
+
+
+def _end_of(entries: Schedule, skipped: Record) -> End | None:
+    """Return how the run has ended that kept another run from being sent, None if it is not among the last ones."""
+    if skipped.decision != "skipped_overlap" or not skipped.holder_entry:
+        return None
+    records = entries.history(skipped.holder_entry, ENDS_READ)
+    return next((record.end for record in records if record.task_id == skipped.holder), None)
+
+
+def _paused_by(entries: Schedule, entry: Entry) -> str:
+    """Return since when an entry is paused, and by whom; empty if that is not recorded."""
+    changes = entries.changes(entry.name, ENDS_READ)
+    change = next((change for change in changes if "paused" in change.differences), None)
+    return f" since {change.at:%Y-%m-%d %H:%M:%SZ} by {change.actor or 'another program'}" if change is not None else ""
+
+
+def _silence(app: Celery, entry: Entry, records: Sequence[Record], *, recorded: bool) -> str:
     """Return that all last runs of an entry failed, vanished or were skipped; empty if not.
 
     Args:
         records: the last decision about it, or several.
+        recorded: whether there are workers that record the ends of runs.
     """
     ((_, own),) = History(app).own([entry.name])
     is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
-    return silence(entry, own, Schedule(app).history(entry.name, EXPLAINED) if is_open else ())
+    recent = Schedule(app).history(entry.name, EXPLAINED) if is_open else ()
+    return silence(entry, own, recent, recorded=recorded)
 
 
 def _may_have_result(record: Record) -> bool:

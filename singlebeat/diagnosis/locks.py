@@ -12,6 +12,7 @@ from ..connections import broker_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.base import Ref, read_generation
+from ..locks.redis import RedisBackend
 from ..run_results import flush_ends
 from .workers import BrokerError, Workers
 
@@ -86,10 +87,16 @@ def free_one(app: Celery, which: str, *, force: bool = False) -> HeldLock:
         LockBackendError: the locks' server does not answer.
     """
     found = next(((record, lock) for key, record, lock in locks_of(app) if which in {key, lock.task_id}), None)
-    if found is None:
-        raise NotFreedError(f"no lock is held by {which}")
-    record, lock = found
     backend = backend_of(app)
+    if found is None:
+        is_possible = which.startswith(Config.of(app).singleton_key_prefix)
+        if not (is_possible and isinstance(backend, RedisBackend) and backend.holds(which)):
+            raise NotFreedError(f"no lock is held by {which}")
+        if not force:
+            raise NotFreedError(f"{which} holds something that is no lock: --force deletes the key")
+        backend.unlock(which)
+        return HeldLock(which, "?", "unusable", None, 0.0)
+    record, lock = found
     if force:
         backend.unlock(lock.key)
     elif lock.state == "queued":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,10 +12,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..beat.delivery import Busy, Reader, queue_of
+from ..beat.keys import Keys
+from ..beat.lost_messages import living_workers
+from ..beat.server_time import ServerTime
 from ..beat.store.probe import advice, is_denied
 from ..broker import bounded, naming_alarms
 from ..config import Config
-from ..connections import broker_place, what_it_does
+from ..connections import broker_place, schedule_client, what_it_does
+from ..errors import SinglebeatError
+from ..locks import backend_of
 from ..log import without_passwords
 
 if TYPE_CHECKING:
@@ -112,6 +117,24 @@ class Workers:
         for worker, shown in sorted(self.clocks.items()):
             if not began - more_than <= shown <= ended + more_than:
                 yield worker, shown - began
+
+
+def ahead_of_server(app: Celery) -> float:
+    """Return the seconds by which the time of the schedule's server is ahead of this process's monotonic clock.
+
+    Raises:
+        RedisError: the server does not answer.
+    """
+    server_time = ServerTime(quiet=True)
+    server_time.ask(schedule_client(app), Keys.of(app).schedule)
+    return server_time.timestamp() - time.monotonic()
+
+
+def silent_workers(app: Celery, workers: Workers) -> Sequence[str]:
+    """Return the workers with singlebeat that seem to live, and have not answered."""
+    with suppress(SinglebeatError):  # another part reports an error of the locks' server
+        return sorted(living_workers(app, backend_of(app)) - workers.known_tasks.keys())
+    return ()
 
 
 def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:

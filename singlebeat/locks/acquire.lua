@@ -53,8 +53,9 @@ local now_text = string.format("%.0f", now)
 
 local function reply(verdict, lock, id)
   local r = redis.call("HMGET", lock, "id", "state", "since", "fence", "entry")
-  local since = (tonumber(r[3]) or 0) <= now + 1000 and r[3] or "0" -- a turn may be a moment ahead
-  return {verdict, r[1] or id, r[2] or "", since, r[4] or "0", redis.call("PTTL", lock), "", r[5] or ""}
+  local since = numbers(nil, {r[3]}) and (tonumber(r[3]) or 0) <= now + 1000 and r[3] -- a turn may be a moment ahead
+  local fence = numbers(nil, {r[4]}) and r[4]
+  return {verdict, r[1] or id, r[2] or "", since or "0", fence or "0", redis.call("PTTL", lock), "", r[5] or ""}
 end
 
 --- Leave a lock no more than the time that it was given, if that was before the clock was set back: Redis keeps its end
@@ -101,19 +102,18 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
-  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed", "fence", "uncut")
+  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed", "uncut")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
-  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken", "since", "fence", "uncut")
-  local by_itself = redis.pcall("HMGET", turn, "id", "since", "fence")
+  local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken", "since", "uncut")
+  local by_itself = redis.pcall("HMGET", turn, "id", "since")
   local err = record.err or ended.err or next_record.err or by_itself.err
   if err and not string.find(err, "WRONGTYPE", 1, true) then
     return redis.error_reply(err)
   elseif err then
     return {"unusable", err, "", "0", "0", 0, ""}
   end
-  local wrong = not numbers(nil, {record[3], record[5], record[6], record[7], record[8]}) and lock
-    or not numbers(nil, {next_record[2], next_record[4], next_record[5], next_record[6], next_record[7]}) and behind
-    or not numbers(nil, {by_itself[2], by_itself[3]}) and turn
+  local wrong = not numbers(nil, {record[3], record[7]}) and lock
+    or not numbers(nil, {next_record[2], next_record[4], next_record[6]}) and behind
   if wrong then
     return {"unusable", wrong .. " has a field that must be a number, and is none", "", "0", "0", 0, ""}
   end

@@ -65,8 +65,9 @@ end
 local function reply(verdict, holds)
   local r = redis.call("HMGET", holds or lock, "id", "state", "since", "fence", "payload", "entry")
   local payload = verdict == "started" and r[5] or ""
-  local since = (tonumber(r[3]) or 0) <= now + 1000 and r[3] or "0" -- a turn may be a moment ahead
-  return {verdict, r[1] or id, r[2] or "", since, r[4] or "0", redis.call("PTTL", holds or lock), payload,
+  local since = numbers(nil, {r[3]}) and (tonumber(r[3]) or 0) <= now + 1000 and r[3] -- a turn may be a moment ahead
+  local fence = numbers(nil, {r[4]}) and r[4]
+  return {verdict, r[1] or id, r[2] or "", since or "0", fence or "0", redis.call("PTTL", holds or lock), payload,
     r[6] or ""}
 end
 
@@ -74,17 +75,17 @@ local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until"
   "payload", "entry")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
-local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since", "fence")
-local by_itself = redis.pcall("HMGET", turn, "id", "since", "fence")
+local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since")
+local by_itself = redis.pcall("HMGET", turn, "id", "since")
 local err = record.err or ended.err or waiting.err or place.err or by_itself.err
 if err and not string.find(err, "WRONGTYPE", 1, true) then
   return redis.error_reply(err)
 elseif err then
   return {"unusable", err, "", "0", "0", 0, ""}
 end
-local wrong = not numbers(nil, {record[2], record[5], record[6], record[8], record[9]}) and lock
-  or not numbers(nil, {place[3], place[4], place[5]}) and behind
-  or not numbers(nil, {by_itself[2], by_itself[3]}) and turn
+local wrong = not numbers(nil, {record[2], record[5], record[6]}) and lock
+  or not numbers(nil, {place[3], place[4]}) and behind
+  or not numbers(nil, {by_itself[2]}) and turn
 if wrong or (record[1] and not record[2]) then
   local reason = (wrong or lock) .. " has a field that must be a number, and is none"
   return {"unusable", reason, "", "0", "0", 0, ""}

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Producer
+from kombu.exceptions import OperationalError
 
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, collecting, size, takes_outbox
 from . import backend_of
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..outbox import Outbox
     from .acquire import Granted, Plan
-    from .base import Call, Holder, Ticket
+    from .base import Call, Holder, Options, Ticket
     from .task import LockableTask
 
 __all__ = ("NO_OUTBOX", "send_call", "send_many", "why_two_writes")
@@ -58,12 +59,16 @@ class Publish(Protocol):
     def __call__(self, ticket: Ticket, **options: object) -> AsyncResult: ...
 
 
+class _UnreachableError(Exception):
+    """The broker cannot be reached, and the message is not sent."""
+
+
 class _NotSentError(Exception):
     """Ends a publish before Celery reports the message as sent."""
 
 
 def send_call(
-    task: LockableTask, plan: Plan, publish: Publish, producer: Producer | None, *, is_redirected: bool = False
+    task: LockableTask, plan: Plan, publish: Publish, producer: Producer | None, options: Options
 ) -> AsyncResult | Refused:
     """Acquire the lock of a call, and send the call.
 
@@ -71,12 +76,13 @@ def send_call(
     if the process dies before it sends the message, the lock ends by itself.
 
     Args:
-        is_redirected: an option of the call names a connection, over which Celery sends it without this producer.
+        options: of ``Task.apply_async``. With a ``connection``, Celery sends the call without this producer.
 
     Raises:
         LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         Exception: any error of the broker.
     """
+    is_redirected, retries = options.get("connection") is not None, dict[str, bool]()
     if (call := plan.call) is not None and not plan.is_of_beat and not is_redirected and _may_be_one_write(task):
         # A call that is probably refused asks first: its message would be made in vain.
         answer = answered(task, call, task.singleton_backend.ask([call])[0]) if _was_refused(call.ref.key) else None
@@ -88,7 +94,11 @@ def send_call(
             return refused
         with task.app.producer_or_acquire(producer) as own:
             write = _OneWrite(task, plan, publish, own)
-            outcome = write.send(call, answer)
+            try:
+                outcome = write.send_with_retries(call, answer, options)
+            except _UnreachableError:
+                # All retries are spent. One more could put a second message beside one whose reply was lost.
+                outcome, retries = None, {"retry": False}
         if outcome is not None:
             _remember(call.ref.key, is_refused=isinstance(outcome, Refused))
             return outcome if isinstance(outcome, Refused) else write.replaced(outcome)
@@ -96,7 +106,7 @@ def send_call(
     if isinstance(granted, Refused):
         return granted
     try:
-        result = publish(granted.ticket, producer=producer)
+        result = publish(granted.ticket, producer=producer, **retries)
     except BaseException:
         granted.give_up(task)
         raise
@@ -189,12 +199,18 @@ def _remember(key: str, *, is_refused: bool) -> None:
 
 
 def _is_marked(broker: Marker, producer: Producer) -> bool:
-    """Mark the server of a producer's broker, unless it is known to be another than that of the locks."""
+    """Mark the server of a producer's broker, unless it is known to be another than that of the locks.
+
+    Raises:
+        Exception: a recoverable error of the connection.
+    """
     try:
         if not broker.may_be_here(time.monotonic()) or not takes_outbox(producer):
             return False
         broker.write_for_broker(producer.channel, time.monotonic())
-    except Exception:  # an unreachable broker, for example: two writes retry, or fail, as the call's options say
+    except producer.connection.recoverable_connection_errors:
+        raise
+    except Exception:  # two writes find out what to do about it
         return False
     return True
 
@@ -202,12 +218,19 @@ def _is_marked(broker: Marker, producer: Producer) -> bool:
 def _write_all(
     task: LockableTask, sendings: Sequence[Sending], broker: Marker, producer: Producer
 ) -> list[Holder] | None:
-    """Write calls, and return the answers; None if nothing is sent in one write for now."""
+    """Write calls, and return the answers; None if nothing is sent in one write for now.
+
+    Raises:
+        Exception: a recoverable error of the broker's connection; nothing is sent.
+        LockBackendError: the locks' server does not answer, so it is unknown whether the calls were sent.
+    """
     holders = task.singleton_backend.send(sendings, broker)
     if holders is not None:
         return holders
     try:
         broker.write_for_broker(producer.channel, time.monotonic(), anew=True)
+    except producer.connection.recoverable_connection_errors:
+        raise
     except Exception:  # two writes find out what to do about it
         return None
     holders = task.singleton_backend.send(sendings, broker)
@@ -249,7 +272,7 @@ class _ManyCalls:
         made = _Made(plan)
         if not self._calls:
             has_hooks = not _may_be_one_write(self.task) or self.task.app.conf.task_send_sent_event
-            self._is_possible = not has_hooks and _is_marked(self.broker, self.producer)
+            self._is_possible = not has_hooks and self._is_marked()
         self._calls.append(made)
         if plan.call is None or not self._is_possible:
             return
@@ -264,11 +287,23 @@ class _ManyCalls:
             self.broker.rule_out(time.monotonic())
             acquire(self.task, plan, may_have_run=True)
 
+    def _is_marked(self) -> bool:
+        try:
+            return _is_marked(self.broker, self.producer)
+        except self.producer.connection.recoverable_connection_errors:  # each call retries by itself
+            return False
+
+    def _write_all(self, sendings: Sequence[Sending]) -> list[Holder] | None:
+        try:
+            return _write_all(self.task, sendings, self.broker, self.producer)
+        except self.producer.connection.recoverable_connection_errors:  # each call retries by itself
+            return None
+
     def send(self) -> Iterator[AsyncResult | Refused | None]:
         """Send the calls, and yield what became of each, as ``send_many`` does."""
         calls, self._calls, self._characters = self._calls, [], 0
         sendings = [made.sending for made in calls if made.sending is not None]
-        holders = _write_all(self.task, sendings, self.broker, self.producer) if sendings else []
+        holders = self._write_all(sendings) if sendings else []
         answers = iter(holders or ())
         for made in calls:
             if made.sending is None:
@@ -300,18 +335,53 @@ class _OneWrite:
         self.task, self.plan, self.publish, self.producer = task, plan, publish, producer
         self.broker = _broker_of(task.app, producer.connection)
         self._replaced: tuple[Granted, Holder] | None = None  #: the answer to a call that evicts others
+        self.is_written = False  #: the call is sent
 
-    def send(self, call: Call, answer: Holder | None) -> AsyncResult | Refused | None:
-        """Send the call; return its result, or None if it must be sent in two writes.
+    def send_with_retries(self, call: Call, answer: Holder | None, options: Options) -> AsyncResult | Refused | None:
+        """Send the call; if the connection to the broker fails before the write, connect anew and retry.
 
         Args:
             answer: of the locks' server, if it was asked before.
+            options: of ``Task.apply_async``, for ``retry`` and ``retry_policy``.
+
+        Returns:
+            The result of the call, or None if it must be sent in two writes.
 
         Raises:
+            _UnreachableError: the connection failed before the write, after all retries.
             LockBackendError: the locks' server does not answer, so it is unknown whether the call was sent; or its lock
                 cannot be read.
             Exception: the message cannot be made.
         """
+        conf, connection = self.task.app.conf, self.producer.connection
+        retry, policy = options.get("retry"), {"max_retries": 0}
+        if conf.task_publish_retry if retry is None else retry:
+            policy = {**conf.task_publish_retry_policy, **(options.get("retry_policy") or {})}
+        failed: Exception | None = None
+        is_lost = False  #: the connection; an error of the user's own code may look the same
+
+        def send() -> AsyncResult | Refused | None:
+            nonlocal failed, is_lost
+            try:
+                return self._send(call, answer)
+            except connection.recoverable_connection_errors as exc:
+                if not self.is_written:
+                    is_lost = True
+                    raise
+                failed = exc
+                return None
+
+        try:
+            outcome = connection.ensure(self.producer, send, **policy)()
+        except (*connection.recoverable_connection_errors, OperationalError) as exc:
+            if self.is_written or not is_lost:
+                raise
+            raise _UnreachableError from exc
+        if failed is not None:
+            raise failed
+        return outcome
+
+    def _send(self, call: Call, answer: Holder | None) -> AsyncResult | Refused | None:
         if not _is_marked(self.broker, self.producer):
             return None
         cancel_releases(call)
@@ -364,6 +434,7 @@ class _OneWrite:
             answer = self._answer(replace(sending, commands=outbox.commands))
             if answer is None or not sending.is_granted(answer.verdict):
                 raise _NotSentError
+            self.is_written = True
 
         try:
             with collecting(self.producer, write):
@@ -371,10 +442,6 @@ class _OneWrite:
         except _NotSentError:
             _discard(self.task, granted.ticket.task_id)
             return None, answer
-        except self.producer.connection.recoverable_connection_errors:
-            if answer is None:  # the broker failed before the write
-                return None, None
-            raise
         if answer is None:  # the user's own code has sent it over another producer
             self.broker.rule_out(time.monotonic())
             # If it is refused, so is the message at its start. It may have run already.

@@ -188,7 +188,7 @@ class Singleton(Task):  # type: ignore[misc]
             return self._hand_over_and_send(own, options, publish)
         try:
             plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
-            sent = send_call(self, plan, publish, producer, is_redirected=options.get("connection") is not None)
+            sent = send_call(self, plan, publish, producer, options)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise

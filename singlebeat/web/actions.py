@@ -15,6 +15,7 @@ from .exchange import Fields, PageReply
 from .security import RefusedError, Role, User
 
 if TYPE_CHECKING:
+    from ..beat.explain import HeldLock
     from .board import Board
     from .exchange import PageRequest
 
@@ -219,12 +220,17 @@ def free(board: Board, request: PageRequest, user: User) -> PageReply:
     """Free a lock; by force only if the id of its task was typed."""
     form = request.changes
     which, force = form.get("id"), bool(form.get("force"))
-    if force and not user.may(Role.ADMIN):
-        raise RefusedError("to free a lock by force needs the role admin")
     if force and form.get("typed").strip() != which:
         raise EntryError("to free a lock by force, type the id of its task")
-    free_one(board.app, which, force=force)
+    free_lock(board, user, which, force=force)
     return leads_to(request, "/locks", done="freed")
+
+
+def free_lock(board: Board, user: User, which: str, *, force: bool) -> HeldLock:
+    """Free a lock; by force only if the user is an admin. Return the lock as it was."""
+    if force and not user.may(Role.ADMIN):
+        raise RefusedError("to free a lock by force needs the role admin")
+    return free_one(board.app, which, force=force)
 
 
 def ask_resign(board: Board, request: PageRequest, user: User) -> Page:
@@ -234,11 +240,16 @@ def ask_resign(board: Board, request: PageRequest, user: User) -> Page:
 
 def end_term(board: Board, request: PageRequest, user: User) -> PageReply:
     """End the term of leadership."""
+    end_present_term(board)
+    return leads_to(request, "/doctor", done="resigned")
+
+
+def end_present_term(board: Board) -> None:
+    """End the term of leadership, unless no beat could lead next."""
     if refused := ticks_refusal(board.app):
         raise ConflictError(f"no beat could lead next, so the present term goes on: {refused}")
     if not resign(board.app):
         raise ConflictError("no beat leads")
-    return leads_to(request, "/doctor", done="resigned")
 
 
 def ask_revert(board: Board, request: PageRequest, user: User) -> Page:

@@ -118,10 +118,10 @@ class Board:
         own: ZoneInfo | None = entry.policy.timezone if entry is not None else None
         return own or self.zone
 
-    def schedule(self, user: User | None = None) -> Schedule:
+    def schedule(self, user: User | None = None, *, by: str = "web") -> Schedule:
         """Return the schedule, whose changes are recorded as those of a user."""
         name = user.name if user is not None and user.name else "page"
-        return Schedule(self.app, actor=name, by="web")
+        return Schedule(self.app, actor=name, by=by)
 
     def begin_backfill(
         self, entries: Schedule, name: str, start: datetime, end: datetime, overlap: str, total: int

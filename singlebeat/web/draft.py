@@ -14,7 +14,7 @@ from celery.schedules import BaseSchedule
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule
 from ..errors import EntryError
-from ..masking import MASK
+from ..masking import unmasked
 
 if TYPE_CHECKING:
     from ..beat.entries.salvage import Salvage
@@ -148,7 +148,7 @@ class Draft:
             if not isinstance(value, kind):
                 self.errors[name] = f"must be a JSON {what}"
                 continue
-            found[name] = _unmasked(value, stored.get(name))
+            found[name] = unmasked(value, stored.get(name))
         found["enabled"] = values["enabled"] == "on"
         try:
             found["schedule"] = self.schedule(zone)
@@ -352,14 +352,3 @@ def _shown_local(moment: datetime, zone: tzinfo) -> str:
 def _pretty(value: object) -> str:
     flat = json.dumps(value, ensure_ascii=False, default=str)
     return flat if len(flat) <= 60 else json.dumps(value, indent=2, ensure_ascii=False, default=str)
-
-
-def _unmasked(value: Any, stored: Any) -> Any:
-    """Return a value with what is stored in the place of each mask."""
-    if value == MASK:
-        return value if stored is None else stored
-    if isinstance(value, dict) and isinstance(stored, Mapping):
-        return {name: _unmasked(each, stored.get(name)) for name, each in value.items()}
-    if isinstance(value, list) and isinstance(stored, Sequence) and not isinstance(stored, str):
-        return [_unmasked(each, stored[at] if at < len(stored) else None) for at, each in enumerate(value)]
-    return value

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .exchange import Fields, PageReply, PageRequest
     from .security import User
 
-__all__ = ("ask", "preview", "save")
+__all__ = ("ask", "preview", "preview_of", "save")
 
 #: Next runs of a preview.
 PREVIEWED = 5
@@ -166,20 +166,24 @@ def _preview(board: Board, draft: Draft, schedule: BaseSchedule | None) -> Previ
     """Return what a draft would do; None if it has no usable schedule."""
     if schedule is None:
         return None
-    zone, policy = _zone_of(board, draft), draft.wishes()
+    policy = draft.wishes()
     given = {option: value for option, value in policy.items() if value is not None and option not in draft.errors}
     entry = Entry("preview", "preview", schedule, app=board.app, policy=EntryPolicy.of(given))
-    now = board.now
+    return preview_of(board, entry, draft.values["task"].strip())
+
+
+def preview_of(board: Board, entry: Entry, task: str) -> Preview:
+    """Return what an entry would do."""
+    zone, now = board.zone_of(entry), board.now
     runs = [*islice(entry.timetable.runs(now, now), PREVIEWED)]
     workers, unknown = board.workers(), ""
-    task = draft.values["task"].strip()
     if task and workers is not None:
         known = frozenset().union(*workers.known_tasks.values())
         if not known:
             unknown = "No worker answers, so it is not known whether one has the task."
         elif task not in known:
             unknown = f"No worker that answers knows the task {task}: a worker that gets its message drops it."
-    return Preview(in_words(schedule), runs, [*effects(schedule, zone, now)], zone, unknown)
+    return Preview(in_words(entry.schedule), runs, [*effects(entry.schedule, zone, now)], zone, unknown)
 
 
 def _form(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 from urllib.parse import parse_qsl, urlencode
+
+from .security import RefusedError
 
 __all__ = ("LARGEST_BODY", "Fields", "PageReply", "PageRequest")
 
@@ -60,19 +62,59 @@ class PageRequest:
 
     path: str  #: below the place where the page is mounted; begins with a slash
     query: Fields = field(default_factory=Fields)
-    form: Fields | None = None  #: of a POST; None: a GET
+    method: str = "GET"  #: in upper case; GET also for HEAD
+    form: Fields | None = None  #: of a POST to a page
+    body: bytes = b""  #: of a request to the API, JSON
     headers: Mapping[str, str] = field(default_factory=dict)  #: by their names in lower case
     cookies: Mapping[str, str] = field(default_factory=dict)
     client: str = ""  #: address of the other end of the connection; empty if unknown
     root: str = ""  #: the path under which the page is mounted, without a slash at its end
     is_tls: bool = False
     token: str = ""  #: against forged requests: each form carries it
+    secret: str = ""  #: of which a host makes such tokens; empty if the token itself stays the same
     nonce: str = ""  #: of the host's own Content-Security-Policy; empty if it has none
 
     @property
     def is_fragment(self) -> bool:
         """Whether only the live part of the page is asked for."""
         return self.headers.get("hx-request") == "true"
+
+    @property
+    def is_of_api(self) -> bool:
+        """Whether the API is asked, which answers in JSON."""
+        return self.path == "/api" or self.path.startswith("/api/")
+
+    def with_query(self, text: str) -> Self:
+        """Return the request with a query.
+
+        Raises:
+            RefusedError: the query cannot be read.
+        """
+        try:
+            return replace(self, query=Fields.parse(text))
+        except ValueError as exc:
+            raise RefusedError(f"the query cannot be read: {exc}", 400) from None
+
+    def with_body(self, body: bytes) -> Self:
+        """Return the request with a body: the form of a page, or JSON for the API.
+
+        Raises:
+            RefusedError: the body is too large, of another kind, or cannot be read.
+        """
+        if self.method == "GET":
+            return self
+        kind, what = ("application/json", "body") if self.is_of_api else ("application/x-www-form-urlencoded", "form")
+        if len(body) > LARGEST_BODY:
+            raise RefusedError(f"the {what} is larger than {LARGEST_BODY // 1024} KiB", 413)
+        given = self.headers.get("content-type", "").partition(";")[0].strip()
+        if given != kind and (body or not self.is_of_api):
+            raise RefusedError(f"the {what} must be sent as {kind}", 415)
+        if self.is_of_api:
+            return replace(self, body=body)
+        try:
+            return replace(self, form=Fields.parse(body.decode()))
+        except ValueError as exc:
+            raise RefusedError(f"the form cannot be read: {exc}", 400) from None
 
     @property
     def changes(self) -> Fields:

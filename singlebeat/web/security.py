@@ -42,6 +42,9 @@ __all__ = (
 #: Name of the cookie and of the form field that hold the token against forged requests.
 COOKIE = "singlebeat_token"
 
+#: The header in which a request to the API holds that token, in lower case.
+TOKEN_HEADER = "x-singlebeat-token"  # noqa: S105 - its name
+
 #: On every answer: nothing is loaded from elsewhere, no script or style stands in a page, no page is kept or framed.
 HEADERS: Mapping[str, str] = MappingProxyType(
     {
@@ -98,10 +101,21 @@ class User:
 
     name: str
     role: Role
+    #: Asked with a token that no browser sends by itself: such a request cannot be forged by another site.
+    by_token: bool = False
 
     def may(self, role: Role) -> bool:
         """Return whether the user has a role, or a higher one."""
         return self.role >= role
+
+    def check(self, role: Role) -> None:
+        """Check that the user has a role, or a higher one.
+
+        Raises:
+            RefusedError: the user has not.
+        """
+        if not self.may(role):
+            raise RefusedError(f"that needs the role {role.name.lower()}, and yours is {self.role.name.lower()}")
 
 
 class RefusedError(Exception):
@@ -150,7 +164,7 @@ class Users:
                 raise ConfigError(f"line {number} of the users file is not NAME:ROLE:HASH")
             role = Role.named(word)
             if hashed.startswith("token$"):
-                self._tokens.append((hashed, User(name, role)))
+                self._tokens.append((hashed, User(name, role, by_token=True)))
                 continue
             self.roles[name] = role
             if hashed and (not hashed.startswith("scrypt$") or hashed.count("$") != 2):
@@ -288,13 +302,15 @@ class Gate:
             RefusedError: the request is refused.
         """
         self._check_host(request)
-        user = self._identify(request, host_request)
-        if self.read_only:
-            user = replace(user, role=min(user.role, Role.READ))
-        if request.form is not None:
+        user = self.limited(self._identify(request, host_request))
+        if request.method not in {"GET", "HEAD"} and not (request.is_of_api and user.by_token):
             _check_origin(request)
             _check_token(request)
         return user
+
+    def limited(self, user: User) -> User:
+        """Return a user without a role that a read-only page refuses."""
+        return replace(user, role=min(user.role, Role.READ)) if self.read_only else user
 
     def check_rate(self, user: User, request: PageRequest) -> None:
         """Count a change.
@@ -343,17 +359,33 @@ class Gate:
         roles = self.users.roles if self.users is not None else {}
         return User(name, roles.get(name, self.default_role or Role.NONE))
 
+    def of_token(self, request: PageRequest, users: Users, token: str) -> User:
+        """Return the user of a bearer token.
+
+        Raises:
+            RefusedError: there is none, or there were too many wrong ones.
+        """
+        self._check_failures(request)
+        user = users.of_token(token.strip())
+        if user is None:
+            self.failures.count(request.client)
+            raise RefusedError("wrong token", 401)
+        return user
+
+    def _check_failures(self, request: PageRequest) -> None:
+        if self.failures.is_reached(request.client):
+            raise RefusedError("too many wrong passwords or tokens: wait a minute", 429)
+
     def _of_users(self, request: PageRequest, users: Users) -> User:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         asks = {"WWW-Authenticate": 'Basic realm="singlebeat", charset="UTF-8"'} if users.has_passwords else {}
         if not given:
             raise RefusedError("sign in", 401, asks)
-        if self.failures.is_reached(request.client):
-            raise RefusedError("too many wrong passwords: wait a minute", 429)
-        user = None
         if scheme.lower() == "bearer":
-            user = users.of_token(given.strip())
-        elif scheme.lower() == "basic":
+            return self.of_token(request, users, given)
+        self._check_failures(request)
+        user = None
+        if scheme.lower() == "basic":
             try:
                 name, _, password = base64.b64decode(given, validate=True).decode().partition(":")
             except (binascii.Error, UnicodeDecodeError):
@@ -361,7 +393,7 @@ class Gate:
             user = users.of_password(name, password)
         if user is None:
             self.failures.count(request.client)
-            raise RefusedError("wrong name, password or token", 401, asks)
+            raise RefusedError("wrong name or password", 401, asks)
         return user
 
 
@@ -375,8 +407,11 @@ def _check_origin(request: PageRequest) -> None:
 
 
 def _check_token(request: PageRequest) -> None:
-    cookie, given = request.cookies.get(COOKIE, ""), request.changes.get(COOKIE)
+    cookie = request.cookies.get(COOKIE, "")
+    given = request.headers.get(TOKEN_HEADER, "") if request.is_of_api else request.changes.get(COOKIE)
     if not cookie or not hmac.compare_digest(cookie.encode(), given.encode(errors="surrogateescape")):
+        if request.is_of_api:
+            raise RefusedError("a change by the API needs a bearer token of a users file (--add-token makes one)", 403)
         raise RefusedError(
             "the form is older than your session, or your browser keeps no cookies, so nothing was changed: go back, "
             "reload the page, and send the form again",

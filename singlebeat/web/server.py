@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -13,18 +12,15 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from .exchange import LARGEST_BODY, Fields, PageReply, PageRequest
+from .exchange import LARGEST_BODY, PageReply, PageRequest
 from .security import COOKIE, HEADERS, Gate, RefusedError
-from .site import Site
+from .site import STATIC, Site
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ("make_app",)
-
-#: What the page loads; it lies beside this file.
-STATIC = Path(__file__).parent / "static"
 
 
 class _Guarded:
@@ -52,14 +48,17 @@ def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = Non
     """
 
     async def page(request: Request) -> Response:
+        asked = _begun(request, nonce(request) if nonce is not None else "")
         try:
-            asked = await _read(request, nonce(request) if nonce is not None else "")
+            asked = asked.with_query(request.url.query).with_body(await _body(request))
         except RefusedError as exc:
+            if asked.is_of_api:
+                return _response(site.refuse(asked, exc), asked)
             return Response(str(exc), exc.status, media_type="text/plain")
         return await run_in_threadpool(answer, asked, request)
 
     def answer(asked: PageRequest, request: Request) -> Response:
-        if asked.form is None and _came_from_elsewhere(asked):
+        if asked.method == "GET" and not asked.is_of_api and _came_from_elsewhere(asked):
             return Response(headers={"Refresh": "0"})
         try:
             user = gate.admit(asked, request)
@@ -70,7 +69,7 @@ def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = Non
     page_app = Starlette(
         routes=[
             Mount("/static", StaticFiles(directory=STATIC), name="static"),
-            Route("/{path:path}", page, methods=["GET", "POST"]),
+            Route("/{path:path}", page, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ],
         middleware=[(_Guarded, (), {})],  # type: ignore[list-item]  # what Middleware is, too
     )
@@ -78,34 +77,22 @@ def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = Non
     return page_app
 
 
-async def _read(request: Request, nonce: str) -> PageRequest:
-    """Return a request as the page sees it.
+async def _body(request: Request) -> bytes:
+    """Return the body of a request, of one that is too large only the beginning."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LARGEST_BODY:
+            break
+    return bytes(body)
 
-    Raises:
-        RefusedError: its body is too large or of another kind.
-    """
-    form = None
-    if request.method == "POST":
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/x-www-form-urlencoded":
-            raise RefusedError("a form is sent as application/x-www-form-urlencoded", 415)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > LARGEST_BODY:
-                raise RefusedError(f"the form is larger than {LARGEST_BODY // 1024} KiB", 413)
-        try:
-            form = Fields.parse(body.decode())
-        except ValueError as exc:
-            raise RefusedError(f"the form cannot be read: {exc}", 400) from None
-    try:
-        query = Fields.parse(request.url.query)
-    except ValueError as exc:
-        raise RefusedError(f"the query cannot be read: {exc}", 400) from None
+
+def _begun(request: Request, nonce: str) -> PageRequest:
+    """Return a request as the page sees it, without query and body."""
     root = request.scope.get("root_path", "").rstrip("/")
     return PageRequest(
         path=request.url.path.removeprefix(root) or "/",
-        query=query,
-        form=form,
+        method="GET" if request.method == "HEAD" else request.method,
         headers=dict(request.headers),
         cookies=request.cookies,
         client=request.client.host if request.client is not None else "",
@@ -124,7 +111,7 @@ def _came_from_elsewhere(asked: PageRequest) -> bool:
 def _response(reply: PageReply, asked: PageRequest) -> Response:
     response = Response(reply.body, reply.status, headers=dict(reply.headers), media_type=reply.kind)
     cookies = dict(reply.cookies)
-    if asked.cookies.get(COOKIE) != asked.token:
+    if asked.cookies.get(COOKIE) != asked.token and not asked.is_of_api:
         cookies[COOKIE] = asked.token
     for name, value in cookies.items():
         response.set_cookie(name, value, path=asked.root or "/", httponly=True, samesite="strict", secure=asked.is_tls)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..beat.calendar.words import in_words
-from ..beat.store.probe import lock_server_says, schedule_server_says
-from ..connections import RedisError, schedule_place
-from ..errors import ConflictError, LockBackendError, SinglebeatError, UnknownEntryError
+from ..connections import RedisError
+from ..errors import SinglebeatError
 from ..log import Log
 from . import edits
 from .actions import ACTIONS, FORMS, SAID, Action, Form, Page
+from .api.api import Api, refusal
 from .board import Board, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
+from .problems import problem_of
 from .render import render, sentence, zone_name, zone_of
 from .security import COOKIE, RefusedError, Role
 from .views import VIEWS, View
@@ -26,9 +28,12 @@ if TYPE_CHECKING:
     from .exchange import PageRequest
     from .security import Gate, User
 
-__all__ = ("Site",)
+__all__ = ("STATIC", "Site")
 
 log = Log(__name__)
+
+#: The files that pages load; they lie beside this one.
+STATIC = Path(__file__).parent / "static"
 
 #: In which zone times can be shown.
 ZONES = ("entry", "mine", "utc")
@@ -48,45 +53,45 @@ class Site:
     Args:
         hide_arguments: show no arguments of tasks.
         gate: counts the changes of users.
+        token_field: name of the field of a form that holds the token against forged requests.
     """
 
-    def __init__(self, app: Celery, gate: Gate, *, hide_arguments: bool = False) -> None:
+    def __init__(self, app: Celery, gate: Gate, *, hide_arguments: bool = False, token_field: str = COOKIE) -> None:
         self.app, self.gate = app, gate
         self.board = Board(app, hide_arguments=hide_arguments)
+        self.api = Api(self.board, gate)
+        self.token_field = token_field
 
     def answer(self, request: PageRequest, user: User) -> PageReply:
         """Answer a request of a user who was admitted; an error becomes a page that says what to do."""
+        if request.is_of_api:
+            return self.api.answer(request, user)
         try:
             return self._answer(request, user)
         except RefusedError as exc:
             return self.refuse(request, exc, user)
-        except UnknownEntryError as exc:
-            return self._fail(request, user, 404, "There is no such entry", str(exc))
-        except ConflictError as exc:
-            return self._fail(request, user, 409, "Another process was faster", str(exc))
-        except LockBackendError as exc:
-            return self._fail(request, user, 503, "The locks' server", lock_server_says(self.app, exc))
-        except (SinglebeatError, ValueError) as exc:
-            return self._fail(request, user, 422, "That cannot be done", str(exc))
-        except RedisError as exc:
-            if request.is_fragment:  # the page keeps what it shows, and its header says what is wrong
+        except (SinglebeatError, ValueError, RedisError) as exc:
+            if isinstance(exc, RedisError) and request.is_fragment:  # the page keeps what it shows, its header says why
                 context = {**self._common(request, user), "header": self.board.snapshot}
                 return PageReply(render("status.html", context), headers={"HX-Reswap": "none"})
-            text = f"{schedule_place(self.app)}: {schedule_server_says(self.app, exc)}"
-            return self._fail(request, user, 503, "The schedule's server", text)
+            return self._fail(request, user, *problem_of(self.app, exc))
 
     def refuse(self, request: PageRequest, why: RefusedError, user: User | None = None) -> PageReply:
         """Answer a request that is refused; without a user, the answer shows nothing of the schedule."""
+        if request.is_of_api:
+            return refusal(why)
         context = {"title": "Refused", "text": str(why)}
         body = render("error.html", {**self._common(request, user), **context})
         return PageReply(body, why.status, headers=why.headers)
 
     def _answer(self, request: PageRequest, user: User) -> PageReply:
+        if request.method not in {"GET", "POST"}:
+            raise RefusedError("a page knows GET and POST only", 405, {"Allow": "GET, POST"})
         if request.form is not None:
             action = _ACTIONS.get(request.path)
             if action is None:
                 return self._fail(request, user, 404, "There is no such page", request.path)
-            self._check_role(user, action.role)
+            user.check(action.role)
             if action.is_change:
                 self.gate.check_rate(user, request)
             done = action.act(self.board, request, user)
@@ -94,26 +99,22 @@ class Site:
                 self.board.poller.forget()
             return done if isinstance(done, PageReply) else self._show(request, user, done)
         if (form := _FORMS.get(request.path)) is not None:
-            self._check_role(user, form.role)
+            user.check(form.role)
             return self._show(request, user, form.show(self.board, request, user))
         view = VIEWS.get(request.path)
         if view is None:
             return self._fail(request, user, 404, "There is no such page", request.path)
-        self._check_role(user, view.role)
+        user.check(view.role)
         etag = self._etag(request, user) if request.is_fragment and view.is_live else ""
         if etag and request.headers.get("if-none-match") == etag:
             return PageReply(status=304, headers={"ETag": etag})
         shown = view.show(self.board, request, user)
         return shown if isinstance(shown, PageReply) else self._show(request, user, shown, view)
 
-    @staticmethod
-    def _check_role(user: User, role: Role) -> None:
-        if not user.may(role):
-            raise RefusedError(f"that needs the role {role.name.lower()}, and yours is {user.role.name.lower()}")
-
     def _etag(self, request: PageRequest, user: User) -> str:
         zone = request.cookies.get("singlebeat_zone", "")
-        about = (self.board.snapshot.stamp, request.path, request.query.pairs, user, request.token, zone, __version__)
+        forms = request.secret or request.token
+        about = (self.board.snapshot.stamp, request.path, request.query.pairs, user, forms, zone, __version__)
         return f'"{hashlib.sha256(repr(about).encode(errors="replace")).hexdigest()[:20]}"'
 
     def _common(self, request: PageRequest, user: User | None) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class Site:
             "Role": Role,
             "app": self.app.main or "",
             "version": __version__,
-            "cookie": COOKIE,
+            "cookie": self.token_field,
             "read_only": self.gate.read_only,
             "hide_arguments": self.board.hide_arguments,
             "zones": ZONES,

@@ -167,6 +167,15 @@ class Reader:
             [sys.executable, *shlex.split(line)], check=True, text=True, stdout=subprocess.PIPE
         ).stdout
 
+    def _curl(self, line: str) -> str:
+        words = shlex.split(re.sub(r"\$(\w+)", lambda found: self.environment[found[1]], line))
+        return subprocess.run(
+            ["curl", "--silent", "--show-error", "--fail-with-body", *words],
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+        ).stdout
+
     def _redis_cli(self, line: str) -> str:
         self.db = int(line.removeprefix("-n ") or 0)
         return ""  # what follows is typed at its own prompt
@@ -182,6 +191,7 @@ _LANGUAGES: dict[str, Callable[[Reader, str], None]] = {"python": Reader.run_pyt
 _PROGRAMS: dict[str, Callable[[Reader, str], str]] = {
     "celery": Reader._celery,
     "python": Reader._python,
+    "curl": Reader._curl,
     "redis-cli": Reader._redis_cli,
     "kill": Reader._kill,
 }

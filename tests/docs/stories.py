@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,9 +23,10 @@ from singlebeat.locks import backend_of, new_backend
 from singlebeat.locks.base import Ref
 from singlebeat.locks.inspect import InspectBackend
 from singlebeat.locks.legacy import LegacyBackend
+from singlebeat.web.security import hashed_token
 from tests.docs.pages import python
 from tests.docs.reader import Reader
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, free_port, wait_until
 
 Story = Callable[[Reader], Iterator[None]]
 
@@ -329,6 +331,54 @@ def sentry(reader: Reader) -> Iterator[None]:
     yield
 
 
+HOSTS = """
+import os
+os.chdir({folder!r})
+from shop import app
+from flask import Flask
+flask_app = Flask("shop")
+from django.conf import settings
+settings.configure(
+    DATABASES={{"default": {{"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}}},
+    INSTALLED_APPS=["django.contrib.auth", "django.contrib.contenttypes"],
+)
+import django
+django.setup()
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+"""
+
+
+def page(reader: Reader) -> Iterator[None]:
+    """Each host is in a process of its own, beside the app, and there is a users file."""
+    given_shop(reader)
+    (reader.folder / "users").write_text(f"deploy:admin:{hashed_token('t0ken')}")
+    reader.around = (
+        f"import sys\nsys.path.insert(0, {str(reader.folder)!r})\n{HOSTS.format(folder=str(reader.folder))}",
+        "",
+    )
+    yield
+
+
+def http_api(reader: Reader) -> Iterator[None]:
+    """The page is served with a users file, and the reader's shell has its address and the token."""
+    given_shop(reader)
+    (reader.folder / "users").write_text(f"deploy:admin:{hashed_token('t0ken')}")
+    port = free_port()
+    reader.start(f"celery -A shop singlebeat web --users users --port {port}").wait_for("The page: ")
+    reader.environment |= {"PAGE": f"http://127.0.0.1:{port}", "AUTH": "Authorization: Bearer t0ken"}
+    wait_until(lambda: is_open(port), what="the page")
+    yield from [None] * 9  # an entry is stored, looked at, run, paused, read and changed
+    assert reader.shop.entries.get("bill").policy.jitter == 30
+    assert reader.shop.entries.get("bill").policy.paused
+
+
+def is_open(port: int) -> bool:
+    """Return whether a process listens on a port of this machine."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 STORIES: dict[str, Story] = {
     "README": readme,
     "tutorial": tutorial,
@@ -336,9 +386,11 @@ STORIES: dict[str, Story] = {
     "how-to/django": django,
     "how-to/entries": entries,
     "how-to/exclusive": exclusive,
+    "how-to/http-api": http_api,
     "how-to/lock-backends": locks_elsewhere,
     "how-to/migrate-django-celery-beat": django_dump,
     "how-to/migrate-redbeat": redbeat,
+    "how-to/page": page,
     "how-to/redis": servers,
     "how-to/sentry-opentelemetry": sentry,
     "how-to/troubleshoot": troubleshoot,

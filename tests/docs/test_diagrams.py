@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from xml.etree import ElementTree
 from zoneinfo import ZoneInfo
 
@@ -37,7 +38,8 @@ class Picture:
     lines: list[str]
 
     def draw(self) -> str:
-        return diagrams.states(self.lines, self.title) if self.kind == "states" else self._timeline()
+        draw = {"states": diagrams.states, "plot": diagrams.plot}.get(self.kind)
+        return draw(self.lines, self.title) if draw else self._timeline()
 
     def _timeline(self) -> str:
         return diagrams.timeline(self.lines, self.title, self.ticks)
@@ -45,7 +47,7 @@ class Picture:
 
 def pictures(text: str) -> list[Picture]:
     """Return the pictures of a page."""
-    found = re.findall(r"^\.\. (timeline|states):: (.+)\n(?:   :ticks: (.+)\n)?\n((?:   .+\n)+)", text, re.MULTILINE)
+    found = re.findall(r"^\.\. (timeline|states|plot):: (.+)\n(?:   :\w+: (.+)\n)*\n((?:   .+\n)+)", text, re.MULTILINE)
     return [Picture(kind, title, ticks, lines.splitlines()) for kind, title, ticks, lines in found]
 
 
@@ -73,11 +75,26 @@ def test_the_style_names_no_colour_of_its_own():
 
 @pytest.mark.parametrize(
     ("kind", "lines"),
-    [("timeline", ["a = waits 0-1"]), ("timeline", ["a = sent 1 and more"]), ("states", ["a -> "])],
+    [
+        ("timeline", ["a = waits 0-1"]),
+        ("timeline", ["a = sent 1 and more"]),
+        ("states", ["a -> "]),
+        ("plot", ["a = 1 2, 3"]),
+    ],
 )
 def test_a_picture_that_cannot_be_read_is_an_error(kind, lines):
     with pytest.raises(ValueError, match=r"bars are|cannot be read|each line is"):
         Picture(kind, "a", "", lines).draw()
+
+
+def test_a_plot_places_its_points_by_their_logarithms():
+    svg = diagrams.plot(["few = 10 1, 100 10, 1000 100", "many = 10 10, 1000 10"], "a", "entries", "seconds")
+
+    few, many = (re.findall(r"[ML]([\d.]+) ([\d.]+)", path) for path in re.findall(r'class="curve" d="([^"]+)"', svg))
+    steps = [round(float(b) - float(a), 1) for (a, _), (b, _) in pairwise(few)]
+    assert steps[0] == steps[1] > 0
+    assert float(few[0][1]) > float(few[1][1]) > float(few[2][1])
+    assert many[0][1] == many[1][1] == few[1][1]
 
 
 def test_each_word_of_overlap_and_lock_has_its_picture():

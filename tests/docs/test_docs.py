@@ -25,6 +25,8 @@ NOT_RUN = {
     ". .venv/bin/activate": "the tests run in the environment",
     "python manage.py dumpdata": "what it writes is among the files of the tests",
     "celery -A shop singlebeat web": "tests/web serves the page, and uses the lines that these commands print",
+    "celery -A exampleconf singlebeat web": "tests/system/test_example.py opens the page by the line of the demo",
+    "export PAGE": "the story of the page sets both",
     "systemd-analyze verify": "tests/deploy/test_systemd.py verifies the units with the program that is there",
     "systemctl enable": "tests/deploy/test_systemd.py starts beat by the command of its unit",
 }

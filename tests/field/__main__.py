@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.field.bed import Bed
-from tests.field.observer import check, counts
+from tests.field.observer import check, counts, slopes
 from tests.field.plan import make_plan
 from tests.field.topology import TOPOLOGIES, faults_of
 
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--gap", type=float, default=20, help="most seconds between two faults")
     parser.add_argument("--only", nargs="*", help="kinds of faults; all by default")
+    parser.add_argument("--upgrade", metavar="COMMIT", default="", help="upgrade from this commit, or back to it")
     parser.add_argument("--keep", type=Path, help="a file for the records, to check them again")
     options = parser.parse_args()
     say(f"seed {options.seed}")
@@ -47,16 +48,19 @@ def main() -> None:
         workers=options.workers,
         clocks=bool(libfaketime),
         gap=options.gap,
+        upgrades=bool(options.upgrade),
     )
     say("\n".join(plan.lines()))
     began = time.monotonic()
-    with Bed(plan, libfaketime=libfaketime, say=say) as bed:
+    with Bed(plan, libfaketime=libfaketime, old=options.upgrade, say=say) as bed:
         records = bed.run()
     if options.keep:
         options.keep.write_bytes(pickle.dumps(records))
     found = check(records)
     say(f"seed {plan.seed}, topology {plan.topology}, {time.monotonic() - began:.0f} s in all")
     say(", ".join(f"{name} {count}" for name, count in counts(records).items()))
+    for whose, what, slope, _ in slopes(records):
+        say(f"in an hour {slope:+.1f} {what}: {whose}")
     for violation in found:
         say(f"VIOLATION {violation}")
     say(f"{len(found)} violations {dict(Counter(violation.check for violation in found))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import io
 import itertools
 import json
 import os
@@ -10,12 +11,14 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +33,7 @@ from redis.retry import Retry
 from singlebeat import Schedule
 from singlebeat.errors import SinglebeatError
 from tests.field import tasks
-from tests.field.observer import Call, Edited, Exit, Happened, Naming, Records, Run, Sample
+from tests.field.observer import Call, Edited, Exit, Happened, Naming, Records, Run, Sample, Stored
 from tests.field.plan import Edit, Fault, Given, Plan, Process
 from tests.field.sender import CALLS
 from tests.field.topology import Topology, open_topology, read_only
@@ -69,6 +72,10 @@ ASKED_AFTER, NAMED_AFTER = 3.0, 10.0
 #: Seconds after which the metrics are read: a call to a server that hangs is tried three times.
 SCRAPED_AFTER = 9.8
 
+#: The commands that tell the size of a key of a type, and what differs in the keys of one family.
+SIZES = {"hash": "HLEN", "zset": "ZCARD", "set": "SCARD", "list": "LLEN"}
+VARIES = re.compile(r"\{[0-9a-f]{8,}\}|[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{16,}")
+
 #: What a process with a wrong clock imports first.
 WRONG_CLOCK = ROOT / "tests/field/wrong_clock"
 
@@ -89,6 +96,7 @@ class Slot:
     process: CeleryProcess | None = None
     metrics_port: int = 0
     is_down: bool = True  #: on purpose
+    release: str = "new"
     history: list[CeleryProcess] = field(default_factory=list)
 
     @property
@@ -139,11 +147,19 @@ class RunWatch:
 
 
 class Bed:
-    """One run: start it in a ``with`` block, call ``run``, and read ``records``."""
+    """One run: start it in a ``with`` block, call ``run``, and read ``records``.
 
-    def __init__(self, plan: Plan, *, libfaketime: str = "", say: Callable[[str], object] = print) -> None:
-        self.plan, self.libfaketime, self.say = plan, libfaketime, say
-        self.records = Records(plan.entries, is_one_server=plan.topology == "one")
+    Args:
+        libfaketime: path of the library, for a plan with wrong clocks.
+        old: commit of the old release, for a plan with upgrades.
+
+    """
+
+    def __init__(
+        self, plan: Plan, *, libfaketime: str = "", old: str = "", say: Callable[[str], object] = print
+    ) -> None:
+        self.plan, self.libfaketime, self.old, self.say = plan, libfaketime, old, say
+        self.records = Records(plan.entries, is_one_server=plan.topology in {"one", "sentinel"})
         self.slots: dict[str, Slot] = {}
         self._starved: set[int] = set()
         self._numbers = itertools.count()
@@ -155,16 +171,17 @@ class Bed:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="field")))
+            if self.old:
+                self._unpack(self.old)
             self.observer = stack.enter_context(RedisServer())
             os.environ["SB_FIELD_RECORDS"] = self.observer.tcp_url
-            self.topology: Topology = stack.enter_context(open_topology(self.plan.topology, self.plan.seed))
+            self.topology: Topology = stack.enter_context(self._open_topology())
             self.journal, self.messages = self.topology.journals()
-            self.redis = self.topology.server.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
+            self._connect()
             # An operator of its own link, and one who does not depend on the weather: for the set-up and its end.
             self.operator = self._app("operator")
-            direct = self.topology.server.tcp_url
-            urls = {"broker_url": self.topology.broker.tcp_url, "redbeat_redis_url": direct}
-            self.setup = tasks.make_app({**CONF, **urls, "singleton_backend_url": direct})
+            self.setup = tasks.make_app({**CONF, **self.topology.direct()})
+            stack.callback(self.messages.stop)
             stack.callback(self.setup.close)
             stack.callback(self.operator.close)
             self.watch = RunWatch(self.observer)
@@ -181,7 +198,23 @@ class Bed:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
+    def _open_topology(self) -> AbstractContextManager[Topology]:
+        return open_topology(self.plan.topology, self.plan.seed, CONF["broker_transport_options"])
+
+    def _connect(self) -> None:
+        self.redis = self.topology.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
+        # A server that hangs must not delay the end of its fault.
+        self.counting = self.topology.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+
     # ---------------------------------------------------------------- the fleet
+
+    def _unpack(self, commit: str) -> None:
+        """Put the package of a commit where processes of the old release find it first."""
+        archive = subprocess.run(
+            ["git", "archive", "--format=tar", commit, "singlebeat"], cwd=ROOT, check=True, capture_output=True
+        )
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
+            packed.extractall(self.directory / "old", filter="data")
 
     def _app(self, name: str) -> Any:
         return tasks.make_app({**CONF, **self.topology.urls(name)})
@@ -192,7 +225,7 @@ class Bed:
         for process in self.plan.workers:
             slots = {"prefork": ("-c", "3"), "threads": ("-c", "4"), "gevent": ("-c", "10"), "solo": ()}[process.pool]
             queues = ("-Q", f"celery,{process.name}", "-n", f"{process.name}@%h")
-            conf = self.topology.urls(process.name, direct_broker=True)
+            conf = self.topology.urls(process.name, is_worker=True)
             self._add(process, ("worker", "-P", process.pool, *slots, *queues), conf)
         for slot in self.slots.values():
             self._start(slot)
@@ -208,6 +241,7 @@ class Bed:
         port = free_port()
         key = "singlebeat_metrics_port" if args[0] == "beat" else "singlebeat_worker_metrics_port"
         self.slots[process.name] = Slot(process, args, {**CONF, **conf, key: port}, metrics_port=port)
+        self.slots[process.name].release = self.plan.releases[0]
 
     def _start(self, slot: Slot) -> None:
         env = {"SB_FIELD_CONF": json.dumps(slot.conf), "TMPDIR": str(self.directory)}
@@ -217,6 +251,9 @@ class Bed:
             env |= {**faked, "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
             paths = (WRONG_CLOCK, ROOT / "tests/without_shell", ROOT)
             env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+        if slot.release == "old":
+            paths = (self.directory / "old", *(() if slot.given.has_right_clock else (WRONG_CLOCK,)))
+            env["PYTHONPATH"] = os.pathsep.join(map(str, (*paths, ROOT / "tests/without_shell", ROOT)))
         slot.process = CeleryProcess(*slot.args, app="tests.field.tasks", env=env, cwd=self.directory)
         slot.history.append(slot.process)
         slot.is_down = False
@@ -311,21 +348,45 @@ class Bed:
         self.messages.read()
         for slot in self.slots.values():
             if not slot.is_down:
-                with suppress(OSError):
+                with suppress(OSError, KeyError):  # it has ended, and has no memory any more
                     self.records.samples.append(self._measured(slot))
+        with suppress(RedisError):
+            self.records.stored.append(Stored(time.time(), self._count_elements()))
 
     def _measured(self, slot: Slot) -> Sample:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{slot.process.pid}/status").read_text().splitlines())
+        status = _status(slot.process.pid)
+        children = 0
+        for pid in Path(f"/proc/{slot.process.pid}/task/{slot.process.pid}/children").read_text().split():
+            with suppress(OSError, KeyError):  # it ends
+                children += _memory(_status(pid))
         connections = sum(link.connections for link in self.topology.links.get(slot.name, ()))
         return Sample(
             time.time(),
             slot.name,
             slot.process.pid,
-            memory=int(status["VmRSS"].split()[0]) * 1024,
+            memory=_memory(status),
             threads=int(status["Threads"]),
             files=len(os.listdir(f"/proc/{slot.process.pid}/fd")),
             connections=connections,
+            children=children,
         )
+
+    def _count_elements(self) -> Mapping[str, int]:
+        """Return how many elements the server keeps in the keys of each family; a stream, which is capped, has one."""
+        found: Counter[str] = Counter()
+        keys = list(self.counting.scan_iter(count=1000))
+        pipeline = self.counting.pipeline(transaction=False)
+        for key in keys:
+            pipeline.type(key)
+        sized = [(key, SIZES[type_]) for key, type_ in zip(keys, pipeline.execute(), strict=True) if type_ in SIZES]
+        for key, command in sized:
+            pipeline.execute_command(command, key)
+        sizes = iter(pipeline.execute(raise_on_error=False))
+        found.update(VARIES.sub("*", key) for key in keys)
+        for key, _ in sized:
+            if isinstance(size := next(sizes), int):  # no error: the key may have gone, and come again as another
+                found[VARIES.sub("*", key)] += size
+        return found
 
     def _probe(self) -> None:
         self._at(self._elapsed + PROBE_EVERY, self._probe)
@@ -347,8 +408,9 @@ class Bed:
     def _begin(self, fault: Fault) -> None:
         self.say(f"{self._elapsed:7.1f} s begins: {fault}")
         positions = {name: (slot.process, slot.process.position) for name, slot in self.slots.items() if slot.process}
+        began = time.time()
         whom, heal = self._harm(fault)
-        happened = Happened(fault.kind, whom, time.time(), weather=dict(fault.weather))
+        happened = Happened(fault.kind, whom, began, weather=dict(fault.weather))
         self.records.faults.append(happened)
         if fault.seconds > NAMED_AFTER:
             self._at(self._elapsed + ASKED_AFTER, lambda: self._ask(fault, happened))
@@ -408,8 +470,28 @@ class Bed:
         server.kill()
         return "", server.start
 
+    def _failed_over(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        self.topology.fail_over()
+        self._connect()
+        return "", lambda: None
+
+    def _slot_moved(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        held = [f"{lock}}}" for lock in (key.partition("}")[0] for key in self._held())]
+        for key in ("", *held[:5]):
+            self.topology.cluster.move_slot(key)
+        return "", lambda: None
+
     def _broker_killed(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         return self._server_killed(fault, self.topology.broker)
+
+    def _broker_ended(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        self.topology.broker.end()
+        return "", self.topology.broker.start
+
+    def _broker_alarm(self, _: Fault) -> tuple[str, Callable[[], object]]:
+        stack = ExitStack()
+        stack.enter_context(self.topology.broker.alarm())
+        return "", stack.close
 
     def _server_hangs(self, _: Fault) -> tuple[str, Callable[[], object]]:
         self.topology.server.pause()
@@ -429,7 +511,7 @@ class Bed:
             return self.slots[fault.whom]
         pid = None
         with suppress(RedisError):
-            pid = self.redis.hget("redbeat::leader", "pid")
+            pid = self.redis.hget(f"{self.topology.prefix}:leader", "pid")
         beats = [self.slots[process.name] for process in self.plan.beats]
         return next((slot for slot in beats if str(slot.process.pid) == pid), beats[0])
 
@@ -451,7 +533,7 @@ class Bed:
 
         def start_or_give_up() -> None:
             if process.returncode is None and time.monotonic() > deadline:
-                self.records.exits.append(Exit(time.time(), slot.name, None, process.tail(60)))
+                self.records.exits.append(Exit(time.time(), slot.name, None, _where(process)))
                 process.kill_group()
             start()
 
@@ -469,6 +551,12 @@ class Bed:
         return self._down(fault, CeleryProcess.terminate)
 
     _worker_warm = _beat_ended
+
+    def _beat_upgraded(self, fault: Fault) -> tuple[str, Callable[[], object]]:
+        self._slot(fault).release = self.plan.releases[1]
+        return self._beat_ended(fault)
+
+    _worker_upgraded = _beat_upgraded
 
     def _worker_cold(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         return self._down(fault, lambda process: process.send(signal.SIGQUIT))
@@ -527,6 +615,7 @@ class Bed:
                 url = f"http://127.0.0.1:{slot.metrics_port}/metrics"
                 with urllib.request.urlopen(url, timeout=10) as reply:
                     lines = reply.read().decode().splitlines()
+                naming.is_late |= happened.ended < float("inf")  # a busy machine answers late
                 shown = [f"{slot.name} {line}" for line in lines if not re.search(r"^#|_created|_bucket", line)]
                 naming.text += "\n".join(shown) + "\n"
 
@@ -641,7 +730,11 @@ class Bed:
     def _unfinished(self) -> str:
         self.messages.read()
         self.journal.read()
-        waiting, pending, runs = self.messages.waiting(), self.redis.zcard("redbeat::pending"), self.watch.open()
+        waiting, pending, runs = (
+            self.messages.waiting(),
+            self.redis.zcard(f"{self.topology.prefix}:pending"),
+            self.watch.open(),
+        )
         if not (waiting or pending or runs):
             return ""
         return f"{waiting} messages, {pending} pending, runs of {', '.join(run.name for run in runs)}"
@@ -659,8 +752,8 @@ class Bed:
         for slot in self.slots.values():
             try:
                 code = slot.process.wait(40)
-            except AssertionError as error:
-                self.records.exits.append(Exit(time.time(), slot.name, None, str(error)))
+            except AssertionError:
+                self.records.exits.append(Exit(time.time(), slot.name, None, _where(slot.process)))
             else:
                 if code:
                     self.records.exits.append(Exit(time.time(), slot.name, code, slot.process.tail(30)))
@@ -686,6 +779,22 @@ class Bed:
         records.logs = {
             name: [line for process in slot.history for line in process.lines] for name, slot in self.slots.items()
         }
+
+
+def _where(process: CeleryProcess) -> str:
+    """Return the last lines of the log of a process, with the stacks of its threads if it is a worker."""
+    with suppress(ProcessLookupError):
+        process.send(signal.SIGUSR1)  # Celery's workers log all stacks then
+        time.sleep(2)
+    return process.tail(300)
+
+
+def _status(pid: int | str) -> Mapping[str, str]:
+    return dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+
+
+def _memory(status: Mapping[str, str]) -> int:
+    return int(status["VmRSS"].split()[0]) * 1024
 
 
 @contextmanager

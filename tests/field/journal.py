@@ -211,6 +211,9 @@ class Journal:
             )
         )
 
+    def stop(self) -> None:
+        """Do nothing: it reads files only."""
+
     def acknowledged(self) -> list[str]:
         """Return the last messages that workers have acknowledged, as a broker that has forgotten that sends them."""
         copies = [json.loads(raw) for message, raw in self._last if message.acked is not None]
@@ -224,14 +227,43 @@ class Journal:
         return queued + len(self._unacked)
 
 
+class Journals:
+    """What happened on several servers, none of which has what the others have."""
+
+    def __init__(self, parts: Sequence[Journal]) -> None:
+        self.parts = parts
+
+    def read(self) -> None:
+        """Take in what was written since the last call."""
+        for part in self.parts:
+            part.read()
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All decisions by their times."""
+        return sorted((each for part in self.parts for each in part.decisions), key=lambda decision: decision.at)
+
+    @property
+    def ends(self) -> list[dict[str, str]]:
+        """All ends of runs."""
+        return [end for part in self.parts for end in part.ends]
+
+
 def _message(raw: str, at: float, transaction: int) -> Message | None:
     try:
         envelope: dict[str, Any] = json.loads(raw)
         headers, properties = envelope["headers"], envelope["properties"]
-        id_ = headers["id"]
     except (ValueError, KeyError, TypeError):
         return None  # of remote control, or no message at all
-    delivered_again = properties.get("delivery_info", {}).get("redelivered") or headers.get("redelivered")
-    is_original = not (delivered_again or headers.get("retries") or headers.get("eta"))
+    if properties.get("delivery_info", {}).get("redelivered"):
+        headers = {**headers, "redelivered": True}
+    return message_of(headers, at, transaction)
+
+
+def message_of(headers: Mapping[str, Any], at: float, transaction: int = 0) -> Message | None:
+    """Return the message with these headers, None if it is none of a task."""
+    if "id" not in headers or "task" not in headers:
+        return None
+    is_original = not (headers.get("redelivered") or headers.get("retries") or headers.get("eta"))
     entry = (headers.get("singlebeat") or {}).get("entry", "")
-    return Message(at, id_, headers["task"], is_original, entry, transaction)
+    return Message(at, headers["id"], headers["task"], is_original, entry, transaction)

@@ -21,7 +21,11 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "server_hangs": (0.5, 16),
     "read_only": (1, 15),
     "out_of_memory": (1, 15),
+    "failed_over": (0, 0),
+    "slot_moved": (0, 0),
     "broker_killed": (0.2, 14),
+    "broker_ended": (0.5, 10),
+    "broker_alarm": (2, 12),
     "beat_killed": (0.2, 12),
     "beat_stopped": (0.5, 16),
     "beat_ended": (0.2, 4),
@@ -36,17 +40,27 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "delivered_again": (0, 0),
 }
 
+#: Kinds of faults of which a run has one at most: there is one replica.
+ONCE = {"failed_over"}
+
+#: How long a process of the fleet is down while it gets the other release.
+UPGRADED = (0.2, 3.0)
+
 #: What a fault needs: two of them never at once on one of these.
 RESOURCES: Mapping[str, str] = {
     **dict.fromkeys(("slow_network", "resets", "half_open", "connections_reset", "black_hole", "refused"), "network"),
-    **dict.fromkeys(("server_killed", "server_hangs", "read_only", "out_of_memory"), "server"),
-    "broker_killed": "broker",
+    **dict.fromkeys(
+        ("server_killed", "server_hangs", "read_only", "out_of_memory", "failed_over", "slot_moved"), "server"
+    ),
+    **dict.fromkeys(("broker_killed", "broker_ended", "broker_alarm"), "broker"),
     **dict.fromkeys(("beat_killed", "beat_stopped", "beat_ended", "beats_killed", "beat_starved"), "beats"),
     **dict.fromkeys(
         ("worker_killed", "worker_host_lost", "worker_stopped", "worker_warm", "worker_cold", "worker_starved"),
         "workers",
     ),
     "delivered_again": "messages",
+    "beat_upgraded": "beats",
+    "worker_upgraded": "workers",
 }
 
 
@@ -123,12 +137,14 @@ class Plan:
     entries: Sequence[Given]
     faults: Sequence[Fault]
     edits: Sequence[Edit]
+    releases: tuple[str, str] = ("new", "new")  #: at the start, and after the upgrade or its way back
 
     def lines(self) -> list[str]:
         fleet = ", ".join(map(str, (*self.beats, *self.workers)))
+        releases = "" if len(set(self.releases)) == 1 else f", from the {self.releases[0]} release to the other one"
         return [
             f"seed {self.seed}, {self.seconds:.0f} s, topology {self.topology}",
-            f"fleet: {fleet}; {len(self.entries)} entries, {len(self.edits)} edits",
+            f"fleet: {fleet}; {len(self.entries)} entries, {len(self.edits)} edits{releases}",
             *map(str, self.faults),
         ]
 
@@ -153,6 +169,7 @@ def make_plan(
     clocks: bool,
     gap: float = 20.0,
     longest: float = 20.0,
+    upgrades: bool = False,
 ) -> Plan:
     """Make the plan of a seed; the same arguments always give the same plan.
 
@@ -161,6 +178,8 @@ def make_plan(
         clocks: whether libfaketime is there.
         gap: most seconds between two faults that do not meet one another.
         longest: most seconds of a fault.
+        upgrades: whether the fleet gets another release, one process after the other: the new one for the old one, or
+            the old one for the new one.
     """
     rng = random.Random(f"{seed} {topology}")
 
@@ -169,6 +188,9 @@ def make_plan(
 
     beat_names = [f"beat{n}" for n in range(beats)]
     worker_names = [f"worker{n}" for n in range(workers)]
+    upgraded, releases = list[Fault](), ("new", "new")
+    if upgrades:
+        upgraded, releases = _upgrades(random.Random(f"{seed} upgrades"), seconds, beat_names, worker_names)
     return Plan(
         seed=seed,
         seconds=seconds,
@@ -179,9 +201,35 @@ def make_plan(
             for number, name in enumerate(worker_names)
         ],
         entries=_entries(rng),
-        faults=_faults(rng, seconds, kinds, beat_names, worker_names, gap, longest),
+        faults=_without_conflicts(_faults(rng, seconds, kinds, beat_names, worker_names, gap, longest), upgraded),
         edits=_edits(rng, seconds),
+        releases=releases,
     )
+
+
+def _upgrades(
+    rng: random.Random, seconds: float, beats: Sequence[str], workers: Sequence[str]
+) -> tuple[list[Fault], tuple[str, str]]:
+    """Return when which process gets the other release, beats or workers first or mixed, and the releases."""
+    names = rng.choice(([*beats, *workers], [*workers, *beats], rng.sample([*beats, *workers], len(beats + workers))))
+    step = (seconds - 2 * CALM) / (len(names) + 1)
+    faults = []
+    for number, name in enumerate(names):
+        kind = "beat_upgraded" if name in beats else "worker_upgraded"
+        at = CALM + (number + rng.uniform(0.5, 1.0)) * step
+        faults.append(Fault(kind, at, rng.uniform(*UPGRADED), name))
+    return faults, rng.choice((("old", "new"), ("new", "old")))
+
+
+def _without_conflicts(faults: Sequence[Fault], upgraded: Sequence[Fault]) -> list[Fault]:
+    """Return all of them, but those that need what is being upgraded. A warm shutdown takes its time."""
+
+    def meets(fault: Fault, other: Fault) -> bool:
+        is_same = RESOURCES[fault.kind] == RESOURCES[other.kind]
+        return is_same and fault.at < other.end + 10 and other.at < fault.end + 10
+
+    kept = [fault for fault in faults if not any(meets(fault, other) for other in upgraded)]
+    return sorted([*kept, *upgraded], key=lambda fault: fault.at)
 
 
 def _entries(rng: random.Random) -> list[Given]:
@@ -215,7 +263,7 @@ def _faults(
     busy: dict[str, float] = {}
     at = CALM
     while True:
-        kind = rng.choice(kinds)
+        kind = rng.choice([kind for kind in kinds if kind not in ONCE or not any(f.kind == kind for f in faults)])
         low, high = DURATIONS[kind]
         length = rng.uniform(low, high) if rng.random() < 0.7 else min(high, low * 1.5)
         length, resource = min(length, longest), RESOURCES[kind]

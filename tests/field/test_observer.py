@@ -17,10 +17,12 @@ from tests.field.observer import (
     Records,
     Run,
     Sample,
+    Stored,
     check,
+    hourly,
     undisturbed,
 )
-from tests.field.plan import Given, make_plan
+from tests.field.plan import RESOURCES, Given, make_plan
 from tests.field.topology import faults_of
 from tests.support import RedisServer
 
@@ -106,6 +108,18 @@ def grow(records: Records) -> None:
     records.samples.extend(samples)
 
 
+def climb(records: Records) -> None:
+    """Three connections more in an hour, and each minute a fault that takes more for a while."""
+    for at in range(0, 3600, 5):
+        connections = 5 + at // 1000 + 20 * (at % 60 > 40)
+        records.samples.append(Sample(1000.0 + at, "beat0", 1, memory=10, threads=1, files=1, connections=connections))
+        records.stored.append(Stored(1000.0 + at, {"locks": 5}))
+
+
+def pile_up(records: Records) -> None:
+    records.stored += [Stored(1000.0 + at, {"locks": 5 + at // 60}) for at in range(0, 3600, 5)]
+
+
 def hold(records: Records, **lock: str) -> None:
     records.locks = {"lock": {"id": "tick 1011", "state": "queued", "pttl": "1000", **lock}}
 
@@ -141,6 +155,7 @@ FAULTS: dict[str, Callable[[Records], object]] = {
     "no rest": lambda records: setattr(records, "unfinished", "3 messages"),
     "worker silent": lambda records: records.runs.pop(),
     "growth": grow,
+    "slope": pile_up,
 }
 
 
@@ -198,6 +213,22 @@ def test_a_stopped_worker_excuses_an_overlap_only_after_its_lease():
         assert [violation.check for violation in check(records)] == found
 
 
+def test_a_slow_leak_is_found_among_the_peaks_of_faults():
+    records = forged()
+
+    climb(records)
+
+    found = [violation for violation in check(records) if violation.check == "slope"]
+    assert [violation.text.split(":")[0] for violation in found] == ["beat0 (1)"]
+
+
+def test_peaks_of_faults_are_no_slope():
+    points = [(at, 5.0 + 20 * (at % 60 > 40) + 50 * (1000 < at < 1400)) for at in range(0, 3600, 5)]
+
+    assert hourly(points) == 0
+    assert hourly(points[:100]) is None
+
+
 def test_windows_are_left_out_of_a_time():
     assert undisturbed(10, 20, []) == 10
     assert undisturbed(10, 20, [(0, 12), (15, 16), (19, 40)]) == 6
@@ -209,6 +240,23 @@ def test_the_same_seed_gives_the_same_plan():
         return make_plan(seed, 300, topology="two", kinds=faults_of("two"), clocks=True)
 
     assert plan(1) == plan(1) != plan(2)
+
+
+def test_each_process_is_upgraded_once_and_undisturbed():
+    plan = make_plan(3, 300, topology="one", kinds=faults_of("one"), clocks=True, upgrades=True)
+
+    upgraded = [fault for fault in plan.faults if fault.kind.endswith("_upgraded")]
+    assert sorted(fault.whom for fault in upgraded) == sorted(each.name for each in (*plan.beats, *plan.workers))
+    for fault in plan.faults:
+        for other in upgraded:
+            meets = fault.at < other.end + 10 and other.at < fault.end + 10
+            assert fault is other or fault in upgraded or not (meets and RESOURCES[fault.kind] == RESOURCES[other.kind])
+
+
+def test_a_run_has_one_failover_at_most():
+    plans = [make_plan(seed, 600, topology="sentinel", kinds=faults_of("sentinel"), clocks=True) for seed in range(20)]
+
+    assert {sum(fault.kind == "failed_over" for fault in plan.faults) for plan in plans} == {1}
 
 
 def test_a_journal_outlives_its_server_and_reads_each_change_once():

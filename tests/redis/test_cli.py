@@ -904,7 +904,7 @@ def test_a_server_that_evicts_or_forgets_is_named(cli):
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     args=st.lists(st.text(max_size=20) | st.sampled_from(["e", "--json", "--every", "5", "--at"]), max_size=4),
-    name=st.sampled_from([name for name in COMMANDS if name not in {"import", "doctor", "unlock", "resign"}]),
+    name=st.sampled_from([name for name in COMMANDS if name not in {"import", "doctor", "unlock", "resign", "web"}]),
 )
 def test_no_command_line_ends_a_command_with_a_traceback(cli, args, name):
     """300 command lines; SystemExit is all that may come out."""

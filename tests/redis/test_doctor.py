@@ -8,13 +8,14 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from celery.schedules import schedule
 
-from singlebeat import clocked
+from singlebeat import Schedule, clocked
 from singlebeat.beat.metrics import BeatMetrics
 from tests.support import RedisServer, SlowProxy, measured, without
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
 HOUR = timedelta(hours=1)
+SINGLE = "tests.system.apps.single"
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,50 @@ def test_explain_says_once_that_one_server_refuses_to_write(cli, own_server, ben
 
     assert "Nothing is sent because of the schedule's server: it refuses to write" in explained
     assert explained.count("refuses to write") == 1
+
+
+def test_tools_name_a_lock_that_is_unusable_and_free_it(findings, cli, bench):
+    task = bench.app.tasks[SINGLE]
+    key = task.generate_lock(SINGLE, ["e"], {})
+    for spoil in (lambda: bench.redis.hset(key, mapping={"id": "z", "until": "x"}), lambda: bench.redis.set(key, "x")):
+        bench.put(task=SINGLE)
+        spoil()
+        bench.tick()
+
+        ((level, text),) = findings("entry e")
+        assert level == "problem"
+        assert f"the last one was sent without its lock: the lock {key} is unusable: " in text
+        assert "probably killed" not in cli("explain", "e").output
+        assert f"without its lock: the lock {key} is unusable: " in cli("explain", "e").output
+        assert f"{key} holds something that is no lock: --force deletes the key" in cli("unlock", key, code=1).output
+        cli("unlock", key, "--force")
+        assert not bench.redis.exists(key)
+    bench.redis.set("other", "x")
+    assert "no lock is held by other" in cli("unlock", "other", "--force", code=1).output
+
+
+def test_tools_say_who_has_paused_or_deleted_an_entry(findings, cli, bench):
+    bench.put("away")
+    bench.put("stays")
+    ann = Schedule(bench.app, actor="ann")
+    ann.pause("stays", note="INC-7")
+    ann.delete("away")
+
+    assert ("fine", "1 entry is paused by name: stays (celery singlebeat list --state paused)") in findings("entries")
+    assert re.search(r"It is paused since \S+ \S+Z by ann \(INC-7\): its times pass", cli("explain", "stays").output)
+    for command in ("explain", "show"):
+        told = cli(command, "away", code=1).output
+        measured(told)
+        (undo,) = re.findall(r"ann has deleted it at \S+ \S+Z; to undo that: celery singlebeat (revert .*)", told)
+    cli(*undo.split())
+    assert ann.get("away").name == "away"
+
+
+def test_explain_accuses_no_worker_where_none_records_ends(cli, bench):
+    """No worker was ever there: the messages wait in their queue."""
+    bench.put()
+    for _ in range(5):
+        bench.make_due()
+        bench.tick()
+
+    assert "probably killed" not in cli("explain", "e").output

@@ -17,7 +17,9 @@ from singlebeat.beat.entries.fields import SAVE
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.statics import PARK, UNPARK
 from singlebeat.beat.leadership.lease import resign
+from singlebeat.beat.one_write import OneWrite
 from singlebeat.beat.store.changes import NOTICE
+from singlebeat.beat.store.claims import SETTLE
 from singlebeat.beat.store.dispatches import DISPATCH
 from singlebeat.lua import Script, packed, script
 from tests.proxy import LossyProxy
@@ -87,6 +89,18 @@ def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple
     messages = packed([(only, 1), ("", 1)])
     sent = ["lpush", "first", "lpush", "second"]
     return [*where, "lock", "done", "behind", "turn", "celery", "celery"], [*args, packed(decisions), messages, *sent]
+
+
+def settle(redis: Redis, *, leads: int = 1) -> tuple[list[str], list[Any]]:
+    """An entry with a decision that sends nothing, and one whose occurrence is claimed."""
+    keys, (token, retry_at, claims, found, _) = claim(redis)
+    redis.hset("redbeat:f", "definition", "d")
+    redis.zadd(SCHEDULE, {"redbeat:f": 5})
+    rows = [*json.loads(claims), ("redbeat:f", 5, sha_of(redis, "redbeat:f"), "7.25", "new", "", "p")]
+    record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", "", "id", "3", "", "host:1", ""]
+    decisions = packed([("redbeat:e", "", "", record, ""), ()])
+    args = [token, retry_at, packed(rows), found, leads, 10, 600, decisions]
+    return [*keys[:4], HISTORY, "redbeat:e", "redbeat:f"], args
 
 
 def save(redis: Redis, found: list[Any], fields: list[Any]) -> tuple[list[str], list[Any]]:
@@ -208,6 +222,7 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "save, new": lambda redis: save(redis, [False] * 4, ["d", "m", "", ""]),
     "save, edited": lambda redis: save(redis, ["d", "m", "p", False], ["new", "m", "p", "s"]),
     "save, paused": lambda redis: save(redis, ["d", "m", False, False], ["d", False, "p", False]),
+    "settle": settle,
     "time": lambda _: ([SCHEDULE], []),
     "unpark": unparked,
     "window": lambda redis: (placed(redis)[0][1:2], [0, "6", 0, 10]),
@@ -219,7 +234,15 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
 SAY_SOMETHING_ELSE = {"delete", "notice, changed", "notice", "park", "record", "unpark"}
 
 #: The scripts that call others.
-CALLING = {"delete": DELETE, "dispatch": DISPATCH, "notice": NOTICE, "park": PARK, "save": SAVE, "unpark": UNPARK}
+CALLING = {
+    "delete": DELETE,
+    "dispatch": DISPATCH,
+    "notice": NOTICE,
+    "park": PARK,
+    "save": SAVE,
+    "settle": SETTLE,
+    "unpark": UNPARK,
+}
 
 WRITE_NOTHING = {
     *("candidates", "last_ends", "members", "pauses", "probe", "read", "records", "renew", "time", "window"),
@@ -289,11 +312,21 @@ def bench(server: RedisServer, proxy: LossyProxy, bench_on) -> Bench:
     return bench_on(server, redbeat_redis_url=proxy.url, singleton_backend_url=server.url)
 
 
-@pytest.mark.parametrize("name", ["claim", "confirm"])
-def test_a_tick_does_its_work_though_a_reply_is_lost(bench, redis, proxy, caplog, name):
+@pytest.mark.parametrize(
+    ("name", "outcomes"),
+    [
+        ("claim", {"e": "dispatched"}),
+        ("settle", {"e": "dispatched", "paused": "paused", "late": "missed"}),
+        ("confirm", {"e": "dispatched", "paused": "paused", "late": "missed"}),
+    ],
+)
+def test_a_tick_does_its_work_though_a_reply_is_lost(bench, redis, proxy, caplog, monkeypatch, name, outcomes):
     told = []
-    for entry, wishes in {"e": {}, "paused": {"paused": True}, "late": {"misfire_grace_time": 1}}.items():
-        bench.put(entry, **wishes)
+    if name != "settle":  # as with another broker
+        monkeypatch.setattr(OneWrite, "_may_be_possible", lambda _: False)
+    wishes = {"e": {}, "paused": {"paused": True}, "late": {"misfire_grace_time": 1}}
+    for entry in outcomes:
+        bench.put(entry, **wishes[entry])
     proxy.lose_reply_of(beat_script(name))
 
     with connected(signals.occurrence_decided, lambda decision, **_: told.append(decision.outcome.value)):
@@ -301,11 +334,28 @@ def test_a_tick_does_its_work_though_a_reply_is_lost(bench, redis, proxy, caplog
 
     assert proxy.lost == 1
     assert len(bench.messages) == 1
-    assert sorted(bench.decisions) == sorted(told) == ["dispatched", "missed", "paused"]
+    assert sorted(bench.decisions) == sorted(told) == sorted(outcomes.values())
     assert redis.exists(PENDING) == 0
     assert "Trouble" not in caplog.text
-    lines = [redis.hget(f"redbeat:{entry}", "history").splitlines() for entry in ("e", "paused", "late")]
-    assert [len(each) for each in lines] == [1, 1, 1]
+    assert [len(redis.hget(f"redbeat:{entry}", "history").splitlines()) for entry in outcomes] == [1] * len(outcomes)
+
+
+@pytest.mark.parametrize(("outcome", "wish"), [("paused", {"paused": True}), ("missed", {"misfire_grace_time": 1})])
+def test_what_is_not_sent_is_recorded_though_its_beat_dies(bench, monkeypatch, outcome, wish):
+    """It dies as soon as the entry has moved on."""
+    bench.put(**wish)
+    scheduler = bench.scheduler()
+    claim = scheduler.store.claim
+
+    def die(*args: Any, **given: Any) -> None:
+        claim(*args, **given)
+        raise SystemExit
+
+    monkeypatch.setattr(scheduler.store, "claim", die)
+    with pytest.raises(SystemExit):
+        scheduler.tick()
+
+    assert bench.decisions == [outcome]
 
 
 def test_a_beat_leads_from_its_next_tick_on_though_the_reply_is_lost(bench, proxy):

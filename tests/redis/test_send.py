@@ -20,10 +20,11 @@ from celery import Celery
 from celery._state import _task_stack
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Exchange, Queue
+from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
 from redis import Redis
 
-from singlebeat import Singleton
+from singlebeat import Singleton, outbox
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
@@ -255,6 +256,46 @@ def test_a_call_whose_run_is_over_before_the_repetition_is_sent_once(server, red
         assert proxy.lost == 1
     assert values(redis) == [0, 1]
     assert result.id in ids(redis)
+
+
+def test_a_broken_connection_to_the_broker_leads_to_no_second_message(server, redis, monkeypatch):
+    """Not even if the next reply of the broker is lost, too."""
+    monkeypatch.setattr(outbox, "WRITTEN_FOR", 0.0)  # each call uses the connection to the broker
+    with LossyProxy(server) as proxy:
+        url = f"redis+socket://{proxy.path}"
+        with apps(url, singleton_backend_url=server.url, result_backend=None) as app:
+            task = define(app)
+            task.delay(0)
+            proxy.lose_next_reply(b"singlebeat:marker")
+            proxy.meanwhile = lambda: proxy.lose_next_reply(b"LPUSH") if proxy.lost == 1 else None
+
+            result = task.delay(1)
+
+            assert proxy.lost == 1
+    assert values(redis) == [0, 1]
+    assert result.id in locks(redis)
+
+
+def test_a_broker_that_cannot_be_reached_gets_no_second_message_later(server, redis, monkeypatch):
+    """After all retries, one message is sent in a write of its own, and only once: its reply may be lost."""
+    monkeypatch.setattr(outbox, "WRITTEN_FOR", 0.0)  # each call uses the connection to the broker
+    with LossyProxy(server) as proxy:
+        url = f"redis+socket://{proxy.path}"
+        with apps(url, singleton_backend_url=server.url, result_backend=None) as app:
+            task = define(app)
+            task.delay(0)
+
+            def lose_the_next() -> None:
+                proxy.lose_next_reply(b"singlebeat:marker" if proxy.lost < 2 else b"LPUSH")
+
+            proxy.meanwhile = lose_the_next
+            lose_the_next()
+
+            with pytest.raises(OperationalError):
+                task.apply_async([1], retry_policy={"max_retries": 1})
+
+            assert proxy.lost == 3
+    assert values(redis) == [0, 1]
 
 
 def test_a_sender_that_is_killed_leaves_no_lock_without_a_message(server, redis):

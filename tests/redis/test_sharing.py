@@ -10,16 +10,17 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice
 
 import pytest
+from celery.schedules import schedule
 from redis import Redis
 
-from singlebeat import Scheduler
+from singlebeat import Entry, Scheduler
 from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.entries.fields import BATCH
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.share import PAUSE, TURN, Share
 from singlebeat.beat.store.claims import Store
 from tests.redis.bench import HOUR, Bench
-from tests.support import RedisServer
+from tests.support import APP, RedisServer
 
 SCHEDULE, STANDBYS, PENDING = "redbeat::schedule", "redbeat::standbys", "redbeat::pending"
 
@@ -52,6 +53,26 @@ def pair(bench: Bench, tick_on) -> tuple[Scheduler, Scheduler]:
         tick_on(host, scheduler)
     assert (one.lease.share.beats, other.lease.share.beats) == (2, 2)
     return one, other
+
+
+def test_parts_of_a_schedule_on_several_servers_share_locks(server, redis, own_server, bench_on):
+    """As the docs divide a schedule: each part has a server, a prefix and a beat; broker and locks are one server."""
+    bench = bench_on(server, broker_url=server.celery_url, singleton_backend_url=server.url)
+    parts = {"a": (server, "shop-0:"), "b": (own_server, "shop-1:")}
+    for name, (where, prefix) in parts.items():
+        conf = {"redbeat_redis_url": where.url, "redbeat_key_prefix": prefix}
+        app, past = bench.new_app(**conf), {"last_run_at": datetime.now(UTC) - 2 * HOUR, "total_run_count": 7}
+        for entry, task in ((name, "plain"), (f"single {name}", "single")):
+            args = [entry] if task == "plain" else ["the same"]
+            Entry(entry, f"{APP}.{task}", schedule(HOUR), app=app, args=args, **past).save()
+        beat = bench.scheduler(app=app)
+        beat.tick()
+        beat.tick()
+
+    assert sorted(str(name) for name in bench.names) == ["a", "b", "the same"]
+    decided = [where.client().xrange(f"{prefix}:history") for where, prefix in parts.values()]
+    outcomes = [sorted(record["decision"] for _, record in records) for records in decided]
+    assert outcomes == [["dispatched", "dispatched"], ["dispatched", "skipped_overlap"]]
 
 
 def put_all(bench: Bench, names: Sequence[str], *, late: float = 1.0) -> None:

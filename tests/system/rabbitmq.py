@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +31,7 @@ class RabbitMQ(Server):
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="sbmq"))
         self._processes: list[subprocess.Popen[Any]] = []
+        self._environment: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -38,14 +39,37 @@ class RabbitMQ(Server):
         return f"amqp://guest:guest@127.0.0.1:{self.port}//"
 
     def start(self) -> Self:
-        """Start the server and return when it takes connections."""
+        """Start the server, also after ``kill``, and return when it takes connections."""
         found = find_rabbitmq()
         if found is None:
             raise RuntimeError("RabbitMQ is not installed: apt-get install rabbitmq-server")
         script, mapper = found
+        if not self._environment:
+            mapped = self._choose_ports()
+            self._run([mapper, "-port", str(mapped), "-address", "127.0.0.1"])
+        self._server = self._run([script])
+        wait_until(lambda: self._answers(self._server), timeout=90, what="RabbitMQ to take connections")
+        return self
+
+    def kill(self) -> None:
+        """End the server at once, as a crash would; durable queues and what it has confirmed outlive it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+
+    def end(self) -> None:
+        """End the server as a restart of its host does; ``start`` starts it again."""
+        os.killpg(self._server.pid, signal.SIGTERM)
+        try:
+            self._server.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _choose_ports(self) -> int:
+        """Choose free ports for the server and its port mapper; return that of the mapper."""
         self.port, mapped = free_port(), free_port()
         (self.directory / "plugins").write_text("[].\n")
-        self._environment = environment = {
+        self._environment = {
             **os.environ,
             "HOME": str(self.directory),  # for Erlang's cookie
             "ERL_EPMD_ADDRESS": "127.0.0.1",
@@ -65,10 +89,7 @@ class RabbitMQ(Server):
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1 +sbwt none -kernel inet_dist_use_interface {127,0,0,1}",
             "RUNNING_UNDER_SYSTEMD": "true",  # then the script becomes the server, instead of watching over it
         }
-        self._run([mapper, "-port", str(mapped), "-address", "127.0.0.1"], environment)
-        server = self._run([script], environment)
-        wait_until(lambda: self._answers(server), timeout=90, what="RabbitMQ to take connections")
-        return self
+        return mapped
 
     @contextmanager
     def alarm(self) -> Iterator[None]:
@@ -89,6 +110,11 @@ class RabbitMQ(Server):
         finally:
             self._control("start_app")
 
+    def messages(self) -> dict[str, int]:
+        """Return how many messages each queue has, those that a consumer has taken included."""
+        rows = self._control("list_queues", "--silent", "--no-table-headers", "name", "messages").splitlines()
+        return {name: int(count) for name, _, count in (row.partition("\t") for row in rows) if count.isdigit()}
+
     def await_blocked(self) -> None:
         """Return when a message is held in an alarm."""
         wait_until(lambda: "blocked" in self._control("list_connections", "state").split(), what="a held message")
@@ -102,9 +128,9 @@ class RabbitMQ(Server):
         done = subprocess.run([str(control), *command], env=self._environment, check=True, capture_output=True)
         return done.stdout.decode()
 
-    def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
+    def _run(self, command: list[str]) -> subprocess.Popen[Any]:
         with (self.directory / "log").open("ab") as log:
-            process = _spawn(command, stdout=log, env=environment, cwd=self.directory)
+            process = _spawn(command, stdout=log, env=self._environment, cwd=self.directory)
         self._processes.append(process)
         return process
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from datetime import datetime
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 
-from tests.support import CeleryProcess, measured, wait_until
+from tests.support import CeleryProcess, free_port, measured, wait_until
 
 GREETED = r"Task exampleconf\.greet\[\S+\] succeeded"
 SKIPPED = (
@@ -39,6 +41,14 @@ def answers(path: Path) -> bool:
         return True
 
 
+def shown_at(url: str) -> str:
+    """Return what a page shows, an empty string until it is served."""
+    try:
+        return httpx.get(url).text
+    except httpx.TransportError:
+        return ""
+
+
 @pytest.mark.parametrize("where", ["a server of the user's", "the embedded server"])
 def test_beat_and_worker_in_one_run_a_task_soon_and_log_skipped_runs(where, celery, server):
     private = {"TMPDIR": celery.temporary, "XDG_RUNTIME_DIR": celery.temporary, "SINGLEBEAT_REDIS_URL": ""}
@@ -52,6 +62,11 @@ def test_beat_and_worker_in_one_run_a_task_soon_and_log_skipped_runs(where, cele
     measured(f"the first task succeeded {took:.1f} s after the first line of the log")
     assert took < 10
     runs_and_skips(both, both)
+    line = both.wait_for(r"To look at it on a page: (celery -A exampleconf singlebeat web)$")[1]
+    page = celery(*shlex.split(line)[3:], "--port", str(free_port()), app="exampleconf", defaults=False, env=env)
+    url = page.wait_for(r"^The page: (http://127\.0\.0\.1:\d+/)$")[1]
+    assert "report every two seconds" in wait_until(lambda: shown_at(url), what="the page")
+    page.stop()
     sockets = list(Path(celery.temporary).glob("singlebeat-*/redis.sock"))
     assert len(sockets) == (where == "the embedded server")
     both.stop()

@@ -127,7 +127,7 @@ def test_an_entry_goes_on_after_its_queue_was_purged(celery, app, oracle, redis)
         ]
     )
     assert end.outcome == "message_lost"
-    assert end.reason == "no worker has its message, and nothing waits in its queue later"
+    assert end.reason == "no worker that answers has its message, and nothing waits in its queue later"
     celery("worker", "-c", "1", "-Q", "later").ready()
     oracle.wait_ended(3, "purged", timeout=A_MINUTE)
     assert oracle.max_concurrent("purged") == 1
@@ -236,7 +236,7 @@ def test_a_purged_message_is_explained_and_its_lock_freed(celery, app, ask, redi
 
     redis.delete("later")
 
-    gone = ask("explain", "purged", until=" is lost: no worker has its message")
+    gone = ask("explain", "purged", until=" is lost: no worker that answers has its message")
     assert f"The message of task {first.task_id} was queued" in gone
     assert "nothing waits in its queue later" in gone
     assert f"To free it now: celery singlebeat unlock {first.task_id}" in gone

@@ -13,7 +13,7 @@ from redis import Redis, RedisCluster
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from singlebeat import Scheduler
+from singlebeat import Schedule, Scheduler
 from singlebeat.connections import private, schedule_client
 from singlebeat.errors import ConfigError
 from singlebeat.locks import backend_of
@@ -126,6 +126,21 @@ def test_a_retry_period_carries_every_call_over_a_failover(servers):
 
         assert int(client.get("{redbeat}:n")) == calls > 0
         assert several.replica.client().exists("{redbeat}:n")
+
+
+def test_entries_in_a_cluster_can_be_edited_and_deleted_while_slots_move():
+    with Cluster() as cluster:
+        conf = {"redbeat_redis_url": cluster.url, "redbeat_key_prefix": "{redbeat}:"}
+        with make_app(cluster.nodes[0].celery_url, conf) as app:
+            entries = Schedule(app)
+            for name in ("kept", "gone"):
+                entries.upsert(name, f"{APP}.plain", schedule(60))
+            cluster.move_slot()
+            entries.pause("kept")
+            entries.delete("gone")
+
+            assert [entry.name for entry in entries.list()] == ["kept"]
+            assert entries.get("kept").policy.paused
 
 
 def test_a_prefix_without_a_hash_tag_is_one_error_line_in_a_cluster(celery):

@@ -75,14 +75,19 @@ class _Sentinel(RedisServer):
 
 
 class Sentinels:
-    """Three sentinels that watch a master and its replica."""
+    """Three sentinels that watch a master and its replica.
 
-    def __init__(self) -> None:
+    Args:
+        args: further options of the master and of its replica.
+    """
+
+    def __init__(self, *args: str) -> None:
+        self._args = args
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            options = ("--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0")
+            options = ("--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0", *self._args)
             self.master = stack.enter_context(RedisServer(*options, password=PASSWORD))
             of = ("--replicaof", "127.0.0.1", str(self.master.port))
             self.replica = stack.enter_context(RedisServer(*options, *of, password=PASSWORD))
@@ -123,15 +128,19 @@ class _Node(RedisServer):
 
 
 class Cluster:
-    """Three masters; the one that keeps the slot of a key has a replica."""
+    """Three masters; the one that keeps the slot of a key has a replica.
 
-    def __init__(self, key: str = "{redbeat}:") -> None:
-        self._key, self._login = key, ""
+    Args:
+        args: further options of all nodes.
+    """
+
+    def __init__(self, key: str = "{redbeat}:", *args: str) -> None:
+        self._key, self._login, self._args = key, "", args
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.nodes = [stack.enter_context(_Node()) for _ in range(4)]
+            self.nodes = [stack.enter_context(_Node(*self._args)) for _ in range(4)]
             self._join()
             self._stack = stack.pop_all()
         return self
@@ -178,6 +187,28 @@ class Cluster:
         return ";".join(f"redis-cluster://{self._login}127.0.0.1:{node.port}" for node in self.nodes[:2])
 
     options: Mapping[str, Any] = {}
+
+    def move_slot(self, key: str = "") -> None:
+        """Move the slot of a key to another master, key by key, as a resharding does."""
+        clients = [node.client() for node in self.nodes[:3]]
+        slot = clients[0].execute_command("CLUSTER KEYSLOT", key or self._key)
+        ids = [client.execute_command("CLUSTER MYID") for client in clients]
+        source = next(at for at, client in enumerate(clients) if self._has(client, slot))
+        target = (source + 1) % 3
+        clients[target].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
+        clients[source].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
+        while keys := clients[source].execute_command("CLUSTER GETKEYSINSLOT", slot, 1):
+            migrated = ("MIGRATE", "127.0.0.1", self.nodes[target].port, "", 0, 5000, "KEYS", *keys)
+            clients[source].execute_command(*migrated)
+        for client in (clients[target], clients[source], clients[3 - source - target]):
+            client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])
+
+    @staticmethod
+    def _has(client: Any, slot: int) -> bool:
+        """Return whether a node is the master of a slot."""
+        nodes = client.execute_command("CLUSTER NODES")
+        (own,) = (node["slots"] for node in nodes.values() if "myself" in node["flags"])
+        return any(int(slots[0]) <= slot <= int(slots[-1]) for slots in own)
 
     def fail_over(self) -> None:
         """Kill the master of the key's slot, and return when its replica has taken its place."""

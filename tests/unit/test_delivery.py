@@ -31,6 +31,12 @@ def test_a_queue_is_unread_only_if_workers_answer():
     )
 
 
+def test_a_silent_worker_may_read_a_queue():
+    delivery = Delivery.of("x", {"w": reader(queues="b")}, silent=["solo@host"])
+
+    assert delivery.unread.endswith("(they read b), and solo@host, which may read it, does not answer")
+
+
 def test_a_task_is_missing_only_if_no_reader_of_its_queue_knows_it():
     elsewhere = reader(queues="other")
 

@@ -54,6 +54,24 @@ def test_a_run_that_ended():
     )
 
 
+def test_an_expired_message_is_explained_by_the_clocks():
+    end = End("expired", "", "", None, "w1", NOON)
+    wrong = "the clock of worker w1 is about +600 s off that of the schedule's server"
+
+    assert f"T{wrong[1:]}: set up NTP there." in said(record(NOON, end=end), wrong_clocks=[wrong])
+    assert "both are right: the message has waited in its queue for too long" in said(record(NOON, end=end))
+
+
+def test_the_end_of_the_run_that_was_in_the_way_is_told():
+    end = End("worker_lost", "signal 9", "", 1.0, "w1", NOON)
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    text = said(skip, holder_end=end)
+
+    assert "does not hold the lock any more" in text
+    assert "It ended at 2026-12-01 12:00:00Z on w1, worker_lost: signal 9." in text
+
+
 def test_times_that_the_servers_clock_cannot_have_shown_are_left_out():
     """Ids of records never go back: after the clock was set back they tell a time that has not come yet."""
     end = End("success", "", "", 1.25, "w1", NOON + HOUR)

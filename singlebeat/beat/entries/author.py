@@ -40,7 +40,7 @@ class Author(NamedTuple):
 
 def _user() -> str:
     try:
-        return getpass.getuser()
+        return os.environ.get("SUDO_USER") or getpass.getuser()
     except (OSError, KeyError, ImportError):  # in a container, the user may have no name
         return str(os.getuid())
 

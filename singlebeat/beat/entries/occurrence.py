@@ -15,10 +15,14 @@ from ...overlap import Overlap
 __all__ = ("Decision", "DecisionType", "Kind", "Occurrence")
 
 
+#: How the reason of a decision begins whose message was sent without a lock.
+WITHOUT_LOCK = "without its lock: "
+
+
 class DecisionType(StrEnum):
     """The kind of a decision about an occurrence."""
 
-    #: Its message was sent. The reason, if code of yours has sent it otherwise: how.
+    #: Its message was sent. The reason, if it was sent without its lock: why; if code of yours has sent it: how.
     DISPATCHED = "dispatched"
     #: Its message was sent, and waits for the end of an equal call. The reason: which call, since when.
     BUFFERED = "buffered"

@@ -59,6 +59,8 @@ HISTORY_BYTES = 600
 #: Where beats share the work: times ``BATCH``, so many rows of due entries a beat reads at once to find its own.
 MOST_BATCHES = 4
 
+SETTLE = script(__package__, "settle", script(__package__, "claim"), script(__package__, "confirm"))
+
 #: Reads due entries where beats share the work.
 WINDOW = script(__package__, "window")
 
@@ -118,7 +120,7 @@ class Claim:
     next_score: float
     meta: Meta | None = None
     occurrence: Occurrence | None = None
-    decision: Decision | None = None  #: to be recorded at once, if no occurrence is claimed
+    decision: Decision | None = None  #: to be recorded in the same step, if no occurrence is claimed
 
     @property
     def row(self) -> tuple[str | float, ...]:
@@ -392,18 +394,32 @@ class Store:
         return entry
 
     def claim(self, claims: Sequence[Claim], term: Term, *, retry_at: datetime) -> list[ClaimVerdict]:
-        """Move entries on, each in one step that only one beat can take; one round trip."""
+        """Move entries on, and record the decisions that claim no occurrence; one round trip.
+
+        Each entry is moved on in one step that only one beat can take, with the record of its decision.
+        """
         if not claims:
             return []
         self.report_progress()
         keys, (lock, token) = self.keys, self.fence(term)
-        touched = [lock, keys.schedule, keys.pending, keys.pauses]
-        touched += (keys.entry(claim.stored.member) for claim in claims)
+        entries = [keys.entry(claim.stored.member) for claim in claims]
         rows, found = packed(claim.row for claim in claims), packed(self.pauses.found)
         args = (token, repr(retry_at.timestamp()), rows, found, int(bool(keys.lock)))
-        return [
-            ClaimVerdict(verdict) for verdict in json.loads(script(__package__, "claim")(self.client, touched, args))
-        ]
+        touched = (lock, keys.schedule, keys.pending, keys.pauses)
+        if self.history_limit and any(claim.decision for claim in claims):
+            decisions = packed(
+                _Row(key, claim.decision).values(term) if claim.decision else ()
+                for key, claim in zip(entries, claims, strict=True)
+            )
+            recorded = (*args, self.history_limit, HISTORY_BYTES, decisions)
+            reply = SETTLE(self.client, (*touched, keys.history, *entries), recorded)
+        else:
+            reply = script(__package__, "claim")(self.client, (*touched, *entries), args)
+        verdicts = [ClaimVerdict(verdict) for verdict in json.loads(reply)]
+        for claim, verdict in zip(claims, verdicts, strict=True):
+            if verdict is ClaimVerdict.CLAIMED and claim.decision is not None:
+                self.signal(claim.decision, "recorded")
+        return verdicts
 
     def fence(self, term: Term) -> tuple[str, str]:
         """Return a key, and what it holds for as long as this beat may claim occurrences."""
@@ -415,7 +431,7 @@ class Store:
         self._record([each.row for each in confirmations], term)
 
     def record(self, decisions: Sequence[Decision], term: Term) -> None:
-        """Record decisions about occurrences that were not claimed; one round trip."""
+        """Record decisions about entries that are not moved on; one round trip."""
         if self.history_limit or signals.occurrence_decided.receivers:
             self._record([_Row(self.keys.prefix + decision.entry, decision) for decision in decisions], term)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...connections import ResponseError, schedule_client
 from ...lua import packed, script
 from ..entries.fields import BATCH, read_fields
-from ..entries.occurrence import DecisionType
+from ..entries.occurrence import WITHOUT_LOCK, DecisionType
 from ..keys import Keys
 from .claims import HISTORY_BYTES
 
@@ -73,7 +73,12 @@ class Record:
     @property
     def is_sent_otherwise(self) -> bool:
         """Whether code of the app has sent it under another id, or without beat's headers: its end is not recorded."""
-        return self.decision == "dispatched" and bool(self.reason)
+        return self.decision == "dispatched" and bool(self.reason) and not self.is_without_lock
+
+    @property
+    def is_without_lock(self) -> bool:
+        """Whether it was sent without its lock."""
+        return self.reason.startswith(WITHOUT_LOCK)
 
 
 class Own(NamedTuple):

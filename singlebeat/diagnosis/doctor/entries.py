@@ -59,7 +59,11 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
 
 
 def _pauses(schedule: Read) -> Iterator[Finding]:
-    """Name the pauses of many entries, and those that cannot be read."""
+    """Name the paused entries, the pauses of many, and those that cannot be read."""
+    if paused := [entry.name for entry in schedule.usable if entry.policy.paused]:
+        which = f"{counted(len(paused), 'entry is', 'entries are')} paused by name: {listed(paused)}"
+        text = f"{which} (celery singlebeat list --state paused)"
+        yield Finding("fine", "entries", text)
     key = Keys.of(schedule.app).pauses
     for selector, why in islice(schedule.state.unreadable_pauses.items(), MOST_NAMED):
         if selector:  # else its key is not a hash, which another part says
@@ -124,14 +128,18 @@ def _histories(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
     with suppress(ResponseError, KeyError, ValueError):  # another part names the key; any program may add records
         for record in History(app).latest(MOST_HISTORIES):
             recent[record.entry].append(record)
-    silent: dict[str, str] = {}
+    silent, unlocked = dict[str, str](), dict[str, str]()
     longest: dict[str, End] = {}
     for name, own in History(app).own(by_name):
+        if own.decisions and own.decisions[0].is_without_lock:
+            unlocked[name] = own.decisions[0].reason
         if text := silence(by_name[name], own, recent[name], recorded=recorded):
             silent[name] = text
         if ends := [end for end in own.ends if end.duration is not None]:
             longest[name] = max(ends, key=_duration)
     yield from _piling_up({name: waiting for name in by_name if (waiting := _waiting(recent[name])) > MOST_WAITING})
+    for name, why in islice(unlocked.items(), MOST_NAMED):
+        yield Finding("problem", f"entry {name}", f"its runs may overlap: the last one was sent {why}")
     for name, text in islice(silent.items(), MOST_NAMED):
         yield Finding("warning", f"entry {name}", f"{text} (celery singlebeat explain {shlex.quote(name)})")
     if len(silent) > MOST_NAMED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING
 from ... import __version__
 from ...beat.delivery import Delivery, listed, queue_of
 from ...beat.entries.statics import owner_of
-from ...beat.keys import Keys
-from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
+from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...config import Config
-from ...connections import RedisError, broker_place, schedule_client
+from ...connections import RedisError, broker_place
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import BrokerError, NoQuestionsError, Workers
+from ..workers import BrokerError, NoQuestionsError, Workers, ahead_of_server, silent_workers
 from .finding import Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -92,15 +90,15 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
     for entry in schedule.usable:
         if entry.enabled and (queue := queue_of(app, entry)):
             by_queue[queue].append(entry)
-    now = datetime.now(UTC)
+    now, silent = datetime.now(UTC), silent_workers(app, workers)
     for queue, senders in by_queue.items():
-        delivery = Delivery.of(queue, workers.readers)
+        delivery = Delivery.of(queue, workers.readers, silent)
         if delivery.unread:
             text = (
                 f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. Start a "
                 f"worker with -Q {queue}, or correct the queue of the entries, or task_routes"
             )
-            yield Finding("problem", f"queue {queue}", text)
+            yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
             if wrong := delivery.without(entry.task):
                 text = f"{wrong}. Let one worker read the queue and know the task"
@@ -132,10 +130,7 @@ def _none_answers(app: Celery) -> Finding:
 
 def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
     """Check for workers whose clock differs from the clock of the schedule's server, which beat uses."""
-    server_time = ServerTime(quiet=True)
-    server_time.ask(schedule_client(app), Keys.of(app).schedule)
-    ahead_of_us = server_time.timestamp() - time.monotonic()
-    for worker, ahead in workers.wrong_clocks(ahead_of_us, more_than=DIFFERS_FROM):
+    for worker, ahead in workers.wrong_clocks(ahead_of_server(app), more_than=DIFFERS_FROM):
         text = (
             f"the clock of worker {worker} is about {ahead:+.0f} s off that of the schedule's server: set up NTP on "
             "both. Countdown, eta and expires of messages go by the clocks of their hosts"

@@ -1,0 +1,268 @@
+"""The functions behind the operations: each calls what a view, an action or a command calls, and returns JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...diagnosis.leader import refusal
+from ...errors import EntryError, UnknownEntryError
+from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
+from ..edits import preview_of
+from . import entries
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from ...beat.schedule import Schedule
+    from ...beat.store.changes import Change
+    from ..board import Board
+    from ..exchange import PageRequest
+    from ..security import User
+
+__all__ = ("Call", "Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation that is asked for."""
+
+    board: Board
+    request: PageRequest
+    user: User
+    given: Mapping[str, Any]  #: the values of its parameters by name
+
+    @property
+    def schedule(self) -> Schedule:
+        """The entries, whose changes are recorded as those of the user."""
+        return self.board.schedule(self.user, by="api")
+
+    @property
+    def name(self) -> str:
+        """The name of the entry."""
+        found: str = self.given["name"]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to a call."""
+
+    value: Any
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def status(call: Call) -> Result:
+    """Return the state of the schedule."""
+    state = call.board.state
+    problem = state.problem() or state.sent_elsewhere or refusal(call.board.app, state)
+    return Result({**asdict(state), "problem": problem})
+
+
+def doctor(call: Call) -> Result:
+    """Return the findings of all checks."""
+    return Result({"findings": [each._asdict() for each in call.board.doctor()]})
+
+
+def quarantine(call: Call) -> Result:
+    """Return the entries that beat has quarantined."""
+    rows = call.board.state.quarantine
+    return Result({"entries": [{"name": name, **_about(record)} for name, record in rows.items()]})
+
+
+def _about(record: Mapping[str, str]) -> Mapping[str, str]:
+    return {"reason": record.get("reason", ""), "since": record.get("since", "")}
+
+
+def list_entries(call: Call) -> Result:
+    """Return a page of entries."""
+    page = call.board.page(**call.given).page
+    rows = [entries.row(call.board, row) for row in page.rows]
+    return Result({"entries": rows, "cursor": page.cursor, "total": page.total})
+
+
+def get_entry(call: Call) -> Result:
+    """Return an entry."""
+    found, version = entries.document(call.board, call.schedule, call.name)
+    return Result(found, headers={"ETag": version})
+
+
+def put_entry(call: Call) -> Result:
+    """Store an entry, new or in place of an old one."""
+    return _save(call, is_partial=False)
+
+
+def patch_entry(call: Call) -> Result:
+    """Replace parts of an entry."""
+    return _save(call, is_partial=True)
+
+
+def _save(call: Call, *, is_partial: bool) -> Result:
+    given, headers = call.given, call.request.headers
+    is_new = entries.save(
+        call.board,
+        call.schedule,
+        call.name,
+        given["definition"] or {},
+        given["policy"] or {},
+        expected=headers.get("if-match", ""),
+        must_be_new=headers.get("if-none-match", "").strip() == "*",
+        is_partial=is_partial,
+    )
+    call.board.poller.forget()
+    found, version = entries.document(call.board, call.schedule, call.name)
+    return Result(found, 201 if is_new else 200, headers={"ETag": version})
+
+
+def delete_entry(call: Call) -> Result:
+    """Delete an entry."""
+    if expected := call.request.headers.get("if-match", ""):
+        entries.check_version(call.schedule.salvage(call.name), expected)
+    if not call.schedule.delete(call.name):
+        raise UnknownEntryError(f"there is no entry {call.name!r}")
+    return Result(None, 204)
+
+
+def preview(call: Call) -> Result:
+    """Return what an entry would do."""
+    entry = entries.drafted(call.board, "preview", call.given["definition"], call.given["policy"] or {})
+    if why := entry.why_unusable(call.board.now):
+        raise EntryError(why)
+    found = preview_of(call.board, entry, entry.task)
+    return Result(
+        {"words": found.words, "runs": [*found.runs], "effects": [*found.effects], "unknown_task": found.unknown_task}
+    )
+
+
+def next_runs(call: Call) -> Result:
+    """Return the next times of an entry."""
+    return Result({"runs": [*call.schedule.next_runs(call.name, call.given["count"], after=call.given["after"])]})
+
+
+def explain(call: Call) -> Result:
+    """Explain why an entry ran, did not run, or will run."""
+    return Result({"sentences": [*call.board.explain(call.name)]})
+
+
+def history(call: Call) -> Result:
+    """Return the last decisions."""
+    name = call.given["name"]
+    records = call.board.history(name or "", call.given["count"])
+    if name and not records:
+        call.schedule.salvage(name)  # raises if there is no entry of this name
+    return Result({"records": [asdict(record) for record in records]})
+
+
+def run(call: Call) -> Result:
+    """Let an entry run once."""
+    task = call.schedule.trigger(call.name, overlap=call.given["overlap"], timeout=PATIENCE)
+    return Result({"name": call.name, "task_id": task}, 202)
+
+
+def pause(call: Call) -> Result:
+    """Pause an entry."""
+    call.schedule.pause(call.name, call.given["note"] or "")
+    return Result({"name": call.name, "paused": True})
+
+
+def resume(call: Call) -> Result:
+    """End the pause of an entry."""
+    call.schedule.resume(call.name)
+    return Result({"name": call.name, "paused": False})
+
+
+def pauses(call: Call) -> Result:
+    """Return the pauses of many entries."""
+    return Result({"pauses": [asdict(each) for each in call.schedule.pauses()]})
+
+
+def pause_many(call: Call) -> Result:
+    """Pause all entries, or those with a tag."""
+    tag = _selected(call)
+    call.schedule.pause_many(tag=tag, note=call.given["note"] or "", until=call.given["until"])
+    return pauses(call)
+
+
+def resume_many(call: Call) -> Result:
+    """End a pause of all entries, or of those with a tag."""
+    tag = _selected(call)
+    was_paused = call.schedule.resume_many(tag=tag)
+    return Result({"was_paused": was_paused, "pauses": pauses(call).value["pauses"]})
+
+
+def _selected(call: Call) -> str | None:
+    """Return the tag of the entries that are meant, None for all entries: a tag that was forgotten must not mean all.
+
+    Raises:
+        ValueError: neither or both were given.
+    """
+    tag: str | None = call.given["tag"]
+    if (tag is None) is not bool(call.given["all"]):
+        raise ValueError('give a tag, or "all": true')
+    return tag
+
+
+def backfill(call: Call) -> Result:
+    """Return the times of a backfill, and begin it unless only the times are asked for."""
+    schedule, given = call.schedule, call.given
+    start: datetime = given["start"]
+    end: datetime = given["end"]
+    limit = min(given["limit"], MOST_RUNS)
+    runs = schedule.backfill(call.name, start, end, overlap=given["overlap"], limit=limit, dry_run=True)
+    if given["dry_run"]:
+        return Result({"name": call.name, "runs": [*runs], "begun": False})
+    call.board.begin_backfill(schedule, call.name, start, end, given["overlap"], len(runs))
+    return Result({"name": call.name, "runs": [*runs], "begun": True}, 202)
+
+
+def backfill_progress(call: Call) -> Result:
+    """Return how far a backfill is that was begun in this process."""
+    found = call.board.backfills.get(call.name)
+    if found is None:
+        raise UnknownEntryError(f"no backfill of {call.name!r} was begun here since this process was started")
+    return Result({"total": found.total, "count": found.count, "is_over": found.is_over, "problem": found.problem})
+
+
+def changes(call: Call) -> Result:
+    """Return the last changes of entries."""
+    found = call.board.changes(call.given["name"] or "", call.given["count"])
+    return Result({"changes": [_change(call.board, each) for each in found]})
+
+
+def _change(board: Board, change: Change) -> Mapping[str, Any]:
+    texts = ("id", "at", "actor", "by", "entry", "action", "note")
+    differences = {part: [*pair] for part, pair in board.differences(change).items()}
+    return {**{name: getattr(change, name) for name in texts}, "differences": differences}
+
+
+def revert(call: Call) -> Result:
+    """Let an entry be as it was before a change."""
+    call.schedule.revert(call.name, call.given["to"])
+    call.board.poller.forget()
+    return get_entry(call)
+
+
+def locks(call: Call) -> Result:
+    """Return the held locks."""
+    rows = []
+    for record, lock in call.board.locks():
+        task = record.get("task") or ""
+        args = call.board.masked_text(record.get("args") or "", task)
+        about = {"task": task, "args": args, "entry": record.get("entry") or ""}
+        rows.append({**asdict(lock), **about, "seems_abandoned": lock.seems_abandoned})
+    return Result({"locks": rows})
+
+
+def unlock(call: Call) -> Result:
+    """Free a lock."""
+    lock = free_lock(call.board, call.user, call.given["which"], force=bool(call.given["force"]))
+    return Result({"key": lock.key, "task_id": lock.task_id, "unlocked": True})
+
+
+def resign(call: Call) -> Result:
+    """End the term of leadership."""
+    before = call.board.state.leader
+    end_present_term(call.board)
+    return Result({"before": dict(before)})

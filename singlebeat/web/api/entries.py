@@ -1,0 +1,304 @@
+"""Entries as the API reads and stores them: with a version for conflicts, and with masks that keep stored values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from ...beat.calendar.words import in_words
+from ...beat.entries.code_only import given_for
+from ...beat.entries.definition import salvage_fields
+from ...beat.entries.entry import NOTHING, Entry
+from ...beat.entries.policy import EntryPolicy
+from ...beat.entries.salvage import Salvage
+from ...beat.entries.state import State, outlook
+from ...errors import ConflictError, EntryError, UnknownEntryError
+from ...masking import MASK, unmasked
+from ..board import policy_of
+
+if TYPE_CHECKING:
+    from ...beat.page import Row
+    from ...beat.schedule import Schedule
+    from ..board import Board
+
+__all__ = ("ChangedError", "document", "drafted", "row", "save", "version")
+
+#: The parts of a definition, and all parts that have a version of their own.
+DEFINITION = ("task", "schedule", "args", "kwargs", "options", "enabled")
+PARTS = (*DEFINITION, *sorted(EntryPolicy.names()))
+
+#: Hexadecimal digits of the version of one part.
+DIGITS = 8
+
+
+class ChangedError(ConflictError):
+    """Another process has changed an entry since the client has read it.
+
+    Args:
+        differences: the names of the parts that were changed; empty if they are not known.
+        is_condition: the client has named a version.
+    """
+
+    def __init__(self, text: str, differences: Sequence[str] = (), *, is_condition: bool = False) -> None:
+        super().__init__(text)
+        self.differences, self.is_condition = differences, is_condition
+
+
+def version(found: Salvage | None) -> str:
+    """Return the version of definition and policy as an ETag, which has a digest for each part; empty if absent."""
+    if found is None:
+        return ""
+    texts = dict.fromkeys(PARTS, found.texts["policy"]) | dict.fromkeys(DEFINITION, found.texts["definition"])
+    for field in ("definition", "policy"):
+        with suppress(ValueError, RecursionError):
+            raw = json.loads(found.texts[field] or "{}")
+            if isinstance(raw, dict):
+                parts = DEFINITION if field == "definition" else PARTS[len(DEFINITION) :]
+                texts |= {part: json.dumps(raw.get(part), sort_keys=True) for part in parts}
+    digests = (hashlib.sha256(texts[part].encode(errors="surrogateescape")).hexdigest()[:DIGITS] for part in PARTS)
+    return f'"{"".join(digests)}"'
+
+
+def _differences(one: str, other: str) -> Sequence[str]:
+    """Return the names of the parts in which two versions differ, empty if that is not known."""
+    if len(one) != len(other) or not other:
+        return ()
+    digests = [[text.strip('"')[at : at + DIGITS] for at in range(0, len(text) - 2, DIGITS)] for text in (one, other)]
+    return [part for part, mine, theirs in zip(PARTS, *digests, strict=True) if mine != theirs]
+
+
+def document(board: Board, schedule: Schedule, name: str) -> tuple[Mapping[str, Any], str]:
+    """Return an entry as JSON has it, and its version.
+
+    Raises:
+        UnknownEntryError: there is no such entry.
+    """
+    found, now = schedule.salvage(name), board.now
+    entry, why, upcoming, state = None, "", None, State.UNUSABLE
+    try:
+        entry = schedule.get(name)
+        why = entry.why_unusable(now)
+    except UnknownEntryError:
+        raise
+    except EntryError as exc:
+        why = str(exc)
+    if entry is not None and not why:
+        upcoming, state = outlook(entry, now, board.many_paused(entry))
+    if name in board.state.quarantine:
+        why, upcoming, state = board.state.quarantine[name]["reason"], None, State.QUARANTINED
+    tags = found.wishes.get("tags")
+    return {
+        "name": name,
+        "state": state,
+        "why": why,
+        "next": upcoming,
+        "tags": tags if isinstance(tags, list) else [],
+        "is_static": board.is_static(name),
+        "words": in_words(entry.schedule) if entry is not None else "",
+        "definition": _shown(board, json.loads(entry.encode())) if entry is not None else None,
+        "policy": policy_of(entry) if entry is not None else None,
+        "problems": dict(found.problems),
+        "meta": _meta(entry) if entry is not None else None,
+    }, version(found)
+
+
+def row(board: Board, each: Row) -> Mapping[str, Any]:
+    """Return an entry of a list as JSON has it."""
+    return {
+        "name": each.name,
+        "state": each.state,
+        "why": each.why,
+        "next": each.next,
+        "tags": [*each.tags],
+        "is_static": each.is_static,
+        "task": each.task,
+        "words": in_words(each.entry.schedule) if each.entry is not None else "",
+        "last_end": each.last_end,
+        "last_decision": each.last_decision,
+    }
+
+
+def _meta(entry: Entry) -> Mapping[str, object]:
+    past = entry.meta
+    return {"last_run_at": past.last_run_at, "total_run_count": past.total_run_count, "since": past.since}
+
+
+def _shown(board: Board, definition: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**definition, **board.shown_call(definition)}
+
+
+def drafted(board: Board, name: str, definition: Mapping[str, Any], policy: Mapping[str, Any]) -> Entry:
+    """Return an entry from JSON, read as beat reads one that is stored.
+
+    Raises:
+        EntryError: it cannot be read, or has a field that is unknown.
+    """
+    entry = Entry.decode(board.schedule().keys.named(name), _encoded(definition), board.app)
+    if entry.ignored:
+        raise EntryError(entry.ignored.replace(" and ignored", ""))
+    wishes = EntryPolicy.of(policy)
+    entry.policy = wishes if wishes.timezone else replace(wishes, timezone=entry.policy.timezone)
+    if why := entry.policy.contradicts(entry.options):
+        raise EntryError(why)
+    return entry
+
+
+def _encoded(definition: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(definition)
+    except (ValueError, RecursionError) as exc:
+        raise EntryError(f"the definition cannot be stored: {exc}") from None
+
+
+def save(
+    board: Board,
+    schedule: Schedule,
+    name: str,
+    definition: Mapping[str, Any],
+    policy: Mapping[str, Any],
+    *,
+    expected: str,
+    must_be_new: bool,
+    is_partial: bool,
+) -> bool:
+    """Store an entry, and return whether it is new.
+
+    Args:
+        definition: of which masks keep the stored values.
+        expected: versions that the stored entry may have, as ``If-Match`` lists them; empty: any.
+        must_be_new: store it only if there is no entry of this name.
+        is_partial: keep the parts that are not given, also in the policy, of which null removes a part.
+
+    Raises:
+        UnknownEntryError: there is no entry, and only parts are given.
+        ChangedError: the stored entry has another version, or another process was faster.
+        EntryError: a value cannot be stored.
+    """
+    found = _stored(schedule, name)
+    if found is None and (is_partial or (expected and expected.strip() != "*")):
+        raise _gone(schedule, name) if expected else UnknownEntryError(f"there is no entry {name!r}")
+    if found is not None and must_be_new:
+        raise ChangedError(f"there is an entry {name!r} already: change it with If-Match", is_condition=True)
+    check_version(found, expected)
+    given = _kept(board, definition, found)
+    if is_partial and found is not None:
+        entry = _changed(found, given, policy)
+    else:
+        entry = drafted(board, name, given, policy)
+        if must_be_new or found is None:
+            entry.version = NOTHING
+        elif expected or given != definition:  # the stored values of masks are those that were read
+            entry.version = found.texts["definition"], found.texts["policy"]
+    try:
+        schedule.save(entry)
+    except ConflictError as exc:
+        now = _stored(schedule, name)
+        parts = _differences(version(found), version(now))
+        raise ChangedError(str(exc), parts, is_condition=bool(expected) or must_be_new) from None
+    return found is None
+
+
+def check_version(found: Salvage | None, expected: str) -> None:
+    """Check that an entry has an expected version.
+
+    Raises:
+        ChangedError: it has another one.
+    """
+    if not expected or expected.strip() == "*":
+        return
+    given, present = [each.strip().removeprefix("W/") for each in expected.split(",")], version(found)
+    if present not in given:
+        parts = _differences(given[0], present)
+        what = f": {', '.join(parts)}" if parts else ""
+        raise ChangedError(
+            f"another process has changed the entry since you have read it{what}. Read it again, and repeat the change",
+            parts,
+            is_condition=True,
+        )
+
+
+def _gone(schedule: Schedule, name: str) -> ChangedError:
+    return ChangedError(f"there is no entry {name!r} any more", is_condition=True)
+
+
+def _stored(schedule: Schedule, name: str) -> Salvage | None:
+    with suppress(UnknownEntryError):
+        return schedule.salvage(name)
+    return None
+
+
+def _kept(board: Board, definition: Mapping[str, Any], found: Salvage | None) -> Mapping[str, Any]:
+    """Return a definition with the stored value in the place of each mask.
+
+    Raises:
+        EntryError: a mask stands for no stored value.
+    """
+    stored: Any = {}
+    if found is not None:
+        with suppress(ValueError, RecursionError):
+            stored = json.loads(found.texts["definition"])
+    stored = stored if isinstance(stored, dict) else {}
+    given = {name: definition[name] for name in ("args", "kwargs", "options") if name in definition}
+    task = definition.get("task") or stored.get("task")
+    shown = board.shown_call({"task": task, **{name: _blank(value) for name, value in given.items()}})
+    if lost := _lost_mask(given, stored, shown):
+        raise EntryError(f"{lost} is {MASK}, which stands for a value that is stored, and none is: give the value")
+    return {**definition, **{name: unmasked(value, stored.get(name)) for name, value in given.items()}}
+
+
+def _blank(value: Any) -> Any:
+    """Return a value without the masks that it holds, so that masks are found where values are secret."""
+    if isinstance(value, dict):
+        return {name: _blank(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_blank(each) for each in value]
+    return "" if value == MASK else value
+
+
+def _lost_mask(value: Any, stored: Any, shown: Any, path: str = "") -> str:
+    """Return where a value is a mask that stands for nothing, empty if nowhere.
+
+    Args:
+        shown: the value without its masks, as it would be shown.
+    """
+    if isinstance(value, str):
+        return path if value == shown == MASK and stored is None else ""
+    pairs: Any = ()
+    if isinstance(value, dict) and isinstance(shown, Mapping):
+        kept = stored if isinstance(stored, Mapping) else {}
+        pairs = ((name, each, kept.get(name), shown.get(name)) for name, each in value.items())
+    elif isinstance(value, list) and isinstance(shown, list):
+        rest = [*stored] if isinstance(stored, list) else []
+        rest += [None] * (len(value) - len(rest))
+        pairs = zip(map(str, count()), value, rest, shown, strict=False)
+    found = (_lost_mask(each, old, its, f"{path}.{name}".strip(".")) for name, each, old, its in pairs)
+    return next(filter(None, found), "")
+
+
+def _changed(found: Salvage, definition: Mapping[str, Any], policy: Mapping[str, Any]) -> Entry:
+    """Return a stored entry with other parts.
+
+    Raises:
+        EntryError: a part is unknown or wrong, or an unreadable one is not replaced.
+    """
+    if unknown := next((name for name in definition if name not in {*DEFINITION, "name"}), ""):
+        raise EntryError(f"the definition's field {unknown!r} is unknown")
+    fields, problems = salvage_fields(_encoded({**_LEAST, **definition}), given_for(found.app, found.name))
+    if problems:
+        raise EntryError("; ".join(dict.fromkeys(problems.values())))
+    given = {name: fields[name] for name in definition if name in fields}
+    replaced = {*given, *(["policy"] if policy else [])}
+    left = [name for name in found.problems if name in {*DEFINITION, "policy"} and name not in replaced]
+    if left:
+        why = "; ".join(dict.fromkeys(found.problems[name] for name in left))
+        raise EntryError(f"the entry cannot be used: {why}. Replace the wrong parts in one request: {', '.join(left)}")
+    return found.changed(given, policy)
+
+
+#: What a definition needs to be read.
+_LEAST: Mapping[str, object] = {"task": "-", "schedule": 1}
