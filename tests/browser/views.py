@@ -15,7 +15,7 @@ class View(NamedTuple):
     shows: str  #: a string of its content
 
 
-#: Those that every reader sees, then the forms. ``{lock}`` is a task that holds a lock, ``{change}`` the id of a change.
+#: Those that every reader sees, then the forms. ``{lock}`` is a task that holds one, ``{change}`` the id of a change.
 VIEWS = {
     "entries": View("/", "import feed of suppliers"),
     "entries-none": View("/?q=no+such+entry", "No entry matches"),
