@@ -6,6 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from .shop import REPORT
+from .test_actions import says
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def conflict(visit, entries):
     first.get_by_label("Note").fill("theirs")
     first.get_by_role("button", name="Check the changes").click()
     first.get_by_role("button", name="Save").click()
-    expect(first.locator("p.done")).to_contain_text("Saved")
+    says(first, "Saved")
 
     second.get_by_label("Jitter").fill("7")
     second.get_by_label("Note").fill("mine")
@@ -46,7 +47,7 @@ def test_merged_fields_keep_theirs_where_i_changed_nothing(conflict, entries):
     conflict.get_by_role("button", name="Check the changes").click()
     conflict.get_by_role("button", name="Save").click()
 
-    expect(conflict.locator("p.done")).to_contain_text("Saved")
+    says(conflict, "Saved")
     entry = entries.get("report")
     assert (entry.schedule.run_every.total_seconds(), entry.policy.jitter, entry.policy.note) == (1200, 7, "mine")
 
@@ -57,7 +58,7 @@ def test_all_fields_of_mine_can_be_kept(conflict, entries):
     conflict.get_by_role("button", name="Check the changes").click()
     conflict.get_by_role("button", name="Save").click()
 
-    expect(conflict.locator("p.done")).to_contain_text("Saved")
+    says(conflict, "Saved")
     entry = entries.get("report")
     assert (entry.schedule.run_every.total_seconds(), entry.policy.note) == (3600, "mine")
 
