@@ -11,13 +11,13 @@ import sys
 import time
 from importlib.metadata import version
 
-from tests.benchmarks import calls, fairness, locks, memory, pages, starts, ticks, workers
+from tests.benchmarks import calls, fairness, locks, memory, pages, starts, ticks, web, workers
 from tests.benchmarks.case import run
 from tests.benchmarks.stage import Stage
 from tests.benchmarks.table import render
 from tests.support import RedisServer
 
-GROUPS = (ticks, starts, calls, workers, locks, pages, memory, fairness)
+GROUPS = (ticks, starts, calls, workers, locks, pages, web, memory, fairness)
 
 
 def main() -> None:

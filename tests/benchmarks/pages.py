@@ -58,7 +58,8 @@ def cases(stage: Stage) -> list[Case]:
     ]
 
 
-def _stored(stage: Stage, stored: int, records: int) -> Schedule:
+def store_with_past(stage: Stage, stored: int, records: int) -> Schedule:
+    """Store entries, each with ends of runs and decisions, and return them."""
     app, prefix = stage.app("pages"), "pages:"
     stage.store(prefix, stored, PLAIN, due=now())
     for at in range(0, records, MOST_AT_ONCE):
@@ -69,13 +70,13 @@ def _stored(stage: Stage, stored: int, records: int) -> Schedule:
 
 @contextmanager
 def _pages(stage: Stage, stored: int, records: int) -> Iterator[Mapping[str, Side]]:
-    entries = _stored(stage, stored, records)
+    entries = store_with_past(stage, stored, records)
     yield {label: partial(timed, partial(entries.page, **conditions)) for label, conditions in PAGES.items()}
 
 
 @contextmanager
 def _strips(stage: Stage, stored: int, records: int) -> Iterator[Mapping[str, Side]]:
-    entries = _stored(stage, stored, records)
+    entries = store_with_past(stage, stored, records)
     names = [row.name for row in entries.page().rows]
     yield {
         "histories of 50": partial(timed, partial(entries.histories, names)),

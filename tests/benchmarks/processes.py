@@ -41,7 +41,8 @@ def celery(
             "PYTHONPATH": os.pathsep.join(path),
         }
         # A log line for each message would be measured, too.
-        process = CeleryProcess(*args, "-l", "WARNING", app="tests.benchmarks.apps", env=env, cwd=directory)
+        quiet = () if args[0] == "singlebeat" else ("-l", "WARNING")
+        process = CeleryProcess(*args, *quiet, app="tests.benchmarks.apps", env=env, cwd=directory)
         try:
             yield process
         finally:

@@ -39,14 +39,19 @@ START = datetime(2026, 1, 5, 9, tzinfo=UTC)
             "At 09:00, between day 1 and 7 of the month, only on Monday",
         ),
         (solar("sunset", 52.5, -13.25), "At sunset, at latitude 52.5 and longitude -13.25"),
+        (
+            rrule("MONTHLY", bymonthday=[-1, 22, -2], bymonth=[1, 7], byhour=18, byminute=5, dtstart=START),
+            "Every month, in January, July, on the last, 22nd, 2nd to last day of the month, at 18:05, "
+            "from 2026-01-05 09:00:00Z",
+        ),
         (rrule("DAILY", dtstart=START), "Every day, from 2026-01-05 09:00:00Z"),
         (
             rrule("WEEKLY", interval=2, byweekday=[MO, SU(-1)], byhour=9, dtstart=START, count=3),
-            "Every 2 weeks, byweekday MO SU(-1), byhour 9, from 2026-01-05 09:00:00Z, 3 times",
+            "Every 2 weeks, on Monday, the last Sunday, at hour 9, from 2026-01-05 09:00:00Z, 3 times",
         ),
         (
             rrule("MONTHLY", byweekday=0, dtstart=START, until=START),
-            "Every month, byweekday MO, from 2026-01-05 09:00:00Z, until 2026-01-05 09:00:00Z",
+            "Every month, on Monday, from 2026-01-05 09:00:00Z, until 2026-01-05 09:00:00Z",
         ),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_change_is_shown_with_its_author_and_reverted(page, entries):
     page.submit("/pause?name=e", note="why")
 
     text = page.get("/changes?name=e").text
-    assert re.search(r"<td>page<small>web</small>", text)
+    assert re.search(r"<td class=\"nowrap\">page<small>web</small>", text)
     (path,) = set(re.findall(r'href="(/revert\?[^"]+)"', text))
     page.submit(html.unescape(path))
     assert not entries.get("e").policy.paused

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.schedules import crontab, schedule, solar
 from redbeat.schedules import rrule
@@ -27,11 +27,24 @@ FIELDS = {"minute": 60, "hour": 24, "day_of_month": 31, "month_of_year": 12, "da
 
 FREQUENCIES = ("year", "month", "week", "day", "hour", "minute", "second")
 
-#: The parts of a rule that choose among its times.
-PARTS = (
-    *("bymonth", "byweekno", "byyearday", "bymonthday", "byeaster"),
-    *("byweekday", "byhour", "byminute", "bysecond", "bysetpos"),
-)
+#: The parts of a rule that choose among its times, in words.
+PARTS = {
+    "bymonth": "in {}",
+    "byweekno": "in the {} week of the year",
+    "byyearday": "on the {} day of the year",
+    "bymonthday": "on the {} day of the month",
+    "byeaster": "{} days after Easter",
+    "byweekday": "on {}",
+    "byhour": "at hour {}",
+    "byminute": "at minute {}",
+    "bysecond": "at second {}",
+    "bysetpos": "of these the {}",
+}
+
+#: The parts that count, from the end if they are negative.
+COUNTED = {"byweekno", "byyearday", "bymonthday", "bysetpos"}
+
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
 def in_words(when: BaseSchedule) -> str:
@@ -98,11 +111,12 @@ def _rule(when: rrule) -> Iterator[str]:
     freq = when.freq if isinstance(when.freq, int) else FREQUENCIES.index(str(when.freq).lower().removesuffix("ly"))
     unit, interval = FREQUENCIES[freq], when.interval or 1
     yield f"Every {unit}" if interval == 1 else f"Every {interval} {unit}s"
-    for part in PARTS:
-        value = getattr(when, part)
-        if value is not None and value != ():
-            values = value if isinstance(value, list | tuple | set) else [value]
-            yield f"{part} {' '.join(str(_day(each) if part == 'byweekday' else each) for each in values)}"
+    for part, words in PARTS.items():
+        values = _values(getattr(when, part))
+        if part == "byhour" and len(values) == len(_values(when.byminute)) == 1:
+            yield f"at {values[0]:02}:{_values(when.byminute)[0]:02}"
+        elif values and not (part == "byminute" and len(values) == len(_values(when.byhour)) == 1):
+            yield words.format(", ".join(_value(part, each) for each in values))
     yield f"from {_moment(when.dtstart)}"
     if when.until is not None:
         yield f"until {_moment(when.until)}"
@@ -110,8 +124,29 @@ def _rule(when: rrule) -> Iterator[str]:
         yield f"{when.count} times"
 
 
-def _day(day: object) -> object:
-    return ("MO", "TU", "WE", "TH", "FR", "SA", "SU")[day] if isinstance(day, int) else day
+def _values(given: Any) -> Sequence[Any]:
+    return () if given is None else [*given] if isinstance(given, list | tuple | set) else (given,)
+
+
+def _value(part: str, value: Any) -> str:
+    """Return a value of a part of a rule in words."""
+    if part in COUNTED:
+        return _place(value)
+    if part == "bymonth":
+        return f"{datetime(2000, value, 1):%B}"  # noqa: DTZ001 - a name
+    if part == "byweekday":
+        number, place = (value, None) if isinstance(value, int) else (value.weekday, value.n)
+        return f"the {_place(place)} {DAYS[number]}" if place else DAYS[number]
+    return str(value)
+
+
+def _place(number: int) -> str:
+    """Return a number that counts: ``1st``, ``22nd``, ``last``, ``2nd to last``."""
+    if number == -1:
+        return "last"
+    count = abs(number)
+    ending = "th" if 10 < count % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
+    return f"{count}{ending}" + (" to last" if number < 0 else "")
 
 
 def _moment(when: datetime) -> str:

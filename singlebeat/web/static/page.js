@@ -47,6 +47,7 @@
     }
   }
 
+  const likeness = (at) => [at.tagName, at.id, at.getAttribute("href"), at.getAttribute("name"), at.value].join("\n");
   let kept = null;
   document.addEventListener("htmx:configRequest", (event) => {
     const { elt, headers, verb } = event.detail;
@@ -54,7 +55,9 @@
   });
   document.addEventListener("htmx:beforeSwap", (event) => {
     if (event.target.id !== "live") return;
+    const focused = event.target.contains(document.activeElement) ? document.activeElement : null;
     kept = {
+      focused: focused && likeness(focused),
       boxes: all("input[type=checkbox]:checked", event.target).map((box) => box.value),
       open: all("details[open]", event.target).map((details) => details.id),
     };
@@ -63,6 +66,7 @@
     if (kept) {
       for (const box of all("#live input[type=checkbox]")) if (kept.boxes.includes(box.value)) box.checked = true;
       for (const details of all("#live details")) if (kept.open.includes(details.id)) details.open = true;
+      if (kept.focused) all("#live :is(a, button, input, select, summary)").find((at) => likeness(at) === kept.focused)?.focus({preventScroll: true});
       kept = null;
     }
     show();
