@@ -20,7 +20,7 @@ from .config import Config
 if TYPE_CHECKING:
     from celery import Celery, Task
 
-__all__ = ("MASK", "masked", "masked_arguments", "masked_text", "unmasked")
+__all__ = ("MASK", "holds_mask", "masked", "masked_arguments", "masked_text", "unmasked")
 
 #: Stands for a value that is not shown.
 MASK = "**"
@@ -87,6 +87,13 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     secret = (found for found in _NAME.finditer(text) if found["name"] == "args" or _is_secret(found["name"], patterns))
     first = next(secret, None)
     return text if first is None else f"{text[: first.end()]} {MASK}…"
+
+
+def holds_mask(value: Any) -> bool:
+    """Return whether a value is a mask, or has one at any depth."""
+    if isinstance(value, Mapping):
+        return any(map(holds_mask, value.values()))
+    return any(map(holds_mask, value)) if isinstance(value, list | tuple) else bool(value == MASK)
 
 
 def unmasked(value: Any, stored: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from itertools import chain, dropwhile, islice
+from itertools import chain, dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 from uuid import uuid4
 
@@ -272,12 +273,15 @@ class Schedule:
                     found.update(() if isinstance(fields, str) else EntryPolicy.decode(fields[2]).tags)
         return found
 
-    def next_runs(self, name: str, count: int, *, after: datetime | None = None) -> Sequence[datetime]:
+    def next_runs(
+        self, name: str, count: int, *, after: datetime | None = None, within: float = math.inf
+    ) -> Sequence[datetime]:
         """Return the next nominal times of an entry, in UTC, whether it is paused or not.
 
         Args:
             count: most times to return; there are fewer if the entry ends.
             after: return only later times; by default all, of which the first has passed if the entry is overdue.
+            within: seconds after which no further time is calculated: those of some rules take long.
 
         Raises:
             UnknownEntryError, EntryError: as ``get``; or ``after`` has no time zone, or lies outside of the calendar.
@@ -289,8 +293,9 @@ class Schedule:
         runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
         if after is not None:
             runs = dropwhile(lambda nominal: nominal <= after, runs)
+        until = time.monotonic() + within
         with _calculating(name):
-            return [*islice(runs, count)]
+            return [*islice(takewhile(lambda _: time.monotonic() < until, runs), count)]
 
     def trigger(self, name: str, *, overlap: str | None = None, timeout: float = 10.0) -> str:
         """Let an entry run as soon as a beat leads, even if it is paused, disabled or finished; return the task id.

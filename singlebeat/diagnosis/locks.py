@@ -12,6 +12,7 @@ from ..connections import broker_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.base import Ref, read_generation
+from ..locks.key import is_lock_key
 from ..locks.redis import RedisBackend
 from ..run_results import flush_ends
 from .workers import BrokerError, Workers
@@ -89,7 +90,8 @@ def free_one(app: Celery, which: str, *, force: bool = False) -> HeldLock:
     found = next(((record, lock) for key, record, lock in locks_of(app) if which in {key, lock.task_id}), None)
     backend = backend_of(app)
     if found is None:
-        is_possible = which.startswith(Config.of(app).singleton_key_prefix)
+        # An entry's key may have the same prefix.
+        is_possible = is_lock_key(which, Config.of(app).singleton_key_prefix)
         if not (is_possible and isinstance(backend, RedisBackend) and backend.holds(which)):
             raise NotFreedError(f"no lock is held by {which}")
         if not force:

@@ -143,6 +143,11 @@ def lock_key(prefix: str, digest: str) -> str:
     return f"{prefix}{{{digest}}}"
 
 
+def is_lock_key(key: str, prefix: str) -> bool:
+    """Return whether a key is one that ``lock_key`` makes, or that stands beside it."""
+    return re.fullmatch(r"\{[0-9a-f]{32,128}\}(:\w+)?", key.removeprefix(prefix)) is not None and key.startswith(prefix)
+
+
 def beside(lock: str, name: str) -> str:
     """Return a key that belongs to a lock, in the same slot of a cluster."""
     return f"{lock}:{name}" if _HASH_TAG.match(lock) else f"{{{lock}}}:{name}"

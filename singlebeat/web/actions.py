@@ -85,7 +85,7 @@ def leads_to(request: PageRequest, path: str, **query: object) -> PageReply:
 def choose_zone(board: Board, request: PageRequest, user: User) -> PageReply:
     """Keep in which zone this browser shows times, and show the same page again."""
     choice, back = request.changes.get("zone"), request.changes.get("back")
-    local = f"/{back.lstrip('/')}" if "\\" not in back and back.isprintable() else "/"
+    local = f"/{back.lstrip('/')}" if "\\" not in back and back.isascii() and back.isprintable() else "/"
     return PageReply(
         status=303,
         headers={"Location": request.root + local},

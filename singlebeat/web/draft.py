@@ -14,7 +14,7 @@ from celery.schedules import BaseSchedule
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule
 from ..errors import EntryError
-from ..masking import unmasked
+from ..masking import MASK, holds_mask, unmasked
 
 if TYPE_CHECKING:
     from ..beat.entries.salvage import Salvage
@@ -149,6 +149,8 @@ class Draft:
                 self.errors[name] = f"must be a JSON {what}"
                 continue
             found[name] = unmasked(value, stored.get(name))
+            if holds_mask(found[name]) and not holds_mask(stored.get(name)):
+                self.errors[name] = f"{MASK} stands for a stored value, and none is at its place: give the value"
         found["enabled"] = values["enabled"] == "on"
         try:
             found["schedule"] = self.schedule(zone)

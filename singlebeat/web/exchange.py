@@ -56,6 +56,14 @@ class Fields:
         return urlencode([*kept, *((name, value) for name, value in changes.items() if value)], errors="replace")
 
 
+def _encoded(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return a query; bytes of names that are not UTF-8 stay, and half a character becomes a ``?``."""
+    try:
+        return urlencode(pairs, errors="surrogateescape")
+    except UnicodeEncodeError:
+        return urlencode(pairs, errors="replace")
+
+
 @dataclass(frozen=True, slots=True)
 class PageRequest:
     """A request as the page sees it."""
@@ -124,7 +132,7 @@ class PageRequest:
     def url(self, path: str, **query: object) -> str:
         """Return the address of another view; names of entries stand in the query, never in the path."""
         pairs = [(name, str(value)) for name, value in query.items() if value not in (None, "")]
-        return f"{self.root}{path}" + (f"?{urlencode(pairs, errors='surrogateescape')}" if pairs else "")
+        return f"{self.root}{path}" + (f"?{_encoded(pairs)}" if pairs else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,8 +126,8 @@ def _environment() -> Environment:
 
 
 def render(template: str, context: Mapping[str, Any]) -> str:
-    """Return a page as HTML."""
-    return _environment().get_template(template).render(context)
+    """Return a page as HTML; what cannot be encoded, as half a character of any writer to Redis, becomes a ``?``."""
+    return _environment().get_template(template).render(context).encode(errors="replace").decode()
 
 
 def zone_of(choice: str, own: tzinfo) -> tzinfo:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -191,8 +192,7 @@ class Users:
 
     def of_password(self, name: str, password: str) -> User | None:
         """Return the user of a password, or None; an unknown name takes as long as a wrong password."""
-        stored = self._passwords.get(name)
-        known = hmac.digest(self._key, f"{name}\0{password}\0{stored}".encode(errors="surrogateescape"), "sha256")
+        stored, known = self._passwords.get(name), self._digest(name, password)
         with self._one_at_a_time:
             if stored is not None and known in self._verified:
                 return User(name, self.roles[name])
@@ -204,6 +204,14 @@ class Users:
             if len(self._verified) > REMEMBERED:
                 self._verified.popitem(last=False)
         return User(name, self.roles[name])
+
+    def has_verified(self, name: str, password: str) -> bool:
+        """Return whether a password was found to be right lately."""
+        return name in self._passwords and self._digest(name, password) in self._verified
+
+    def _digest(self, name: str, password: str) -> bytes:
+        text = f"{name}\0{password}\0{self._passwords.get(name)}"
+        return hmac.digest(self._key, text.encode(errors="surrogateescape"), "sha256")
 
     def of_token(self, token: str) -> User | None:
         """Return the user of a bearer token, or None; all tokens are compared, in constant time."""
@@ -235,13 +243,13 @@ class Limit:
         self._events: OrderedDict[str, deque[float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def is_reached(self, key: str) -> bool:
-        """Return whether a key has had all its events of the last minute."""
+    def has_room(self, key: str, count: int = 1) -> bool:
+        """Return whether a key may have further events in this minute."""
         with self._lock:
             events = self._events.get(key, deque())
             while events and events[0] <= self._clock() - 60:
                 events.popleft()
-            return len(events) >= self.most
+            return len(events) + count <= self.most
 
     def count(self, key: str) -> None:
         """Count an event of a key."""
@@ -312,16 +320,17 @@ class Gate:
         """Return a user without a role that a read-only page refuses."""
         return replace(user, role=min(user.role, Role.READ)) if self.read_only else user
 
-    def check_rate(self, user: User, request: PageRequest) -> None:
-        """Count a change.
+    def check_rate(self, user: User, request: PageRequest, *, changes: int = 1) -> None:
+        """Count changes.
 
         Raises:
-            RefusedError: the user has made too many changes within a minute.
+            RefusedError: with these, the user has made too many changes within a minute.
         """
         key = user.name or request.client
-        if self.changes.is_reached(key):
+        if not self.changes.has_room(key, changes):
             raise RefusedError(f"these are more than {self.changes.most} changes in a minute: wait a moment", 429)
-        self.changes.count(key)
+        for _ in range(changes):
+            self.changes.count(key)
 
     def _check_host(self, request: PageRequest) -> None:
         """Check the name by which the page was asked for: another site may let its own name lead here."""
@@ -365,15 +374,15 @@ class Gate:
         Raises:
             RefusedError: there is none, or there were too many wrong ones.
         """
-        self._check_failures(request)
         user = users.of_token(token.strip())
         if user is None:
+            self._check_failures(request.client)
             self.failures.count(request.client)
             raise RefusedError("wrong token", 401)
         return user
 
-    def _check_failures(self, request: PageRequest) -> None:
-        if self.failures.is_reached(request.client):
+    def _check_failures(self, key: str) -> None:
+        if not self.failures.has_room(key):
             raise RefusedError("too many wrong passwords or tokens: wait a minute", 429)
 
     def _of_users(self, request: PageRequest, users: Users) -> User:
@@ -383,16 +392,17 @@ class Gate:
             raise RefusedError("sign in", 401, asks)
         if scheme.lower() == "bearer":
             return self.of_token(request, users, given)
-        self._check_failures(request)
-        user = None
+        name = password = ""
         if scheme.lower() == "basic":
-            try:
+            with suppress(binascii.Error, UnicodeDecodeError):
                 name, _, password = base64.b64decode(given, validate=True).decode().partition(":")
-            except (binascii.Error, UnicodeDecodeError):
-                name = password = ""
-            user = users.of_password(name, password)
+        # By name: behind a proxy, all users have one address. A password that was right before needs no guess.
+        guesses = f"{request.client} {name}"
+        if not users.has_verified(name, password):
+            self._check_failures(guesses)
+        user = users.of_password(name, password)
         if user is None:
-            self.failures.count(request.client)
+            self.failures.count(guesses)
             raise RefusedError("wrong name or password", 401, asks)
         return user
 

@@ -93,7 +93,7 @@ class Site:
                 return self._fail(request, user, 404, "There is no such page", request.path)
             user.check(action.role)
             if action.is_change:
-                self.gate.check_rate(user, request)
+                self.gate.check_rate(user, request, changes=max(1, len(set(request.form.all("name")))))
             done = action.act(self.board, request, user)
             if action.is_change:
                 self.board.poller.forget()

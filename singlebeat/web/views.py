@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ("VIEWS", "View")
 
+#: Seconds after which no further times of an entry are calculated: those of a rule of hostile size take long.
+CALCULATED_FOR = 2.0
+
 #: Entries on one page of the list, at most.
 MOST_ROWS = 100
 
@@ -86,7 +89,7 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
     if found is not None and not why:
         next_run, state = outlook(found, board.now, board.many_paused(found))
         with suppress(EntryError):
-            upcoming = [*schedule.next_runs(name, 10)]
+            upcoming = [*schedule.next_runs(name, 10, within=CALCULATED_FOR)]
     records = board.history(name, IN_TIMELINE)
     context = {
         "name": name,

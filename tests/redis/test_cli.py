@@ -195,7 +195,7 @@ def test_pause_and_resume(cli, put, app):
     put()
     cli("pause", "e", "--note", "until Monday")
     assert "paused" in cli("list").output
-    assert "It is paused (until Monday)" in cli("explain", "e").output
+    assert re.search(r"It is paused since \S+ \S+Z by \S+@\S+ \(until Monday\)", cli("explain", "e").output)
     cli("resume", "e")
     assert not Schedule(app).get("e").policy.paused
 

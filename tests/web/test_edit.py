@@ -156,6 +156,14 @@ def test_hidden_arguments_are_in_no_page_and_stay_stored(visit, entries):
     assert entry.options["link"] == [link]
 
 
+def test_a_mask_that_stands_for_nothing_is_an_error(page, entries):
+    entries.upsert("e", PLAIN, 60, args=["u"], kwargs={"api_token": "s3cret"})
+
+    for given in ({"args": '["new", "u", "**"]'}, {"kwargs": '{"password": "**"}'}):
+        assert "none is at its place" in save(page, "/edit?name=e", **given).text
+    assert entries.get("e").kwargs == {"api_token": "s3cret"}
+
+
 def test_a_copy_keeps_secrets_and_neither_past_nor_pause(page, entries):
     entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret"})
     entries.pause("e", "why")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -337,6 +338,27 @@ def test_hidden_arguments_survive_to_be_written_back(visit, schedule, e):
     client("PUT", "/entry", found, name="e")
 
     assert schedule.get("e").kwargs == {"key": 1, "password": "geheim"}
+
+
+def test_a_mask_without_a_version_ends_no_pause(client, schedule, e):
+    schedule.upsert("e", PLAIN, 60, kwargs={"password": "s3cret"})
+    schedule.pause("e", "maintenance")
+    shown = client("GET", "/entry", name="e").json()["definition"]
+    assert shown["kwargs"] == {"password": "**"}
+
+    client("PUT", "/entry", {"definition": shown}, name="e")
+
+    stored = schedule.get("e")
+    assert (stored.policy.paused, stored.policy.note) == (True, "maintenance")
+    assert stored.kwargs == {"password": "s3cret"}
+
+
+def test_a_version_tells_no_secret(client, schedule, e):
+    """Else a reader could try what a masked secret is."""
+    schedule.upsert("e", PLAIN, 60, kwargs={"password": "4711"})
+    plain = hashlib.sha256(json.dumps({"password": "4711"}, sort_keys=True).encode()).hexdigest()
+
+    assert plain[:8] not in client("GET", "/entry", name="e").headers["etag"]
 
 
 def test_a_mask_that_stands_for_nothing_is_refused(client, schedule, e):

@@ -141,6 +141,36 @@ def test_too_many_wrong_passwords_are_not_even_checked(visit):
     assert page.get("/", auth=("ann", "a")).status_code == 429
 
 
+def test_wrong_passwords_lock_no_other_user_out(visit):
+    """Behind a proxy, all users have one address."""
+    page = visit(users=Users(f"{USERS}\nbot:read:{hashed_token('t' * 40)}"))
+    assert page.get("/", auth=("ann", "a")).status_code == 200
+    for name in ("ann", "otto", "zoe"):
+        for _ in range(11):
+            page.get("/", auth=(name, "wrong"))
+    for _ in range(11):
+        page.get("/", headers={"Authorization": "Bearer wrong"})
+
+    assert page.get("/", auth=("ann", "a")).status_code == 200, "it was right before"
+    assert page.get("/", headers={"Authorization": f"Bearer {'t' * 40}"}).status_code == 200
+
+
+def test_a_form_of_many_counts_each_of_them(visit, entry):
+    page, names = visit(), [f"e{number}" for number in range(121)]
+
+    answer = page.submit("/many?do=pause&name=e", do="pause", name=names, count=str(len(names)))
+
+    assert answer.status_code == 429
+
+
+def test_no_page_of_another_zone_leads_elsewhere(visit):
+    for back in ("//evil.example", "/\u2603", "/\\evil", "https://evil.example"):
+        answer = visit().submit("/", "/zone", zone="utc", back=back)
+        assert answer.status_code == 303, back
+        assert answer.headers["location"].startswith("/"), back
+        assert not answer.headers["location"].startswith("//"), back
+
+
 @pytest.mark.parametrize("line", ["ann", "ann:admin", "ann:boss:", "ann:admin:md5$1$2", ":admin:"])
 def test_a_wrong_line_of_the_users_file_is_named_without_its_hash(line):
     with pytest.raises(ConfigError) as error:
@@ -321,8 +351,8 @@ def test_changes_are_limited_for_each_user():
     limit.count("ann")
     limit.count("ann")
 
-    assert limit.is_reached("ann")
-    assert not limit.is_reached("otto")
+    assert not limit.has_room("ann")
+    assert limit.has_room("otto")
 
 
 def test_a_limit_forgets_after_a_minute():
@@ -331,7 +361,7 @@ def test_a_limit_forgets_after_a_minute():
     limit.count("ann")
     times[0] = 61.0
 
-    assert not limit.is_reached("ann")
+    assert limit.has_room("ann")
 
 
 def test_an_unknown_name_takes_as_long_as_a_wrong_password():

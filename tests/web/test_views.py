@@ -186,6 +186,22 @@ def test_a_secret_argument_by_position_is_masked_in_changes(page, app, entries):
         assert "ann" in text, path
 
 
+@pytest.mark.parametrize("text", ["\ud800", "a\udcffb"], ids=["half a character", "no UTF-8"])
+def test_a_text_that_cannot_be_encoded_breaks_no_view(page, entries, text):
+    entries.upsert("e", PLAIN, 60, args=[text], kwargs={"n": text}, note=text)
+    entries.upsert("e", f"{PLAIN}{text}", 60, tags=[text])
+
+    for path in ("/", "/entry?name=e", "/edit?name=e", "/changes", "/history", "/quarantine"):
+        assert page.get(path).status_code == 200, path
+
+
+def test_a_change_of_an_impossible_time_breaks_no_view(page, entries, redis):
+    redis.xadd("redbeat::changes", {"entry": "e", "action": "edit"}, id="253402300800000-0")
+
+    for path in ("/changes", "/api/changes", "/entry?name=e"):
+        assert page.get(path).status_code == 200, path
+
+
 def test_many_entries_are_paused_under_one_key(page, entries):
     page.submit("/pause-all", which="tag", tag="billing", note="month end")
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ...connections import schedule_client
+from ...locks.base import from_ms
 from ...lua import packed, script
 from ...masking import masked, masked_text
 from ..entries.author import RECORD
@@ -145,7 +146,7 @@ class Changes:
 
 def _change(at: str, fields: Mapping[str, str]) -> Change:
     texts = {name: fields.get(name, "") for name in ("entry", "actor", "by", "action", "note")}
-    moment = datetime.fromtimestamp(int(at.partition("-")[0]) / 1000, UTC)
+    moment = from_ms(at.partition("-")[0]) or datetime.fromtimestamp(0, UTC)  # any program may add a record
     return Change(id=at, at=moment, before=_fields(fields.get("before")), after=_fields(fields.get("after")), **texts)
 
 

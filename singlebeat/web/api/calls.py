@@ -10,6 +10,7 @@ from ...diagnosis.leader import refusal
 from ...errors import EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
 from ..edits import preview_of
+from ..views import CALCULATED_FOR
 from . import entries
 
 if TYPE_CHECKING:
@@ -138,7 +139,9 @@ def preview(call: Call) -> Result:
 
 def next_runs(call: Call) -> Result:
     """Return the next times of an entry."""
-    return Result({"runs": [*call.schedule.next_runs(call.name, call.given["count"], after=call.given["after"])]})
+    given = call.given
+    runs = call.schedule.next_runs(call.name, given["count"], after=given["after"], within=CALCULATED_FOR)
+    return Result({"runs": [*runs]})
 
 
 def explain(call: Call) -> Result:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ from ...masking import MASK, unmasked
 from ..board import policy_of
 
 if TYPE_CHECKING:
+    from celery import Celery
+
     from ...beat.page import Row
     from ...beat.schedule import Schedule
     from ..board import Board
@@ -60,8 +64,19 @@ def version(found: Salvage | None) -> str:
             if isinstance(raw, dict):
                 parts = DEFINITION if field == "definition" else PARTS[len(DEFINITION) :]
                 texts |= {part: json.dumps(raw.get(part), sort_keys=True) for part in parts}
-    digests = (hashlib.sha256(texts[part].encode(errors="surrogateescape")).hexdigest()[:DIGITS] for part in PARTS)
-    return f'"{"".join(digests)}"'
+    key = _key(found.app)
+    made = (hmac.digest(key, texts[part].encode(errors="surrogateescape"), "sha256").hex() for part in PARTS)
+    return f'"{"".join(digest[:DIGITS] for digest in made)}"'
+
+
+@lru_cache(maxsize=16)
+def _key(app: Celery) -> bytes:
+    """Return a key for versions: else they would tell whether a masked secret is what a reader guesses.
+
+    It is the same in all processes of an app, and made of what only the app's operators know.
+    """
+    names = ("broker_url", "broker_write_url", "redbeat_redis_url", "singleton_backend_url", "result_backend")
+    return hashlib.sha256(repr([app.conf.get(name) for name in names]).encode(errors="replace")).digest()
 
 
 def _differences(one: str, other: str) -> Sequence[str]:
@@ -189,6 +204,9 @@ def save(
     if is_partial and found is not None:
         entry = _changed(found, given, policy)
     else:
+        if found is not None and not expected and found.wishes.get("paused"):
+            # As in ``Schedule.save``: a client that has not read the entry does not know that it is paused.
+            policy = {**policy, "paused": True, "note": found.wishes.get("note") or ""}
         entry = drafted(board, name, given, policy)
         if must_be_new or found is None:
             entry.version = NOTHING
