@@ -200,15 +200,20 @@ class Schedule:
         )
         return self.save(entry)
 
-    def delete(self, name: str) -> bool:
+    def delete(self, name: str, *, found: Salvage | None = None) -> bool:
         """Remove an entry, even a broken one; return whether it existed. An entry of ``beat_schedule`` comes back.
 
         A key that is not an entry stays, and only loses its place in the schedule.
 
+        Args:
+            found: the entry as ``salvage`` has read it; None: delete it as it is.
+
         Raises:
             EntryError: the key belongs to the schedule itself, or to the schedule of another app.
+            ConflictError: another process has changed the entry since it was found.
         """
-        return Entry(name, app=self.app).delete_by(self.author)
+        read = None if found is None else (found.texts["definition"], found.texts["policy"])
+        return Entry(name, app=self.app).delete_by(self.author, read)
 
     def pause(self, name: str, note: str = "") -> None:
         """Let an entry's times pass without a run.

@@ -75,13 +75,16 @@ class Poller:
             with self._lock:
                 if (found := self._kept.get(key)) is not None and self._clock() < found[0]:
                     return found[1]
-            value = read()
+            try:
+                value = read()
+            finally:
+                with self._lock:
+                    self._locks.pop(key, None)
             with self._lock:
                 self._kept[key] = self._clock() + seconds, value
                 self._kept.move_to_end(key)
                 while len(self._kept) > MOST_KEPT:
                     self._kept.popitem(last=False)
-                self._locks.pop(key, None)
             return value
 
     def _read(self) -> Snapshot:

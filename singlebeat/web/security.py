@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 import threading
 import time
@@ -69,6 +70,9 @@ MOST_CHANGES, MOST_FAILURES = 120, 10
 
 #: Verified passwords that are remembered, so that a page that polls does not compute a slow hash each time.
 REMEMBERED = 256
+
+#: The hash of a password: its salt and digest in base64.
+_HASH = re.compile(r"scrypt\$(?:[A-Za-z0-9+/]{4})+(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\$[A-Za-z0-9+/=]+")
 
 #: Cost of the hash of a password: 16 MiB and some 50 ms.
 _SCRYPT = {"n": 2**14, "r": 8, "p": 1}
@@ -168,7 +172,7 @@ class Users:
                 self._tokens.append((hashed, User(name, role, by_token=True)))
                 continue
             self.roles[name] = role
-            if hashed and (not hashed.startswith("scrypt$") or hashed.count("$") != 2):
+            if hashed and not _HASH.fullmatch(hashed):
                 raise ConfigError(f"line {number} of the users file has an unknown hash: make one with --add-user")
             if hashed:
                 self._passwords[name] = hashed

@@ -130,7 +130,7 @@ def delete(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.zadd(SCHEDULE, {"redbeat:e": 5})
     redis.zadd(PENDING, {"redbeat:e": 5})
     keys = [SCHEDULE, PENDING, "redbeat::quarantine", "redbeat::owners", "redbeat::parked:e", CHANGES, "redbeat:e"]
-    return keys, ["e", *AUTHOR]
+    return keys, ["e", *AUTHOR, ""]
 
 
 def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "") -> tuple[list[str], list[Any]]:

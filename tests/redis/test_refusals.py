@@ -87,7 +87,7 @@ def test_the_lateness_of_a_pending_run_begins_after_its_jitter(server, redis, be
 
 def test_an_entry_whose_claimed_run_waits_is_not_finished(away, cli):
     rows = {line.split()[0]: line for line in cli("list", app=away.app).output.splitlines()}
-    assert re.search(r" 2 h +- +never +pending$", rows["once"])
+    assert re.search(r" 2 h ago +- +never +pending$", rows["once"])
     assert re.search(r" 1 h .* pending$", rows["hourly"])
     said = cli("explain", "once", app=away.app).output
     assert "After that run it is finished. If you delete it now, that run is not sent." in said

@@ -340,6 +340,35 @@ def test_hidden_arguments_survive_to_be_written_back(visit, schedule, e):
     assert schedule.get("e").kwargs == {"key": 1, "password": "geheim"}
 
 
+def test_an_entry_that_changes_meanwhile_is_not_deleted(client, schedule, e, monkeypatch):
+    version, delete = client("GET", "/entry", name="e").headers["etag"], Schedule.delete
+
+    def late(self: Schedule, name: str, **given: Any) -> bool:
+        schedule.pause(name)
+        return delete(self, name, **given)
+
+    monkeypatch.setattr(Schedule, "delete", late)
+    client("DELETE", "/entry", name="e", headers={"If-Match": version}, status=412)
+    assert schedule.get("e").policy.paused
+    monkeypatch.setattr(Schedule, "delete", delete)
+    client(
+        "DELETE",
+        "/entry",
+        name="e",
+        headers={"If-Match": client("GET", "/entry", name="e").headers["etag"]},
+        status=204,
+    )
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused(client, schedule):
+    body = '{"definition": {"task": "t", "schedule": 1, "kwargs": {"x": ' + "[" * 900 + "]" * 900 + "}}}"
+    headers = {"Authorization": "Bearer admin", "Content-Type": "application/json"}
+
+    answer = client.page.put("/api/entry?name=deep", content=body, headers=headers)
+
+    assert answer.status_code == 422
+
+
 def test_a_mask_without_a_version_ends_no_pause(client, schedule, e):
     schedule.upsert("e", PLAIN, 60, kwargs={"password": "s3cret"})
     schedule.pause("e", "maintenance")

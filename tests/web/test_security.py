@@ -171,7 +171,9 @@ def test_no_page_of_another_zone_leads_elsewhere(visit):
         assert not answer.headers["location"].startswith("//"), back
 
 
-@pytest.mark.parametrize("line", ["ann", "ann:admin", "ann:boss:", "ann:admin:md5$1$2", ":admin:"])
+@pytest.mark.parametrize(
+    "line", ["ann", "ann:admin", "ann:boss:", "ann:admin:md5$1$2", "ann:admin:scrypt$a$b", ":admin:"]
+)
 def test_a_wrong_line_of_the_users_file_is_named_without_its_hash(line):
     with pytest.raises(ConfigError) as error:
         Users(f"# first\n{line}")

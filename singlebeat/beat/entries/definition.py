@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 from celery.schedules import BaseSchedule, schedule
-from celery.utils.saferepr import saferepr
 
 from ...errors import EntryError
 from ...locks.base import HEADER, RUN_HEADER
 from ..calendar.recurrence import is_known
 from .code_only import insert_marks, restore_arguments, restore_schedule
-from .options import check_signatures, check_values
+from .options import check_signatures, check_values, scalar
 from .schedule_json import Decoder, Encoder, decode_schedule
 
 if TYPE_CHECKING:
@@ -144,14 +143,14 @@ def _task(value: object, _: Given) -> str:
 
 def _enabled(value: object, _: Given) -> bool:
     if value not in (None, True, False):  # 1 and 0 are equal to True and False, so they pass
-        raise EntryError(f"definition: enabled is neither true nor false: {saferepr(value)}")
+        raise EntryError(f"definition: enabled is neither true nor false: {scalar(value)}")
     return value is None or bool(value)
 
 
 def _schedule(value: object, given: Given) -> BaseSchedule:
     when = restore_schedule(decode_schedule(value), given)
     if not isinstance(when, BaseSchedule):
-        raise EntryError(f"definition has a schedule of no known kind: {saferepr(when)}")
+        raise EntryError(f"definition has a schedule of no known kind: {scalar(when)}")
     # A user's own schedule class may compute its times without an interval.
     if is_known(when) and isinstance(when, schedule) and not (when.run_every and when.run_every.total_seconds() > 0):
         raise EntryError("definition has an interval that is not longer than 0 seconds")

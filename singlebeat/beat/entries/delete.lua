@@ -13,8 +13,9 @@
 -- ARGV[2]  actor       as in record
 -- ARGV[3]  by          as in record
 -- ARGV[4]  limit       as in record
+-- ARGV[5]  found       JSON: definition and policy as the caller has read them; empty: delete it as it is
 --
--- returns  1 if there was anything to remove, else 0
+-- returns  1 if there was anything to remove, 0 if not, -1 if another process has changed the entry since it was read
 
 local schedule, pending, quarantine, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local parked, changes, entry, name = KEYS[5], KEYS[6], KEYS[7], ARGV[1]
@@ -24,6 +25,10 @@ for i = 1, 6 do
   is_entry = is_entry or (stored[i] or "") ~= ""
 end
 
+local found = ARGV[5] ~= "" and cjson.decode(ARGV[5])
+if found and stored[1] and (found[1] ~= stored[1] or found[2] ~= (stored[2] or "")) then
+  return -1
+end
 if is_entry and stored[1] then
   record({changes, entry}, {ARGV[2], ARGV[3], ARGV[4], name, "delete", "", stored[1], stored[2] or "", "", ""})
 end

@@ -14,8 +14,8 @@ from redbeat.schedulers import RedBeatConfig
 
 from ...config import Config
 from ...connections import schedule_client, schedule_url
-from ...errors import EntryError, UnknownEntryError
-from ...lua import script
+from ...errors import ConflictError, EntryError, UnknownEntryError
+from ...lua import packed, script
 from ..calendar.recurrence import is_known, next_occurrence
 from ..calendar.zone import app_zone
 from ..keys import Keys
@@ -359,11 +359,15 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """
         return self.delete_by(Author.of(self.app))
 
-    def delete_by(self, author: Author) -> bool:
+    def delete_by(self, author: Author, found: tuple[str, str] | None = None) -> bool:
         """Remove the entry, as ``delete`` does.
 
         Args:
             author: of this change, which is recorded.
+            found: its definition and policy as they were read; None: delete it as it is.
+
+        Raises:
+            ConflictError: another process has changed it since it was read.
         """
         keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
@@ -374,7 +378,10 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             keys.check_other(self.name)
         was_there = is_entry or any(score is not None for score in client.zmscore(keys.schedule, [self.key, self.name]))
         touched = [keys.schedule, keys.pending, keys.quarantine, keys.owners, keys.parked(self.name), keys.changes, key]
-        return bool(DELETE(client, touched, (self.name, *author))) or was_there
+        removed = DELETE(client, touched, (self.name, *author, packed((found,))[1:-1] if found is not None else ""))
+        if removed < 0:
+            raise ConflictError(f"another process has changed the entry {self.name!r}: read it again")
+        return bool(removed) or was_there
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
         """Count the next time of the entry from another moment, by default from now."""

@@ -89,7 +89,16 @@ def _check(name: str, value: object, is_usable: Callable[[object], bool], wanted
             return
     except (ValueError, TypeError, OverflowError):
         pass
-    raise EntryError(f"definition: the option {name} is {saferepr(value, 80)}: use {wanted}")
+    raise EntryError(f"definition: the option {name} is {scalar(value)}: use {wanted}")
+
+
+def scalar(value: object) -> str:
+    """Return a value for an error; of one that may hold secrets only its type, and of a schedule its kind."""
+    if isinstance(value, Mapping):
+        kind = value.get("__type__")
+        fields = f"an object with the fields {saferepr([*value], 80)}"
+        return f"of type {saferepr(kind, 80)}" if isinstance(kind, str) else fields
+    return "an array" if isinstance(value, list | tuple) else saferepr(value, 80)
 
 
 def _options(options: Options) -> Iterator[Options]:

@@ -49,6 +49,8 @@ class Api:
         except ChangedError as exc:
             status = 412 if exc.is_condition else 409
             return _problem(status, "Another process was faster", str(exc), differences=[*exc.differences])
+        except RecursionError:
+            return _problem(422, "That cannot be done", "the body is nested too deeply")
         except (SinglebeatError, ValueError, RedisError) as exc:
             return _problem(*problem_of(self.board.app, exc))
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...diagnosis.leader import refusal
-from ...errors import EntryError, UnknownEntryError
+from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
 from ..edits import preview_of
 from ..views import CALCULATED_FOR
@@ -119,9 +119,15 @@ def _save(call: Call, *, is_partial: bool) -> Result:
 
 def delete_entry(call: Call) -> Result:
     """Delete an entry."""
+    found = None
     if expected := call.request.headers.get("if-match", ""):
-        entries.check_version(call.schedule.salvage(call.name), expected)
-    if not call.schedule.delete(call.name):
+        found = call.schedule.salvage(call.name)
+        entries.check_version(found, expected)
+    try:
+        is_deleted = call.schedule.delete(call.name, found=found)
+    except ConflictError as exc:
+        raise entries.ChangedError(str(exc), is_condition=True) from None
+    if not is_deleted:
         raise UnknownEntryError(f"there is no entry {call.name!r}")
     return Result(None, 204)
 
