@@ -65,3 +65,12 @@ def test_the_command_lines_in_the_sentences_of_a_page_are_right(page):
 def test_a_command_line_with_an_error_is_found(line):
     with pytest.raises(click.UsageError):
         parse(celery, line.split()[1:])
+
+
+def test_each_test_that_a_page_names_exists():
+    texts = [page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.rst")]
+    named = [found for text in texts for found in re.findall(r"``(tests/\S+[.]py)``: ``(\w+)``", text)]
+
+    assert len(named) > 10
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text("utf-8"), f"{path}::{name}"
