@@ -97,7 +97,8 @@ def _begun(request: Request, nonce: str) -> PageRequest:
         cookies=request.cookies,
         client=request.client.host if request.client is not None else "",
         root=root,
-        is_tls=request.url.scheme == "https",
+        # Any client may say so: it makes no more of its own cookie than one that is sent by TLS only.
+        is_tls="https" in {request.url.scheme, request.headers.get("x-forwarded-proto")},
         token=request.cookies.get(COOKIE) or secrets.token_urlsafe(24),
         nonce=nonce,
     )

@@ -155,6 +155,14 @@ def test_wrong_passwords_lock_no_other_user_out(visit):
     assert page.get("/", headers={"Authorization": f"Bearer {'t' * 40}"}).status_code == 200
 
 
+def test_the_cookie_is_sent_by_tls_only_behind_a_proxy_that_ends_tls(visit, entry):
+    plain, behind = visit(users=Users(USERS)), visit(users=Users(USERS))
+
+    for page, given in ((plain, {}), (behind, {"X-Forwarded-Proto": "https"})):
+        answer = page.get("/", auth=("ann", "a"), headers=given)
+        assert ("secure" in answer.headers["set-cookie"].lower()) == bool(given)
+
+
 def test_a_form_of_many_counts_each_of_them(visit, entry):
     page, names = visit(), [f"e{number}" for number in range(121)]
 
