@@ -12,6 +12,7 @@ _VARIABLE = (
     ("cut", r"…", r".*?"),
     ("instant", r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?", r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?"),
     ("clock", r"\d\d:\d\d:\d\d(?:,\d+)?", r"\d\d:\d\d:\d\d(?:,\d+)?"),
+    ("duration", r"\b\d+ min(?: \d+ s)?\b", r"\d+ (?:min|s)(?: \d+ s)?"),
     ("seconds", r"\b\d+(?:\.\d+)?(?= ?s\b)", r"\d+(?:\.\d+)?"),
     ("milliseconds", r"\b[\d.]+(?= ms\b)", r"[\d.]+"),
     ("percent", r"\b[\d.]+(?=%)", r"[\d.]+"),
