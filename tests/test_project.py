@@ -152,6 +152,10 @@ def test_every_link_of_the_readme_leads_to_a_file():
     assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
+def test_the_style_of_the_page_has_at_most_12_kb():
+    assert (ROOT / "singlebeat/web/static/page.css").stat().st_size <= 12 * 1024
+
+
 def test_names_of_tests_are_short_sentences():
     tests = [
         name

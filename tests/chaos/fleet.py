@@ -45,7 +45,7 @@ from tests.system.apps import app, make_app
 
 __all__ = ("APP", "PLAIN", "SINGLE", "Chaos", "Line", "SabotagedScheduler", "app", "steady")
 
-APP = "tests.system.chaos"
+APP = "tests.chaos.fleet"
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 DAY = timedelta(days=1)
 

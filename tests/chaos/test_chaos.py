@@ -1,7 +1,7 @@
 """Chaos: beats, worker, Redis and broker are killed, paused and set wrong, and every occurrence is counted.
 
 Each test prints a row of the table at the end of the run. By default the numbers are small, so that the suite is
-quick; ``SINGLEBEAT_CHAOS=full pytest tests/system/test_chaos.py`` runs it with the numbers of the docs.
+quick; ``SINGLEBEAT_CHAOS=full pytest tests/chaos/test_chaos.py`` runs it with the numbers of the docs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 from kombu.messaging import Producer
 
 from singlebeat.beat.status import ScheduleStatus
+from tests.chaos.fleet import CLOCK, PLAIN, SINGLE, Chaos, steady
 from tests.support import CeleryProcess, RedisServer, free_port, wait_until
-from tests.system.chaos import CLOCK, PLAIN, SINGLE, Chaos, steady
 
 #: Whether this kombu hands out the commands of messages.
 ONE_WRITE = hasattr(Producer, "batch")
@@ -250,7 +250,7 @@ def test_a_beat_that_is_stuck_ends_itself_with_its_stacks_in_the_log(chaos):
 
 def test_the_beat_of_a_worker_that_was_killed_ends(chaos):
     # It takes no task of ours: those that a killed worker has acknowledged are gone, whoever has sent them.
-    embedded = chaos.celery("worker", "-B", "-c", "1", "-Q", "other", app="tests.system.chaos", conf=chaos.conf)
+    embedded = chaos.celery("worker", "-B", "-c", "1", "-Q", "other", app="tests.chaos.fleet", conf=chaos.conf)
     embedded.ready()
     pid = int(wait_until(lambda: chaos.redis.hget(chaos.keys.lease.leader, "pid"), what="the embedded beat to lead"))
     assert pid != embedded.pid
