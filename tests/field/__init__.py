@@ -9,6 +9,7 @@
     sender     a process that makes calls of its own
     journal    reads what was written from the servers' append-only files: messages and decisions
     observer   checks the promises on these records
+    compare    has RedBeat's beats and celery-singleton's tasks meet the same faults
 
 ``python -m tests.field --seed 7 --minutes 10`` runs it by hand; ``test_field.py`` is the short form.
 """

@@ -34,16 +34,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--gap", type=float, default=20, help="most seconds between two faults")
     parser.add_argument("--only", nargs="*", help="kinds of faults; all by default")
+    parser.add_argument("--server-clock", action="store_true", help="let the clock of the server step, too")
     parser.add_argument("--upgrade", metavar="COMMIT", default="", help="upgrade from this commit, or back to it")
     parser.add_argument("--keep", type=Path, help="a file for the records, to check them again")
     options = parser.parse_args()
     say(f"seed {options.seed}")
     libfaketime = find_libfaketime()
+    if options.server_clock and not (libfaketime and options.topology in {"one", "two"}):
+        parser.error("--server-clock needs libfaketime and topology one or two")
+    kinds = options.only or [*faults_of(options.topology), *(["server_clock"] if options.server_clock else [])]
     plan = make_plan(
         options.seed,
         options.minutes * 60,
         topology=options.topology,
-        kinds=options.only or faults_of(options.topology),
+        kinds=kinds,
         beats=options.beats,
         workers=options.workers,
         clocks=bool(libfaketime),

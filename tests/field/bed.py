@@ -155,10 +155,14 @@ class Bed:
 
     """
 
+    #: Settings of a fleet that is not as ``CONF`` says.
+    OTHERWISE: Mapping[str, Any] = {}
+
     def __init__(
         self, plan: Plan, *, libfaketime: str = "", old: str = "", say: Callable[[str], object] = print
     ) -> None:
         self.plan, self.libfaketime, self.old, self.say = plan, libfaketime, old, say
+        self.conf = {**CONF, **self.OTHERWISE}
         self.records = Records(plan.entries, is_one_server=plan.topology in {"one", "sentinel"})
         self.slots: dict[str, Slot] = {}
         self._starved: set[int] = set()
@@ -180,7 +184,7 @@ class Bed:
             self._connect()
             # An operator of its own link, and one who does not depend on the weather: for the set-up and its end.
             self.operator = self._app("operator")
-            self.setup = tasks.make_app({**CONF, **self.topology.direct()})
+            self.setup = tasks.make_app({**self.conf, **self.topology.direct()})
             stack.callback(self.messages.stop)
             stack.callback(self.setup.close)
             stack.callback(self.operator.close)
@@ -199,7 +203,10 @@ class Bed:
         self._stack.close()
 
     def _open_topology(self) -> AbstractContextManager[Topology]:
-        return open_topology(self.plan.topology, self.plan.seed, CONF["broker_transport_options"])
+        steps = any(fault.kind == "server_clock" for fault in self.plan.faults)
+        libfaketime = self.libfaketime if steps else ""
+        options = self.conf["broker_transport_options"]
+        return open_topology(self.plan.topology, self.plan.seed, options, libfaketime=libfaketime)
 
     def _connect(self) -> None:
         self.redis = self.topology.client(socket_timeout=2, retry=Retry(NoBackoff(), 2))
@@ -217,7 +224,7 @@ class Bed:
             packed.extractall(self.directory / "old", filter="data")
 
     def _app(self, name: str) -> Any:
-        return tasks.make_app({**CONF, **self.topology.urls(name)})
+        return tasks.make_app({**self.conf, **self.topology.urls(name)})
 
     def _start_fleet(self) -> None:
         for process in self.plan.beats:
@@ -231,7 +238,8 @@ class Bed:
             self._start(slot)
         for slot in self.slots.values():
             slot.process.ready(timeout=90)
-        env = {**os.environ, "SB_FIELD_CONF": json.dumps({**CONF, **self.topology.urls("sender")})}
+        settings = {**self.conf, **self.topology.urls("sender")}
+        env = {**os.environ, **self._env(), "SB_FIELD_CONF": json.dumps(settings)}
         with (self.directory / "sender.log").open("wb") as log:
             self.sender = _spawn(
                 [sys.executable, "-m", "tests.field.sender", str(self.plan.seed)], stdout=log, cwd=ROOT, env=env
@@ -240,11 +248,15 @@ class Bed:
     def _add(self, process: Process, args: tuple[str, ...], conf: Mapping[str, Any]) -> None:
         port = free_port()
         key = "singlebeat_metrics_port" if args[0] == "beat" else "singlebeat_worker_metrics_port"
-        self.slots[process.name] = Slot(process, args, {**CONF, **conf, key: port}, metrics_port=port)
+        self.slots[process.name] = Slot(process, args, {**self.conf, **conf, key: port}, metrics_port=port)
         self.slots[process.name].release = self.plan.releases[0]
 
+    def _env(self) -> Mapping[str, str]:
+        """Return what the environment of the fleet's processes has besides."""
+        return {}
+
     def _start(self, slot: Slot) -> None:
-        env = {"SB_FIELD_CONF": json.dumps(slot.conf), "TMPDIR": str(self.directory)}
+        env = {**self._env(), "SB_FIELD_CONF": json.dumps(slot.conf), "TMPDIR": str(self.directory)}
         if not slot.given.has_right_clock:
             # The monotonic clock stays right, as it does on a host.
             faked = {"LD_PRELOAD": self.libfaketime, "FAKETIME_TIMESTAMP_FILE": str(self._clock_of(slot.given))}
@@ -481,6 +493,15 @@ class Bed:
             self.topology.cluster.move_slot(key)
         return "", lambda: None
 
+    def _server_clock(self, fault: Fault) -> tuple[str, Callable[[], object]]:
+        self._step(fault.weather["ahead"])
+        return "", lambda: self._step(0.0)
+
+    def _step(self, ahead: float) -> None:
+        self.journal.read()
+        self.journal.ahead = ahead
+        self.topology.server.set_clock(ahead)
+
     def _broker_killed(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         return self._server_killed(fault, self.topology.broker)
 
@@ -509,11 +530,13 @@ class Bed:
     def _slot(self, fault: Fault) -> Slot:
         if fault.whom != "the leader":
             return self.slots[fault.whom]
-        pid = None
-        with suppress(RedisError):
-            pid = self.redis.hget(f"{self.topology.prefix}:leader", "pid")
         beats = [self.slots[process.name] for process in self.plan.beats]
-        return next((slot for slot in beats if str(slot.process.pid) == pid), beats[0])
+        return next((slot for slot in beats if self._leads(slot)), beats[0])
+
+    def _leads(self, beat: Slot) -> bool:
+        with suppress(RedisError):
+            return self.redis.hget(f"{self.topology.prefix}:leader", "pid") == str(beat.process.pid)
+        return False
 
     def _down(self, fault: Fault, end: Callable[[CeleryProcess], object]) -> tuple[str, Callable[[], object]]:
         slot = self._slot(fault)
@@ -598,7 +621,7 @@ class Bed:
     # ---------------------------------------------------------------- is it named
 
     def _ask(self, fault: Fault, happened: Happened) -> None:
-        conf = {**CONF, **self.topology.urls("operator")}
+        conf = {**self.conf, **self.topology.urls("operator")}
         env = {**os.environ, "SB_FIELD_CONF": json.dumps(conf), "PYTHONPATH": str(ROOT)}
         path = self.directory / f"doctor{next(self._numbers)}"
         with path.open("wb") as out:
@@ -633,9 +656,12 @@ class Bed:
 
     # ---------------------------------------------------------------- entries
 
+    def _rules_begin(self) -> datetime:
+        return datetime.fromtimestamp(0, UTC) + timedelta(days=365)
+
     def _schedule_of(self, given: Given, every: float) -> Any:
         if given.calendar == "rrule":
-            return rrule("SECONDLY", interval=int(every), dtstart=datetime.fromtimestamp(0, UTC) + timedelta(days=365))
+            return rrule("SECONDLY", interval=int(every), dtstart=self._rules_begin())
         return crontab() if given.calendar == "crontab" else schedule(timedelta(seconds=every))
 
     def _put(self, given: Given, entries: Schedule | None = None, every: float = 0.0) -> None:

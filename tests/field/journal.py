@@ -7,6 +7,7 @@ with what scripts have changed. So the file is complete where a ``MONITOR`` has 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,10 +85,12 @@ class Journal:
     Args:
         directory: of the server.
         prefix: of the schedule's keys.
+        ahead: seconds of the server's clock before the bed's, in which messages are timed; decisions keep the server's.
     """
 
     directory: Path
     prefix: str = "redbeat:"
+    ahead: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     ends: list[dict[str, str]] = field(default_factory=list)  #: ends of runs, as workers have told
@@ -125,7 +128,7 @@ class Journal:
     def _take(self, command: Command) -> None:
         name = command[0].decode().upper()
         if name == "#TS":
-            self._now = float(command[1])
+            self._now = float(command[1]) - self.ahead
         elif name == "SELECT":
             self._database = int(command[1])
         elif name == "MULTI":
@@ -265,5 +268,7 @@ def message_of(headers: Mapping[str, Any], at: float, transaction: int = 0) -> M
     if "id" not in headers or "task" not in headers:
         return None
     is_original = not (headers.get("redelivered") or headers.get("retries") or headers.get("eta"))
-    entry = (headers.get("singlebeat") or {}).get("entry", "")
+    # RedBeat names no entry: its name is the first argument.
+    named = re.match(r"[\[(]'entry ([\w-]+)", headers.get("argsrepr") or "")
+    entry = (headers.get("singlebeat") or {}).get("entry", "") or (named[1] if named else "")
     return Message(at, headers["id"], headers["task"], is_original, entry, transaction)

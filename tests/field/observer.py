@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, zip_longest
+from itertools import accumulate, combinations, pairwise, zip_longest
 from statistics import median
 
 from tests.field.journal import Decision, Message
@@ -186,11 +186,16 @@ class Records:
     # ------------------------------------------------ what is asked of it
 
     def windows(self, matches: Callable[[Happened], bool], *, after: float | None = None) -> list[tuple[float, float]]:
-        """Return the times of these faults, joined where they meet, each with its recovery, or ``after`` seconds."""
+        """Return the times of these faults, joined where they meet, each with its recovery, or ``after`` seconds.
+
+        A step of the server's clock excuses its own length before it and after it: entries wait until the server's
+        clock has caught up, leases of its clock end so much earlier or later, and decisions are told by it.
+        """
         joined: list[tuple[float, float]] = []
         faults = [fault for fault in self.faults if matches(fault)]
         behind = [RECOVERIES.get(fault.kind, RECOVERY) if after is None else after for fault in faults]
-        times = [(fault.began, fault.ended + more) for fault, more in zip(faults, behind, strict=True)]
+        steps = [abs(fault.weather.get("ahead", 0.0)) for fault in faults]
+        times = [(f.began - step, f.ended + step + more) for f, step, more in zip(faults, steps, behind, strict=True)]
         for begin, end in sorted(times):
             if joined and begin <= joined[-1][1]:
                 joined[-1] = joined[-1][0], max(end, joined[-1][1])
@@ -432,6 +437,7 @@ def _lease_may_have_ended(records: Records, run: Run, at: float) -> bool:
             "out_of_memory",
             "failed_over",
             "slot_moved",
+            "server_clock",
         }
 
     windows = records.windows(keeps_from_renewal, after=2.0)
@@ -676,6 +682,7 @@ NAMED: Mapping[str, Mapping[str, str]] = {
         "log": r"beat\d .*event=unreachable",
         "metrics": r"singlebeat_pending_occurrences [1-9]|singlebeat_overdue_entries [1-9]",
     },
+    "server_clock": {"doctor": r"clock"},
     "no beat": {"doctor": r"no beat leads|no leader"},
     "beats cut off": {
         "doctor": r"no beat leads|no leader",
@@ -699,6 +706,8 @@ def situation(kind: str, whom: str) -> str:
         return "server"
     if kind == "broker_killed":
         return "broker"
+    if kind == "server_clock":
+        return kind
     if kind == "beats_killed":
         return "no beat"
     if kind in {"black_hole", "refused"}:
@@ -774,3 +783,66 @@ def counts(records: Records) -> Mapping[str, int | float]:
         "calls": len(records.calls),
         "failed calls": sum(bool(call.error) for call in records.calls),
     }
+
+
+# ---------------------------------------------------------------- beside another scheduler
+
+
+def standing(records: Records) -> Mapping[str, int | float]:
+    """Return what messages and runs tell of a scheduler that records no decisions.
+
+    ``lost`` are times without a fault for which an entry sent nothing, ``doubled`` messages that came more often than
+    the entry's interval, ``overlaps`` runs of one Singleton that began beside another one, ``piled up`` the most
+    messages of one entry that waited at once, ``silent`` the longest time without a fault in which one sent nothing.
+    """
+    delays = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)))
+    names = {f"entry {given.name}" for given in records.entries if given.overlap == "skip"} | {"asked", "asked late"}
+    starts = {id_: min(run.started for run in runs) for id_, runs in records.by_id().items()}
+    due, messages, lost, doubled, piled_up, silent = 0, 0, 0, 0, 0, 0.0
+    for given in records.entries:
+        begin = next(edit.ended for edit in records.edits if edit.entry == given.name and edit.kind == "put")
+        sent = [message for message in records.messages if message.entry == given.name and message.is_original]
+        sent.sort(key=lambda message: message.at)
+        times = [begin, *(message.at for message in sent), records.deleted]
+        due += int((records.deleted - begin) / given.every)
+        messages += len(sent)
+        for before, after in pairwise(times):
+            late = undisturbed(before + given.every, after, delays)
+            silent = max(silent, late)
+            lost += round(late / given.every) if late > records.slack else 0
+        doubled += _too_often(times[1:-1], given.every)
+        ends = [(starts.get(message.id, records.ended), -1) for message in sent]
+        piled_up = max(piled_up, *accumulate(step for _, step in sorted([*((m.at, 1) for m in sent), *ends])), 0)
+    return {
+        "faults": len(records.faults),
+        "calm": round(undisturbed(records.began, records.deleted, delays)),
+        "due": due,
+        "messages": messages,
+        "lost": lost,
+        "doubled": doubled,
+        "overlaps": sum(_begun_beside_another(records, name) for name in names),
+        "piled up": piled_up,
+        "silent": round(silent),
+        "ended": sum(exit_.code is not None for exit_ in records.exits),
+    }
+
+
+def _too_often(times: Iterable[float], every: float) -> int:
+    """Return how many of these whole seconds come sooner than allowed: one late and one in time may meet."""
+    allowed, before, count = 2.0, 0.0, 0
+    for at in times:
+        allowed = min(2.0, allowed + (at - before) / every)
+        before = at
+        if allowed >= 1:
+            allowed -= 1
+        else:
+            count += 1
+    return count
+
+
+def _begun_beside_another(records: Records, name: str) -> int:
+    over, count = 0.0, 0
+    for run in (run for run in records.runs if run.name == name):
+        count += run.started < over - 0.001
+        over = max(over, run.over)
+    return count

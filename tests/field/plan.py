@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 #: Seconds between the start of the fleet and the first fault, and between the last fault's end and the end of the run.
 CALM = 4.0
@@ -23,6 +23,7 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "out_of_memory": (1, 15),
     "failed_over": (0, 0),
     "slot_moved": (0, 0),
+    "server_clock": (5, 40),
     "broker_killed": (0.2, 14),
     "broker_ended": (0.5, 10),
     "broker_alarm": (2, 12),
@@ -43,6 +44,9 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
 #: Kinds of faults of which a run has one at most: there is one replica.
 ONCE = {"failed_over"}
 
+#: Seconds by which the clock of the server steps: the entries wait as long when it is set back.
+STEPS = (10.0, 30.0, 60.0, 120.0)
+
 #: How long a process of the fleet is down while it gets the other release.
 UPGRADED = (0.2, 3.0)
 
@@ -50,7 +54,8 @@ UPGRADED = (0.2, 3.0)
 RESOURCES: Mapping[str, str] = {
     **dict.fromkeys(("slow_network", "resets", "half_open", "connections_reset", "black_hole", "refused"), "network"),
     **dict.fromkeys(
-        ("server_killed", "server_hangs", "read_only", "out_of_memory", "failed_over", "slot_moved"), "server"
+        ("server_killed", "server_hangs", "read_only", "out_of_memory", "failed_over", "slot_moved", "server_clock"),
+        "server",
     ),
     **dict.fromkeys(("broker_killed", "broker_ended", "broker_alarm"), "broker"),
     **dict.fromkeys(("beat_killed", "beat_stopped", "beat_ended", "beats_killed", "beat_starved"), "beats"),
@@ -77,6 +82,15 @@ class Fault:
     @property
     def end(self) -> float:
         return self.at + self.seconds
+
+    @property
+    def waits(self) -> float:
+        """Seconds for which entries may wait after it, since the server's clock was set back."""
+        return abs(self.weather.get("ahead", 0.0))
+
+    @property
+    def over(self) -> float:
+        return self.end + self.waits
 
     def __str__(self) -> str:
         how = " ".join(f"{key}={value:.3g}" for key, value in self.weather.items())
@@ -191,7 +205,7 @@ def make_plan(
     upgraded, releases = list[Fault](), ("new", "new")
     if upgrades:
         upgraded, releases = _upgrades(random.Random(f"{seed} upgrades"), seconds, beat_names, worker_names)
-    return Plan(
+    plan = Plan(
         seed=seed,
         seconds=seconds,
         topology=topology,
@@ -205,6 +219,13 @@ def make_plan(
         edits=_edits(rng, seconds),
         releases=releases,
     )
+    return replace(plan, edits=[edit for edit in plan.edits if not _meets_a_step(edit, plan.faults)])
+
+
+def _meets_a_step(edit: Edit, faults: Sequence[Fault]) -> bool:
+    """Return whether an edit lies where the server's times are not those of the bed, by which its effect is judged."""
+    steps = [fault for fault in faults if fault.kind == "server_clock"]
+    return any(fault.at - fault.waits - 5 < edit.at < fault.over + 5 for fault in steps)
 
 
 def _upgrades(
@@ -270,15 +291,22 @@ def _faults(
         start = max(at, busy.get(resource, 0.0) + 1)
         if start + length > seconds - CALM:
             return faults
-        faults.append(Fault(kind, start, length, *_details(rng, kind, beats, workers)))
-        busy[resource] = start + length
+        fault = Fault(kind, start, length, *_details(rng, kind, beats, workers, seconds))
+        if fault.over > seconds - CALM:
+            return faults
+        faults.append(fault)
+        busy[resource] = fault.over
         # Mostly one after the other, so that the fleet has recovered; sometimes two or three at once.
+        length += fault.waits
         at = start + (rng.uniform(0, length) if rng.random() < 0.35 else length + rng.uniform(1, gap))
 
 
 def _details(
-    rng: random.Random, kind: str, beats: Sequence[str], workers: Sequence[str]
+    rng: random.Random, kind: str, beats: Sequence[str], workers: Sequence[str], seconds: float
 ) -> tuple[str, Mapping[str, float]]:
+    if kind == "server_clock":
+        steps = [step for step in STEPS if step <= max(STEPS[0], seconds / 10)]
+        return "", {"ahead": rng.choice(steps) * rng.choice((-1, 1))}
     if RESOURCES[kind] == "network":
         whom = rng.choice(("", "beats", "workers", "sender", *beats, *workers))
         weather = {}

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
 from singlebeat.errors import LockBackendError
 from tests.field.tasks import NAME, app, records
@@ -29,9 +30,9 @@ def call(task: str, arguments: list[Any]) -> dict[str, Any]:
     """Make one call, and return what is known of it."""
     try:
         result = app.tasks[f"{NAME}.{task}"].apply_async(arguments)
-    except (LockBackendError, OperationalError) as error:
+    except (LockBackendError, OperationalError, RedisError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
-    return {"id": result.id, "duplicate": int(result.is_duplicate)}
+    return {"id": result.id, "duplicate": int(getattr(result, "is_duplicate", False))}
 
 
 def main(seed: str) -> None:

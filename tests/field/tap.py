@@ -12,7 +12,7 @@ from typing import Any
 from kombu import Connection, Exchange, Queue
 
 from tests.field.journal import Message, message_of
-from tests.system.rabbitmq import RabbitMQ
+from tests.rabbitmq.server import RabbitMQ
 
 EXCHANGE = Exchange("celery", type="topic", durable=True)
 QUEUE = Queue("the tap", EXCHANGE, routing_key="#", durable=True)

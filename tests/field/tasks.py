@@ -1,6 +1,7 @@
 """The app of the fleet: its tasks record their runs on a server of the observer's, which has no faults.
 
-``SB_FIELD_CONF`` (JSON) has the settings, ``SB_FIELD_RECORDS`` names the observer's server.
+``SB_FIELD_CONF`` (JSON) has the settings, ``SB_FIELD_RECORDS`` names the observer's server, and ``SB_FIELD_SINGLETON``
+the class of tasks with a lock, so that a fleet without singlebeat imports none of it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from celery import Celery, current_task
+from celery.utils.imports import symbol_by_name
 from redis import Redis
 
-from singlebeat import Singleton
+Singleton = symbol_by_name(os.environ.get("SB_FIELD_SINGLETON", "singlebeat:Singleton"))
 
 RUNS = "runs"
 NAME = "field"

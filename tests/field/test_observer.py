@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.field.journal import AOF, Decision, Journal, Message
+from tests.field.compare import plan_of
+from tests.field.journal import AOF, Decision, Journal, Message, message_of
 from tests.field.observer import (
     Call,
     Edited,
@@ -20,6 +21,7 @@ from tests.field.observer import (
     Stored,
     check,
     hourly,
+    standing,
     undisturbed,
 )
 from tests.field.plan import RESOURCES, Given, make_plan
@@ -196,6 +198,56 @@ def test_a_fault_excuses_what_was_late_through_it():
     records.faults.append(Happened("server_hangs", "", 1020.0, 1032.0))
 
     assert check(records) == []
+
+
+def test_a_step_of_the_servers_clock_excuses_its_own_length():
+    records = forged()
+    lose(records)
+    records.runs = [run for run in records.runs if not (run.name == "entry tick" and 1020 < run.started < 1040)]
+    later = next(i for i, d in enumerate(records.decisions) if d.entry == "tick" and d.nominal == 1041)
+    records.decisions[later] = replace(records.decisions[later], kind="catch_up")
+
+    for ahead, found in ((-10.0, []), (10.0, []), (1.0, ["lost or late"])):
+        records.faults = [Happened("server_clock", "", 1020.0, 1021.0, {"ahead": ahead})]
+        assert [violation.check for violation in check(records)] == found
+
+
+def test_nothing_is_edited_while_the_servers_clock_is_wrong():
+    plan = make_plan(2, 600, topology="one", kinds=[*faults_of("one"), "server_clock"], clocks=False)
+
+    steps = [fault for fault in plan.faults if fault.kind == "server_clock"]
+    assert steps
+    assert plan.edits
+    assert not any(fault.at < edit.at < fault.over for fault in steps for edit in plan.edits)
+
+
+def test_what_stands_beside_another_scheduler_is_counted():
+    records = forged()
+    found = standing(records)
+    assert found["lost"] == found["doubled"] == found["overlaps"] == 0
+
+    overlap(records)
+    lose(records)
+    for _ in range(3):
+        add_message(records)
+
+    found = standing(records)
+    assert (found["lost"], found["doubled"], found["overlaps"], found["silent"]) == (10, 2, 1, 20)
+
+
+def test_the_entry_of_a_message_of_redbeat_is_its_first_argument():
+    headers = {"id": "1", "task": "t", "argsrepr": "['entry plain-1s', 0.05]"}
+
+    assert message_of(headers, 1000.0).entry == "plain-1s"
+    assert message_of({**headers, "singlebeat": {"entry": "tick"}}, 1000.0).entry == "tick"
+    assert message_of({**headers, "argsrepr": "['asked', 1.0]"}, 1000.0).entry == ""
+
+
+def test_redbeat_is_asked_for_what_it_can_do():
+    plan = plan_of(7, 300, "one")
+
+    assert {given.name for given in plan.entries} == {"plain-1s", "skip-1s", "skip-3s", "rule-2s", "rule-3s"}
+    assert all(process.has_right_clock for process in (*plan.beats, *plan.workers))
 
 
 def test_a_stopped_worker_excuses_an_overlap_only_after_its_lease():

@@ -18,8 +18,8 @@ from tests.field.journal import AOF, Journal, Journals
 from tests.field.plan import DURATIONS
 from tests.field.tap import Tap
 from tests.proxy import Link, Network
+from tests.rabbitmq.server import RabbitMQ
 from tests.support import RedisServer, free_port
-from tests.system.rabbitmq import RabbitMQ
 from tests.system.topologies import Cluster, Sentinels
 
 #: Faults that kombu's own Redis transport does not survive in a worker: its broker is never read-only, nor full.
@@ -122,8 +122,10 @@ class Topology:
 
 
 @contextmanager
-def open_topology(name: str, seed: int, options: Mapping[str, Any]) -> Iterator[Topology]:
+def open_topology(name: str, seed: int, options: Mapping[str, Any], *, libfaketime: str = "") -> Iterator[Topology]:
     """Start the servers of a topology, of whose broker the fleet's settings have these transport options.
+
+    With ``libfaketime``, the clock of the schedule's server can be set.
 
     ``one`` for all, or ``two``: schedule and locks, and the broker. That is RabbitMQ in ``rabbit``, and in ``quorum``
     with quorum queues. In ``sentinel``, one server for all has a replica, which takes its place. In
@@ -150,7 +152,7 @@ def open_topology(name: str, seed: int, options: Mapping[str, Any]) -> Iterator[
             conf |= {"redbeat_key_prefix": prefix}
             yield Topology(cluster.nodes[0], broker, network, seed, conf, cluster=cluster, prefix=prefix)
             return
-        server = stack.enter_context(RedisServer(*AOF))
+        server = stack.enter_context(RedisServer(*AOF, libfaketime=libfaketime))
         if name in WITH_RABBITMQ:
             conf = {**RABBITMQ, "task_default_queue_type": "quorum" if name == "quorum" else "classic"}
             yield Topology(server, stack.enter_context(RabbitMQ()), network, seed, conf)
@@ -164,12 +166,14 @@ TOPOLOGIES = ("one", "two", *WITH_RABBITMQ, "sentinel", "cluster")
 
 
 def faults_of(topology: str) -> list[str]:
-    """Return the kinds of faults that can happen in a topology."""
+    """Return the kinds of faults that can happen in a topology; ``server_clock`` only where it is asked for."""
     if topology == "sentinel":
         return [kind for kind in DURATIONS if kind.startswith(WITH_SENTINELS)]
     if topology == "cluster":
         return [kind for kind in DURATIONS if kind.startswith(WITH_CLUSTER)]
-    never = {"failed_over", "slot_moved"} | ({"broker_killed", *NOT_FOR_BROKERS} if topology == "one" else set())
+    never = {"failed_over", "slot_moved", "server_clock"} | (
+        {"broker_killed", *NOT_FOR_BROKERS} if topology == "one" else set()
+    )
     never |= {"delivered_again"} if topology in WITH_RABBITMQ else OF_RABBITMQ
     return [kind for kind in DURATIONS if kind not in never]
 
