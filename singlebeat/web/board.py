@@ -20,12 +20,12 @@ from ..beat.explain import explain
 from ..beat.schedule import Schedule
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import Record
-from ..diagnosis.doctor import Finding, findings, left_out
+from ..diagnosis.doctor import Finding, Read, findings
 from ..diagnosis.facts import facts_of
 from ..diagnosis.locks import locks_of
 from ..diagnosis.workers import BrokerError, Workers
 from ..errors import ConflictError
-from ..masking import MASK, masked, masked_text
+from ..masking import IN_TEXT, MASK, Faces, masked, masked_text, unmasked, without_masks
 from .poller import Poller, Snapshot
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ MOST_BACKFILLS = 100
 #: Locks that the page shows at most.
 MOST_LOCKS = 1000
 
+#: The fields of a definition that may hold arguments.
+IN_CALL = ("args", "kwargs", "options")
 
 #: The fields of a call and of a message that hold or show its arguments.
 ARGUMENTS = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr"})
@@ -159,9 +161,36 @@ class Board:
 
     def shown_call(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the fields of a definition, args, kwargs and options as they may be shown."""
-        call = {name: fields[name] for name in ("task", "args", "kwargs", "options") if name in fields}
-        found: Mapping[str, Any] = masked(without_arguments(call) if self.hide_arguments else call, self.app)
-        return found
+        call = {name: fields[name] for name in ("task", *IN_CALL) if name in fields}
+        with suppress(RecursionError):
+            found = masked(without_arguments(call) if self.hide_arguments else call, self.app)
+            if isinstance(found, Mapping):  # else it is nested too deeply
+                return found
+        return dict.fromkeys(call, MASK)
+
+    def unmasked_call(
+        self, given: Mapping[str, Any], stored: Mapping[str, Any], *, is_partial: bool = False
+    ) -> Mapping[str, Any]:
+        """Return the given args, kwargs and options with the stored value in the place of each mask.
+
+        Args:
+            given: fields of a definition, of which args, kwargs and options may hold masks.
+            stored: those of the stored definition, or of the one that is copied.
+            is_partial: fields that are not given stay as they are stored: as if they were sent back as they were shown.
+
+        Raises:
+            MaskError: a mask cannot be replaced, or the value that it stands for would be shown.
+        """
+        old = {"args": [], **{name: stored[name] for name in ("task", *IN_CALL) if name in stored}}
+        shown = self.shown_call(old)
+        sent = {"args": [], **(shown if is_partial else {}), **given}
+        call = {name: sent[name] for name in ("task", *IN_CALL) if name in sent}
+        before = Faces(old, shown, masked(old, self.app))
+        new = without_masks(call)
+        sent_as = self.shown_call(new)
+        found = unmasked(call, before, Faces(new, sent_as, MASK))
+        unmasked(call, before, Faces(found, sent_as, masked(found, self.app)))  # again, to check that all stay masked
+        return {name: found[name] for name in IN_CALL if name in given}
 
     def differences(self, change: Change) -> Mapping[str, tuple[str, str]]:
         """Return the parts of an entry that a change has changed, before and after, as they may be shown."""
@@ -242,8 +271,7 @@ class Board:
         """Return the findings of all checks, which take some seconds."""
 
         def check() -> Sequence[Finding]:
-            found, error = findings(self.app)
-            return [left_out(self.app, error), *found] if error is not None else found
+            return [*findings(Read(self.app))]
 
         found: Sequence[Finding] = self.poller.shared("doctor", check, seconds=WORKERS_KEPT)
         return found
@@ -265,9 +293,21 @@ def without_arguments(value: Any) -> Any:
     """Return a value with the arguments of each call in it masked: also of the calls in options, such as ``link``."""
     if isinstance(value, Mapping):
         return {
-            name: masked_whole(each) if name in ARGUMENTS else without_arguments(each) for name, each in value.items()
+            name: masked_whole(each)
+            if name in ARGUMENTS
+            else _calls_without_arguments(each)
+            if name in IN_TEXT
+            else without_arguments(each)
+            for name, each in value.items()
         }
     return [without_arguments(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _calls_without_arguments(value: Any) -> Any:
+    """Return one call or several without their arguments; what is no call, such as a string, is masked as a whole."""
+    if isinstance(value, list | tuple):
+        return [_calls_without_arguments(each) for each in value]
+    return without_arguments(value) if isinstance(value, Mapping) or value is None else MASK
 
 
 def masked_whole(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,12 @@ from celery.schedules import BaseSchedule
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule
 from ..errors import EntryError
-from ..masking import MASK, holds_mask, unmasked
 
 if TYPE_CHECKING:
     from ..beat.entries.salvage import Salvage
     from .exchange import Fields
 
-__all__ = ("KINDS", "Change", "Draft", "version_of")
+__all__ = ("KINDS", "Change", "Draft")
 
 #: The kinds of a schedule, as the form shows them.
 KINDS = {"every": "Every …", "cron": "Cron", "rule": "Rule", "once": "Once", "json": "JSON"}
@@ -58,14 +56,6 @@ class Change(NamedTuple):
     field: str
     before: str
     after: str
-
-
-def version_of(found: Salvage | None) -> str:
-    """Return a string that differs once the definition or the policy of an entry is changed; empty if there is none."""
-    if found is None:
-        return ""
-    text = "\0".join((found.texts["definition"], found.texts["policy"]))
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 @dataclass(slots=True)
@@ -125,11 +115,10 @@ class Draft:
         """Whether no field has an error so far."""
         return not self.errors
 
-    def fields(self, stored: Mapping[str, object], zone: tzinfo) -> dict[str, Any]:
+    def fields(self, zone: tzinfo) -> dict[str, Any]:
         """Return the fields of the definition, and note errors.
 
         Args:
-            stored: args, kwargs and options as they are stored, for values that the form does not show.
             zone: in which the schedule is read.
         """
         values, found = self.values, dict[str, Any]()
@@ -148,9 +137,7 @@ class Draft:
             if not isinstance(value, kind):
                 self.errors[name] = f"must be a JSON {what}"
                 continue
-            found[name] = unmasked(value, stored.get(name))
-            if holds_mask(found[name]) and not holds_mask(stored.get(name)):
-                self.errors[name] = f"{MASK} stands for a stored value, and none is at its place: give the value"
+            found[name] = value
         found["enabled"] = values["enabled"] == "on"
         try:
             found["schedule"] = self.schedule(zone)

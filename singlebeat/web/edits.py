@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
@@ -16,8 +16,10 @@ from ..beat.calendar.words import in_words
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..errors import ConflictError, EntryError, UnknownEntryError
+from ..masking import MASK, MaskError, holds_mask
 from .actions import Page, leads_to
-from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft, version_of
+from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft
+from .versions import version_of
 
 if TYPE_CHECKING:
     from celery.schedules import BaseSchedule
@@ -66,7 +68,8 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     name, is_new = form.get("name"), not form.get("version")
     found, draft, before = _stored(board, user, name), Draft.of_form(form), _before(form)
     zone = _zone_of(board, draft)
-    fields, wishes = draft.fields(_stored_fields(board, form, user, found), zone), draft.wishes()
+    fields, wishes = draft.fields(zone), draft.wishes()
+    fields |= _unmasked(board, draft, fields, _stored_fields(board, form, user, found))
     if found is not None and "schedule" in found.fields and draft.has_schedule_of(_draft_of(board, found)):
         fields["schedule"] = found.fields["schedule"]  # of the many ways to write it, keep the stored one
         draft.errors.pop("schedule", None)
@@ -114,7 +117,7 @@ def preview(board: Board, request: PageRequest, user: User) -> Page:
     draft = Draft.of_form(request.changes)
     with suppress(EntryError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
         return Page("preview.html", {"preview": _preview(board, draft, draft.schedule(_zone_of(board, draft)))})
-    draft.fields({}, _zone_of(board, draft))
+    draft.fields(_zone_of(board, draft))
     return Page("preview.html", {"preview": None, "why": draft.errors.get("schedule", "")})
 
 
@@ -151,6 +154,22 @@ def _stored_fields(board: Board, form: Fields, user: User, found: Salvage | None
     """Return the stored fields whose masked values a draft keeps: of the entry, or of the one that was copied."""
     source = found or (_stored(board, user, form.get("like")) if form.get("like") else None)
     return source.fields if source is not None else {}
+
+
+def _unmasked(board: Board, draft: Draft, fields: Mapping[str, Any], stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return args, kwargs and options with the stored value in the place of each mask, and note errors."""
+    try:
+        found = board.unmasked_call(fields, stored)
+    except MaskError as exc:
+        draft.errors[exc.path.partition(".")[0]] = str(exc)
+        return {}
+    except RecursionError:
+        draft.errors["whole"] = "the arguments are nested too deeply"
+        return {}
+    for name, value in found.items():
+        if holds_mask(value) and not holds_mask(stored.get(name)):
+            draft.errors[name] = f"{MASK} stands for a stored value, and none is at its place: give the value"
+    return found
 
 
 def _entry(board: Board, name: str, fields: Any, wishes: Any, found: Salvage | None) -> Entry:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from .security import RefusedError
 
-__all__ = ("LARGEST_BODY", "Fields", "PageReply", "PageRequest")
+__all__ = ("LARGEST_BODY", "Fields", "PageReply", "PageRequest", "field_of_form")
 
 #: Most bytes of the body of a request.
 LARGEST_BODY = 64 * 1024
@@ -30,12 +30,18 @@ class Fields:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the fields of an encoded query or form.
+        """Return the fields of an encoded query or form; bytes that are not UTF-8 stay, as they do in names.
+
+        A field whose name ends with a star was encoded twice: see ``field_of_form``.
 
         Raises:
             ValueError: there are too many fields.
         """
-        return cls(parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_FIELDS))
+        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="surrogateescape")
+        return cls(
+            (name[:-1], unquote(value, errors="surrogateescape")) if name.endswith("*") else (name, value)
+            for name, value in pairs
+        )
 
     def get(self, name: str, default: str = "") -> str:
         """Return the first value of a field, or the default."""
@@ -53,7 +59,7 @@ class Fields:
     def encode(self, **changes: str) -> str:
         """Return the fields as a query, with some values replaced; an empty value removes its field."""
         kept = [(name, value) for name, value in self.pairs if name not in changes]
-        return urlencode([*kept, *((name, value) for name, value in changes.items() if value)], errors="replace")
+        return _encoded([*kept, *((name, value) for name, value in changes.items() if value)])
 
 
 def _encoded(pairs: Sequence[tuple[str, str]]) -> str:
@@ -62,6 +68,16 @@ def _encoded(pairs: Sequence[tuple[str, str]]) -> str:
         return urlencode(pairs, errors="surrogateescape")
     except UnicodeEncodeError:
         return urlencode(pairs, errors="replace")
+
+
+def field_of_form(name: str, value: object) -> tuple[str, str]:
+    """Return the name and the value of a field of a form, as HTML can hold them.
+
+    Bytes that are not UTF-8, and the ends of lines, are percent-encoded, under a name with a star: else a browser would
+    send another value.
+    """
+    text = str(value)
+    return (name, text) if text.isprintable() else (f"{name}*", _encoded([("", text)])[1:].replace("+", "%20"))
 
 
 @dataclass(frozen=True, slots=True)

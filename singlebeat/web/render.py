@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 
 from ..beat.calendar.words import span
 from . import squares
+from .exchange import field_of_form
 
 if TYPE_CHECKING:
     from ..beat.store.history import Record
@@ -108,6 +109,11 @@ def as_json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, default=str)
 
 
+def field(name: str, value: object) -> Markup:
+    """Return the attributes of a field of a form that a user does not change."""
+    return Markup('name="{}" value="{}"').format(*field_of_form(name, value))
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -118,7 +124,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals.update(
-        instant=instant, iso=iso, mark=mark, span=span, strip=strip, words=squares.WORDS, shapes=SHAPES
+        field=field, instant=instant, iso=iso, mark=mark, span=span, strip=strip, words=squares.WORDS, shapes=SHAPES
     )
     environment.globals.update(outcome=squares.outcome, outcome_of_end=squares.outcome_of_end)
     environment.filters.update(json=as_json, shorten=shorten)

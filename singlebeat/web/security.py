@@ -65,8 +65,16 @@ HEADERS: Mapping[str, str] = MappingProxyType(
 #: Hosts by which a browser on this machine asks.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
-#: Changes that a user may make, and passwords that a client may get wrong, within a minute.
+#: Changes that a user may make, and passwords of one name that a client may get wrong, within a minute.
 MOST_CHANGES, MOST_FAILURES = 120, 10
+
+#: Passwords of all names that a client may get wrong within a minute: behind a proxy, all users are one client.
+MOST_FAILURES_OF_ALL = 100
+
+#: Requests that wait until their passwords are checked: the other threads of a server answer verified users meanwhile.
+MOST_WAITING = 16
+
+TOO_MANY = "too many wrong passwords or tokens: wait a minute"
 
 #: Verified passwords that are remembered, so that a page that polls does not compute a slow hash each time.
 REMEMBERED = 256
@@ -159,7 +167,7 @@ class Users:
         self._passwords: dict[str, str] = {}
         self._tokens: list[tuple[str, User]] = []
         self._verified: OrderedDict[bytes, None] = OrderedDict()
-        self._key, self._one_at_a_time = secrets.token_bytes(32), threading.Lock()
+        self._key = secrets.token_bytes(32)
         for number, line in enumerate(text.splitlines(), 1):
             if not line.strip() or line.startswith("#"):
                 continue
@@ -196,22 +204,20 @@ class Users:
 
     def of_password(self, name: str, password: str) -> User | None:
         """Return the user of a password, or None; an unknown name takes as long as a wrong password."""
-        stored, known = self._passwords.get(name), self._digest(name, password)
-        with self._one_at_a_time:
-            if stored is not None and known in self._verified:
-                return User(name, self.roles[name])
-            _, salt, _ = (stored or _hash_of_no_user()).split("$")
-            made = hashed_password(password, base64.b64decode(salt))
-            if not hmac.compare_digest(made, stored or _hash_of_no_user()) or stored is None:
-                return None
-            self._verified[known] = None
-            if len(self._verified) > REMEMBERED:
-                self._verified.popitem(last=False)
+        stored = self._passwords.get(name)
+        _, salt, _ = (stored or _hash_of_no_user()).split("$")
+        made = hashed_password(password, base64.b64decode(salt))
+        if not hmac.compare_digest(made, stored or _hash_of_no_user()) or stored is None:
+            return None
+        self._verified[self._digest(name, password)] = None
+        if len(self._verified) > REMEMBERED:
+            self._verified.popitem(last=False)
         return User(name, self.roles[name])
 
-    def has_verified(self, name: str, password: str) -> bool:
-        """Return whether a password was found to be right lately."""
-        return name in self._passwords and self._digest(name, password) in self._verified
+    def verified(self, name: str, password: str) -> User | None:
+        """Return the user of a password that was found to be right lately, or None; that takes no time."""
+        is_known = name in self._passwords and self._digest(name, password) in self._verified
+        return User(name, self.roles[name]) if is_known else None
 
     def _digest(self, name: str, password: str) -> bytes:
         text = f"{name}\0{password}\0{self._passwords.get(name)}"
@@ -247,21 +253,26 @@ class Limit:
         self._events: OrderedDict[str, deque[float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def has_room(self, key: str, count: int = 1) -> bool:
-        """Return whether a key may have further events in this minute."""
+    def take(self, key: str, count: int = 1) -> bool:
+        """Count events of a key if it may have them in this minute, and return whether it may."""
         with self._lock:
-            events = self._events.get(key, deque())
-            while events and events[0] <= self._clock() - 60:
-                events.popleft()
-            return len(events) + count <= self.most
-
-    def count(self, key: str) -> None:
-        """Count an event of a key."""
-        with self._lock:
-            self._events.setdefault(key, deque(maxlen=self.most)).append(self._clock())
+            events = self._events.setdefault(key, deque())
             self._events.move_to_end(key)
             if len(self._events) > self.KEYS:
                 self._events.popitem(last=False)
+            now = self._clock()
+            while events and events[0] <= now - 60:
+                events.popleft()
+            if len(events) + count > self.most:
+                return False
+            events.extend([now] * count)
+            return True
+
+    def give_back(self, key: str) -> None:
+        """Forget the last event of a key: it was none."""
+        with self._lock:
+            if events := self._events.get(key):
+                events.pop()
 
 
 def is_loopback(address: str) -> bool:
@@ -290,6 +301,9 @@ class Gate:
     hosts: Sequence[str] = ()  #: further names under which the page is asked for; ``*`` for any
     changes: Limit = field(default_factory=lambda: Limit(MOST_CHANGES))
     failures: Limit = field(default_factory=lambda: Limit(MOST_FAILURES))
+    failures_of_all: Limit = field(default_factory=lambda: Limit(MOST_FAILURES_OF_ALL))
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+    _waiting: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MOST_WAITING))
 
     def __post_init__(self) -> None:
         try:
@@ -331,10 +345,8 @@ class Gate:
             RefusedError: with these, the user has made too many changes within a minute.
         """
         key = user.name or request.client
-        if not self.changes.has_room(key, changes):
+        if not self.changes.take(key, changes):
             raise RefusedError(f"these are more than {self.changes.most} changes in a minute: wait a moment", 429)
-        for _ in range(changes):
-            self.changes.count(key)
 
     def _check_host(self, request: PageRequest) -> None:
         """Check the name by which the page was asked for: another site may let its own name lead here."""
@@ -380,14 +392,10 @@ class Gate:
         """
         user = users.of_token(token.strip())
         if user is None:
-            self._check_failures(request.client)
-            self.failures.count(request.client)
+            if not self.failures.take(request.client):
+                raise RefusedError(TOO_MANY, 429)
             raise RefusedError("wrong token", 401)
         return user
-
-    def _check_failures(self, key: str) -> None:
-        if not self.failures.has_room(key):
-            raise RefusedError("too many wrong passwords or tokens: wait a minute", 429)
 
     def _of_users(self, request: PageRequest, users: Users) -> User:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -400,15 +408,35 @@ class Gate:
         if scheme.lower() == "basic":
             with suppress(binascii.Error, UnicodeDecodeError):
                 name, _, password = base64.b64decode(given, validate=True).decode().partition(":")
-        # By name: behind a proxy, all users have one address. A password that was right before needs no guess.
-        guesses = f"{request.client} {name}"
-        if not users.has_verified(name, password):
-            self._check_failures(guesses)
-        user = users.of_password(name, password)
+        user = users.verified(name, password) or self._of_guess(request.client, users, name, password)
         if user is None:
-            self.failures.count(guesses)
             raise RefusedError("wrong name or password", 401, asks)
         return user
+
+    def _of_guess(self, client: str, users: Users, name: str, password: str) -> User | None:
+        """Return the user of a password that may be a guess, or None.
+
+        It is counted before it is checked, so that many at once are no more than one after the other.
+
+        Raises:
+            RefusedError: there were too many wrong ones, or too many wait.
+        """
+        if not self._waiting.acquire(blocking=False):
+            raise RefusedError("too many passwords are checked right now: try again in a moment", 429)
+        try:
+            with self._one_at_a_time:  # each takes 16 MiB
+                if (user := users.verified(name, password)) is not None:  # by the request before
+                    return user
+                # By name first: one that goes on with a wrong password must not use up what all have behind a proxy.
+                of_name = f"{client} {name}"
+                if not (self.failures.take(of_name) and self.failures_of_all.take(client)):
+                    raise RefusedError(TOO_MANY, 429)
+                if (user := users.of_password(name, password)) is not None:
+                    self.failures.give_back(of_name)
+                    self.failures_of_all.give_back(client)
+                return user
+        finally:
+            self._waiting.release()
 
 
 def _check_origin(request: PageRequest) -> None:

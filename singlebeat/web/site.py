@@ -64,10 +64,9 @@ class Site:
 
     def answer(self, request: PageRequest, user: User) -> PageReply:
         """Answer a request of a user who was admitted; an error becomes a page that says what to do."""
-        if request.is_of_api:
-            return self.api.answer(request, user)
         try:
-            return self._answer(request, user)
+            user.check(Role.READ)  # before all else: an error shows the state of the schedule, too
+            return self.api.answer(request, user) if request.is_of_api else self._answer(request, user)
         except RefusedError as exc:
             return self.refuse(request, exc, user)
         except (SinglebeatError, ValueError, RedisError) as exc:

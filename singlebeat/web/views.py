@@ -271,7 +271,8 @@ def history_as_csv(board: Board, request: PageRequest, user: User) -> PageReply:
         fields = [_plain(getattr(record, name)) for name in CSV]
         writer.writerow([_harmless(value) for value in (*fields, *ended)])
     headers = {"Content-Disposition": 'attachment; filename="history.csv"'}
-    return PageReply(text.getvalue(), kind="text/csv; charset=utf-8", headers=headers)
+    body = text.getvalue().encode(errors="replace")  # names may have bytes that are not UTF-8
+    return PageReply(body, kind="text/csv; charset=utf-8", headers=headers)
 
 
 def _plain(value: object) -> str:

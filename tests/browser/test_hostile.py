@@ -22,6 +22,7 @@ NAMES = {
     "right-to-left": "\u202egnp.exe\u202c تقرير \u2067abc",
     "zero-width": "re\u200bport\u2060\u200d\ufeff\u00ad",
     "long": "x" * 10_000,
+    "lines": "two\nlines\r\nand\rmore",
     "control": "a\tb\x01<b>c</b>\x7fд\u2028e",
     "combining": "e" + "\u0301" * 400,
 }

@@ -49,3 +49,14 @@ def visit(app, redis, no_worker_is_awaited) -> Iterator[Callable[..., Visitor]]:
 def no_worker_is_awaited(monkeypatch):
     """Ask no longer for workers, of which there are none."""
     monkeypatch.setattr("singlebeat.diagnosis.workers.TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def login(app) -> str:
+    """The name of a task with a secret positional argument."""
+
+    @app.task(name="login", shared=False)
+    def login(user, password):
+        """Do nothing."""
+
+    return "login"

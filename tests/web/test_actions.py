@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from urllib.parse import urlencode
 
 import pytest
 from celery.schedules import crontab
@@ -15,6 +17,7 @@ from singlebeat.web.security import Users
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
 from tests.support import APP, wait_until
 
+from .test_edit import save
 from .test_security import USERS
 
 PLAIN = f"{APP}.plain"
@@ -285,3 +288,71 @@ def test_force_needs_an_admin(visit, held):
 
 def test_a_lock_that_is_free_already_is_said(visit, redis):
     assert visit().get("/free?id=gone").status_code == 409
+
+
+# ------------------------------------------------------------------ names that are not UTF-8
+
+RAW, OTHER = "raw \udcff %2f+*", "raw \ufffd %2f+*"
+
+
+@pytest.fixture
+def twins(app, redis) -> Schedule:
+    """Two entries of which a browser shows the same name."""
+    for name in (RAW, OTHER):
+        Schedule(app).upsert(name, PLAIN, 3600)
+    return Schedule(app)
+
+
+def paused(schedule: Schedule) -> list[str]:
+    """Return the names of the paused entries in ASCII, which can be printed."""
+    return [ascii(entry.name) for entry in schedule.list() if entry.policy.paused]
+
+
+def test_a_form_acts_on_the_entry_whose_name_is_not_utf8(visit, twins):
+    page = visit()
+    links = re.findall(r'href="(/pause\?name=[^"]+%FF[^"]*)"', page.get("/").text)
+
+    assert page.submit(links[0], "/pause").headers["location"] == "/entry?name=raw+%FF+%252f%2B%2A&done=paused"
+    assert paused(twins) == [ascii(RAW)]
+    assert page.get("/entry?name=raw+%FF+%252f%2B%2A").text.count("paused") > 1
+    page.submit(links[0].replace("pause", "delete"), "/delete")
+    assert [entry.name for entry in twins.list()] == [OTHER]
+
+
+def test_boxes_and_forms_of_many_name_an_entry_that_is_not_utf8(visit, twins):
+    page = visit()
+    (box,) = re.findall(r'type="checkbox" name="(name\*)" value="([^"]+)"', page.get("/").text)
+    form = page.get("/many", params={"do": "pause", box[0]: box[1]}).text
+    hidden = dict(re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', form))
+
+    assert page.post("/many", data=hidden | {"count": "1"}, follow_redirects=False).status_code == 303
+    assert paused(twins) == [ascii(RAW)]
+
+
+def test_an_entry_whose_name_is_not_utf8_is_edited(visit, twins):
+    page = visit()
+    path = "/edit?" + urlencode({"name": RAW}, errors="surrogateescape")
+
+    assert save(page, path, jitter="7").status_code == 303
+    assert (twins.get(RAW).policy.jitter, twins.get(OTHER).policy.jitter) == (7, None)
+
+
+def test_a_choice_of_the_zone_leads_back_to_a_name_that_is_not_utf8(visit, twins):
+    page = visit()
+    query = urlencode({"name": RAW}, errors="surrogateescape")
+    (back,) = re.findall(r'name="back" value="([^"]+)"', page.get(f"/entry?{query}").text)
+
+    assert page.submit(f"/entry?{query}", "/zone", zone="utc", back=back).headers["location"] == f"/entry?{query}"
+
+
+def test_the_api_and_the_history_know_names_that_are_not_utf8(visit, app, redis, twins):
+    page, query = visit(), urlencode({"name": RAW}, errors="surrogateescape")
+    page.get("/")
+    row = {"id": "", "nominal": "2026-01-01T00:00:00+00:00", "decision": "missed"}
+    redis.xadd("redbeat::history", {**row, "entry": RAW.encode(errors="surrogateescape")})
+    token = {"X-Singlebeat-Token": page.cookies["singlebeat_token"]}
+
+    assert ascii(page.get(f"/api/entry?{query}").json()["name"]) == ascii(RAW)
+    assert page.post(f"/api/pause?{query}", headers=token).status_code == 200
+    assert paused(twins) == [ascii(RAW)]
+    assert page.get("/history.csv").status_code == 200

@@ -157,6 +157,18 @@ def test_permissions_of_django_are_roles(app, e, flags, role, reads, pauses, del
     assert send(client, "/beat/delete", data).status_code == deletes
 
 
+def test_a_user_without_a_permission_sees_no_state_in_any_error(page, redis, e):
+    redis.hset("redbeat::leader", mapping={"host": "vm-of-the-leader", "pid": "7", "term": "1"})
+    redis.set("redbeat::lock", "token")
+    client = sign_in("joe")
+
+    for path in ("/beat/nope", "/beat/entry?name=nope", "/beat/api/nope"):
+        answer = client.get(path)
+        assert answer.status_code == 403
+        assert "vm-of-the-leader" not in answer.content.decode()
+        assert "pending" not in answer.content.decode()
+
+
 def test_a_visitor_is_led_to_the_login(page):
     answer = Client().get("/beat/entry?name=e")
 

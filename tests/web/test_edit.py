@@ -132,10 +132,20 @@ def test_secrets_are_not_in_the_form_and_stay_stored(page, entries):
     assert (entry.kwargs, entry.policy.jitter) == ({"api_token": "s3cret", "n": 1}, 7)
 
 
+def test_the_version_in_the_form_tells_no_secret(page, entries, redis):
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret"})
+    first = values(page.get("/edit?name=e").text)["version"]
+
+    redis.delete("redbeat::versions")  # all else stays as the user knows it
+
+    assert values(page.get("/edit?name=e").text)["version"] != first
+
+
 def test_hidden_arguments_are_in_no_page_and_stay_stored(visit, entries):
     link = {"task": PLAIN, "args": ["private", 1], "kwargs": {}, "options": {"argsrepr": "private"}}
     entries.upsert("e", PLAIN, 60, args=["other"])
-    entries.upsert("e", PLAIN, 60, args=["private"], kwargs={"n": "private"}, options={"link": [link]})
+    options = {"link": [link], "link_error": ["private"]}
+    entries.upsert("e", PLAIN, 60, args=["private"], kwargs={"n": "private"}, options=options)
     page = visit(hide_arguments=True)
 
     for path in (
@@ -153,7 +163,7 @@ def test_hidden_arguments_are_in_no_page_and_stay_stored(visit, entries):
 
     entry = entries.get("e")
     assert (entry.args, entry.kwargs, entry.policy.jitter) == (["private"], {"n": "private"}, 7)
-    assert entry.options["link"] == [link]
+    assert entry.options == options
 
 
 def test_a_mask_that_stands_for_nothing_is_an_error(page, entries):
@@ -162,6 +172,29 @@ def test_a_mask_that_stands_for_nothing_is_an_error(page, entries):
     for given in ({"args": '["new", "u", "**"]'}, {"kwargs": '{"password": "**"}'}):
         assert "none is at its place" in save(page, "/edit?name=e", **given).text
     assert entries.get("e").kwargs == {"api_token": "s3cret"}
+
+
+def test_a_mask_in_the_form_takes_no_secret_of_another_element(page, entries):
+    accounts = [{"user": "a", "password": "PA"}, {"user": "b", "password": "PB"}]
+    entries.upsert("e", PLAIN, 60, kwargs={"accounts": accounts})
+
+    answer = save(page, "/edit?name=e", kwargs='{"accounts": [{"user": "c", "password": "**"}]}')
+    assert "give the value" in answer.text
+    assert entries.get("e").kwargs == {"accounts": accounts}
+
+    save(page, "/edit?name=e", kwargs='{"accounts": [{"user": "b", "password": "**"}]}')
+    assert entries.get("e").kwargs == {"accounts": accounts[1:]}
+
+
+@pytest.mark.parametrize("path", ["/edit?name=e", "/edit?like=e"])
+def test_another_task_in_the_form_shows_no_positional_secret(page, entries, login, path):
+    entries.upsert("e", login, 60, args=["a", "PA"])
+
+    answer = save(page, path, name="e" if "name" in path else "f", task=PLAIN)
+
+    assert "args.1 is **" in answer.text
+    assert [entry.name for entry in entries.list()] == ["e"]
+    assert entries.get("e").task == login
 
 
 def test_a_copy_keeps_secrets_and_neither_past_nor_pause(page, entries):

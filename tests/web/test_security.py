@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +18,20 @@ from click.testing import CliRunner
 from singlebeat import Schedule, web
 from singlebeat.cli import main
 from singlebeat.errors import ConfigError
-from singlebeat.web.security import COOKIE, Limit, Role, User, Users, hashed_password, hashed_token
+from singlebeat.web.exchange import PageRequest
+from singlebeat.web.security import (
+    COOKIE,
+    Gate,
+    Limit,
+    RefusedError,
+    Role,
+    User,
+    Users,
+    hashed_password,
+    hashed_token,
+)
 from tests.support import page as docs_page
+from tests.support import wait_until
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -91,7 +107,7 @@ def test_a_bearer_token_of_the_users_file_admits(visit, token, status):
     assert answer.status_code == status
 
 
-def test_a_token_in_a_cookie_admits_nobody(visit):
+def test_a_token_in_a_cookie_admits_no_one(visit):
     assert visit(users=Users(USERS)).get("/", headers={"Cookie": "Authorization=Bearer t0ken"}).status_code == 401
 
 
@@ -116,6 +132,21 @@ def test_a_user_of_the_proxy_without_a_role_sees_nothing(visit, entry):
 def test_a_proxy_and_its_header_go_together():
     with pytest.raises(ConfigError, match="go together"):
         web.app(None, trust_proxy=["10.0.0.0/8"])
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/nope", "/entry?name=nope", "/why?name=nope", "/api/nope", "/api/entry?name=nope"]
+)
+def test_a_user_without_a_role_sees_no_state_in_any_error(visit, entry, redis, path):
+    redis.hset("redbeat::leader", mapping={"host": "vm-of-the-leader", "pid": "7", "term": "1"})
+    redis.set("redbeat::lock", "token")
+    page = visit(client=("10.1.2.3", 1), trust_proxy=["10.0.0.0/8"], user_header="X-User")
+
+    answer = page.get(path, headers={"X-User": "eve"})
+
+    assert answer.status_code == 403
+    assert "vm-of-the-leader" not in answer.text
+    assert "pending" not in answer.text
 
 
 def test_the_host_decides_by_its_own_request(visit, entry):
@@ -358,20 +389,18 @@ def test_changes_are_limited_for_each_user():
     clock = iter(range(1000))
     limit = Limit(2, lambda: next(clock))
 
-    limit.count("ann")
-    limit.count("ann")
-
-    assert not limit.has_room("ann")
-    assert limit.has_room("otto")
+    assert [limit.take("ann") for _ in range(3)] == [True, True, False]
+    assert not limit.take("otto", 3)
+    assert limit.take("otto", 2)
 
 
 def test_a_limit_forgets_after_a_minute():
     times = [0.0]
     limit = Limit(1, lambda: times[0])
-    limit.count("ann")
+    assert limit.take("ann")
     times[0] = 61.0
 
-    assert limit.has_room("ann")
+    assert limit.take("ann")
 
 
 def test_an_unknown_name_takes_as_long_as_a_wrong_password():
@@ -387,29 +416,103 @@ def test_an_unknown_name_takes_as_long_as_a_wrong_password():
     assert min(took("zoe") for _ in range(3)) > min(took("ann") for _ in range(3)) / 4
 
 
-def test_one_password_is_checked_at_a_time():
-    """Each takes 16 MiB: many at once must not take all memory."""
-    users, running, most = Users(USERS), [0], [0]
-    lock = users._one_at_a_time
+class Checked:
+    """Users whose passwords are checked only when the test lets them; counts how many are checked at once."""
 
-    class Counting:
-        def __enter__(self):
-            lock.acquire()
-            running[0] += 1
-            most[0] = max(most[0], running[0])
+    def __init__(self, users: Users) -> None:
+        self.users, self.real = users, users.of_password
+        self.let_go, self.began = threading.Event(), threading.Semaphore(0)
+        self.running, self.most = 0, 0
+        users.of_password = self
 
-        def __exit__(self, *_):
-            running[0] -= 1
-            lock.release()
+    def __call__(self, name: str, password: str) -> User | None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.began.release()
+        assert self.let_go.wait(30)
+        self.running -= 1
+        return self.real(name, password)
 
-    users._one_at_a_time = Counting()
-    threads = [threading.Thread(target=users.of_password, args=("ann", "wrong")) for _ in range(5)]
+
+@contextmanager
+def at_once(gate: Gate, passwords: Sequence[tuple[str, str]]) -> Iterator[Counter[object]]:
+    """Let each of some users ask at once; yield names and statuses of the answers, which are complete at the end."""
+    answers: Counter[object] = Counter()
+
+    def ask(name: str, password: str) -> None:
+        try:
+            answers[gate.admit(request_of(name, password)).name] += 1
+        except RefusedError as exc:
+            answers[exc.status] += 1
+
+    threads = [threading.Thread(target=ask, args=each) for each in passwords]
     for thread in threads:
         thread.start()
+    yield answers
     for thread in threads:
         thread.join()
 
-    assert most == [1]
+
+def request_of(name: str, password: str) -> PageRequest:
+    given = base64.b64encode(f"{name}:{password}".encode()).decode()
+    return PageRequest("/", client="192.0.2.7", headers={"host": "localhost", "authorization": f"Basic {given}"})
+
+
+def test_wrong_passwords_at_once_are_no_more_than_one_by_one():
+    """Each is counted before it is checked; and each takes 16 MiB: many at once must not take all memory."""
+    users = Users(USERS)
+    checked, gate = Checked(users), Gate(users=users)
+    checked.let_go.set()
+
+    with at_once(gate, [("ann", f"wrong {number}") for number in range(40)]) as answers:
+        pass
+
+    assert answers == {401: 10, 429: 30}
+    assert checked.most == 1
+
+
+def test_right_passwords_at_once_use_up_no_attempts():
+    users = Users(USERS)
+    checked, gate = Checked(users), Gate(users=users)
+
+    with at_once(gate, [("ann", "a")] * 16) as answers:
+        checked.let_go.set()
+
+    assert answers == {"ann": 16}
+    with at_once(gate, [("ann", f"wrong {number}") for number in range(10)]) as answers:
+        pass
+    assert answers == {401: 10}
+
+
+def test_a_client_tries_no_password_with_very_many_names(visit):
+    page = visit(users=Users(f"ann:admin:{hashed_password('a')}"))
+
+    answers = [page.get("/", auth=(f"name {number}", "Winter2026")).status_code for number in range(101)]
+
+    assert answers == [401] * 100 + [429]
+
+
+def test_wrong_passwords_of_one_name_leave_room_for_other_names(visit):
+    """Behind a proxy, a program with an old password must not lock all others out."""
+    page = visit(users=Users(USERS))
+
+    assert [page.get("/", auth=("otto", "old")).status_code for _ in range(110)] == [401] * 10 + [429] * 100
+    assert page.get("/", auth=("ann", "a")).status_code == 200
+
+
+def test_a_verified_user_waits_for_no_password_of_another():
+    users = Users(USERS)
+    gate = Gate(users=users)
+    gate.admit(request_of("ann", "a"))
+    checked = Checked(users)
+
+    with at_once(gate, [(f"name {number}", "wrong") for number in range(60)]) as answers:
+        assert checked.began.acquire(timeout=30)
+        assert gate.admit(request_of("ann", "a")).name == "ann"
+        wait_until(lambda: answers[429] == 44, what="the refusal of those that need not wait")
+        checked.let_go.set()
+
+    assert answers == {401: 16, 429: 44}
 
 
 # ------------------------------------------------------------------ 7. rights in Redis
@@ -433,7 +536,7 @@ def test_no_view_needs_more_rights_in_redis_than_the_docs_give(visit, own_server
         page = visit(of=app, read_only=user == "viewer")
         for path in ("/", "/?q=e&sort=last", "/?sort=name", "/entry?name=e", "/why?name=e", "/history"):
             assert (answer := page.get(path)).status_code == 200, (path, answer.text[-900:])
-        for path in ("/locks", "/doctor", "/quarantine", "/changes", "/changes?name=e"):
+        for path in ("/locks", "/doctor", "/quarantine", "/changes", "/changes?name=e", "/api/entry?name=e"):
             assert page.get(path).status_code == 200, path
         if user == "singlebeat":
             assert page.submit("/run?name=e").status_code in {303, 409}

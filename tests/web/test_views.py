@@ -8,11 +8,14 @@ import io
 import re
 import threading
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from celery.schedules import crontab
+from click.testing import CliRunner
 
 from singlebeat import Schedule, web
+from singlebeat.cli import main
 from singlebeat.web.poller import Poller
 from singlebeat.web.render import instant
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
@@ -308,3 +311,73 @@ def test_a_moment_in_a_page_can_be_read_by_scripts():
     assert instant(when) == '<time datetime="2026-11-23T08:00:00+00:00">2026-11-23 08:00:00Z</time>'
     assert "in 1 h" in instant(when, UTC, when - timedelta(hours=1))
     assert "ago" in instant(when, UTC, when + timedelta(hours=1))
+
+
+# ------------------------------------------------------------------ what other programs write
+
+ODD = (
+    {"x": "y"},
+    {"entry": "e", "id": "a", "nominal": "{}", "decision": "dispatched"},
+    {"entry": "e", "id": "a", "nominal": "2026-01-01T00:00:00", "decision": "dispatched"},
+    {"entry": "e", "nominal": "2026-01-01T00:00:00+00:00", "decision": "dispatched"},
+)
+
+
+@pytest.mark.parametrize("stream", ["history", "runs"])
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_record_hides_no_other_one(app, page, entries, redis, stream, odd):
+    good = {"entry": "e", "id": "good", "nominal": "2026-01-02T00:00:00+00:00", "decision": "dispatched"}
+    end = {"entry": "e", "id": "good", "outcome": "success", "reason": "", "started": "", "duration": "", "worker": "w"}
+    for number in range(2):
+        redis.xadd("redbeat::history", good | {"id": f"good {number}"})
+        redis.xadd("redbeat::runs", end | {"id": f"good {number}"})
+        redis.xadd(f"redbeat::{stream}", odd)
+
+    for path in (
+        "/history",
+        "/history.csv",
+        "/history.json",
+        "/history?name=e&since=2026-01-01T00:00",
+        "/entry?name=e",
+    ):
+        assert page.get(path).status_code == 200, path
+    records = page.get("/api/history").json()["records"]
+    assert [each["end"]["outcome"] for each in records if each["task_id"].startswith("good")] == ["success"] * 2
+    for command in (["history"], ["history", "--json"], ["explain", "e"]):
+        assert CliRunner().invoke(main, command, obj=SimpleNamespace(app=app)).exception is None, command
+
+
+@pytest.mark.parametrize("key", ["history", "runs", "changes", "leader"])
+def test_a_key_of_another_type_is_named_on_the_page(page, entries, redis, key):
+    redis.delete(f"redbeat::{key}")
+    redis.set(f"redbeat::{key}", "text")
+
+    answer = page.get("/")
+
+    assert answer.status_code in {200, 503}
+    assert "WRONGTYPE" in answer.text or "wrong kind" in answer.text or f"redbeat::{key}" in answer.text
+
+
+@pytest.mark.parametrize("option", ["misfire_grace_time", "jitter", "expires", "max_runs"])
+def test_a_policy_with_a_very_large_number_is_shown_with_the_reason(page, entries, redis, option):
+    redis.hset("redbeat:e", "policy", f'{{"{option}": {"9" * 400}}}')
+
+    for path in ("/entry?name=e", "/edit?name=e", "/api/entry?name=e", "/"):
+        assert page.get(path).status_code == 200, path
+    assert page.get("/api/next?name=e").status_code in {200, 422}
+    if option != "max_runs":
+        assert f"{option} must be a positive number" in page.get("/entry?name=e").text
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("depth", [100, 300, 450, 900])
+def test_deeply_nested_arguments_end_no_page(visit, entries, redis, depth, hidden):
+    kwargs = '{"a":' * depth + "1" + "}" * depth
+    definition = f'{{"task": "{PLAIN}", "schedule": {{"__type__": "interval", "every": 60}}, "kwargs": {kwargs}}}'
+    redis.hset("redbeat:e", "definition", definition)
+    page = visit(hide_arguments=hidden)
+
+    for path in ("/entry?name=e", "/edit?name=e", "/", "/changes", "/quarantine"):
+        assert page.get(path).status_code in {200, 422}, path
+    for path in ("/api/entry?name=e", "/api/changes"):
+        assert page.get(path).status_code in {200, 422}, path

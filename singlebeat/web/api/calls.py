@@ -10,6 +10,7 @@ from ...diagnosis.leader import refusal
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
 from ..edits import preview_of
+from ..security import Role
 from ..views import CALCULATED_FOR
 from . import entries
 
@@ -260,7 +261,9 @@ def locks(call: Call) -> Result:
         task = record.get("task") or ""
         args = call.board.masked_text(record.get("args") or "", task)
         about = {"task": task, "args": args, "entry": record.get("entry") or ""}
-        rows.append({**asdict(lock), **about, "seems_abandoned": lock.seems_abandoned})
+        # The key is a digest of all arguments: a reader could try which masked ones fit it.
+        key = lock.key if call.user.may(Role.OPERATE) else ""
+        rows.append({**asdict(lock), **about, "key": key, "seems_abandoned": lock.seems_abandoned})
     return Result({"locks": rows})
 
 

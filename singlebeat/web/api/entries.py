@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ...beat.calendar.words import in_words
@@ -20,24 +16,15 @@ from ...beat.entries.policy import EntryPolicy
 from ...beat.entries.salvage import Salvage
 from ...beat.entries.state import State, outlook
 from ...errors import ConflictError, EntryError, UnknownEntryError
-from ...masking import MASK, unmasked
 from ..board import policy_of
+from ..versions import DEFINITION, differences, version_of
 
 if TYPE_CHECKING:
-    from celery import Celery
-
     from ...beat.page import Row
     from ...beat.schedule import Schedule
     from ..board import Board
 
 __all__ = ("ChangedError", "document", "drafted", "row", "save", "version")
-
-#: The parts of a definition, and all parts that have a version of their own.
-DEFINITION = ("task", "schedule", "args", "kwargs", "options", "enabled")
-PARTS = (*DEFINITION, *sorted(EntryPolicy.names()))
-
-#: Hexadecimal digits of the version of one part.
-DIGITS = 8
 
 
 class ChangedError(ConflictError):
@@ -54,37 +41,8 @@ class ChangedError(ConflictError):
 
 
 def version(found: Salvage | None) -> str:
-    """Return the version of definition and policy as an ETag, which has a digest for each part; empty if absent."""
-    if found is None:
-        return ""
-    texts = dict.fromkeys(PARTS, found.texts["policy"]) | dict.fromkeys(DEFINITION, found.texts["definition"])
-    for field in ("definition", "policy"):
-        with suppress(ValueError, RecursionError):
-            raw = json.loads(found.texts[field] or "{}")
-            if isinstance(raw, dict):
-                parts = DEFINITION if field == "definition" else PARTS[len(DEFINITION) :]
-                texts |= {part: json.dumps(raw.get(part), sort_keys=True) for part in parts}
-    key = _key(found.app)
-    made = (hmac.digest(key, texts[part].encode(errors="surrogateescape"), "sha256").hex() for part in PARTS)
-    return f'"{"".join(digest[:DIGITS] for digest in made)}"'
-
-
-@lru_cache(maxsize=16)
-def _key(app: Celery) -> bytes:
-    """Return a key for versions: else they would tell whether a masked secret is what a reader guesses.
-
-    It is the same in all processes of an app, and made of what only the app's operators know.
-    """
-    names = ("broker_url", "broker_write_url", "redbeat_redis_url", "singleton_backend_url", "result_backend")
-    return hashlib.sha256(repr([app.conf.get(name) for name in names]).encode(errors="replace")).digest()
-
-
-def _differences(one: str, other: str) -> Sequence[str]:
-    """Return the names of the parts in which two versions differ, empty if that is not known."""
-    if len(one) != len(other) or not other:
-        return ()
-    digests = [[text.strip('"')[at : at + DIGITS] for at in range(0, len(text) - 2, DIGITS)] for text in (one, other)]
-    return [part for part, mine, theirs in zip(PARTS, *digests, strict=True) if mine != theirs]
+    """Return the version of an entry as an ETag; empty if there is no entry."""
+    return f'"{version_of(found)}"' if found is not None else ""
 
 
 def document(board: Board, schedule: Schedule, name: str) -> tuple[Mapping[str, Any], str]:
@@ -200,7 +158,7 @@ def save(
     if found is not None and must_be_new:
         raise ChangedError(f"there is an entry {name!r} already: change it with If-Match", is_condition=True)
     check_version(found, expected)
-    given = _kept(board, definition, found)
+    given = _kept(board, definition, found, is_partial=is_partial)
     if is_partial and found is not None:
         entry = _changed(found, given, policy)
     else:
@@ -216,7 +174,7 @@ def save(
         schedule.save(entry)
     except ConflictError as exc:
         now = _stored(schedule, name)
-        parts = _differences(version(found), version(now))
+        parts = differences(version_of(found), version_of(now))
         raise ChangedError(str(exc), parts, is_condition=bool(expected) or must_be_new) from None
     return found is None
 
@@ -231,7 +189,7 @@ def check_version(found: Salvage | None, expected: str) -> None:
         return
     given, present = [each.strip().removeprefix("W/") for each in expected.split(",")], version(found)
     if present not in given:
-        parts = _differences(given[0], present)
+        parts = differences(given[0].strip('"'), present.strip('"'))
         what = f": {', '.join(parts)}" if parts else ""
         raise ChangedError(
             f"another process has changed the entry since you have read it{what}. Read it again, and repeat the change",
@@ -250,52 +208,18 @@ def _stored(schedule: Schedule, name: str) -> Salvage | None:
     return None
 
 
-def _kept(board: Board, definition: Mapping[str, Any], found: Salvage | None) -> Mapping[str, Any]:
+def _kept(board: Board, definition: Mapping[str, Any], found: Salvage | None, *, is_partial: bool) -> Mapping[str, Any]:
     """Return a definition with the stored value in the place of each mask.
 
     Raises:
-        EntryError: a mask stands for no stored value.
+        MaskError: a mask cannot be replaced.
     """
     stored: Any = {}
     if found is not None:
         with suppress(ValueError, RecursionError):
             stored = json.loads(found.texts["definition"])
     stored = stored if isinstance(stored, dict) else {}
-    given = {name: definition[name] for name in ("args", "kwargs", "options") if name in definition}
-    task = definition.get("task") or stored.get("task")
-    shown = board.shown_call({"task": task, **{name: _blank(value) for name, value in given.items()}})
-    if lost := _lost_mask(given, stored, shown):
-        raise EntryError(f"{lost} is {MASK}, which stands for a value that is stored, and none is: give the value")
-    return {**definition, **{name: unmasked(value, stored.get(name)) for name, value in given.items()}}
-
-
-def _blank(value: Any) -> Any:
-    """Return a value without the masks that it holds, so that masks are found where values are secret."""
-    if isinstance(value, dict):
-        return {name: _blank(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_blank(each) for each in value]
-    return "" if value == MASK else value
-
-
-def _lost_mask(value: Any, stored: Any, shown: Any, path: str = "") -> str:
-    """Return where a value is a mask that stands for nothing, empty if nowhere.
-
-    Args:
-        shown: the value without its masks, as it would be shown.
-    """
-    if isinstance(value, str):
-        return path if value == shown == MASK and stored is None else ""
-    pairs: Any = ()
-    if isinstance(value, dict) and isinstance(shown, Mapping):
-        kept = stored if isinstance(stored, Mapping) else {}
-        pairs = ((name, each, kept.get(name), shown.get(name)) for name, each in value.items())
-    elif isinstance(value, list) and isinstance(shown, list):
-        rest = [*stored] if isinstance(stored, list) else []
-        rest += [None] * (len(value) - len(rest))
-        pairs = zip(map(str, count()), value, rest, shown, strict=False)
-    found = (_lost_mask(each, old, its, f"{path}.{name}".strip(".")) for name, each, old, its in pairs)
-    return next(filter(None, found), "")
+    return {**definition, **board.unmasked_call(definition, stored, is_partial=is_partial)}
 
 
 def _changed(found: Salvage, definition: Mapping[str, Any], policy: Mapping[str, Any]) -> Entry:

@@ -167,6 +167,7 @@ COMPONENTS: Mapping[str, Any] = {
         **(lock := of_type(HeldLock)),
         "properties": {
             **lock["properties"],
+            "key": {**STRING, "description": "Needs the role operate, else empty: it is a digest of the arguments."},
             "task": STRING,
             "args": {**STRING, "description": "The arguments as a string, without secret ones."},
             "entry": STRING,

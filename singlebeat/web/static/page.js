@@ -77,12 +77,12 @@
   document.addEventListener("htmx:afterOnLoad", () => lost(false));
 
   function count() {
-    const chosen = all("#live input[name=name]:checked").length;
+    const chosen = all("#live input[name^=name]:checked").length;
     const bar = document.getElementById("chosen");
     if (bar) bar.textContent = chosen ? `${chosen} selected` : "Nothing selected";
   }
   document.addEventListener("change", (event) => {
-    if (event.target.id === "all") for (const box of all("#live input[name=name]")) box.checked = event.target.checked;
+    if (event.target.id === "all") for (const box of all("#live input[name^=name]")) box.checked = event.target.checked;
     count();
   });
 
