@@ -97,6 +97,7 @@ class Facts:
     stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
     results_away: str = ""  #: why the result backend could not be asked
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
+    found_in: Delivery | None = None  #: of the queue of that message; None if unknown
     without_singlebeat: Sequence[str] = ()  #: workers that answer, and have no singlebeat or no server for locks
     silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
     wrong_clocks: Sequence[str] = ()  #: sentences about workers whose clocks differ from the server's
@@ -390,6 +391,8 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
     yield f"{_sentence(str(found))}."
+    if facts.found_in is not None and facts.found_in.unread and not found.outcome:
+        yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
     if found.outcome:
         yield (
             "Beat frees the lock when another run meets it, unless singlebeat_lost_after is None. To free it now: "

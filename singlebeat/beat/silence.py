@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -43,18 +44,26 @@ MOST_VANISHED = 4
 SKIPPED_FOR = timedelta(minutes=1)
 
 
-def silence(entry: Entry, own: Own, recent: Sequence[Record] = (), *, recorded: bool = True) -> str:
+def silence(
+    entry: Entry,
+    own: Own,
+    recent: Sequence[Record] = (),
+    *,
+    recorded: bool = True,
+    backlog: Callable[[Entry], str] = lambda _: "",
+) -> str:
     """Return a sentence, without a full stop, if an entry is silent; else an empty string.
 
     Args:
         own: the last decisions about it and the last ends of its runs.
         recent: earlier decisions about it, and later ones: those that it was skipped push the others out of its own.
         recorded: whether there are workers with singlebeat, which record the ends of runs.
+        backlog: returns where its messages may still wait, in words; called only if that matters.
     """
     if not entry.enabled or entry.policy.paused:
         return ""
-    found = _skipped(entry, own) or _unsent(own.decisions)
-    return found or (recorded and _vanished(entry, [*own.decisions, *recent])) or _failed(own.ends)
+    found = _skipped(entry, own, recent) or _unsent(own.decisions)
+    return found or (recorded and _vanished(entry, [*own.decisions, *recent], backlog)) or _failed(own.ends)
 
 
 def _unsent(decisions: Sequence[Record]) -> str:
@@ -74,8 +83,8 @@ def _failed(ends: Sequence[End]) -> str:
     return f"its last {len(ends)} runs all {what}, the last one at {_moment(last.at)}{where}{why}"
 
 
-def _vanished(entry: Entry, decisions: Sequence[Record]) -> str:
-    """Return a sentence if runs of an entry end without a record, as if each had killed its worker."""
+def _vanished(entry: Entry, decisions: Sequence[Record], backlog: Callable[[Entry], str]) -> str:
+    """Return a sentence if runs of an entry end without a record: expired, not started yet, or with their worker."""
     # A reason says that code of the app has sent it, or that it was sent without its lock.
     followed = (record for record in decisions if record.decision == "dispatched" and not record.reason)
     sent = sorted(followed, key=lambda record: record.at)
@@ -83,11 +92,29 @@ def _vanished(entry: Entry, decisions: Sequence[Record]) -> str:
     last, *before = [*dict.fromkeys(record.task_id for record in reversed(sent))][: MOST_VANISHED + 1] or [""]
     if len(before) < LEAST_FAILED or not ended.isdisjoint([last, *before]) or not _follows_its_end(entry):
         return ""
-    return (
-        f"its last {len(before)} runs before the present one are over, and no worker has recorded how they ended: each "
-        "has probably killed its worker (for want of memory? See the log of the worker's host). Or it has expired in "
-        "its queue, or its worker has no singlebeat, or another redbeat_redis_url or redbeat_key_prefix"
+    what = f"no worker has recorded an end of its last {len(before)} runs before the present one"
+    if _may_expire(entry, sent[-len(before) - 1 :]):
+        return f"{what}: each has probably expired in its queue before a worker started it"
+    killed = (
+        "killed its worker (for want of memory? See the log of the worker's host). Or its worker has no singlebeat, or "
+        "another redbeat_redis_url or redbeat_key_prefix"
     )
+    if where := backlog(entry):
+        return f"{what}: they may still wait in {where}. Or each has {killed}"
+    return f"{what}: each has probably {killed}"
+
+
+def _may_expire(entry: Entry, sent: Sequence[Record]) -> bool:
+    """Return whether the message of each of these runs may have expired before the next one was sent."""
+    given = (
+        entry.policy.expires,
+        entry.options.get("expires"),
+        getattr(entry.app.tasks.get(entry.task), "expires", None),
+    )
+    expires = next((each for each in given if each is not None), None)
+    if not isinstance(expires, int | float):  # a moment, which may have come
+        return expires is not None
+    return all((later.at - earlier.at).total_seconds() >= expires for earlier, later in pairwise(sent))
 
 
 def _follows_its_end(entry: Entry) -> bool:
@@ -103,13 +130,16 @@ def _follows_its_end(entry: Entry) -> bool:
         return False
 
 
-def _skipped(entry: Entry, own: Own) -> str:
+def _skipped(entry: Entry, own: Own, recent: Sequence[Record]) -> str:
     last, sent = next(iter(own.decisions), None), entry.meta.last_run
     if last is None or last.decision != "skipped_overlap":
         return ""
     decided = entry.meta.last_run_at
     if decided is not None and decided - last.nominal > timedelta(seconds=1) and not own.is_pending:
         return ""  # RedBeat has run the entry since then; RedBeat records no history
+    if sent is not None:  # the run of a time may have been sent long after that time
+        known = [each.at for each in (*own.decisions, *recent) if each.decision in {"dispatched", "buffered"}]
+        sent = max([sent, *known])
     if sent is not None and last.nominal - sent < max(SKIPPED_FOR, _time_of(entry, sent, LEAST_SKIPPED) - sent):
         return ""
     since = f"since {_moment(sent)}" if sent is not None else "so far"

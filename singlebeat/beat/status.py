@@ -21,6 +21,7 @@ from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
+from .leadership.lease import unusable_term
 from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class ScheduleStatus:
     broker: str = ""  #: of this process
     pauses: Sequence[Pause] = ()  #: of many entries, those that last
     unreadable_pauses: Mapping[str, str] = field(default_factory=dict)  #: selector -> why; they pause nothing
+    unusable_term: str = ""  #: why no beat can lead, and what to do, if another program has spoilt the number of terms
 
     @property
     def works(self) -> bool:
@@ -188,6 +190,12 @@ class ScheduleStatus:
         return f"{took * 1000:.1f} ms, {self.renewal_share:.2%} of the lease of {lease:g} s"
 
     @property
+    def renewed(self) -> str:
+        """When the leader has last renewed its lease, in words; empty if unknown: it may have been killed since."""
+        lease = _number(self.leader.get("lease_ms")) / 1000
+        return f"renewed {max(0.0, lease - self.lease_left):.0f} s ago" if lease and self.lease_left else ""
+
+    @property
     def lost(self) -> str:
         """What the schedule's server has lost by the leader's record, and what came back; empty if no loss is known."""
         began, term, since = (self.leader.get(name, "") for name in ("since", "lost", "lost_since"))
@@ -246,7 +254,7 @@ class ScheduleStatus:
             wrong = next((text for text, ahead in self.wrong_clocks() if abs(ahead) > UNFIT_FROM), "")
             return wrong or (self.waits if self.set_back > UNFIT_FROM else "")
         if not self.is_shared:
-            return "no beat leads"
+            return self.unusable_term or "no beat leads"
         since = "ever" if self.silent is None else f"for {self.silent:.0f} s"
         return f"no beat works: there was no sign of one {since}, and none leads (redbeat_lock_key is None)"
 
@@ -285,6 +293,8 @@ class ScheduleStatus:
     @classmethod
     def of(cls, app: Celery, *, names: bool = True, client: RedisClient = None) -> ScheduleStatus:
         """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
+
+        If no beat leads, it takes one more.
 
         Args:
             names: read the names and reasons of quarantined entries, of which there may be thousands.
@@ -362,6 +372,7 @@ class ScheduleStatus:
             broker=broker_place(app),
             pauses=pauses.lasting(datetime.fromtimestamp(now, UTC)),
             unreadable_pauses=pauses.problems,
+            unusable_term=unusable_term(client, keys.lease) if keys.lock is not None and ttl <= 0 else "",
         )
 
 

@@ -11,8 +11,10 @@ import click
 from ..beat.explain import explain
 from ..beat.schedule import Schedule
 from ..beat.status import ScheduleStatus
+from ..beat.store.probe import HISTORY, schedule_refusal
+from ..connections import schedule_place
 from ..diagnosis.facts import facts_of, read_entry
-from .output import command, moment, parse_instant, printable, show_json, table
+from .output import command, marked, moment, parse_instant, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -34,6 +36,9 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     records = entries.history(name, count)
     if name is not None and not records:
         read_entry(entries, name, ScheduleStatus.of(app))  # raises if there is no entry of this name
+    if refused := schedule_refusal(app, needs=HISTORY):
+        text = f"runs may be missing here: the schedule's server {schedule_place(app)}: {refused}"
+        click.echo(marked(text, "problem"), err=True)
     if as_json:
         show_json([asdict(record) for record in records])
         return

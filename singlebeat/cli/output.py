@@ -191,8 +191,34 @@ def marked(text: str, level: str) -> str:
     return click.style(printable(text), fg=COLOURS[level])
 
 
+class Progress:
+    """Counts steps, and shows the count in a line on standard error.
+
+    Args:
+        what: the noun after the count, with the final number of steps, if it is known.
+        shown: whether the line is shown.
+    """
+
+    def __init__(self, what: str, *, shown: bool) -> None:
+        self._what, self._shown, self._done, self._shown_at = what, shown, 0, 0.0
+
+    def __call__(self, count: int = 1) -> None:
+        """Count steps."""
+        self._done += count
+        if self._shown and time.monotonic() - self._shown_at >= PROGRESS_INTERVAL:
+            self._shown_at = time.monotonic()
+            sys.stderr.write(f"\r{self._done:,}{self._what} ")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Remove the line, until the next step."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
 @contextmanager
-def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Progress]:
     """Yield a function that counts steps, and show the count in a line on standard error.
 
     The line is shown on a terminal only, and removed at the end.
@@ -202,24 +228,14 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
         total: the final number of steps, or None if it is not known.
         quiet: show nothing.
     """
-    stream, done, shown_at = sys.stderr, 0, 0.0
-    shown = not quiet and stream is not None and stream.isatty()  # None if the caller has closed standard error
-
-    def step(count: int = 1) -> None:
-        nonlocal done, shown_at
-        done += count
-        if shown and time.monotonic() - shown_at >= PROGRESS_INTERVAL:
-            shown_at = time.monotonic()
-            stream.write(f"\r{done:,}{'' if total is None else f' of {total:,}'} {what} ")
-            stream.flush()
-
+    # None if the caller has closed standard error.
+    shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
+    step = Progress(f"{'' if total is None else f' of {total:,}'} {what}", shown=shown)
     step(0)
     try:
         yield step
     finally:
-        if shown:
-            stream.write("\r\x1b[K")
-            stream.flush()
+        step.clear()
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, cut: Collection[int] = ()) -> None:

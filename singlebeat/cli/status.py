@@ -33,11 +33,13 @@ def status_(app: Celery, as_json: bool) -> None:
     if as_json:
         show_json(asdict(state))
         return
-    click.echo(f"leader      {printable(who(state))}")
+    click.echo(printable(f"leader      {', '.join(filter(None, (who(state), state.renewed)))}"))
     click.echo(f"{'beats' if state.is_shared else 'standbys':<12}{len(state.standbys)}")
     for standby in state.standbys:
-        click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby)))
-    for problem in filter(None, (state.redbeat_silent, state.sent_elsewhere, refusal(app, state))):
+        of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
+        click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
+    problems = (state.unusable_term, state.redbeat_silent, state.sent_elsewhere, refusal(app, state))
+    for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):
         click.echo(marked(f"broker      {text}", "warning"))

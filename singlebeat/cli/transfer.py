@@ -11,12 +11,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from ..beat.calendar.clocked import clocked
+from ..beat.calendar.clocked import comes_once
 from ..beat.calendar.zone import app_zone
 from ..beat.entries.author import Author
 from ..beat.entries.entry import Entry
 from ..beat.entries.fields import BATCH
 from ..beat.entries.save import save_entries
+from ..beat.entries.timetable import EPOCH
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus
@@ -42,6 +43,9 @@ def export_(app: Celery, as_json: bool) -> None:
 
     Entries without a place in the schedule are printed, too, and named: an import gives them a place. Unknown fields,
     which beat ignores, are named and left out.
+
+    A pause of one entry is in the file, a pause of many is not: each that lasts is named, with the command that makes
+    it on another server.
     """
     entries, found, problems, warnings = Schedule(app), [], dict[str, EntryError](), dict[str, str]()
 
@@ -71,6 +75,9 @@ def export_(app: Celery, as_json: bool) -> None:
     show_json(found)
     _name(problems)
     _name(warnings, "warning")
+    for pause in entries.pauses():
+        text = f"{pause}: this is not in the file. To pause them on another server, before the import: {pause.made_by}"
+        click.echo(marked(text, "warning"), err=True)
     raise SystemExit(1 if problems else 0)
 
 
@@ -153,7 +160,8 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
             fields = [json.dumps(row[f]) if row.get(f) else None for f in ("definition", "meta", "policy")]
             entry = Entry.from_fields(key + name, *fields, app=app)
             entry.version = None  # an existing entry is replaced
-            if not row.get("meta") and isinstance(entry.schedule, clocked) and entry.schedule.instant <= now:
+            only = entry.timetable.next(EPOCH) if not row.get("meta") and comes_once(entry.schedule) else None
+            if only is not None and only <= now:
                 entry = entry.with_past(replace(entry.meta, since=now))  # as save() does: else the entry would run now
             _ = entry.score  # raises if it cannot be computed
         except Exception as exc:  # a schedule may raise any exception, and must not affect other entries

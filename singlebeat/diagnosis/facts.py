@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ..beat.delivery import Delivery, queue_of
+from ..beat.delivery import queue_of
 from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
 from ..beat.entries.statics import owner_of
@@ -31,11 +31,12 @@ from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
-from .workers import BrokerError, NoQuestionsError, Workers, ahead_of_server, refused_queues, silent_workers
+from .workers import Backlog, BrokerError, NoQuestionsError, Workers, ahead_of_server, delivery_of, refused_queues
 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ..beat.delivery import Delivery
     from ..beat.entries.entry import Entry
     from ..beat.store.history import End, Record
     from ..clients import RedisClient
@@ -89,8 +90,7 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
 
 
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
-    queue = queue_of(app, entry) if entry is not None and workers is not None else None
-    return Delivery.of(queue, workers.readers, silent_workers(app, workers)) if queue and workers is not None else None
+    return delivery_of(app, queue_of(app, entry) or "", workers) if entry is not None else None
 
 
 def _pending(app: Celery, name: str) -> Occurrence | None:
@@ -151,7 +151,9 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
             found = next(iter(examine(app, list(islice(waiting(locks_of(app), {task}), 1)))), None)
     except LockBackendError as exc:
         locks_away = lock_server_says(app, exc)
-    refused = schedule_refusal(app) if pending is not None or state.overdue or not state.works else ""
+    # A run without an end may have ended, and the server may have refused the record.
+    is_doubtful = pending is not None or bool(state.overdue) or not state.works or bool(task)
+    refused = schedule_refusal(app) if is_doubtful else ""
     # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
     locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
     if refuses_writes(refused) and refuses_writes(locks_refused) and lock_place(app) == schedule_place(app):
@@ -186,8 +188,9 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         stored_end=stored,
         results_away=results_away,
         found=found,
+        found_in=delivery_of(app, found.lock.queue, workers) if found is not None else None,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
-        silent=_silence(app, entry, records, recorded=_record_ends(workers)) if entry is not None else "",
+        silent=_silence(app, entry, records, workers) if entry is not None else "",
         wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),
         holder_end=_end_of(entries, record) if record is not None and task not in locks else None,
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
@@ -220,17 +223,17 @@ def _paused_by(entries: Schedule, entry: Entry) -> str:
     return f" since {change.at:%Y-%m-%d %H:%M:%SZ} by {change.actor or 'another program'}" if change is not None else ""
 
 
-def _silence(app: Celery, entry: Entry, records: Sequence[Record], *, recorded: bool) -> str:
+def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Workers | None) -> str:
     """Return that all last runs of an entry failed, vanished or were skipped; empty if not.
 
     Args:
         records: the last decision about it, or several.
-        recorded: whether there are workers that record the ends of runs.
+        workers: the answers of the workers; None if they could not be asked.
     """
     ((_, own),) = History(app).own([entry.name])
     is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
     recent = Schedule(app).history(entry.name, EXPLAINED) if is_open else ()
-    return silence(entry, own, recent, recorded=recorded)
+    return silence(entry, own, recent, recorded=_record_ends(workers), backlog=Backlog(app, workers).of)
 
 
 def _may_have_result(record: Record) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..beat.explain import HeldLock
@@ -15,7 +16,7 @@ from ..locks.base import Ref, read_generation
 from ..locks.key import is_lock_key
 from ..locks.redis import RedisBackend
 from ..run_results import flush_ends
-from .workers import BrokerError, Workers
+from .workers import BrokerError, Workers, delivery_of
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -145,6 +146,15 @@ def _check_abandoned(app: Celery, lock: HeldLock) -> None:
         )
 
 
+def _unread(app: Celery, queue: str) -> str:
+    """Return that no worker reads a queue, and what to do, as the end of a sentence; empty if one may read it."""
+    with suppress(BrokerError):
+        delivery = delivery_of(app, queue, Workers.ask(app) if queue else None)
+        if delivery is not None and delivery.unread:
+            return f"; {delivery.unread}. {delivery.way_out[0].upper()}{delivery.way_out[1:]}"
+    return ""
+
+
 def _free_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
     """Free the lock of a lost message.
 
@@ -154,6 +164,6 @@ def _free_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
     results: list[Found] = examine(app, [found]) if found is not None else []
     if not free(app, results):
         unknown = f"the lock of task {lock.task_id} is not freed: nothing more is known about its message"
-        why = str(results[0]) if results else unknown
+        why = f"{results[0]}{_unread(app, results[0].lock.queue)}" if results else unknown
         raise NotFreedError(f"{why}. --force frees it now; a message that starts later acquires the lock again")
     flush_ends(app)

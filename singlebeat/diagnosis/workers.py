@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..beat.delivery import Busy, Reader, queue_of
+from ..beat.delivery import Busy, Delivery, Reader, queue_of
 from ..beat.keys import Keys
-from ..beat.lost_messages import living_workers
+from ..beat.lost_messages import count_messages, living_workers
 from ..beat.server_time import ServerTime
+from ..beat.status import counted
 from ..beat.store.probe import advice, is_denied
 from ..broker import bounded, naming_alarms
 from ..config import Config
@@ -69,7 +70,7 @@ class Workers:
             BrokerError: the broker does not answer, or refuses.
         """
         try:
-            with app.connection_for_write() as connection:
+            with bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as connection:
                 # First, because Celery would retry for ever to send the question.
                 connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT)
             began = time.monotonic()
@@ -117,6 +118,43 @@ class Workers:
         for worker, shown in sorted(self.clocks.items()):
             if not began - more_than <= shown <= ended + more_than:
                 yield worker, shown - began
+
+
+def delivery_of(app: Celery, queue: str, workers: Workers | None) -> Delivery | None:
+    """Return the delivery of a queue; None if the queue is unknown (empty), or if the workers could not be asked."""
+    if not queue or workers is None:
+        return None
+    delivery = Delivery.of(queue, workers.readers, silent_workers(app, workers))
+    return replace(delivery, messages=count_messages(app, queue)) if delivery.unread else delivery
+
+
+class Backlog:
+    """Where messages of entries may still wait.
+
+    Args:
+        workers: the answers of the workers; None if they could not be asked.
+    """
+
+    def __init__(self, app: Celery, workers: Workers | None) -> None:
+        self._app, self._workers, self._counts = app, workers, dict[str, int]()
+
+    def count(self, queue: str) -> int:
+        """Return how many messages wait in a queue; 0 if the broker does not say."""
+        if queue not in self._counts:
+            self._counts[queue] = count_messages(self._app, queue)
+        return self._counts[queue]
+
+    def of(self, entry: Entry) -> str:
+        """Return the queue of an entry, in words, if messages wait there or may do so; empty if not, or if unknown."""
+        queue = queue_of(self._app, entry)
+        if queue is None or self._workers is None:
+            return ""
+        delivery = Delivery.of(queue, self._workers.readers)
+        if count := self.count(queue):
+            return f"queue {queue}, which has {counted(count, 'message', 'messages')}"
+        if not delivery.readers:
+            return f"queue {queue}, which no worker that answers reads"
+        return f"queue {queue}, or at its workers: {delivery.full}" if delivery.full else ""
 
 
 def ahead_of_server(app: Celery) -> float:

@@ -26,7 +26,7 @@ from .workers import check_workers
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("PARTS", "Finding", "findings")
+__all__ = ("PARTS", "Finding", "Read", "findings")
 
 #: A part of the examination.
 Check = Callable[["Celery", Read], Iterator[Finding]]
@@ -37,24 +37,20 @@ PARTS: Sequence[Check] = (
 )
 
 
-def findings(app: Celery, *, step: Callable[[], object] = lambda: None) -> tuple[Sequence[Finding], RedisError | None]:
-    """Return the findings of all parts, and the error of the schedule's server if it did not answer.
+def findings(schedule: Read, *, step: Callable[[], object] = lambda: None) -> Iterator[Finding]:
+    """Yield the findings of all parts, each as soon as it is known.
 
     Args:
+        schedule: nothing of it was read yet; later it has the error of the schedule's server.
         step: called after each part.
     """
-    schedule = Read(app)
-    found = dict[Finding, None]()
+    found = set[Finding]()
     for check in PARTS:
-        found |= dict.fromkeys(_on_any_server(app, check, schedule))  # a finding of many parts is shown once
+        for finding in _on_any_server(schedule.app, check, schedule):
+            if finding not in found:  # a finding of many parts is shown once
+                found.add(finding)
+                yield finding
         step()
-    return [*found], schedule.error
-
-
-def left_out(app: Celery, error: RedisError) -> Finding:
-    """Return the finding that the schedule's server did not answer, and parts were left out."""
-    text = f"it {what_it_does(error)}: {error}; the parts that need it were left out"
-    return Finding("problem", f"schedule's server {schedule_place(app)}", text)
 
 
 def _on_any_server(app: Celery, check: Check, schedule: Read) -> Iterator[Finding]:
@@ -64,6 +60,9 @@ def _on_any_server(app: Celery, check: Check, schedule: Read) -> Iterator[Findin
     except ResponseError as exc:
         yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule_server_says(app, exc))
     except RedisError as exc:
+        if schedule.error is None:
+            text = f"it {what_it_does(exc)}: {exc}; the parts that need it are left out"
+            yield Finding("problem", f"schedule's server {schedule_place(app)}", text)
         schedule.error = exc
     except LockBackendError as exc:
         yield of_locks(app, exc)

@@ -12,7 +12,7 @@ from ...beat.entries.statics import Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.server_time import UNFIT_FROM
 from ...beat.status import MAX_LAG, PLAIN_BEAT, REDBEAT_LEADS, ScheduleStatus, counted
-from ...beat.store.probe import refuses_writes
+from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
 from ..facts import AGAIN
@@ -50,8 +50,9 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
         why = "the broker or the locks' server may be unreachable"
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
-        elif refused := listed([*refused_queues(app, [entry for entry in schedule.usable if entry.key in pending])]):
-            why = refused
+        elif schedule.broker_answers:
+            waiting = [entry for entry in schedule.usable if entry.key in pending]
+            why = listed([*refused_queues(app, waiting)]) or why
         text = f"{counted(len(pending), 'occurrence is', 'occurrences are')} claimed and not confirmed: {why}"
         if state.pending_lag:
             text += f". The first is late by {state.pending_lag:.0f} s"
@@ -70,6 +71,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", "beat", text)
     elif not state.works and refused:
         yield Finding("problem", "beat", f"{state.problem()}. The schedule's server may be why: {refused}")
+    elif not state.works and state.unusable_term:
+        yield Finding("problem", "beat", state.unusable_term)
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
         yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
     elif not state.works:
@@ -80,7 +83,7 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
         text += " after 20 s, and doctor does not know how many beats you have started: probe the /healthz of each beat"
         yield Finding("fine" if len(state.standbys) > 1 else "warning", "beat", text)
-    elif not state.standbys and refused:
+    elif not state.standbys and (refused := refused and schedule_refusal(app, needs=STANDBY)):
         text = (
             "no standby is noted, but there may be one: the schedule's server refuses a command that a standby needs "
             f"to note itself. Correct that first: {refused}"

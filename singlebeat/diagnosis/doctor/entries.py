@@ -18,8 +18,6 @@ from ...beat.silence import silence
 from ...beat.status import QUARANTINED_LATER, counted
 from ...beat.store.history import History
 from ...connections import ResponseError, schedule_client
-from ...errors import SinglebeatError
-from ...locks import backend_of
 from .finding import MOST_NAMED, Finding, Read
 from .servers import visibility_timeout
 
@@ -46,7 +44,7 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
     if len(schedule.unusable) > MOST_NAMED:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} are unusable (celery singlebeat list)")
     yield from _pauses(schedule)
-    yield from _histories(app, schedule.usable)
+    yield from _histories(app, schedule)
     if not schedule.state.redbeat_leads:  # RedBeat calculates other times
         yield from _late(app, schedule.usable)
         yield from _over(app, schedule)
@@ -119,11 +117,10 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("fine", "entries", text)
 
 
-def _histories(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
+def _histories(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check the history of each entry for last runs that all failed, were all skipped or wait, and for long runs."""
-    by_name, recorded = {entry.name: entry for entry in entries[:MOST_HISTORIES]}, True
-    with suppress(SinglebeatError):  # another part reports it
-        recorded = backend_of(app).workers_seen()
+    entries = schedule.usable
+    by_name = {entry.name: entry for entry in entries[:MOST_HISTORIES]}
     recent: Mapping[str, list[Record]] = defaultdict(list)
     with suppress(ResponseError, KeyError, ValueError):  # another part names the key; any program may add records
         for record in History(app).latest(MOST_HISTORIES):
@@ -133,7 +130,13 @@ def _histories(app: Celery, entries: Sequence[Entry]) -> Iterator[Finding]:
     for name, own in History(app).own(by_name):
         if own.decisions and own.decisions[0].is_without_lock:
             unlocked[name] = own.decisions[0].reason
-        if text := silence(by_name[name], own, recent[name], recorded=recorded):
+        if text := silence(
+            by_name[name],
+            own,
+            recent[name],
+            recorded=schedule.workers_seen,
+            backlog=schedule.where_waits,
+        ):
             silent[name] = text
         if ends := [end for end in own.ends if end.duration is not None]:
             longest[name] = max(ends, key=_duration)

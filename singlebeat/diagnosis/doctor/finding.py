@@ -7,13 +7,15 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...beat.result_backend import ResultBackendError, check_results
+from ...beat.result_backend import ResultBackendError, check_results, result_place
 from ...beat.schedule import Schedule
 from ...beat.status import ScheduleStatus
 from ...beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
 from ...config import Config
-from ...connections import RedisError, ResponseError
-from ...errors import LockBackendError
+from ...connections import RedisError, ResponseError, broker_place, is_one_server, schedule_place, what_it_does
+from ...errors import LockBackendError, SinglebeatError
+from ...locks import backend_of
+from ..workers import Backlog, BrokerError, NoQuestionsError, Workers
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -41,15 +43,61 @@ def of_locks(app: Celery, exc: LockBackendError) -> Finding:
 
 
 class Read:
-    """The state of the schedule and of the result backend, read once for all parts that need it.
+    """The answers of the servers and of the workers, read once for all parts that need them.
+
+    No part waits again for a server that did not answer.
 
     Raises:
-        RedisError: the schedule's server did not answer an earlier part; no part waits for it again.
+        RedisError: the schedule's server did not answer an earlier part.
     """
 
     def __init__(self, app: Celery) -> None:
         self.app = app
         self.error: RedisError | None = None  #: the error of the schedule's server, if it did not answer
+
+    def is_away_with_schedule(self, place: str) -> bool:
+        """Return whether a place is on the schedule's server, which did not answer."""
+        away = self.error is not None and what_it_does(self.error) == "does not answer"
+        return away and is_one_server(place, schedule_place(self.app))
+
+    @cached_property
+    def _locks(self) -> bool | SinglebeatError:
+        try:
+            place = lock_place(self.app)
+            if self.is_away_with_schedule(place):
+                return LockBackendError(f"the locks' server {place} does not answer: {self.error}")
+            return backend_of(self.app).workers_seen()
+        except SinglebeatError as exc:
+            return exc
+
+    @property
+    def locks_error(self) -> SinglebeatError | None:
+        """The error of the locks' server, or of its settings; None if it answers."""
+        return self._locks if isinstance(self._locks, SinglebeatError) else None
+
+    @property
+    def workers_seen(self) -> bool:
+        """Whether any worker with singlebeat was seen; True if the locks' server does not say."""
+        return self._locks is not False
+
+    @cached_property
+    def _workers(self) -> Workers | BrokerError:
+        if self.is_away_with_schedule(broker_place(self.app)):
+            return BrokerError(f"does not answer: {self.error}")
+        try:
+            return Workers.ask(self.app)
+        except BrokerError as exc:
+            return exc
+
+    @property
+    def workers(self) -> Workers | None:
+        """The answers of the workers; None if the broker does not answer, or refuses the questions."""
+        return None if isinstance(self._workers, BrokerError) else self._workers
+
+    @property
+    def broker_error(self) -> BrokerError | None:
+        """Why the workers could not be asked; None if they could."""
+        return self._workers if isinstance(self._workers, BrokerError) else None
 
     @cached_property
     def state(self) -> ScheduleStatus:
@@ -63,9 +111,25 @@ class Read:
         """What the schedule's server refuses, and what to do; empty if it refuses nothing that is needed."""
         return schedule_refusal(self.app)
 
+    @property
+    def broker_answers(self) -> bool:
+        """Whether the broker answers, though it may refuse the questions to workers."""
+        return self.broker_error is None or isinstance(self.broker_error, NoQuestionsError)
+
+    @cached_property
+    def backlog(self) -> Backlog:
+        """Where messages may still wait."""
+        return Backlog(self.app, self.workers)
+
+    def where_waits(self, entry: Entry) -> str:
+        """Return where the messages of an entry may still wait, in words; ask the workers only if that matters."""
+        return self.backlog.of(entry)
+
     @cached_property
     def results(self) -> str:
         """The error of the result backend; empty if the backend answers, or if the app has none."""
+        if self.is_away_with_schedule(result_place(self.app).removeprefix("result backend ")):
+            return f"does not answer: {self.error}"
         try:
             check_results(self.app, timeout=Config.of(self.app).singlebeat_socket_timeout)
         except ResultBackendError as exc:

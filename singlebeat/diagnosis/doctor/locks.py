@@ -7,29 +7,35 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ...beat.lost_messages import MOST, examine
+from ...beat.delivery import queue_of
+from ...beat.entries.statics import owner_of
+from ...beat.lost_messages import MOST, Waiting, examine
+from ...beat.status import counted
 from ...config import Config
 from ...errors import SinglebeatError
 from ...locks import backend_of, worker_name
 from ...run_results import MESSAGE_LOST, RAN_ELSEWHERE
-from ..locks import locks_of, old
-from ..workers import BrokerError, Workers
+from ..locks import locks_of, old, waiting
+from ..workers import delivery_of
 from .finding import MOST_NAMED, Finding, Read
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ...beat.explain import HeldLock
+    from ..workers import Workers
 
 #: Maximum number of locks that are read to find old locks.
 MOST_OLD_LOCKS = 10_000
 
 
-def check_locks(app: Celery, _: Read) -> Iterator[Finding]:
+def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check for locks that no worker frees: their messages are lost or ran elsewhere, or their workers are silent."""
+    if schedule.locks_error is not None:
+        return
     try:
         rows = list(islice(locks_of(app), MOST_OLD_LOCKS))
-        found = examine(app, list(islice(old(app, rows), MOST)))
+        found = examine(app, list(islice(old(app, rows), MOST))) if schedule.broker_answers else []
     except SinglebeatError:  # an earlier part has reported it
         return
     for outcome, what in _STALE.items():
@@ -41,8 +47,29 @@ def check_locks(app: Celery, _: Read) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
+    yield from _unread(app, schedule, [lock for lock in waiting(rows) if lock.queue])
     yield from _of_other_brokers(app, [(record.get("task", ""), lock) for _, record, lock in rows])
-    yield from _silent_owners(app, [lock for _, _, lock in rows if lock.seems_abandoned])
+    if schedule.workers:
+        yield from _silent_owners(schedule.workers, [lock for _, _, lock in rows if lock.seems_abandoned])
+
+
+def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[Finding]:
+    """Check for locks whose messages wait in a queue that no worker reads, and to which no entry sends any more."""
+    by_queue, sent_to = defaultdict[str, list[Waiting]](list), set[str | None]()
+    for lock in locks:
+        by_queue[lock.queue].append(lock)
+    if by_queue and schedule.error is None and schedule.state.is_led_by(owner_of(app)):
+        sent_to = {queue_of(app, entry) for entry in schedule.usable if entry.enabled}  # another part names these
+    for queue in sorted(by_queue.keys() - sent_to):
+        delivery, held = delivery_of(app, queue, schedule.workers), by_queue[queue]
+        if delivery is not None and delivery.unread:
+            held_up = counted(len(held), "lock is", "locks are")
+            text = (
+                f"{delivery.unread}, and {held_up} held by messages that were sent there, such as task "
+                f"{held[0].ref.task_id} ({held[0].task}): equal runs and calls are refused meanwhile. "
+                f"{delivery.way_out[0].upper()}{delivery.way_out[1:]}"
+            )
+            yield Finding("warning" if delivery.silent else "problem", f"queue {queue}", text)
 
 
 def _of_other_brokers(app: Celery, locks: Sequence[tuple[str, HeldLock]]) -> Iterator[Finding]:
@@ -63,13 +90,9 @@ def _of_other_brokers(app: Celery, locks: Sequence[tuple[str, HeldLock]]) -> Ite
             return
 
 
-def _silent_owners(app: Celery, locks: Sequence[HeldLock]) -> Iterator[Finding]:
+def _silent_owners(workers: Workers, locks: Sequence[HeldLock]) -> Iterator[Finding]:
     """Check for runs whose workers have not renewed their locks and do not answer."""
-    try:
-        running = Workers.ask(app).running if locks else {}
-    except BrokerError:  # an earlier part has reported it
-        return
-    for lock in islice((lock for lock in locks if lock.task_id not in running), MOST_NAMED):
+    for lock in islice((lock for lock in locks if lock.task_id not in workers.running), MOST_NAMED):
         ends = f" in {lock.left:.0f} s" if lock.left is not None else ""
         text = (
             f"the lock of task {lock.task_id} was last renewed {lock.last_renewed}, and no worker that answers runs "

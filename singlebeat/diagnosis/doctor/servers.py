@@ -17,7 +17,7 @@ from ...beat.store.probe import lock_place, lock_refusal
 from ...beat.store.server import Server
 from ...broker import bounded
 from ...config import Config
-from ...connections import ResponseError, is_redis, masked, schedule_client, schedule_place
+from ...connections import ResponseError, is_one_server, is_redis, masked, schedule_client, schedule_place
 from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
@@ -88,26 +88,31 @@ def check_rights(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check that no server refuses a command; ``check_workers`` checks that the locks' server answers."""
     if schedule.error is None and schedule.refused:
         yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule.refused)
-    if refused := lock_refusal(app):
+    if schedule.locks_error is None and (refused := lock_refusal(app)):
         yield Finding("problem", f"locks' server {lock_place(app)}", refused)
 
 
 def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
-    """Check the result backend, which beat and locks do not use."""
+    """Check the result backend, which beat does not use, unless the schedule or the locks are on its server."""
     if wrong := schedule.results:
+        place, sent = result_place(app).removeprefix("result backend "), "Beat still sends, but workers wait"
+        if schedule.is_away_with_schedule(place):
+            sent = "The schedule is kept there, too: nothing is sent until it answers. Workers wait"
+        elif schedule.locks_error is not None and is_one_server(place, lock_place(app)):
+            sent = "Locks are kept there, too: no run that takes a lock is sent until it answers. Workers wait"
         text = (
-            f"it {wrong}. Beat still sends, but workers wait for the backend after the body of each task, and hold the "
-            "slot meanwhile. Then the run ends without a result, and callers that wait for one get none. Start the "
-            "backend, or correct result_backend"
+            f"it {wrong}. {sent} for the backend after the body of each task, and hold the slot meanwhile. Then the "
+            "run ends without a result, and callers that wait for one get none. Start the backend, or correct "
+            "result_backend"
         )
         yield Finding("problem", result_place(app), text)
 
 
-def check_prefixes(app: Celery, _: Read) -> Iterator[Finding]:
+def check_prefixes(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check for locks and entries under one prefix, in one database."""
     config = Config.of(app)
     locks, entries = config.singleton_key_prefix, config.redbeat_key_prefix
-    if not locks.startswith(entries) and not entries.startswith(locks):
+    if schedule.locks_error is not None or not (locks.startswith(entries) or entries.startswith(locks)):
         return
     with suppress(SinglebeatError):
         backend = backend_of(app)
@@ -172,14 +177,18 @@ def _visibility(app: Celery) -> Iterator[Finding]:
             yield Finding("warning", f"task {task.name}", text)
 
 
-def describe_writes(app: Celery, _: Read) -> Iterator[Finding]:
+def describe_writes(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Tell in how many writes calls take their locks and are sent, and due entries as well."""
+    if schedule.locks_error or not schedule.broker_answers:
+        return
     with suppress(Exception), bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
         # An error of a server is named by the other parts.
         why = why_two_writes(app, broker)
         text = "they take their locks and are sent in one write: a sender that is killed leaves both or neither"
         several = f"they take their locks and are sent in two writes: {why}"
         yield Finding("fine", "calls of Singletons", several if why else text)
+        if schedule.error is not None:
+            return
         why = why_several_writes(app, broker)
         text = "they are claimed, locked, sent and recorded in one write: their messages are sent exactly once"
         several = f"they are claimed, locked, sent and recorded in several writes, so sent at least once: {why}"

@@ -13,13 +13,13 @@ from ... import __version__
 from ...beat.delivery import Delivery, listed, queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
+from ...beat.status import counted
 from ...config import Config
 from ...connections import RedisError, broker_place
 from ...errors import LockBackendError, SinglebeatError
-from ...locks import backend_of
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import BrokerError, NoQuestionsError, Workers, ahead_of_server, silent_workers
+from ..workers import NoQuestionsError, Workers, ahead_of_server, silent_workers
 from .finding import Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -36,39 +36,29 @@ MOST_LOCKS = 1000
 
 def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check that workers answer, know the tasks, read the queues and look after locks."""
-    seen = False
-    try:
-        seen = backend_of(app).workers_seen()
-        if not seen:
-            names = listed(sorted(entry.name for entry in _plain(app, schedule)))
-            which = f", so that runs of {names} may overlap" if names else ""
-            text = (
-                f"no worker with singlebeat was seen: plain tasks are sent without a lock{which}; install it there, too"
-            )
-            yield Finding("warning", "workers", text)
-    except LockBackendError as exc:
-        yield of_locks(app, exc)
-    except SinglebeatError as exc:
-        yield Finding("problem", "locks", str(exc))
-    try:
-        workers = Workers.ask(app)
-    except NoQuestionsError as exc:
-        text = (
-            f"it {str(exc).rstrip('.')}; so doctor knows nothing about the workers. It needs the keys *.pidbox*, "
-            "_kombu* and unacked*"
-        )
+    wrong = schedule.locks_error
+    if wrong is not None:
+        yield of_locks(app, wrong) if isinstance(wrong, LockBackendError) else Finding("problem", "locks", str(wrong))
+    elif not schedule.workers_seen:
+        names = listed(sorted(entry.name for entry in _plain(app, schedule)))
+        which = f", so that runs of {names} may overlap" if names else ""
+        text = f"no worker with singlebeat was seen: plain tasks are sent without a lock{which}; install it there, too"
+        yield Finding("warning", "workers", text)
+    workers = schedule.workers
+    if workers is None:
+        effect = "messages cannot be sent"
+        if isinstance(schedule.broker_error, NoQuestionsError):
+            effect = "so doctor knows nothing about the workers. It needs the keys *.pidbox*, _kombu* and unacked*"
+        text = f"it {str(schedule.broker_error).rstrip('.')}; {effect}"
         yield Finding("problem", f"broker {broker_place(app)}", text)
         return
-    except BrokerError as exc:
-        yield Finding("problem", f"broker {broker_place(app)}", f"it {str(exc).rstrip('.')}; messages cannot be sent")
-        return
     if not workers.known_tasks:
-        yield _none_answers(app)
+        yield _none_answers(app, schedule)
         return
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     without = sorted(worker for worker, found in workers.versions.items() if not found)
-    if without and seen:
+    if without and wrong is None and schedule.workers_seen:
         queues = frozenset().union(*(reader.queues for name, reader in workers.readers.items() if name in without))
         entries = [entry.name for entry in _plain(app, schedule) if queue_of(app, entry) in queues]
         yield _without_singlebeat(app, without, sorted(entries))
@@ -90,13 +80,14 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
     for entry in schedule.usable:
         if entry.enabled and (queue := queue_of(app, entry)):
             by_queue[queue].append(entry)
-    now, silent = datetime.now(UTC), silent_workers(app, workers)
+    now, silent = datetime.now(UTC), () if schedule.locks_error else silent_workers(app, workers)
     for queue, senders in by_queue.items():
         delivery = Delivery.of(queue, workers.readers, silent)
         if delivery.unread:
             text = (
-                f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. Start a "
-                f"worker with -Q {queue}, or correct the queue of the entries, or task_routes"
+                f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. "
+                f"{waiting_in(schedule, queue)}Start a worker with -Q {queue}, or correct the queue of the entries, or "
+                "task_routes"
             )
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
@@ -111,11 +102,18 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
             yield Finding("warning", f"queue {queue}", text)
 
 
-def _none_answers(app: Celery) -> Finding:
+def waiting_in(schedule: Read, queue: str) -> str:
+    """Return a sentence about the messages in a queue, with a space after it; empty if there are none."""
+    count = schedule.backlog.count(queue)
+    return f"The queue has {counted(count, 'message', 'messages')}. " if count else ""
+
+
+def _none_answers(app: Celery, schedule: Read) -> Finding:
     """Return the finding if no worker answers: a worker that ends its last tasks does not answer any more."""
     lease = Config.of(app).singlebeat_lock_lease
     with suppress(SinglebeatError):
-        locks = (lock for lock in islice(every(app), MOST_LOCKS) if lock.state == "running")
+        held = () if schedule.locks_error else islice(every(app), MOST_LOCKS)
+        locks = (lock for lock in held if lock.state == "running")
         renewed = [lock for lock in locks if lock.renewed is not None and not lock.seems_abandoned]
         if lock := min(renewed, key=lambda lock: lock.renewed or 0.0, default=None):
             since = f"{max(1.0, min(lock.renewed or 0.0, lease)):.0f} s"
