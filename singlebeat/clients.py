@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from redis.backoff import AbstractBackoff
 
 __all__ = (
+    "SINGLE",
     "TOPOLOGY",
     "DataError",
     "RedisError",
@@ -67,7 +68,8 @@ _URL = re.compile(r"[\w+.-]+://")
 #: Matches up to the last @, because passwords are often not quoted as a URL requires.
 _PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
 _NEXT_URL = re.compile(r";(?=[\w+-]+://)")
-_SINGLE = ("redis://", "rediss://", "unix://", "redis+socket://")
+#: The beginnings of URLs of one server.
+SINGLE = ("redis://", "rediss://", "unix://", "redis+socket://")
 _SENTINEL = ("sentinel://", "redis-sentinel://")
 _CLUSTER = ("redis-cluster://",)
 
@@ -79,6 +81,10 @@ RedisClient = Any
 ClientOptions = Mapping[str, Any]
 
 _clients: dict[tuple[int, str, str], RedisClient] = {}
+
+
+class _UnansweredError(redis_errors.TimeoutError):
+    """A new connection got no answer in time, so the next one would get none either: the server hangs."""
 
 
 class _Retry(Retry):
@@ -102,7 +108,7 @@ class _Retry(Retry):
 
         def failed(error: Exception, *more: object) -> None:
             fail(error, *more)
-            if self._period and time.monotonic() > deadline:
+            if time.monotonic() > deadline if self._period else isinstance(error, _UnansweredError):
                 raise error
 
         self._busy = True
@@ -135,7 +141,34 @@ class _Serializer:
         return [b"".join(parts)]
 
 
-class _DiscoveringConnection:
+class _Connecting:
+    """A connection whose connect is not retried after a timeout; redis-py's own waits once for each retry."""
+
+    def connect_check_health(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Connect, and greet the server; redis-py before version 6 has no such method, and does not retry.
+
+        Raises:
+            _UnansweredError: the server does not answer in time.
+        """
+        try:
+            super().connect_check_health(*args, **kwargs)  # type: ignore[misc]
+        except redis_errors.TimeoutError as exc:
+            raise _UnansweredError(str(exc)) from exc
+
+
+class _Connection(_Connecting, Connection):
+    pass
+
+
+class _SSLConnection(_Connecting, SSLConnection):
+    pass
+
+
+class _UnixConnection(_Connecting, UnixDomainSocketConnection):
+    pass
+
+
+class _DiscoveringConnection(_Connecting):
     """A connection that asks the sentinels at each connect; redis-py's own retries a call on the last master."""
 
     def send_packed_command(self: Any, command: object, check_health: bool = True) -> Any:
@@ -177,7 +210,7 @@ def _retry(retries: int, period: float) -> _Retry:
 
 def is_redis(url: object) -> bool:
     """Return whether a URL names a Redis server in any form that Celery, RedBeat or redis-py accepts."""
-    return isinstance(url, str) and url.startswith((*_SINGLE, *_SENTINEL, *_CLUSTER))
+    return isinstance(url, str) and url.startswith((*SINGLE, *_SENTINEL, *_CLUSTER))
 
 
 def is_cluster(url: str, options: ClientOptions) -> bool:
@@ -190,7 +223,7 @@ def first_home(url: str) -> str:
 
     Celery fails over from one broker to the next, but the data of singlebeat must stay on one server.
     """
-    return _NEXT_URL.split(url)[0] if url.startswith(_SINGLE) else url
+    return _NEXT_URL.split(url)[0] if url.startswith(SINGLE) else url
 
 
 def masked(url: str) -> str:
@@ -266,9 +299,9 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
     addresses: list[dict[str, Any]] = [parse_url(_plain(url)) for url in urls]  # type: ignore[no-untyped-call]
     kinds = [address.pop("connection_class", None) for address in addresses]
     tls = bool(given.pop("ssl", False)) or SSLConnection in kinds
-    kind: Any = UnixDomainSocketConnection if "path" in addresses[0] else SSLConnection if tls else Connection
+    kind: Any = _UnixConnection if "path" in addresses[0] else _SSLConnection if tls else _Connection
     limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
-    if kind is not UnixDomainSocketConnection:
+    if kind is not _UnixConnection:
         limits["socket_keepalive"] = True
     kwargs = {
         **limits,

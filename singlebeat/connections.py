@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from redis import Redis, RedisCluster
 
 from .clients import (
+    SINGLE,
     TOPOLOGY,
     DataError,
     RedisError,
@@ -35,6 +36,7 @@ __all__ = (
     "ResponseError",
     "broker_place",
     "check_schedule_server",
+    "is_one_server",
     "is_redis",
     "lock_server",
     "masked",
@@ -125,6 +127,20 @@ def schedule_client(app: Celery, *, timeout: float | None = None) -> RedisClient
         return private(server.url, timeout=timeout, retries=0, options=server.options, setting=server.setting)
     patience = Config.of(app).singlebeat_socket_timeout
     return shared(server.url, timeout=patience, options=server.options, setting=server.setting)
+
+
+def is_one_server(place: str, other: str) -> bool:
+    """Return whether two places, as masked URLs, are certainly one Redis server; it may have several databases."""
+    homes = {_home(place), _home(other)}
+    return len(homes) == 1 and "" not in homes
+
+
+def _home(place: str) -> str:
+    """Return host and port of a single Redis server, or the path of its socket; empty if a place is none."""
+    if not place.startswith(SINGLE) or ";" in place:
+        return ""
+    rest = place.partition("://")[2].rpartition("@")[2]
+    return rest if rest.startswith("/") else rest.partition("/")[0]
 
 
 def broker_place(app: Celery) -> str:

@@ -110,6 +110,11 @@ EVENTS: Mapping[str, Event] = {
         "Redis has lost the schedule, or its last changes: ``reason``. The leader, or the next leader, installs "
         "``beat_schedule`` again.",
     ),
+    "expensive": Event(
+        (WARNING,),
+        "An entry is due and waits for the others, because its times take long to calculate: ``seconds``. Logged once "
+        "for each entry.",
+    ),
     # Servers and clocks.
     "unreachable": Event(
         (ERROR,),

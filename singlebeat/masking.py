@@ -9,18 +9,31 @@ import ast
 import inspect
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fnmatch import translate
 from functools import lru_cache
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .config import Config
+from .errors import EntryError
 
 if TYPE_CHECKING:
     from celery import Celery, Task
 
-__all__ = ("MASK", "holds_mask", "masked", "masked_arguments", "masked_text", "unmasked")
+__all__ = (
+    "IN_TEXT",
+    "MASK",
+    "Faces",
+    "MaskError",
+    "holds_mask",
+    "masked",
+    "masked_arguments",
+    "masked_text",
+    "unmasked",
+    "without_masks",
+)
 
 #: Stands for a value that is not shown.
 MASK = "**"
@@ -31,8 +44,15 @@ MOST_PARSED = 20_000
 #: The fields of a definition or a signature: their names are no names of arguments.
 OF_CALL = frozenset({"name", "task", "schedule", "args", "kwargs", "options", "enabled", "subtask_type", "immutable"})
 
-#: The name of a value in JSON, or in the repr of a dict.
-_NAME = re.compile(r"""(?P<quote>["'])(?P<name>[^"'\\]{1,200})(?P=quote)\s*:""")
+#: The fields of a call and of its options that may hold arguments, or further calls, as a string.
+IN_TEXT = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr", "link", "link_error", "chain", "chord"})
+
+#: The name of a value in JSON, in a repr, or in what is neither. A long or escaped one could be any name.
+_NAME = re.compile(
+    r"""(?P<quote>["'])(?:(?P<name>(?:[^"'\\]|\\.){1,200})(?P=quote)\s*:|(?P<long>(?:[^"'\\]|\\.){201}))"""
+    r"""|\b(?P<bare>\w+)["']?\s*[:=]""",
+    re.DOTALL,
+)
 
 
 def masked(value: Any, app: Celery) -> Any:
@@ -76,6 +96,9 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     for parse, write in ((json.loads, json.dumps), (ast.literal_eval, repr)):
         try:
             value = parse(text) if len(text) <= MOST_PARSED else None
+            if isinstance(value, str):  # which may hold JSON itself
+                shown = masked_text(value, app, task=task)
+                return text if shown == value else write(shown)
             if value is not None:
                 is_args = task and isinstance(value, list | tuple)
                 shown = type(value)(masked_arguments(task, value, app)) if is_args else masked(value, app)
@@ -84,9 +107,13 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
             continue
     if task and any(_secret_positions(task, app, patterns, 100)):
         return MASK
-    secret = (found for found in _NAME.finditer(text) if found["name"] == "args" or _is_secret(found["name"], patterns))
-    first = next(secret, None)
+    first = next((found for found in _NAME.finditer(text) if _may_be_secret(found, patterns)), None)
     return text if first is None else f"{text[: first.end()]} {MASK}…"
+
+
+def _may_be_secret(found: re.Match[str], patterns: tuple[str, ...]) -> bool:
+    name = found["name"] or found["bare"] or ""
+    return found["long"] is not None or "\\" in name or name == "args" or _is_secret(name, patterns)
 
 
 def holds_mask(value: Any) -> bool:
@@ -96,32 +123,150 @@ def holds_mask(value: Any) -> bool:
     return any(map(holds_mask, value)) if isinstance(value, list | tuple) else bool(value == MASK)
 
 
-def unmasked(value: Any, stored: Any) -> Any:
-    """Return a value with the stored one in the place of each mask; a mask without a stored value stays."""
-    if value == MASK:
-        return value if stored is None else stored
-    if isinstance(value, dict) and isinstance(stored, Mapping):
-        return {name: unmasked(each, stored.get(name)) for name, each in value.items()}
-    if isinstance(value, list) and isinstance(stored, Sequence) and not isinstance(stored, str):
-        return [unmasked(each, stored[at] if at < len(stored) else None) for at, each in enumerate(value)]
-    return value
+class MaskError(EntryError):
+    """A mask cannot be replaced by a stored value; the message says why, and ``path`` where it stands."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path} is {MASK}, which stands for a value that is stored, {why}: give the value")
+        self.path = path
 
 
-def _masked(value: Any, patterns: tuple[str, ...], app: Celery) -> Any:
+class Faces(NamedTuple):
+    """A value, as it is shown to a user, and as it is masked for all; None where there is none."""
+
+    value: Any = None
+    shown: Any = None
+    masked: Any = None
+
+    def at(self, key: object) -> Faces:
+        """Return what lies under a name, or at an index; a mask hides all that lies below it."""
+        return Faces(*(each if isinstance(each, str) and each == MASK else _below(each, key) for each in self))
+
+
+def unmasked(value: Any, stored: Faces, sent: Faces, path: str = "") -> Any:
+    """Return a value with the stored one in the place of each mask that stands for it.
+
+    A mask stands for the value that was shown as a mask under the same names. In a list, it does so only beside what
+    was shown beside it: else the secret of one element could become that of another one.
+
+    Args:
+        value: as a user has sent it back.
+        stored: the stored value.
+        sent: the value as it will be stored. As long as that is not known, it is without its masks, and masked for all.
+
+    Raises:
+        MaskError: a mask stands for no stored value, or for an uncertain one, or its value would be shown.
+    """
+    if isinstance(value, dict | list) and stored.shown == MASK:
+        stored = Faces()
+    if isinstance(value, dict):
+        return {name: unmasked(each, stored.at(name), sent.at(name), f"{path}.{name}") for name, each in value.items()}
+    if isinstance(value, list):
+        places = _places(value, stored.shown)
+        if None in places and holds_mask(stored.shown):
+            why = "but its list or what stood beside it has changed, so it is not certain which"
+            raise MaskError(f"{path}.{places.index(None)}".strip("."), why)
+        return [unmasked(each, stored.at(places[at]), sent.at(at), f"{path}.{at}") for at, each in enumerate(value)]
+    if value != MASK:
+        return value
+    if stored.shown != MASK:
+        if sent.shown == MASK:
+            raise MaskError(path.strip("."), "and none is at its place")
+        return value
+    if stored.masked == MASK != sent.masked and stored.value != MASK:  # which may be stored as it is
+        raise MaskError(path.strip("."), "but would be shown there")
+    return stored.value
+
+
+def without_masks(value: Any) -> Any:
+    """Return a value without the masks that it holds, so that it is masked where it is secret and nowhere else."""
+    if isinstance(value, dict):
+        return {name: without_masks(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_masks(each) for each in value]
+    return "" if value == MASK else value
+
+
+def _below(value: Any, key: object) -> Any:
     if isinstance(value, Mapping):
-        task, args = value.get("task"), value.get("args")
-        own = OF_CALL if isinstance(task, str) and isinstance(args, list | tuple) else frozenset()
+        return value.get(key)
+    is_there = isinstance(value, list) and isinstance(key, int) and key < len(value)
+    return value[key] if is_there else None
+
+
+def _places(value: Sequence[Any], shown: Any) -> Sequence[int | None]:
+    """Return the index of the stored element for each element of a list that was sent back; None if it is not certain.
+
+    A mask keeps its index in a list of the same length. An element that holds masks is the stored one that was shown
+    alike; of several that were shown alike, all must have been sent back, so that their order is certain.
+
+    Args:
+        shown: the stored list, as it was shown.
+    """
+    before = shown if isinstance(shown, list) else []
+    texts, alike = [_text(each) if holds_mask(each) else "" for each in value], defaultdict[str, list[int]](list)
+    for at, each in enumerate(before):
+        if holds_mask(each):
+            alike[_text(each)].append(at)
+    counts, places = Counter(texts), list[int | None]()
+    certain = {text: iter(found) for text, found in alike.items() if len(found) == counts[text]}
+    for at, (each, text) in enumerate(zip(value, texts, strict=True)):
+        if each == MASK:
+            places.append(at if len(value) == len(before) and before[at] == MASK else None)
+        else:  # without a mask, there is nothing to be replaced
+            places.append(next(certain.get(text, iter(())), None) if text else at)
+    return places
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "") -> Any:
+    """Return a value with secret arguments masked.
+
+    Args:
+        task: whose options the value is; empty: it is something else.
+    """
+    if isinstance(value, Mapping):
+        name_of_task, args = value.get("task"), value.get("args")
+        is_call = isinstance(name_of_task, str) and isinstance(args, list | tuple)
+        own = OF_CALL if is_call else frozenset()
+        task = name_of_task if isinstance(name_of_task, str) else task
         shown = {
-            name: MASK if name not in own and _is_named(name, patterns) else _masked(each, patterns, app)
+            name: MASK
+            if name not in own and _is_named(name, patterns)
+            else _in_text(each, patterns, app, task if name in {"args", "argsrepr"} else "")
+            if name in IN_TEXT
+            else _masked(each, patterns, app, task if name == "options" else "")
             for name, each in value.items()
         }
-        if isinstance(task, str) and isinstance(args, list | tuple):
+        if is_call and args is not None:
             shown["args"] = _positional(task, args, patterns, app)
+        if isinstance(name_of_task, Mapping) and isinstance(
+            value.get("it"), list | tuple
+        ):  # celery.map, celery.starmap
+            shown["it"] = [_item(str(name_of_task.get("task")), each, patterns, app) for each in value["it"]]
         return shown
     if isinstance(value, list | tuple):
         shown_ = [_masked(each, patterns, app) for each in value]
         return shown_ if isinstance(value, list) else tuple(shown_)
     return value
+
+
+def _in_text(value: Any, patterns: tuple[str, ...], app: Celery, task: str) -> Any:
+    """Return the value of a field that may hold arguments or calls as strings: each one that has a secret is masked."""
+    if isinstance(value, str):
+        return value if masked_text(value, app, task=task) == value else MASK
+    if isinstance(value, list) and not task:
+        return [_in_text(each, patterns, app, task) for each in value]
+    return _masked(value, patterns, app)
+
+
+def _item(task: str, item: Any, patterns: tuple[str, ...], app: Celery) -> Any:
+    """Return an argument of ``map``, or the arguments of ``starmap``, for one call of a task."""
+    first = _positional(task, [item], patterns, app)[0]
+    return _positional(task, item, patterns, app) if isinstance(item, list) and first != MASK else first
 
 
 def _positional(task: str, args: Sequence[Any], patterns: tuple[str, ...], app: Celery) -> list[Any]:

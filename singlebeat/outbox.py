@@ -82,11 +82,11 @@ class Outbox:
         full: called with the outbox when it has got a message.
     """
 
-    def __init__(self, channel: Any, full: Callable[[Outbox], object] = lambda _: None) -> None:
+    def __init__(self, channel: Any, full: Callable[[Outbox], object] | None = None) -> None:
         self.channel, self.commands, self._full = channel, list[Command](), full
         self.is_full = False
 
-    def expect(self, full: Callable[[Outbox], object] = lambda _: None) -> None:
+    def expect(self, full: Callable[[Outbox], object] | None = None) -> None:
         """Keep one more message, and call ``full`` with it."""
         self.commands, self._full, self.is_full = [], full, False
 
@@ -96,8 +96,10 @@ class Outbox:
             self.channel.basic_publish(message, **kwargs)
             return
         self.channel.basic_publish(message, _publish_batch=self, **kwargs)
-        self.is_full = True
-        self._full(self)
+        # Not kept: it mostly leads back to this outbox, a cycle that would keep all entries of a tick.
+        full, self._full, self.is_full = self._full, None, True
+        if full is not None:
+            full(self)
 
     def add(self, name: str, key: str, argument: str | int) -> None:
         """Keep a command; kombu calls it for each queue of a message."""
@@ -155,7 +157,7 @@ def takes_outbox(producer: Producer) -> bool:
 
 
 @contextmanager
-def collecting(producer: Producer, full: Callable[[Outbox], object] = lambda _: None) -> Iterator[Outbox]:
+def collecting(producer: Producer, full: Callable[[Outbox], object] | None = None) -> Iterator[Outbox]:
     """Let a producer put its next message into an outbox, for ``full`` to send; later ones go out as usual."""
     channel = producer.channel
     outbox = Outbox(channel, full)

@@ -210,9 +210,10 @@ class RedisServer(Server):
         args: further options of the server, such as ``"--appendonly", "yes"``; without them its data is not kept.
         socket: whether its URLs name the socket; else they name the port of ``localhost``, as for most users.
         password: required of every client, and part of all URLs of this class.
+        libfaketime: path of the library by which ``set_clock`` works.
     """
 
-    def __init__(self, *args: str, socket: bool = False, password: str | None = None) -> None:
+    def __init__(self, *args: str, socket: bool = False, password: str | None = None, libfaketime: str = "") -> None:
         directory = Path(tempfile.mkdtemp(prefix="sb"))
         if len(os.fsencode(directory)) > 90:  # the path of a unix socket may have about 100 bytes
             directory.rmdir()
@@ -220,6 +221,7 @@ class RedisServer(Server):
         self.directory = directory
         self.path = directory / "s"
         self.password = password
+        self._libfaketime = libfaketime
         self.port: int | None = None
         self._args = args
         self._socket = socket
@@ -305,7 +307,7 @@ class RedisServer(Server):
     def _start(self) -> None:
         command = self._command()
         with (self.directory / "log").open("ab") as log:
-            self._process = process = _spawn(command, stdout=log)
+            self._process = process = _spawn(command, stdout=log, env=self._env())
         deadline = time.monotonic() + 20
         with Redis.from_url(self.url, socket_timeout=1, retry=Retry(NoBackoff(), 0)) as client:
             while True:
@@ -316,6 +318,22 @@ class RedisServer(Server):
                     self.kill()
                     raise RuntimeError(f"{command[0]} does not start:\n{self.log}")
                 time.sleep(0.002)
+
+    def _env(self) -> Mapping[str, str]:
+        if not self._libfaketime:
+            return os.environ
+        shown = self.directory / "clock"
+        if not shown.exists():
+            self.set_clock(0)
+        # The monotonic clock stays right, as it does on a host.
+        faked = {"LD_PRELOAD": self._libfaketime, "FAKETIME_TIMESTAMP_FILE": str(shown)}
+        return {**os.environ, **faked, "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+
+    def set_clock(self, ahead: float) -> None:
+        """Set the server's clock so many seconds ahead of the host's."""
+        new = self.directory / "new clock"
+        new.write_text(f"{ahead:+g}s\n")
+        new.replace(self.directory / "clock")
 
     def kill(self) -> None:
         """End the server at once, as a crash would."""

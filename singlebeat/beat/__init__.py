@@ -48,6 +48,6 @@ What keeps this true:
   acquires its own lock once more, by its id. If its message was sent after all, the worker drops the copy by that id.
 
 Tests: ``tests/model/test_lease_machine.py`` (two leaders, lost replies, stopped clocks against the real scripts),
-``tests/redis/test_store.py`` (each script), ``tests/redis/test_scheduler.py`` (ticks), ``tests/system/test_chaos.py``
+``tests/redis/test_store.py`` (each script), ``tests/redis/test_scheduler.py`` (ticks), ``tests/chaos/test_chaos.py``
 (kills and faults over real servers), ``tests/system/test_incidents.py`` (what an operator sees).
 """

@@ -13,7 +13,7 @@ from .entries.timetable import Timetable
 from .leadership.clock_guard import LONGEST_STEP_BACK
 from .store.claims import Claim, Stored
 
-__all__ = ("claim_for", "dropped", "missed")
+__all__ = ("claim_for", "dropped")
 
 #: Lateness from which an occurrence is a catch-up: a catch-up does not run after the end time of its entry.
 CATCH_UP_AFTER = timedelta(minutes=1)
@@ -49,27 +49,31 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
         nominal = table.overdue(since, now)
     if nominal is None or nominal > now:  # the score was a guess of another beat or another program
         return Claim(stored, table.score(nominal or table.next(since or now)))
-    next_score = table.score(table.next(nominal))
-    is_late = now - table.due(nominal) > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
+    next_score, due = table.score(table.next(nominal)), table.due(nominal)
+    is_late = now - due > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
     occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run, kind=kind)
     count = past.total_run_count
-    if (paused := _paused(stored, occurrence, now)) is not None:
+    if (paused := _paused(stored, occurrence, now, due)) is not None:
         # Its time moves on, so that it does not catch up when it resumes.
         passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
         return Claim(stored, next_score, passed, decision=paused)
-    if (too_late := missed(stored, occurrence, now, zone=zone)) is not None:
+    if (too_late := _missed(stored, occurrence, now, due)) is not None:
         return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
 
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
     """Return the decision about a claimed occurrence that must not be sent any more, None if it may be sent."""
-    paused = _paused(stored, occurrence, now) if occurrence.is_scheduled else None
-    return paused or missed(stored, occurrence, now, zone=zone)
+    if not occurrence.is_scheduled:
+        return None
+    due = nominal = datetime.fromtimestamp(occurrence.nominal, UTC)
+    with suppress(Exception):  # a user's own schedule may raise anything; its last occurrence may still be sent
+        due = Timetable(stored.entry.name, stored.entry.schedule, stored.policy, zone).due(nominal)
+    return _paused(stored, occurrence, now, due) or _missed(stored, occurrence, now, due)
 
 
-def _paused(stored: Stored, occurrence: Occurrence, now: datetime) -> Decision | None:
+def _paused(stored: Stored, occurrence: Occurrence, now: datetime, due: datetime) -> Decision | None:
     """Return the decision about an occurrence of a paused or disabled entry, None if the entry is neither.
 
     An entry is paused by its own policy, or by a pause of many entries.
@@ -78,24 +82,16 @@ def _paused(stored: Stored, occurrence: Occurrence, now: datetime) -> Decision |
     if not entry.enabled or policy.paused:
         why = policy.note or ("" if entry.enabled else "disabled")
     else:
-        pause = stored.pauses.over(policy, now, datetime.fromtimestamp(occurrence.nominal, UTC))
+        pause = stored.pauses.over(policy, now, due)
         if pause is None:
             return None
         why = pause.reason
     return Decision(entry.name, entry.task, occurrence, DecisionType.PAUSED, why)
 
 
-def missed(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:
-    """Return the decision about an occurrence that is too late to run, None if it may run.
-
-    Its lateness counts from its due time, which includes jitter.
-    """
+def _missed(stored: Stored, occurrence: Occurrence, now: datetime, due: datetime) -> Decision | None:
+    """Return the decision about an occurrence that is too late to run, None if it may run."""
     grace, end = stored.policy.misfire_grace_time, stored.policy.end_time
-    if not occurrence.is_scheduled or (grace is None and end is None):
-        return None
-    due = nominal = datetime.fromtimestamp(occurrence.nominal, UTC)
-    with suppress(Exception):  # a user's own schedule may raise anything; its last occurrence may still be sent
-        due = Timetable(stored.entry.name, stored.entry.schedule, stored.policy, zone).due(nominal)
     late = now - due
     if grace is not None and late.total_seconds() > grace:
         reason = f"{late.total_seconds():.1f} s late, misfire_grace_time is {grace:g} s"

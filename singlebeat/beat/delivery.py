@@ -52,6 +52,7 @@ class Delivery:
     readers: Mapping[str, Reader]
     others: Mapping[str, Reader]
     silent: Collection[str] = ()  #: the workers that seem to live and do not answer; they may read the queue
+    messages: int = 0  #: that wait in the queue, if no worker reads it; 0 if unknown
 
     @classmethod
     def of(cls, queue: str, workers: Mapping[str, Reader], silent: Collection[str] = ()) -> Delivery:
@@ -67,6 +68,15 @@ class Delivery:
         read = sorted(frozenset().union(*(worker.queues for worker in self.others.values())))
         text = f"no worker that answers reads queue {self.queue} (they read {listed(read) or 'none'})"
         return f"{text}, and {listed(sorted(self.silent))}, which may read it, does not answer" if self.silent else text
+
+    @property
+    def way_out(self) -> str:
+        """The number of messages in a queue that no worker reads, and the advice about them."""
+        number = f"{self.messages} message{'s wait' if self.messages > 1 else ' waits'} there: " * bool(self.messages)
+        return (
+            f"{number}start a worker with -Q {self.queue}, or delete all messages there if they are not wanted (celery "
+            f"purge -Q {self.queue}): beat frees their locks then"
+        )
 
     def without(self, task: str) -> str:
         """Return a sentence that other workers know a task and no reader of the queue does; else an empty string."""

@@ -27,7 +27,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "runs": "About the last four ends of its runs.",
     "recorded": "Digests of definition and policy, by which a change of another program is noticed that has no record.",
     "backfill": "How far a backfill has come.",
-    "asked": "The id of the last run that was triggered or backfilled.",
+    "written": "The id of the last call that stored it: by it a repetition is told from another call.",
+    "asked": "The ids of the last runs that were triggered or backfilled.",
 }
 
 #: The keys of entries: the Redis type and what each holds, by what follows the prefix.
@@ -76,6 +77,11 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
     "zone": (
         "string",
         "Celery's ``timezone`` of the last leader, in which the times of crontabs and rules were computed.",
+    ),
+    "versions": (
+        "string",
+        "A random secret, of which the page and its API make the versions of entries. Without it, a version would tell "
+        "whether a masked argument is what a reader guesses.",
     ),
     "doctor": ("any", "Data on which ``doctor``, ``health`` and ``/readyz`` try commands, for a moment."),
 }
@@ -138,6 +144,7 @@ class Keys:
     clock: str = field(init=False)
     alive: str = field(init=False)
     zone: str = field(init=False)
+    versions: str = field(init=False)
     doctor: str = field(init=False)
     own: frozenset[str | None] = field(init=False)  #: all keys of the schedule itself: no entry can have one of them
 

@@ -41,6 +41,7 @@ __all__ = (
     "Found",
     "LostMessages",
     "Waiting",
+    "count_messages",
     "examine",
     "free",
     "living_workers",
@@ -380,6 +381,16 @@ def _our_hostname(app: Celery, announced: str) -> str:
     return hostname if announced == worker_name(app, hostname) else ""
 
 
+def count_messages(app: Celery, queue: str) -> int:
+    """Return how many messages wait in a queue; 0 if the broker does not say."""
+    try:
+        with _Broker.reached(app) as broker:
+            return broker.count(queue)
+    except Exception as exc:  # a transport may raise anything
+        log.debug("the broker cannot be asked for a queue", event="not_asked", reason=exc)
+        return 0
+
+
 class _Broker:
     """A connection to the broker for questions, whose waits are bounded."""
 
@@ -406,12 +417,13 @@ class _Broker:
     def waits_in(self, queues: Iterable[str]) -> str:
         """Return how many messages wait in the first queue that is not empty, in words; empty if all are."""
         for queue in queues:
-            if count := self._count(queue):
+            if count := self.count(queue):
                 many, one = f"{count} messages wait in queue {queue}", f"1 message waits in queue {queue}"
                 return f"{many}, perhaps its own among them" if count > 1 else f"{one}, perhaps its own"
         return ""
 
-    def _count(self, queue: str) -> int:
+    def count(self, queue: str) -> int:
+        """Return how many messages wait in a queue."""
         if queue not in self._counts:
             with self._connection.channel() as channel:
                 try:

@@ -33,7 +33,7 @@ from .calendar.zone import app_zone
 from .dispatch import Dispatcher
 from .entries.entry import Entry as BeatEntry
 from .entries.entry import prepare
-from .entries.fields import BATCH
+from .entries.fields import BATCH, FencedError
 from .entries.listing import Listing
 from .entries.statics import Statics, is_from_code, signature_of
 from .keys import Keys
@@ -53,6 +53,8 @@ from .tick import SHORTEST_SLEEP, Tick, next_delay
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from .entries.fields import Fence
 
 __all__ = ("Scheduler",)
 
@@ -166,12 +168,17 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     @cached_property
     def places(self) -> Places:
         """The places of the entries."""
-        return Places(self.app, schedule_client(self.app), progress=self._report_progress)
+        return Places(
+            self.app,
+            schedule_client(self.app),
+            progress=self._report_progress,
+            calculating_time=self.store.calculating_time,
+        )
 
     @cached_property
     def statics(self) -> Statics:
         """The entries of ``beat_schedule``."""
-        return Statics(self.app, schedule_client(self.app))
+        return Statics(self.app, schedule_client(self.app), self._fence)
 
     @cached_property
     def dispatcher(self) -> Dispatcher:
@@ -238,6 +245,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             text = with_advice(exc) if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
             self._note_trouble(type(exc).__name__, text)
             return TROUBLE_INTERVAL
+        except FencedError:  # its lease learns that soon
+            return min(self.max_interval, POLL_INTERVAL)
         finally:
             self._ticking = False
             seconds = time.monotonic() - began
@@ -255,6 +264,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             return True
         is_retried = term is None or self._recheck_at is None
         return is_retried and not schedule_refusal(self.app, needs=TICKS)
+
+    def _fence(self) -> Fence | None:
+        """Return what shows that this beat leads; None if it is not in a term, or leadership is switched off."""
+        lock, term = self.store.keys.lock, self._gained if self._ticking else None
+        return (lock, term.token) if lock and term is not None else None
 
     def _report_progress(self) -> None:
         # Only in a tick: a program that stores entries through a scheduler is no beat, and nothing would end its watch.

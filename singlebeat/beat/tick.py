@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -50,9 +50,9 @@ class Tick:
     ) -> None:
         self.app, self.store, self.dispatcher, self.one_write = app, store, dispatcher, one_write
         self._progress, self._timestamp = progress, timestamp
-        #: Number of due entries that are left: blocked by an earlier occurrence which is not sent yet, or in the parts
-        #: of beats that are slow. They keep their places at the head of the due entries, so the next tick reads on
-        #: behind them, until it reaches the end.
+        #: Number of due entries that are left: blocked by an earlier occurrence which is not sent yet, expensive, or in
+        #: the parts of beats that are slow. They keep their places at the head of the due entries, so the next tick
+        #: reads on behind them, until it reaches the end.
         self._left = 0
 
     def read(self, now: datetime, share: Share, *, all_pending: bool) -> Due:
@@ -60,22 +60,22 @@ class Tick:
         return self.store.due(now, share, all_pending=all_pending, start=self._left)
 
     def work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
-        """Decide about one batch, send it, and return the scores of the entries that this has moved on."""
+        """Decide about one batch, send it, and return the scores of the entries that it has moved on, or that wait."""
         retry_at = now + timedelta(seconds=RETRY_AFTER)
         retaken = self._retake(due, term, retry_at)
         over = self._drop(retaken, term, now)
         dropped_ids = {confirmation.decision.occurrence.id for confirmation in over}
         ready = [claimed for claimed in retaken if claimed.occurrence.id not in dropped_ids]
-        wanted = list(self._decide(_without(due.entries, over), now))
+        wanted, waiting = self._decide(_without(due.entries, over), now)
         self.store.quarantine.settle()
         settled = self.one_write.send(ready, wanted, term, now, retry_at=retry_at)
-        claims = self._claim(due, wanted, settled, term, retry_at)
+        claims = self._claim(due, wanted, settled, term, retry_at, waiting=len(waiting))
         self._record(over, claims, term)
         ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
         self.dispatcher.dispatch([each for each in ready if each.occurrence.id not in settled], term, now)
         self.store.notice_changes()
         self.one_write.check_records()
-        return [claim.next_score for claim in claims if claim.next_score >= 0]
+        return [claim.next_score for claim in claims if claim.next_score >= 0] + [stored.score for stored in waiting]
 
     def _retake(self, due: Due, term: Term, retry_at: datetime) -> list[ClaimedOccurrence]:
         """Retake pending occurrences: until ``retry_at`` no other beat sends them."""
@@ -94,30 +94,50 @@ class Tick:
         self.dispatcher.free([claimed for claimed, _ in over])
         return confirmations
 
-    def _decide(self, entries: Sequence[Stored], now: datetime) -> Iterator[Claim]:
-        """Yield a claim for each entry whose times can be calculated; the others are quarantined."""
-        zone = app_zone(self.app)
-        for stored in entries:
+    def _decide(self, entries: Sequence[Stored], now: datetime) -> tuple[list[Claim], list[Stored]]:
+        """Return a claim for each entry whose times can be calculated, and the expensive entries that wait.
+
+        The others are quarantined.
+        """
+        zone, time = app_zone(self.app), self.store.calculating_time
+        claims, waiting = list[Claim](), list[Stored]()
+        if not self._left:  # else the entries before this batch have had their part of it
+            time.begin()
+        for stored in sorted(entries, key=lambda each: time.rank(each.fields[0], each.entry)):
             self._progress()
+            if not time.has_for(stored.fields[0], stored.entry):
+                waiting.append(stored)  # it stays due
+                continue
             again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
             try:
-                yield again(now)
+                with time.spent_on(stored.fields[0]):
+                    claims.append(again(now))
             except Exception as exc:  # a user's own schedule class may raise anything
                 self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
+        return claims, waiting
 
     def _claim(
-        self, due: Due, claims: Sequence[Claim], settled: Mapping[str, ClaimVerdict], term: Term, retry_at: datetime
+        self,
+        due: Due,
+        claims: Sequence[Claim],
+        settled: Mapping[str, ClaimVerdict],
+        term: Term,
+        retry_at: datetime,
+        *,
+        waiting: int,
     ) -> list[Claim]:
         """Return the claims that Redis has granted.
 
         Args:
             settled: the verdicts of those that have been decided about, by the ids of their occurrences.
+            waiting: number of due entries that are not decided about in this tick.
         """
         verdicts = [settled.get(claim.occurrence.id) if claim.occurrence is not None else None for claim in claims]
         left = [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is None]
         answers = iter(self.store.claim(left, term, retry_at=retry_at))
         verdicts = [verdict or next(answers) for verdict in verdicts]
-        self._left = self._left + due.passed + verdicts.count(ClaimVerdict.PENDING) if due.more else 0
+        passed = due.passed + waiting + verdicts.count(ClaimVerdict.PENDING)
+        self._left = self._left + passed if due.more else 0
         return [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is ClaimVerdict.CLAIMED]
 
     def _record(self, over: Sequence[Confirmation], claims: Sequence[Claim], term: Term) -> None:
@@ -140,7 +160,7 @@ def next_delay(due: Due, scores: Sequence[float], now: float, *, longest: float)
     """Return the seconds to sleep after a tick.
 
     Args:
-        scores: of the entries that the tick has moved on, in seconds since 1970.
+        scores: of the entries that the tick has moved on, and of those that are still due, in seconds since 1970.
         now: seconds since 1970.
         longest: seconds after which changes of other programs must be noticed.
     """

@@ -98,6 +98,18 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
+--- Return which of these fields must be a number and is none, nil if there is none.
+local function wrong_of(where, fields, values)
+  if numbers(nil, values) then
+    return nil
+  end
+  for i, field in ipairs(fields) do
+    if values[i] and not numbers(nil, {values[i]}) then
+      return where .. "its field " .. field .. ' must be a number, and is "' .. string.sub(values[i], 1, 20) .. '"'
+    end
+  end
+end
+
 local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only, note)
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
@@ -112,10 +124,10 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   elseif err then
     return {"unusable", err, "", "0", "0", 0, ""}
   end
-  local wrong = not numbers(nil, {record[3], record[7]}) and lock
-    or not numbers(nil, {next_record[2], next_record[4], next_record[6]}) and behind
+  local wrong = wrong_of("", {"until", "uncut"}, {record[3], record[7]})
+    or wrong_of(behind .. ": ", {"until", "taken", "uncut"}, {next_record[2], next_record[4], next_record[6]})
   if wrong then
-    return {"unusable", wrong .. " has a field that must be a number, and is none", "", "0", "0", 0, ""}
+    return {"unusable", wrong, "", "0", "0", 0, ""}
   end
   local has_ended = ended[1] or ended[2]
   if again and has_ended then
@@ -147,7 +159,10 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     if stands_for_us and ((asked_for and asked_for ~= "") or payload == "") then
       redis.call("HSET", stands_for_us, "payload", payload)
       if payload ~= "" then -- the new arguments last until it starts: its expiry counts from then on
-        local uncut = redis.call("HGET", stands_for_us, "uncut")
+        local uncut = record[7]
+        if waits then
+          uncut = next_record[6]
+        end
         if uncut then
           redis.call("HDEL", stands_for_us, "until", "uncut")
           ttl = math.max(uncut - now, redis.call("PTTL", stands_for_us))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,9 @@ DEATH_HEADERS = ("x-death", "x-first-death-", "x-last-death-")
 
 #: Upper bound for the count of a message's waits; its delay reaches the maximum earlier.
 MOST_WAITS = 10
+
+#: Most characters of a key in a message that the history keeps; of a longer key, the middle is left out.
+LONGEST_SHOWN = 84
 
 #: The latest time, in milliseconds since 1970, that a message may name: in the year 2286.
 LATEST_MS = 10**13
@@ -488,8 +492,16 @@ class BaseBackend(ABC):
 
 
 def unusable(key: str, reason: str) -> str:
-    """Return the message for a lock whose keys cannot be read; the reason is in the server's words."""
-    return f"the lock {key} is unusable: {reason}; it must be a hash, and {done_key(key)} a zset: delete the wrong key"
+    """Return the message for a lock whose keys cannot be read: the cause first, because the history cuts its end.
+
+    Args:
+        reason: the server's words, or the field that is wrong.
+    """
+    shown = key if len(key) <= LONGEST_SHOWN else f"{key[: LONGEST_SHOWN // 2]}…{key[-LONGEST_SHOWN // 2 :]}"
+    advice = f"delete the lock (celery singlebeat unlock --force {shlex.quote(key)})"
+    if "WRONGTYPE" in reason:
+        advice = f"it must be a hash, and {done_key(key)} a zset: delete the wrong key"
+    return f"the lock {shown} is unusable: {reason}; {advice}"
 
 
 def from_ms(milliseconds: str | int) -> datetime | None:

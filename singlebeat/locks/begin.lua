@@ -71,6 +71,18 @@ local function reply(verdict, holds)
     r[6] or ""}
 end
 
+--- Return which of these fields must be a number and is none, nil if there is none.
+local function wrong_of(where, fields, values)
+  if numbers(nil, values) then
+    return nil
+  end
+  for i, field in ipairs(fields) do
+    if values[i] and not numbers(nil, {values[i]}) then
+      return where .. "its field " .. field .. ' must be a number, and is "' .. string.sub(values[i], 1, 20) .. '"'
+    end
+  end
+end
+
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next", "since", "renewed",
   "payload", "entry")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
@@ -83,12 +95,12 @@ if err and not string.find(err, "WRONGTYPE", 1, true) then
 elseif err then
   return {"unusable", err, "", "0", "0", 0, ""}
 end
-local wrong = not numbers(nil, {record[2], record[5], record[6]}) and lock
-  or not numbers(nil, {place[3], place[4]}) and behind
-  or not numbers(nil, {by_itself[2]}) and turn
-if wrong or (record[1] and not record[2]) then
-  local reason = (wrong or lock) .. " has a field that must be a number, and is none"
-  return {"unusable", reason, "", "0", "0", 0, ""}
+local wrong = wrong_of("", {"gen", "until", "fence"}, {record[2], record[5], record[6]})
+  or wrong_of(behind .. ": ", {"taken", "since"}, {place[3], place[4]})
+  or wrong_of(turn .. ": ", {"since"}, {by_itself[2]})
+  or record[1] and not record[2] and "its field gen must be a number, and is missing"
+if wrong then
+  return {"unusable", wrong, "", "0", "0", 0, ""}
 end
 if ended[1] then
   return reply("done")

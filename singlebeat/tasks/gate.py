@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
+from celery.signals import task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.utils.encoding import safe_repr
 
@@ -71,6 +72,19 @@ class Unsent(Reject):  # type: ignore[misc]
 
 class Blocked(Unsent):
     """The message could not be sent again to wait for its turn, because RabbitMQ has an alarm."""
+
+
+def _drop_traceback(retval: object = None, **_: object) -> None:
+    """Drop the traceback and the cause of a run that did not start, after Celery has reported them.
+
+    The traceback leads to the frame of Celery's tracer, and that frame to the exception. Each such cycle keeps some
+    7,000 objects, copies of the traceback among them, until the garbage collector finds it: 40 MB in a busy process.
+    """
+    if isinstance(retval, Postponed | Refused | Unsent):
+        retval.__traceback__ = retval.__cause__ = retval.__context__ = None
+
+
+task_postrun.connect(_drop_traceback, weak=False)
 
 
 class Run(Mapping[str, Any]):
@@ -352,7 +366,8 @@ def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: 
     try:
         _send_again(task, request, ticket, countdown, sender=ConfirmingSender.of(task.app))
     except Exception as exc:
-        unreachable = task.app.producer_pool.connections.connection.connection_errors
+        # After failures, kombu leaves a closed channel in its pool: the next publish over it raises an AttributeError.
+        unreachable = (*task.app.producer_pool.connections.connection.connection_errors, AttributeError)
         # Celery retries for less than a second, and a first connection not at all. It wraps the errors of transports.
         if raises or not (isinstance(exc, unreachable) or isinstance(exc.__cause__, unreachable)):
             raise

@@ -335,15 +335,15 @@ class Singleton(Task):  # type: ignore[misc]
         return seconds_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
 
     def on_replace(self, sig: Signature) -> None:
-        """Hand the lock over to a replacement that is an equal call; free the lock for any other replacement."""
+        """Hand the lock over to a replacement that is an equal call; else this run holds the lock to its end."""
         run = getattr(self.request, RUN_HEADER, None)
-        if isinstance(run, Run):
-            same = sig.task == self.name and str(self.generate_lock(self.name, sig.args, sig.kwargs)) == run.ticket.key
-            if same:
-                headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}
-                sig.set(headers=headers)
-            else:
-                free(self, run.ticket.run, remember_for=self.singleton_config.singlebeat_queued_ttl)
+        if (
+            isinstance(run, Run)
+            and sig.task == self.name
+            and str(self.generate_lock(self.name, sig.args, sig.kwargs)) == run.ticket.key
+        ):
+            headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}
+            sig.set(headers=headers)
         super().on_replace(sig)
 
     def get_existing_task_id(self, lock: str) -> str | None:

@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -294,6 +295,22 @@ def test_of_many_edits_at_once_all_are_done_or_refused(api):
     assert stored
 
 
+def test_of_equal_edits_at_once_each_that_is_done_counts(api):
+    api.upsert("e", PLAIN, 60, kwargs={"n": 0})
+
+    def add() -> int:
+        done = 0
+        for _ in range(20):
+            entry = api.get("e")
+            entry.kwargs = {"n": entry.kwargs["n"] + 1}
+            with suppress(ConflictError):
+                api.save(entry)
+                done += 1
+        return done
+
+    assert sum(at_once(*[add] * 4)) == api.get("e").kwargs["n"]
+
+
 def test_a_deleted_entry_leaves_only_the_record_of_it_behind(api, redis):
     api.upsert("e", PLAIN, 60)
     api.trigger("e")
@@ -385,6 +402,7 @@ def test_a_pause_changes_the_policy_alone(api, redis):
 
     stored = redis.hgetall("redbeat:e")
     assert stored.pop("recorded")
+    assert stored.pop("written")
     assert stored == {
         "definition": strange,
         "meta": meta,
@@ -452,6 +470,13 @@ def test_the_next_runs_of_an_interval_stay_on_its_grid(api, redis):
     assert api.next_runs("e", 2, after=last + 100.5 * HOUR) == [last + 101 * HOUR, last + 102 * HOUR]
     assert api.next_runs("e", 1, after=last + HOUR) == [last + 2 * HOUR]
     assert api.next_runs("e", 0) == []
+
+
+def test_no_further_run_is_calculated_after_the_time_that_is_given(api):
+    Entry("e", PLAIN, schedule(1), app=api.app).save()
+
+    assert api.next_runs("e", 10**12, within=0) == []
+    assert len(api.next_runs("e", 3, within=60)) == 3
 
 
 def test_the_latest_overdue_run_comes_first_and_stands_for_all_missed(api):

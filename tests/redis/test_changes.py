@@ -244,6 +244,24 @@ def test_an_entry_of_an_unknown_writer_is_added_by_it(bench):
     assert {change.by for change in bench.schedule.changes()} == {"raw"}
 
 
+def test_the_next_change_notices_an_entry_that_an_unknown_writer_has_added(bench):
+    """Its namesake was deleted without a record: a revert brings nothing of it back."""
+    add(bench)
+    bench.redis.delete("redbeat:e")
+    bench.redis.zrem(SCHEDULE, "redbeat:e")
+    raw(bench)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 4e9})
+    stored = bench.redis.hget("redbeat:e", "definition")
+    bench.schedule.pause("e")
+    pause, added, *_ = bench.schedule.changes("e")
+
+    assert (pause.action, added.action, added.by) == ("pause", "add", "raw")
+    assert added.after == {"definition": stored, "policy": ""}
+    bench.schedule.revert("e", pause.id)
+    assert json.loads(bench.redis.hget("redbeat:e", "definition"))["schedule"]["every"] == 5
+    assert not bench.schedule.get("e").policy.paused
+
+
 def test_entries_from_before_the_record_are_no_changes(bench):
     """As after an update: the record begins with what they are."""
     bench.put()
@@ -386,7 +404,7 @@ def test_what_beat_could_not_use_is_not_restored(bench):
     bench.redis.hset("redbeat:e", "definition", "{")
     bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
     add(bench)
-    (change,) = bench.schedule.changes("e")
+    change, _ = bench.schedule.changes("e")
     assert change.before["definition"] == "{"
     with pytest.raises(EntryError):
         bench.schedule.revert("e", change.id)

@@ -32,7 +32,7 @@ from singlebeat.diagnosis.doctor.finding import Read
 from singlebeat.diagnosis.doctor.servers import check_settings
 from singlebeat.diagnosis.doctor.workers import _queues
 from singlebeat.diagnosis.workers import Workers
-from singlebeat.locks import backend_of
+from singlebeat.locks import backend_of, clear_locks
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
@@ -348,6 +348,23 @@ def sent_without_end(app, redis) -> str:
     occurrence = Occurrence.of("redbeat:", "e", NOON)
     Store(app, redis).record([Decision("e", TASK, occurrence, DecisionType.DISPATCHED, "")], Term(3, ""))
     return occurrence.id
+
+
+def test_explain_says_how_the_run_that_was_in_the_way_has_ended(bench, cli):
+    for name in ("first", "second"):
+        bench.put(name, task="tests.system.apps.single", args=["same"])
+        bench.tick()
+    sent, skipped = bench.history
+    assert (sent["decision"], skipped["decision"]) == ("dispatched", "skipped_overlap")
+    message = {"id": sent["id"], RUN_HEADER: {"entry": sent["entry"]}}
+    record_end_of_message(bench.app, message, "failure", reason="OSError: disk full", worker="w1@host")
+    flush_ends(bench.app)
+    clear_locks(bench.app)
+
+    told = cli("explain", skipped["entry"], app=bench.app).output
+
+    assert f"Task {sent['id']} does not hold the lock any more" in told
+    assert re.search(r"It ended at \S+ \S+Z on w1@host, failure: OSError: disk full\.", told)
 
 
 def test_explain_finds_an_end_that_was_not_recorded_in_the_result_backend(cli, put, app, redis):
@@ -1140,6 +1157,17 @@ def test_an_error_of_settings_says_that_no_app_was_named(server, redis, monkeypa
     assert told.exit_code == 2
     assert "set redbeat_redis_url to a Redis server" in told.output
     assert "celery -A APP singlebeat" in told.output
+
+
+def test_status_says_when_the_lease_was_renewed_and_names_other_apps(bench, cli):
+    bench.tick()
+    bench.scheduler(app=Celery("other", set_as_current=False, broker=bench.server.celery_url)).tick()
+    bench.redis.pexpire("redbeat::lock", 3_900)
+
+    shown = cli("status", app=bench.app).output
+
+    assert re.search(r"^leader .*, renewed 6 s ago$", shown, re.MULTILINE)
+    assert re.search(r"^standbys    1\n  .*, of app other$", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import re
+import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from celery.schedules import schedule
+from click import unstyle
 
 from singlebeat import Schedule, clocked
+from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.metrics import BeatMetrics
+from singlebeat.connections import ResponseError
+from singlebeat.diagnosis.workers import Workers
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import unusable
+from singlebeat.log import LONGEST_REASON
 from tests.support import RedisServer, SlowProxy, measured, without
+from tests.system.apps import make_app
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
 
@@ -39,6 +49,27 @@ def test_a_key_of_the_schedule_of_another_type_is_named(findings, bench, name, k
     assert text.startswith(f"it is no {kind}, and beat cannot use it: another program has written there")
     bench.redis.execute_command(*re.search("DEL [^ ]+", text)[0].split())
     assert findings("key") == []
+
+
+@pytest.mark.parametrize("spoil", [("SET", "x"), ("SET", "-99999999999999999999999"), ("RPUSH", "mine")])
+def test_a_spoilt_number_of_terms_is_named_wherever_no_beat_leads(findings, cli, bench, probe, spoil, caplog):
+    bench.put()
+    bench.redis.execute_command(spoil[0], "redbeat::term", spoil[1])
+    bench.tick()
+    ((level, text),) = [found for found in findings("beat") if "no beat" in found[1]]
+
+    measured(text)
+    assert (level, bench.names) == ("problem", [])
+    assert text.startswith("no beat can lead because of the key redbeat::term: it ")
+    for shown in (cli("status").output, cli("health", code=1).output, probe()[1]):
+        assert "DEL redbeat::term" in " ".join(shown.split())
+    assert "DEL redbeat::term" in caplog.text
+
+    bench.redis.execute_command(*re.search("DEL [^ ]+", text)[0].split())
+    bench.tick(2)
+    assert bench.names == ["e"]
+    assert "schedule_vanished" not in caplog.text
+    cli("health")
 
 
 def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, bench):
@@ -134,21 +165,37 @@ def test_explain_says_once_that_one_server_refuses_to_write(cli, own_server, ben
 def test_tools_name_a_lock_that_is_unusable_and_free_it(findings, cli, bench):
     task = bench.app.tasks[SINGLE]
     key = task.generate_lock(SINGLE, ["e"], {})
-    for spoil in (lambda: bench.redis.hset(key, mapping={"id": "z", "until": "x"}), lambda: bench.redis.set(key, "x")):
+    for spoil, cause in (
+        (
+            lambda: bench.redis.hset(key, mapping={"id": "z", "until": "x"}),
+            'its field until must be a number, and is "x"',
+        ),
+        (lambda: bench.redis.set(key, "x"), "WRONGTYPE Operation against a key holding the wrong kind of value"),
+    ):
         bench.put(task=SINGLE)
+        bench.make_due()
         spoil()
         bench.tick()
 
         ((level, text),) = findings("entry e")
         assert level == "problem"
-        assert f"the last one was sent without its lock: the lock {key} is unusable: " in text
+        assert f"the last one was sent without its lock: the lock {key} is unusable: {cause}" in text
         assert "probably killed" not in cli("explain", "e").output
-        assert f"without its lock: the lock {key} is unusable: " in cli("explain", "e").output
+        assert f"without its lock: the lock {key} is unusable: {cause}" in cli("explain", "e").output
         assert f"{key} holds something that is no lock: --force deletes the key" in cli("unlock", key, code=1).output
         cli("unlock", key, "--force")
         assert not bench.redis.exists(key)
     bench.redis.set("other", "x")
     assert "no lock is held by other" in cli("unlock", "other", "--force", code=1).output
+
+
+@pytest.mark.parametrize("reason", ['its field until must be a number, and is "x"', "WRONGTYPE wrong kind of value"])
+def test_no_key_is_so_long_that_the_cause_is_cut(reason):
+    key = f"{'shop:production:' * 20}SINGLETONLOCK_{{{'0' * 64}}}"
+    told = f"without its lock: {unusable(key, reason)}"
+
+    assert reason in told[:LONGEST_REASON]
+    assert re.search("the lock shop:production:.+….*0{16}} is unusable", told), told
 
 
 def test_tools_say_who_has_paused_or_deleted_an_entry(findings, cli, bench):
@@ -176,3 +223,123 @@ def test_explain_accuses_no_worker_where_none_records_ends(cli, bench):
         bench.tick()
 
     assert "probably killed" not in cli("explain", "e").output
+
+
+def answering(**workers: Reader) -> Workers:
+    """Return the answers of workers with singlebeat."""
+    tasks = {name: reader.tasks for name, reader in workers.items()}
+    return Workers({}, tasks, dict.fromkeys(workers, "1"), workers, {}, (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("queue", "busy", "options", "why"),
+    [
+        ("celery", 0, {}, "they may still wait in queue celery, which has 5 messages"),
+        ("mail", 0, {"queue": "gone"}, "they may still wait in queue gone, which no worker that answers reads"),
+        ("gone", 1, {"queue": "gone"}, "they may still wait in queue gone, or at its workers: the only slot of the"),
+        ("gone", 0, {"queue": "gone"}, "each has probably killed its worker"),
+        ("celery", 0, {"expires": 0}, "each has probably expired in its queue before a worker started it"),
+    ],
+)
+def test_runs_that_wait_or_expire_have_killed_no_worker(findings, cli, bench, monkeypatch, queue, busy, options, why):
+    entry = bench.put(options=options)
+    for _ in range(5):
+        bench.make_due()
+        bench.tick()
+    bench.redis.delete("gone")  # as if a worker had received the messages
+    runs = [Busy("t", "x", datetime.now(UTC))] * busy
+    workers = answering(w1=Reader(frozenset({queue}), frozenset({entry.task}), 1, runs))
+    monkeypatch.setattr(Workers, "ask", lambda _: workers)
+    backend_of(bench.app).announce("w1@vm", ttl=60)
+
+    assert why in cli("explain", "e").output
+    assert why in str(findings("entry e"))
+
+
+def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, bench, monkeypatch):
+    backend_of(bench.app).announce("w1@vm", ttl=60)
+    bench.put(task=SINGLE, options={"queue": "billing"})
+    bench.tick()
+    entry = bench.put(task=SINGLE)  # its next runs go elsewhere
+    bench.make_due()
+    (message,) = bench.redis.lrange("billing", 0, -1)
+    for _ in range(2):
+        bench.redis.rpush("billing", message)
+    bench.tick()
+    assert bench.decisions == ["dispatched", "skipped_overlap"]
+    reader = Reader(frozenset({"celery"}), frozenset({entry.task}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
+
+    unread, advice = "o worker that answers reads queue billing (they read celery)", "3 messages wait there: start a"
+    advice += " worker with -Q billing, or delete all messages there if they are not wanted (celery purge -Q billing)"
+    (task_id,) = re.findall("Task (\\S+) was queued", cli("explain", "e").output)
+    ((level, text),) = findings("queue billing")
+
+    measured(text)
+    assert level == "problem"
+    assert text.startswith(f"n{unread}, and 1 lock is held by messages that were sent there, such as task {task_id}")
+    assert text.endswith(f". {advice}: beat frees their locks then")
+    assert f"N{unread}. {advice}" in cli("explain", "e").output
+    assert f"n{unread}. {advice}" in cli("unlock", task_id, code=1).output
+    bench.put(task=SINGLE, options={"queue": "billing"})
+    assert "The queue has 3 messages. Start a worker with -Q billing" in str(findings("queue billing"))
+
+
+def test_a_refused_history_is_named_by_all_that_read_it(findings, cli, bench, server, bench_on):
+    with without(server, "xadd") as url:
+        mute = bench_on(server, redbeat_redis_url=url.replace("redis+socket", "unix"))
+        bench.put(task=SINGLE)
+        with suppress(ResponseError):  # of the history; all else is written
+            mute.tick()
+        said = [cli(command, "e", app=mute.app).output for command in ("explain", "history")]
+        standby = str(findings("beat", app=mute.app))
+        mute.close()
+
+    assert len(mute.messages) == 1
+    assert said[0].startswith("Runs may not be sent or recorded because of the schedule's server: the ACL of its user")
+    assert all("lacks XADD: grant +xadd" in each for each in said)
+    assert "runs may be missing here" in said[1]
+    assert "there is no standby: " in standby
+    assert "runs may be missing" not in cli("history", "e").output
+
+
+#: The settings that name a server.
+SERVERS = ("broker_url", "redbeat_redis_url", "result_backend", "singleton_backend_url")
+
+
+@pytest.mark.parametrize("hanging", [SERVERS, *SERVERS])
+def test_tools_ask_a_server_that_hangs_once(server, own_server, cli, hanging, monkeypatch):
+    """With ``hanging`` on a server of its own, or all on one server, which used to take minutes."""
+    urls = {name: own_server.tcp_url if name in hanging else server.tcp_url for name in SERVERS}
+    printed = list[tuple[float, str]]()
+    with make_app(server.tcp_url, {**urls, "singlebeat_socket_timeout": 1}) as app:
+        own_server.pause()
+        began = time.monotonic()
+        monkeypatch.setattr(
+            "click.echo", lambda text="", **_: printed.append((time.monotonic() - began, unstyle(text)))
+        )
+        cli("doctor", app=app, code=2 if "redbeat_redis_url" in hanging else 1)
+        took = time.monotonic() - began
+        for command in ("status", "health") if "redbeat_redis_url" in hanging else ():
+            began = time.monotonic()
+            cli(command, app=app, code=2)
+            assert time.monotonic() - began < 2
+
+    assert took < 3
+    assert printed[0][0] < 2, "it is not kept until the end"
+    if hanging == SERVERS:
+        said = [text for _, text in printed]
+        assert "schedule's server" in said[0]
+        for about in ("result backend", "locks", "broker"):
+            assert any(re.match(f"problem +{about}.* does not answer: ", text) for text in said), said
+        assert "Beat still sends" not in str(said)
+        assert "The schedule is kept there, too: nothing is sent until it answers" in str(said)
+
+
+def test_doctor_says_that_nothing_is_sent_without_the_server_of_the_locks(server, redis, own_server, cli):
+    with make_app(server.celery_url, {"result_backend": own_server.celery_url, "singleton_backend_url": None}) as app:
+        own_server.kill()
+        told = cli("doctor", app=app, code=1).output
+
+    assert "Beat still sends" not in told
+    assert "Locks are kept there, too: no run that takes a lock is sent until it answers." in told

@@ -19,6 +19,7 @@ from singlebeat.locks.key import LOCK_FIELDS, LOCK_KEYS, beside, lock_key, suspe
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.outbox import OUTBOX_KEYS
 from singlebeat.run_results import flush_ends, record_end_of_message
+from singlebeat.web.versions import version_of
 from tests.redis.bench import HOUR, Bench
 from tests.support import APP
 
@@ -76,6 +77,7 @@ def lived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     bench.make_due()
     bench.schedule.pause("e")
     bench.schedule.resume("e")
+    version_of(bench.schedule.salvage("e"))  # as the page makes it
     bench.schedule.pause_many(tag="of no entry")
     begin = datetime.now(UTC) - 2 * HOUR
     with suppress(ConflictError):  # no beat sends the first run

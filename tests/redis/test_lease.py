@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from redis import Redis
-from redis.exceptions import LockError, RedisError
+from redis.exceptions import LockError, RedisError, ResponseError
 
 from singlebeat.beat.keys import LeaseKeys
 from singlebeat.beat.leadership.lease import SHARE_EVERY, STAY, Lease, Term, resign
@@ -312,6 +312,41 @@ def test_a_leftover_lock_of_the_own_last_term_does_not_block_a_beat(make, clock,
     assert new.number > old.number
     assert lease.term() == new
     assert redis.get(KEYS.lock) == new.token
+
+
+@pytest.mark.parametrize("number", ["x", "", "1.5", "-3", "007", "9" * 14, "-99999999999999999999999"])
+def test_no_beat_leads_by_a_spoilt_number_of_terms(make, redis, number):
+    redis.set(KEYS.term, number)
+    lease = make()
+
+    with pytest.raises(ResponseError, match=f"{KEYS.term}: it holds '{number[:9]}.* DEL {KEYS.term}"):
+        lease.acquire()
+
+    assert redis.keys() == [KEYS.term]
+    redis.delete(KEYS.term)
+    assert lease.acquire() == lease.term()
+    assert lease.term().number == 1
+
+
+def test_terms_that_begin_anew_after_that_are_no_loss(make, redis):
+    lease = make()
+    assert [lease.acquire().number, redis.delete(KEYS.lock), lease.renew()] == [1, 1, False]
+    redis.set(KEYS.term, "x")
+    with pytest.raises(ResponseError, match="no number of a term"):
+        lease.acquire()
+    redis.delete(KEYS.term)
+
+    assert lease.acquire().lost == 0
+
+
+def test_a_repeated_campaign_notices_a_spoilt_number_of_terms(make, redis):
+    lease = make()
+    lease._token = lease.acquire().token  # as if the reply had been lost
+    lease._term = None
+    redis.set(KEYS.term, "x")
+
+    with pytest.raises(ResponseError, match="no number of a term"):
+        lease.acquire()
 
 
 # ---------------------------------------------------------------- loss

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from redis import Redis
@@ -15,7 +16,7 @@ from singlebeat import signals
 from singlebeat.beat.entries.entry import DELETE
 from singlebeat.beat.entries.fields import SAVE
 from singlebeat.beat.entries.occurrence import Occurrence
-from singlebeat.beat.entries.statics import PARK, UNPARK
+from singlebeat.beat.entries.statics import OWN, PARK, UNPARK
 from singlebeat.beat.leadership.lease import resign
 from singlebeat.beat.one_write import OneWrite
 from singlebeat.beat.store.changes import NOTICE
@@ -103,12 +104,13 @@ def settle(redis: Redis, *, leads: int = 1) -> tuple[list[str], list[Any]]:
     return [*keys[:4], HISTORY, "redbeat:e", "redbeat:f"], args
 
 
-def save(redis: Redis, found: list[Any], fields: list[Any]) -> tuple[list[str], list[Any]]:
+def save(redis: Redis, found: list[Any], fields: list[Any], *, token: str = "") -> tuple[list[str], list[Any]]:
+    redis.set(LOCK, "t")
     names = ("definition", "meta", "policy", "since")
     if stored := {name: value for name, value in zip(names, found, strict=True) if value}:
         redis.hset("redbeat:e", mapping=stored)
     row = ("redbeat:e", "e", found, fields, "7")
-    return [SCHEDULE, CHANGES, "redbeat:e"], [*AUTHOR, "edit", "why", packed([row])]
+    return [LOCK, SCHEDULE, CHANGES, "redbeat:e"], [token, *AUTHOR, "edit", "why", "call", packed([row])]
 
 
 def record(redis: Redis, *, recorded: str = "", wanted: str = "d") -> tuple[list[str], list[Any]]:
@@ -159,17 +161,24 @@ def renewed(redis: Redis) -> tuple[list[str], list[Any]]:
     return [LOCK, LEADER, TERM], ["t", 9000, "5.0", 3]
 
 
-def parked(redis: Redis) -> tuple[list[str], list[Any]]:
+def parked(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
     redis.hset("redbeat:e", mapping={"definition": "d", "policy": "p"})
     redis.hset("redbeat::owners", "e", "app")
     redis.sadd("redbeat::statics", "e")
-    keys = [SCHEDULE, PENDING, "redbeat::quarantine", "redbeat::statics", "redbeat::owners", CHANGES]
-    return [*keys, "redbeat:e", "redbeat::parked:e"], ["app", 90_000, *AUTHOR, packed([("e", "app", "", True)])]
+    redis.set(LOCK, "t")
+    keys = [LOCK, SCHEDULE, PENDING, "redbeat::quarantine", "redbeat::statics", "redbeat::owners", CHANGES]
+    return [*keys, "redbeat:e", "redbeat::parked:e"], [token, "app", 90_000, *AUTHOR, packed([("e", "app", "", True)])]
 
 
-def unparked(redis: Redis) -> tuple[list[str], list[Any]]:
+def unparked(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
     redis.hset("redbeat::parked:e", mapping={"definition": "d", "policy": "p", "owner": "app"})
-    return [CHANGES, "redbeat:e", "redbeat::parked:e"], ["app", *AUTHOR, packed([("e", "s")])]
+    redis.set(LOCK, "t")
+    return [LOCK, CHANGES, "redbeat:e", "redbeat::parked:e"], [token, "app", *AUTHOR, packed([("e", "s")])]
+
+
+def owned(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
+    redis.set(LOCK, "t")
+    return [LOCK, "redbeat::statics", "redbeat::owners"], [token, packed(["e", "app"])]
 
 
 def pause(redis: Redis, *, found: str = "") -> tuple[list[str], list[Any]]:
@@ -200,7 +209,11 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "delete": delete,
     "notice": notice,
     "notice, changed": lambda redis: notice(redis, recorded="of another definition"),
+    "fenced": lambda redis: (placed(redis)[0][:1], ["another"]),
+    "own": owned,
+    "own, another leads": lambda redis: owned(redis, token="another"),
     "park": parked,
+    "park, another leads": lambda redis: parked(redis, token="another"),
     "pause": pause,
     "pause, ended": lambda redis: pause(redis, found='{"since": "now"}'),
     "pauses": lambda redis: (pause(redis)[0][:1], []),
@@ -222,9 +235,11 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "save, new": lambda redis: save(redis, [False] * 4, ["d", "m", "", ""]),
     "save, edited": lambda redis: save(redis, ["d", "m", "p", False], ["new", "m", "p", "s"]),
     "save, paused": lambda redis: save(redis, ["d", "m", False, False], ["d", False, "p", False]),
+    "save, another leads": lambda redis: save(redis, ["d", "m", "p", False], ["new", "m", "p", "s"], token="another"),
     "settle": settle,
     "time": lambda _: ([SCHEDULE], []),
     "unpark": unparked,
+    "unpark, another leads": lambda redis: unparked(redis, token="another"),
     "window": lambda redis: (placed(redis)[0][1:2], [0, "6", 0, 10]),
     "save, resumed": lambda redis: save(redis, ["d", "m", "p", False], ["d", False, "", "s"]),
 }
@@ -238,6 +253,7 @@ CALLING = {
     "delete": DELETE,
     "dispatch": DISPATCH,
     "notice": NOTICE,
+    "own": OWN,
     "park": PARK,
     "save": SAVE,
     "settle": SETTLE,
@@ -245,7 +261,7 @@ CALLING = {
 }
 
 WRITE_NOTHING = {
-    *("candidates", "last_ends", "members", "pauses", "probe", "read", "records", "renew", "time", "window"),
+    *("candidates", "fenced", "last_ends", "members", "pauses", "probe", "read", "records", "renew", "time", "window"),
 }
 
 
@@ -272,7 +288,8 @@ def test_a_repeated_script_says_the_same_and_writes_nothing_more(redis, call):
 
     assert (without_time(call, run(redis, keys, args)) == first) is (call not in SAY_SOMETHING_ELSE)
     assert contents(redis, but=[STANDBYS]) == after
-    assert (after == before) is (call in {"campaign, another leads", *WRITE_NOTHING})
+    is_fenced = call.endswith(", another leads") and not call.startswith("dispatch")  # which keeps its reply
+    assert (after == before) is (is_fenced or call in WRITE_NOTHING)
 
 
 def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):
@@ -284,6 +301,18 @@ def test_an_occurrence_that_was_sent_meanwhile_is_not_proposed_again(redis):
 
     assert run(redis, keys, args) == "proposed"
     assert redis.hget("redbeat:e", "pending") is None
+
+
+@pytest.mark.parametrize("others", [1, 20])
+def test_an_occurrence_is_not_proposed_again_after_others_were(redis, others):
+    for task_id in ("ours", *(str(uuid4()) for _ in range(others)), "ours"):
+        keys, args = propose(redis, task_id=task_id)
+        assert beat_script("propose")(redis, keys, args) == "proposed"
+        pending = redis.hget("redbeat:e", "pending")
+        redis.hdel("redbeat:e", "pending")
+        redis.delete(PENDING)
+
+    assert pending is None
 
 
 def test_an_edit_is_stored_though_a_beat_has_claimed_the_entry_meanwhile(redis):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from base64 import b64decode
@@ -18,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Scheduler, outbox, signals
 from singlebeat.beat import one_write
-from singlebeat.beat.store.claims import ClaimVerdict
+from singlebeat.beat.store.claims import Claim, ClaimVerdict
 from singlebeat.beat.store.dispatches import DISPATCH, Answer
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
@@ -75,6 +76,21 @@ def test_many_entries_are_sent_in_a_few_round_trips(bench, redis, task):
     assert set(bench.decisions) == {"dispatched"}
     assert calls_of(redis)["lpush"] == 150
     assert calls_of(redis)["evalsha"] <= 5  # the read, the question, and two batches
+
+
+def test_a_tick_leaves_no_claim_to_the_garbage_collector(bench):
+    bench.put()
+    scheduler = bench.scheduler()
+    gc.collect()
+    gc.disable()
+    try:
+        scheduler.tick()
+        kept = [each for each in gc.get_objects() if type(each) is Claim]
+    finally:
+        gc.enable()
+
+    assert bench.names == ["e"]
+    assert kept == []
 
 
 def test_nothing_is_pending_when_a_beat_ends_before_the_write(bench, redis, monkeypatch):

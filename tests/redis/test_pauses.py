@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -82,6 +83,35 @@ def test_times_without_a_beat_in_a_pause_are_not_caught_up(bench):
     bench.tick(2)
 
     assert bench.decisions == ["paused"]
+
+
+@pytest.mark.parametrize("until", [{}, {"until": ago(0.75)}], ids=["lasts", "has-ended"])
+def test_an_entry_that_leaves_a_pause_makes_up_for_no_time_in_it(bench, until):
+    """No beat led meanwhile; one entry has had a time since the pause ended."""
+    bench.put("within", every=2 * HOUR, ago=3 * HOUR, tags=["billing", "eu"])
+    bench.put("after", tags=["billing"])
+    bench.redis.hset(PAUSES, "tag:billing", json.dumps({"since": ago(3), **until}))
+    for name in ("within", "after"):
+        entry = bench.schedule.get(name)
+        entry.policy = replace(entry.policy, tags=("eu",))
+        bench.schedule.save(entry)
+    bench.tick(2)
+
+    assert bench.names == (["after"] if until else [])
+    assert bench.score("within") > datetime.now(UTC).timestamp()
+
+
+def test_a_run_that_is_due_after_a_pause_runs(bench):
+    """Its nominal time was in the pause, and jitter has put it off."""
+    entry = bench.put(every=2 * HOUR, ago=3.95 * HOUR, jitter=6840, tags=["t"])
+    nominal = entry.last_run_at + 2 * HOUR
+    due = entry.timetable.due(nominal)
+    until = nominal + (due - nominal) / 2
+    bench.redis.hset(PAUSES, "tag:t", json.dumps({"since": ago(3), "until": until.isoformat()}))
+    bench.tick(2)
+
+    assert nominal < until < due
+    assert bench.decisions == ["dispatched"]
 
 
 def test_a_pause_ends_by_itself_at_its_time(bench):

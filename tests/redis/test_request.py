@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Retry, TaskRevokedError
 from celery.worker import state
 from celery.worker.request import create_request_cls
+from kombu import Producer
 from kombu.asynchronous.timer import Timer
 from kombu.serialization import registry
 from kombu.utils.uuid import uuid
@@ -35,7 +37,7 @@ from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
-from singlebeat.tasks.gate import Postponed, Refused, postpone
+from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
 from tests.support import wait_until, without
@@ -543,6 +545,45 @@ def test_an_acknowledged_waiting_message_outlives_a_broker_restart(app, deliver,
     assert app.AsyncResult(task_id).state == states.PENDING
 
 
+def test_an_acknowledged_waiting_message_outlives_a_closed_channel(app, deliver, redis, other, monkeypatch):
+    """As after several failures in a row: the next publish over it finds no connection, the one after that works."""
+    monkeypatch.setattr("singlebeat.tasks.gate.RETRY_AFTER", 0.01)
+    task, task_id, publish = task_of(app), uuid(), Producer.publish
+    request = deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id)})
+    faults = iter([AttributeError("'NoneType' object has no attribute 'client'")])
+
+    def publish_over_it(*args: Any, **options: Any) -> Any:
+        for fault in faults:
+            raise fault
+        return publish(*args, **options)
+
+    monkeypatch.setattr(Producer, "publish", publish_over_it)
+
+    started(request)
+
+    assert redis.llen("celery") == 1
+    assert app.AsyncResult(task_id).state == states.PENDING
+
+
+def test_a_replaced_run_holds_its_lock_until_its_body_is_over(app, deliver, redis):
+    held = []
+
+    def clean_up(self: Any, user: Any) -> None:
+        try:
+            self.replace(another.si(user))
+        finally:
+            held.append((redis.llen("celery"), backend_of(app).get(lock)))
+
+    another = app.task(same, name="app.another", shared=False)
+    task = app.task(clean_up, bind=True, name="app.task", base=Singleton, shared=False)
+    lock, result = task.generate_lock(task.name, ["a"]), task.delay("a")
+
+    started(deliver(task))
+
+    assert held == [(1, result.id)]
+    assert backend_of(app).get(lock) is None
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_an_unsendable_copy_does_not_change_the_result_of_the_live_run(app, deliver, redis, mute, late):
     run = Ref("SINGLETONLOCK_a", uuid(), nonce="n")
@@ -642,6 +683,42 @@ def test_an_exception_that_has_no_words_ends_its_run_as_any_other(app, deliver, 
     assert messages(redis) == (0, 0)
     flush_ends(app)
     assert [end["outcome"] for _, end in redis.xrange("redbeat::runs")] == (["failure"] if header else [])
+
+
+@pytest.fixture
+def no_collector(caplog) -> Iterator[None]:
+    """Leaves cycles where they are, for a test whose log keeps no exceptions either."""
+    caplog.set_level(logging.CRITICAL + 1)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+@pytest.mark.parametrize("kind", [Postponed, Refused])
+def test_a_run_that_does_not_start_leaves_no_cycle(app, deliver, redis, no_collector, base, kind):
+    """A cycle would keep the traceback, and copies of it that Celery makes, until the collector runs."""
+    task, task_id = app.task(same, name="app.task", shared=False, **based(base)), uuid()
+    redis.hset("LOCK_a", mapping={"id": "other", "gen": "0", "state": "running", "nonce": "n"})
+    ticket = Ticket(task_id, "LOCK_a", "LOCK_a", waits=kind is Postponed)
+
+    started(deliver(task, ["a"], id=task_id, **{HEADER: ticket.header()}))
+
+    assert messages(redis) == (int(kind is Postponed), 0)
+    assert kept_errors() == []
+
+
+def test_an_unsendable_call_leaves_no_cycle(app, deliver, mute, other, no_collector):
+    task_id = uuid()
+
+    started(deliver(task_of(app, acks_late=True), ["a"], id=task_id, **{HEADER: waiting(task_id)}))
+
+    assert kept_errors() == []
+
+
+def kept_errors() -> list[BaseException]:
+    return [each for each in gc.get_objects() if type(each) in {Postponed, Refused, Unsent}]
 
 
 # ---------------------------------------------------------------- what a retry is sent with, and what a run knows

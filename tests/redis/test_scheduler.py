@@ -29,6 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.backoff import LOGGED_EACH
+from singlebeat.beat.entries import statics
 from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.entries.fields import BATCH
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
@@ -45,7 +46,7 @@ from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
 from tests.redis.bench import Bench
-from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, connected, wait_until, without
+from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, connected, contents, wait_until, without
 from tests.system.apps import make_app
 
 PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
@@ -315,6 +316,19 @@ def test_an_entry_without_further_times_is_sent_once_and_parked(bench):
     assert bench.score() == PARKED
 
 
+def test_a_rule_that_comes_once_waits_for_its_time_even_if_it_has_no_past(bench):
+    """As another program may write it, without meta."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    for name, start in {"ahead": now + HOUR, "due": now - timedelta(minutes=1)}.items():
+        when = {"__type__": "rrule", "freq": 3, "count": 1, "dtstart": start.timestamp()}
+        bench.redis.hset(f"redbeat:{name}", "definition", json.dumps({"task": PLAIN, "args": [name], "schedule": when}))
+        bench.redis.zadd(SCHEDULE, {f"redbeat:{name}": 0})
+    bench.tick(3)
+
+    assert bench.names == ["due"]
+    assert (bench.score("ahead"), bench.score("due")) == ((now + HOUR).timestamp(), PARKED)
+
+
 def test_a_score_that_comes_too_early_is_corrected_and_nothing_sent(bench):
     entry = bench.put(ago=timedelta(minutes=1))
     bench.redis.zadd(SCHEDULE, {entry.key: datetime.now(UTC).timestamp() - 30})
@@ -551,6 +565,52 @@ def test_more_than_one_batch_is_due(bench):
     scheduler.tick()
 
     assert len(set(bench.names)) == len(bench.names) == 501
+
+
+def test_entries_with_expensive_rules_do_not_keep_others_waiting(bench, redis, monkeypatch, logged):
+    """One such rule takes about a second. Ticks calculate as many of them as they have time for, the others first."""
+    monkeypatch.setattr("singlebeat.beat.calculating_time.BUDGET", 0.1)
+    expensive = {"__type__": "rrule", "freq": "MINUTELY", "interval": 1439, "byhour": [3], "byminute": [7]}
+    expensive |= {"byweekday": [0], "bymonthday": [29], "bymonth": [2]}  # never comes
+    bench.scheduler().tick()
+    for number in range(4):
+        rule = {**expensive, "dtstart": 1767225600 + 61 * number}
+        definition = {"task": PLAIN, "args": [f"slow{number}"], "schedule": rule}
+        redis.hset(f"redbeat:slow{number}", "definition", json.dumps(definition))
+        redis.zadd(SCHEDULE, {f"redbeat:slow{number}": 0})
+    bench.put("cheap")
+
+    bench.tick()
+    assert bench.names == ["cheap", "slow0"]
+
+    for number in (1, 2):
+        bench.make_due("cheap")
+        bench.tick()
+        assert bench.names.count("cheap") == number + 1
+        assert sorted(set(bench.names)) == ["cheap", *(f"slow{each}" for each in range(number + 1))]
+    bench.tick()
+    assert sorted(set(bench.names)) == ["cheap", "slow0", "slow1", "slow2", "slow3"]
+    assert bench.redis.zcount(SCHEDULE, -1, -1) == 4  # they never come again
+
+
+def test_an_entry_behind_a_batch_of_expensive_ones_is_sent(bench, redis, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.calculating_time.BUDGET", 1e-9)
+    monkeypatch.setattr("singlebeat.beat.calculating_time.EXPENSIVE_FROM", 0.0)  # each rule is expensive
+    rule = rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC))
+    fields = redis.hgetall(bench.put("slow", every=rule, ago=48 * HOUR).key)
+    with redis.pipeline() as pipe:
+        for number in range(BATCH):
+            pipe.hset(f"redbeat:slow{number}", mapping=fields)
+            pipe.zadd(SCHEDULE, {f"redbeat:slow{number}": 1})
+        pipe.execute()
+    bench.put("cheap")
+
+    bench.tick(2)
+    assert bench.names.count("cheap") == 1
+
+    before = len(bench.names)
+    bench.tick(8)
+    assert before < len(bench.names)  # each round of ticks does one
 
 
 def test_every_decision_is_signalled(bench):
@@ -2063,6 +2123,30 @@ def test_a_changed_timezone_moves_more_entries_than_one_batch_holds(server, redi
     assert len(steps) > 1200
 
 
+def test_ticks_move_expensive_entries_after_a_change_of_the_timezone(server, redis, bench_on, monkeypatch):
+    """Their times would take long: they are due at once, and the ticks give them their places without a run."""
+    monkeypatch.setattr("singlebeat.beat.calculating_time.BUDGET", 1e-9)
+    monkeypatch.setattr("singlebeat.beat.calculating_time.EXPENSIVE_FROM", 0.0)
+    now = datetime.now(UTC)
+    soon = (now + HOUR).replace(minute=30, second=0, microsecond=0)
+    start = datetime(2026, 1, 1, tzinfo=timezone(-10 * HOUR))  # its zone is no named one
+    rule = rrule("DAILY", dtstart=start, byhour=(soon - 10 * HOUR).hour, byminute=30, bysecond=0)
+    bench = bench_on(server)
+    old, new = (bench.scheduler(timezone=zone) for zone in (HONOLULU, "UTC"))
+    for number in range(4):
+        Entry(f"e{number}", PLAIN, rule, app=old.app, last_run_at=now).save()
+    old.tick()
+    old.close()
+    redis.zadd(SCHEDULE, dict.fromkeys(redis.zrange(SCHEDULE, 0, -1), (soon + 10 * HOUR).timestamp()))
+
+    new.tick()
+    assert redis.zcount(SCHEDULE, 0, time.time()) == 2  # one was calculated at the change, one in the tick
+    bench.tick(2)
+
+    assert set(places(redis).values()) == {soon.timestamp()}
+    assert bench.names == []
+
+
 def test_an_unchanged_timezone_costs_no_scan_of_the_entries(bench, monkeypatch):
     bench.scheduler().tick()
     bench.schedulers[0].close()
@@ -2128,8 +2212,13 @@ def test_a_lock_that_another_program_has_spoilt_harms_no_other_entry(bench, redi
         scheduler.tick()
 
     assert "good" in bench.names
-    assert f"the lock {key} is unusable: {key} has a field that must be a number, and is none" in caplog.text
-    with pytest.raises(UnusableLockError, match="has a field that must be a number"):
+    cause = f'its field until must be a number, and is "{value[:20]}"'
+    assert (
+        f"the lock {key} is unusable: {cause}; delete the lock (celery singlebeat unlock --force '{key}')"
+        in caplog.text.replace('\\"', '"')
+    )
+    assert "must be a hash" not in caplog.text
+    with pytest.raises(UnusableLockError, match=cause):
         task.delay("spoilt")
 
 
@@ -2250,6 +2339,33 @@ def test_a_start_reads_the_whole_of_beat_schedule_once_however_long_it_is(server
 
     assert run() == {"hgetall": 1, "smembers": 1, "sadd": 1}
     assert run() == {"hgetall": 1, "smembers": 1, "sadd": 0}, "what is unchanged is not written again"
+
+
+@pytest.mark.parametrize("step", ["_unpark", "save_entries", "_owners", "_park"])
+def test_a_beat_that_stood_still_does_not_install_over_the_next_leader(bench, monkeypatch, step):
+    """It begins its term, and stands still for longer than its lease."""
+    module, when = statics.Statics, {"task": PLAIN, "schedule": 3600}
+    old = bench.scheduler(beat_schedule={"a": when | {"args": ["old"]}})
+    new = bench.scheduler(beat_schedule={"a": when | {"args": ["new"]}, "b": when})
+    bench.put("c")
+    bench.redis.sadd("redbeat::statics", "c")  # it has left both
+    where, run = (statics, statics.save_entries) if step == "save_entries" else (module, getattr(module, step))
+
+    def stand_still(*args: Any, **options: Any) -> Any:
+        if bench.redis.get("redbeat::lock") == old.lease.acquire().token:
+            bench.redis.delete("redbeat::lock")
+            new.tick()
+            left.append(contents(bench.redis, but=["redbeat::standbys"]))
+        return run(*args, **options)
+
+    left = list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, step, stand_still)
+        old.tick()
+
+    assert contents(bench.redis, but=["redbeat::standbys"]) == left[0]
+    assert bench.schedule.get("a").args == ["new"]
+    assert {entry.name for entry in bench.schedule.list()} == {"a", "b"}
 
 
 def test_storing_entries_outside_of_a_tick_starts_no_watchdog(server, redis, bench_on):

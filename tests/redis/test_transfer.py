@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,29 @@ from tests.system.apps import make_app
 DUMP = Path(__file__).with_name("django_celery_beat-2.9.0.json")
 TASK = "tests.system.apps.plain"
 BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.mark.parametrize("options", [{"tag": "it's a tag"}, {"until": datetime(2100, 1, 1, tzinfo=UTC)}])
+def test_an_export_names_the_pauses_of_many_that_it_lacks(app, redis, cli, bench, options):
+    """The command that it names pauses the entries on an empty server."""
+    bench.put("bill", tags=["it's a tag"])
+    entries = Schedule(app)
+    entries.pause_many(**options, note="the database moves")
+    (pause,) = entries.pauses()
+    export = cli("export")
+    assert export.stderr.startswith(f"{pause}: this is not in the file. To pause them on another server")
+
+    redis.flushall()
+    command = shlex.split(export.stderr.partition("the import: celery singlebeat ")[2])
+    cli(*command)
+    cli("import", "-", stdin=export.stdout)
+    bench.tick()
+
+    (again,) = entries.pauses()
+    assert (again.tag, again.until, again.note) == (pause.tag, pause.until, pause.note)
+    assert (bench.names, bench.decisions) == ([], ["paused"])
+    entries.resume_many(tag=options.get("tag"))
+    assert cli("export").stderr == ""
 
 
 def exported(cli: Any) -> list[dict[str, Any]]:

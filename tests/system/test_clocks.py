@@ -79,27 +79,28 @@ def test_the_doctor_names_a_worker_with_a_wrong_clock(celery, app, libfaketime):
     assert re.match(rf"problem the clock of worker {name} is about -\d\d s off that of the schedule's server", text)
 
 
+def test_explain_names_the_worker_whose_clock_has_let_a_message_expire(celery, app, libfaketime):
+    Entry("e", f"{APP}.plain", schedule(3600), args=["e"], expires=30, run_on_start=True, app=app).save()
+    worker = celery("worker", "-P", "solo", env={"LD_PRELOAD": libfaketime, "FAKETIME": "+90s"}).ready()
+    name = worker.wait_for(r"(w\d+@\S+) ready").group(1)
+    celery(*BEAT)
+
+    def found() -> re.Match[str] | None:
+        told = CliRunner().invoke(main, ["explain", "e"], obj=SimpleNamespace(app=app)).stdout
+        return re.search(rf"The clock of worker {name} is about \+[89]\d s off .*: set up NTP there\.", told)
+
+    wait_until(found, timeout=40, what="the clock by which the message has expired")
+
+
 @pytest.fixture
-def clocked_server(libfaketime, tmp_path, monkeypatch):
-    """A server whose clock a test sets: ``ahead(seconds)``."""
-    shown = tmp_path / "ahead"
-
-    def ahead(seconds: int) -> None:
-        (tmp_path / "new").write_text(f"{seconds:+d}s\n")
-        (tmp_path / "new").replace(shown)
-
-    ahead(0)
-    faked = {"LD_PRELOAD": libfaketime, "FAKETIME_TIMESTAMP_FILE": str(shown)}
-    with monkeypatch.context() as patch:
-        for name, value in {**faked, "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}.items():
-            patch.setenv(name, value)
-        server = RedisServer().start()
-    yield server, ahead
-    server.stop()
+def clocked_server(libfaketime):
+    """A server whose clock a test sets."""
+    with RedisServer(libfaketime=libfaketime) as server:
+        yield server
 
 
 def test_entries_that_wait_for_the_servers_clock_are_named_until_they_run(celery, clocked_server):
-    server, ahead = clocked_server
+    server = clocked_server
     with make_app(server.celery_url) as app:
         Entry("e", f"{APP}.plain", schedule(1), args=["e"], overlap="allow_all", run_on_start=True, app=app).save()
         beat = celery(*BEAT, server=server, conf={"redbeat_lock_timeout": 2})
@@ -109,9 +110,9 @@ def test_entries_that_wait_for_the_servers_clock_are_named_until_they_run(celery
             return [r.nominal.timestamp() for r in records if r.decision == "dispatched" and r.at.timestamp() > after]
 
         wait_until(lambda: sent(0), timeout=40, what="a run")
-        ahead(7200)
+        server.set_clock(7200)
         wait_until(lambda: sent(time.time() + 3600), timeout=40, what="a run by the clock that is ahead")
-        ahead(0)
+        server.set_clock(0)
         beat.wait_for("WARNING.*event=clock_set_back")
         # Until its lease is renewed, what the leader has noted of its host's clock is of before.
         wait_until(
@@ -119,7 +120,7 @@ def test_entries_that_wait_for_the_servers_clock_are_named_until_they_run(celery
         )
         assert 7000 < ScheduleStatus.of(app).set_back <= 7300
         assert beat.matches("event=clock_caught_up") == []
-        ahead(7300)
+        server.set_clock(7300)
         beat.wait_for("WARNING.*event=clock_caught_up")
         wait_until(lambda: sent(time.time() + 7290), timeout=40, what="a run after that")
         wait_until(lambda: not ScheduleStatus.of(app).set_back, timeout=40)

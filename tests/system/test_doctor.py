@@ -16,7 +16,7 @@ from celery.schedules import schedule
 
 import singlebeat
 from singlebeat import Entry, Schedule
-from singlebeat.locks import backend_of
+from singlebeat.locks import backend_of, worker_name
 from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
 from tests.system.apps import make_app
 from tests.system.tools import Tools
@@ -107,6 +107,20 @@ def test_workers_of_one_version_are_fine_and_beats_without_standby_are_not(celer
     assert "entry cleanup" not in said, "each worker knows the tasks of Celery itself, and names none of them"
     assert said["beat"][0] == "warning"
     assert "there is no standby" in said["beat"][1]
+
+
+def test_a_silent_worker_is_named_with_the_queue_that_it_may_read(celery, app, doctor):
+    put(app, "nightly")
+    celery("beat", "-S", "singlebeat.Scheduler").wait_for("this beat leads")
+    celery("worker", "-Q", "other", "-c", "1").ready()
+    assert doctor(lambda said: "queue celery" in said)["queue celery"][0] == "problem"
+    backend_of(app).announce(silent := worker_name(app, "silent@host"), ttl=3600)
+
+    level, text = doctor(one_answers)["queue celery"]
+
+    backend_of(app).retire(silent)
+    assert level == "warning"
+    assert "no worker that answers reads queue celery (they read other), and silent@host, which may read it" in text
 
 
 def test_workers_without_singlebeat_and_with_another_version_are_named(celery, app, doctor, installed):
@@ -263,8 +277,9 @@ def test_an_entry_whose_runs_all_kill_their_workers_is_named(celery, app, oracle
         worker.wait()
     celery("worker", "-c", "1", "-Q", "none", conf=conf).ready()
 
-    text = told(app, "^warning  entry deadly: its last [2-4] runs before the present one are over, and no worker has")
+    vanished = "no worker has recorded an end of its last [2-4] runs before the present one"
+    text = told(app, f"^warning  entry deadly: {vanished}")
 
-    assert "each has probably killed its worker" in text
+    assert "each has killed its worker (for want of memory?" in text
     assert "entry fine" not in Tools(app).ask("doctor")
-    told(app, "^Its last [2-4] runs before the present one are over, and no worker has", "explain", "deadly")
+    told(app, f"^N{vanished[1:]}", "explain", "deadly")

@@ -7,12 +7,12 @@ prints a line for each tool: after how many seconds it said so. No test depends 
 ===  ==================================  ==========================================================================
 No.  Incident                            Test, and where more of it is tested
 ===  ==================================  ==========================================================================
-B1   kill -9 or SIGSTOP of the leader    ``test_b1_…``; no run lost or doubled: ``test_chaos.py``
-B2   restart of Redis: AOF, RDB, none    ``test_b2_…``; under load: ``test_chaos.py``
+B1   kill -9 or SIGSTOP of the leader    ``test_b1_…``; no run lost or doubled: ``tests/chaos``
+B2   restart of Redis: AOF, RDB, none    ``test_b2_…``; under load: ``tests/chaos``
 B3   Redis without memory (maxmemory)    ``test_b3_b4_…[b3]``; all commands: ``tests/redis/test_refusals.py``
-B4   Redis becomes a replica             ``test_b3_b4_…[b4]``; with a worker: ``test_chaos.py``
+B4   Redis becomes a replica             ``test_b3_b4_…[b4]``; with a worker: ``tests/chaos``
 B5   failover of Redis Sentinel          ``test_b5_…``; a cluster: ``test_topologies.py``
-B6   RabbitMQ and Redis stop             ``test_b6_…`` in ``test_rabbitmq.py``, which has the server
+B6   RabbitMQ and Redis stop             ``test_b6_…`` in ``tests/rabbitmq``, which has the server
 B7   wrong password, ACL too narrow      ``test_b7_…``; the ACL of the docs: ``test_topologies.py``; calls without
                                          their locks: ``test_lock_outage.py``
 B8   queue that no worker reads          ``test_b8_…``
@@ -23,7 +23,7 @@ B12  kill -9 of the worker's child       ``test_b12_…``; other deaths: ``test_
 B13  wrong clock of a host               ``test_b13_…``; of a program: ``test_clocks.py``
 B14  two apps on one prefix              ``test_b14_…``
 B15  warm shutdown of a worker           ``test_b15_…``; lost messages: ``test_lost_messages.py``
-B16  three beats, redbeat_lock_key None  ``test_b16_…``; the shares of the work: ``test_chaos.py``
+B16  three beats, redbeat_lock_key None  ``test_b16_…``; the shares of the work: ``tests/chaos``
 ===  ==================================  ==========================================================================
 """
 

@@ -50,7 +50,8 @@ def options_of(client: Redis) -> dict[str, Any]:
 
 
 def kind_of(client: Redis) -> type:
-    return client.connection_pool.connection_class
+    kinds = client.connection_pool.connection_class.__mro__
+    return next(kind for kind in kinds if kind.__module__ == "redis.connection")
 
 
 # ---------------------------------------------------------------- URLs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from celery import Celery
@@ -99,10 +100,58 @@ def test_the_patterns_are_a_setting(app):
         "{'a': 1, 'api_token': '" + SECRET + "...",
         '["' + "x" * 30_000 + '", {"Password": "' + SECRET + '"}]',
         '{"a": ' + "[" * 100_000 + ', "password": "' + SECRET + '"',
+        '{"kwargs": {"pass\\u0077ord": "' + SECRET + '"',
+        '{"\\u0061rgs": ["ann", "' + SECRET + '"',
+        "{kwargs: {password: " + SECRET + "}}",
+        "<Login password='" + SECRET + "'>",
+        '{"' + "y" * 300 + '_password": "' + SECRET + '"',
+        '{"it\'s password": "' + SECRET + '"',
+        json.dumps(json.dumps({"password": SECRET})),
+        json.dumps('{"password": "' + SECRET),
     ],
 )
 def test_strings_of_json_and_reprs_are_masked_even_broken_ones(app, text):
     assert SECRET not in masked_text(text, app)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kwargs": json.dumps({"password": SECRET})},
+        {"args": json.dumps(["ann", SECRET])},
+        {"args": [], "options": {"argsrepr": f"('ann', '{SECRET}')"}},
+        {"args": [], "options": {"kwargsrepr": f"{{'password': '{SECRET}'}}"}},
+        {"options": {"link": [json.dumps({"task": "login", "args": ["ann", SECRET]})]}},
+        {"options": {"link": json.dumps({"task": "login", "args": ["ann", SECRET]})}},
+        {"kwargs": {"task": {"task": "bound", "args": []}, "it": [SECRET, SECRET]}},
+        {"kwargs": {"task": {"task": "bound", "args": []}, "it": [[SECRET]]}},
+        {"kwargs": {"task": {"task": "login", "args": []}, "it": [["ann", SECRET]]}},
+    ],
+)
+def test_secrets_are_masked_in_other_ways_to_write_arguments(app, fields):
+    shown = json.dumps(masked({"task": "login", **fields}, app))
+
+    assert SECRET not in shown
+    assert "login" in shown
+
+
+def test_strings_and_calls_without_secrets_are_shown(app):
+    link = {"task": "plain", "args": [1, "x"], "kwargs": {}}
+    value = {
+        "task": "plain",
+        "args": ["note: a", "args"],
+        "kwargs": {"task": link, "it": [[1, 2], 3], "chain": ["a"]},
+        "options": {"link": [link], "argsrepr": "('x',)", "kwargsrepr": "{}", "headers": {"a": "b: c"}},
+    }
+
+    assert masked(value, app) == value
+
+
+def test_a_hostile_string_is_masked_in_bounded_time(app):
+    for text in ('"\\' * 50_000, "'\\'" * 50_000, "a" * 100_000, '"a" ' * 50_000, '"' + " " * 100_000, "x " * 50_000):
+        began = time.thread_time()
+        masked_text("{" + text, app)
+        assert time.thread_time() - began < 2
 
 
 @pytest.mark.parametrize("text", ['{"a":  1}', "{", "('an account',)", "", "null", "{'a': <object>}"])

@@ -97,6 +97,15 @@ def test_four_occurrences_in_a_row_are_skipped_for_a_minute_at_least(every, late
         assert text.endswith(", was skipped: held by task x")
 
 
+def test_an_entry_whose_run_was_sent_late_is_not_silent():
+    late = replace(sent(0), at=NOON + 5 * MINUTE)
+    last = skipped(NOON + 6 * MINUTE)
+
+    assert said(decisions=(last, late)) == ""
+    assert silence(entry_of(), Own([last], ()), [late]) == ""
+    assert "no run of it was sent since 2026-12-01 12:05:00Z" in said(decisions=(skipped(NOON + 9 * MINUTE), late))
+
+
 def test_an_entry_that_was_always_skipped_is_spoken_of_at_once():
     text = said(decisions=(skipped(NOON),), total_run_count=0)
 
@@ -133,7 +142,7 @@ def test_runs_none_of_which_could_be_sent_are_reported():
     assert said(decisions=(unsent(), unsent("dispatched"))) == ""
 
 
-VANISHED = "runs before the present one are over, and no worker has recorded how they ended: each has probably killed"
+VANISHED = "runs before the present one: each has probably killed its worker"
 
 
 @pytest.mark.parametrize(
@@ -154,8 +163,32 @@ VANISHED = "runs before the present one are over, and no worker has recorded how
 def test_runs_that_end_without_a_record_have_killed_their_workers(decisions, count):
     text = silence(entry_of(), Own(decisions[:1], ()), decisions)
 
-    assert text.startswith(f"its last {count} {VANISHED}") if count else text == ""
+    assert text.startswith(f"no worker has recorded an end of its last {count} {VANISHED}") if count else text == ""
     assert silence(entry_of(), Own(decisions, ()), recorded=False) == "", "no worker records ends"
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"expires": 60}, "expired"),
+        ({"expires": 61}, "killed"),
+        ({"options": {"expires": 3}}, "expired"),
+        ({"options": {"expires": "2026-12-01T12:00:00Z"}}, "expired"),
+    ],
+)
+def test_runs_whose_messages_expire_kill_no_worker(fields, word):
+    text = silence(entry_of(**fields), Own([sent(3), sent(2), sent(1)], ()))
+
+    assert f": each has probably {word} " in text
+
+
+def test_runs_whose_messages_may_wait_have_not_certainly_killed_their_workers():
+    text = silence(entry_of(), Own([sent(3), sent(2), sent(1)], ()), backlog=lambda entry: f"queue {entry.task}")
+
+    assert text.startswith(
+        "no worker has recorded an end of its last 2 runs before the present one: they may still wait in queue t. Or "
+        "each has killed its worker "
+    )
 
 
 def test_runs_that_may_overlap_may_all_run_still():

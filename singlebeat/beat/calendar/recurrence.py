@@ -28,7 +28,7 @@ from .zone import in_utc
 if TYPE_CHECKING:
     from datetime import tzinfo
 
-__all__ = ("is_known", "latest_occurrence", "next_occurrence", "reads_clock", "starts_at")
+__all__ = ("is_cheap", "is_known", "latest_occurrence", "next_occurrence", "reads_clock", "starts_at")
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
@@ -98,6 +98,11 @@ def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, 
 def is_known(schedule: BaseSchedule) -> bool:
     """Return whether a schedule is of a kind that this module computes by itself, and that JSON can hold."""
     return any(_is_plain(schedule, kind) for kind in (interval, crontab, rrule, solar, clocked))
+
+
+def is_cheap(schedule: BaseSchedule) -> bool:
+    """Return whether the times of a schedule are cheap to calculate with any fields."""
+    return any(_is_plain(schedule, kind) for kind in (interval, crontab, clocked))
 
 
 def reads_clock(schedule: BaseSchedule) -> bool:

@@ -200,14 +200,14 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         return entry
 
     @classmethod
-    def usable(cls, key: str, definition: str, app: Celery, now: datetime) -> Entry:
-        """Read the ``definition`` field of an entry that is to run.
+    def allowed(cls, key: str, definition: str, app: Celery) -> Entry:
+        """Read the ``definition`` field of an entry that is to run. Its times are not calculated: that may take long.
 
         Raises:
-            EntryError: it cannot be decoded, its task is not allowed, or its times cannot be calculated.
+            EntryError: it cannot be decoded, or its task is not allowed.
         """
         entry = cls.decode(key, definition, app)
-        entry._check_usable(now)
+        check_allowed(entry, Config.of(app).singlebeat_allowed_tasks)
         return entry
 
     def check_stored(self, definition: str, now: datetime) -> None:
@@ -217,7 +217,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             definition: the field to be stored.
 
         Raises:
-            EntryError: as ``usable``.
+            EntryError: it cannot be decoded, its task is not allowed, or its times cannot be calculated.
         """
         read = copy.copy(self)  # far cheaper than to build another one
         read.__dict__.update(decode_definition(definition, given_for(self.app, self.name)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from ...lua import packed, script
 from .author import RECORD
@@ -14,12 +15,16 @@ if TYPE_CHECKING:
     from ..keys import Keys
     from .author import Author
 
-__all__ = ("BATCH", "read_fields", "write_fields")
+__all__ = ("BATCH", "FENCED", "Fence", "FencedError", "read_fields", "replies_of", "write_fields")
 
 #: The fields of one entry as ``read_fields`` returns them, or a string: a string is a sequence of strings, too.
 StoredFields = Sequence[str | None]
 
-SAVE = script(__package__, "save", RECORD)
+#: A key, and what it holds for as long as the writer leads. See ``fenced.lua``.
+Fence = tuple[str, str]
+
+FENCED = script(__package__, "fenced")
+SAVE = script(__package__, "save", FENCED, RECORD)
 
 #: Entries that one round trip reads or writes.
 BATCH = 500
@@ -43,6 +48,22 @@ def read_fields(client: RedisClient, keys: Sequence[str], *more: str) -> Sequenc
     return rows
 
 
+class FencedError(Exception):
+    """The writer led, and another beat leads by now: nothing was written."""
+
+
+def replies_of(reply: str) -> Sequence[Any]:
+    """Return what a script says about each of some entries.
+
+    Raises:
+        FencedError: another beat leads.
+    """
+    replies: Sequence[Any] | None = json.loads(reply)
+    if replies is None:
+        raise FencedError
+    return replies
+
+
 def write_fields(
     client: RedisClient,
     keys: Keys,
@@ -51,6 +72,7 @@ def write_fields(
     *,
     action: str = "edit",
     note: str = "",
+    fence: Fence | None = None,
 ) -> Sequence[bool]:
     """Write the fields of some entries in one round trip, each only if it is unchanged since it was read.
 
@@ -59,11 +81,15 @@ def write_fields(
         author: of the changes, which are recorded.
         action: what is done to the entries; an edit of an entry that does not exist adds it.
         note: for operators.
+        fence: of a leader.
 
     Returns:
         For each entry whether it was written; another program has changed the others meanwhile.
+
+    Raises:
+        FencedError: another beat leads.
     """
+    lock, token = fence or (keys.schedule, "")
     wishes = [(key, keys.name(key), *row) for key, *row in rows]
-    touched = [keys.schedule, keys.changes, *(wish[0] for wish in wishes)]
-    saved: Sequence[bool] = json.loads(SAVE(client, touched, (*author, action, note, packed(wishes))))
-    return saved
+    touched = [lock, keys.schedule, keys.changes, *(wish[0] for wish in wishes)]
+    return replies_of(SAVE(client, touched, (token, *author, action, note, uuid4().hex, packed(wishes))))

@@ -1,33 +1,38 @@
 --- park: remove entries that have left beat_schedule from the schedule, and keep copies of them: they may come back.
 --
--- It uses record.
+-- It uses fenced and record.
 --
--- KEYS[1]     schedule    zset: members by the time of their next occurrence (s)
--- KEYS[2]     pending     zset: members with an occurrence that is claimed and not confirmed
--- KEYS[3]     quarantine  hash: members that are quarantined
--- KEYS[4]     statics     set: names of the entries that come from beat_schedule
--- KEYS[5]     owners      hash: the apps of each of these names
--- KEYS[6]     changes     stream: as in record
--- KEYS[7...]  entries     for each row two hashes: the entry, and the copy that is kept of it
--- ARGV[1]     owner       the app that the entries have left
--- ARGV[2]     ttl         how long the copies are kept (ms)
--- ARGV[3]     actor       as in record
--- ARGV[4]     by          as in record
--- ARGV[5]     limit       as in record
--- ARGV[6]     rows        JSON, one array for each entry:
+-- KEYS[1]     lock        as in fenced
+-- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
+-- KEYS[3]     pending     zset: members with an occurrence that is claimed and not confirmed
+-- KEYS[4]     quarantine  hash: members that are quarantined
+-- KEYS[5]     statics     set: names of the entries that come from beat_schedule
+-- KEYS[6]     owners      hash: the apps of each of these names
+-- KEYS[7]     changes     stream: as in record
+-- KEYS[8...]  entries     for each row two hashes: the entry, and the copy that is kept of it
+-- ARGV[1]     token       of our term, as in fenced
+-- ARGV[2]     owner       the app that the entries have left
+-- ARGV[3]     ttl         how long the copies are kept (ms)
+-- ARGV[4]     actor       as in record
+-- ARGV[5]     by          as in record
+-- ARGV[6]     limit       as in record
+-- ARGV[7]     rows        JSON, one array for each entry:
 --             name        in statics and owners
 --             found       its owners as they were read, an empty string for none
 --             left        its owners without that app; empty: no owner is left, so the entry is parked
 --             is_entry    false: its key is a key of the schedule itself, and is not touched
 --
--- returns  JSON, for each entry
+-- returns  JSON: null if another beat leads, and nothing was written; else for each entry
 --          parked  the entry is out of the schedule
 --          left    the entry stays, with the owners that are left
 --          moved   its owners have changed meanwhile: nothing was written for it
 --          (a repetition finds other owners and returns moved, or parked if there were no owners before)
 
-local schedule, pending, quarantine, statics, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local owner, ttl = ARGV[1], ARGV[2]
+local schedule, pending, quarantine, statics, owners = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local owner, ttl = ARGV[2], ARGV[3]
+if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
+  return "null"
+end
 
 local function park(entry, kept, name, found, left, is_entry)
   if (redis.call("HGET", owners, name) or "") ~= found then
@@ -41,7 +46,7 @@ local function park(entry, kept, name, found, left, is_entry)
   end
   if #fields > 0 then
     local stored = redis.call("HMGET", entry, "definition", "policy")
-    record({KEYS[6], entry}, {ARGV[3], ARGV[4], ARGV[5], name, "park", "", stored[1] or "", stored[2] or "", "", ""})
+    record({KEYS[7], entry}, {ARGV[4], ARGV[5], ARGV[6], name, "park", "", stored[1] or "", stored[2] or "", "", ""})
   end
   redis.call("SREM", statics, name)
   redis.call("HDEL", owners, name)
@@ -63,7 +68,7 @@ local function park(entry, kept, name, found, left, is_entry)
 end
 
 local replies = {}
-for i, row in ipairs(cjson.decode(ARGV[6])) do
-  replies[i] = park(KEYS[2 * i + 5], KEYS[2 * i + 6], unpack(row))
+for i, row in ipairs(cjson.decode(ARGV[7])) do
+  replies[i] = park(KEYS[2 * i + 6], KEYS[2 * i + 7], unpack(row))
 end
 return cjson.encode(replies)

@@ -106,7 +106,18 @@ class Pause:
     @property
     def resumed_by(self) -> str:
         """The command that ends it."""
-        return "celery singlebeat resume " + ("--all" if self.tag is None else f"--tag {shlex.quote(self.tag)}")
+        return f"celery singlebeat resume {self._options}"
+
+    @property
+    def made_by(self) -> str:
+        """The command that makes it, as on another server."""
+        until = f" --until {self.until.isoformat()}" if self.until is not None else ""
+        note = f" --note {shlex.quote(self.note)}" if self.note else ""
+        return f"celery singlebeat pause {self._options}{until}{note}"
+
+    @property
+    def _options(self) -> str:
+        return "--all" if self.tag is None else f"--tag {shlex.quote(self.tag)}"
 
     def __str__(self) -> str:
         since = f" since {_moment(self.since)}" if self.since is not None else ""
@@ -146,19 +157,24 @@ class Pauses:
         """Return the pauses from the reply of ``pauses.lua``; those that cannot be read pause nothing."""
         return _decode(tuple(reply)) if reply else NO_PAUSES
 
-    def over(self, policy: EntryPolicy, now: datetime, nominal: datetime | None = None) -> Pause | None:
+    def over(self, policy: EntryPolicy, now: datetime, due: datetime | None = None) -> Pause | None:
         """Return a pause that covers an entry now, or an occurrence of the entry; None if there is none.
 
         The end of a pause makes up for no time before it, whether a beat led meanwhile or not.
 
         Args:
-            nominal: time of the occurrence.
+            due: when the run of the occurrence was due.
         """
         for pause in self.pauses:
-            is_within = pause.lasts(now) or (nominal is not None and pause.until is not None and nominal < pause.until)
+            is_within = pause.lasts(now) or (due is not None and pause.until is not None and due < pause.until)
             if is_within and pause.covers(policy):
                 return pause
         return None
+
+    def left(self, before: EntryPolicy, after: EntryPolicy, now: datetime) -> datetime | None:
+        """Return until when an entry was paused by pauses that do not cover its new policy; None if it was not."""
+        ends = (pause.until or now for pause in self.pauses if pause.covers(before) and not pause.covers(after))
+        return max((min(end, now) for end in ends), default=None)
 
     def lasting(self, now: datetime) -> Sequence[Pause]:
         """Return the pauses that have not ended."""

@@ -1,7 +1,8 @@
 --- record: add a change of an entry to the record of changes, before it is made; the entry keeps digests of what it adds.
 --
 -- If the digests show that another program has changed the entry without a record, that change is added first, as one of
--- an unknown writer. A repetition of the call, or a call without a change, adds nothing else.
+-- an unknown writer; without digests that writer has added the entry. A repetition of the call, or a call without a
+-- change, adds nothing else.
 --
 -- KEYS[1]  changes     stream: one record per change
 -- KEYS[2]  entry       hash: meta, since; recorded: digests of definition and policy as they were recorded last
@@ -41,19 +42,19 @@ if limit == "0" then  -- and what happens meanwhile is not taken for that of an 
   return 0
 end
 
-local added = 0
-if recorded ~= "" and definition ~= "" and recorded ~= digest(definition) .. digest(policy) then
-  local now = {}
+local added, is_change = 0, definition ~= wanted or policy ~= wishes
+if definition ~= "" and recorded ~= digest(definition) .. digest(policy) and (recorded ~= "" or is_change) then
+  local is_add, now = recorded == "", {}
   if string.sub(recorded, 1, 12) ~= digest(definition) then
     now.definition = definition
   end
   if string.sub(recorded, 13) ~= digest(policy) then
     now.policy = policy
   end
-  add("", "raw", "edit", {}, now, "")
+  add("", "raw", is_add and "add" or "edit", is_add and {definition = "", policy = ""} or {}, now, "")
   added = 1
 end
-if definition ~= wanted or policy ~= wishes then
+if is_change then
   local before, after = {}, {}
   if definition ~= wanted then
     before.definition, after.definition = definition, wanted

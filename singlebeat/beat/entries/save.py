@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ...errors import ConflictError, EntryError
@@ -13,6 +14,7 @@ from ..calendar.clocked import comes_once
 from .code_only import given_for
 from .definition import Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
+from .pauses import Pauses, read_pauses
 from .policy import EntryPolicy
 from .schedule_json import have_same_times
 from .timetable import PARKED
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from ..keys import Keys
     from .author import Author
     from .entry import Entry
-    from .fields import StoredFields
+    from .fields import Fence, StoredFields
 
 __all__ = ("save_entries",)
 
@@ -66,6 +68,7 @@ def save_entries(
     note: str = "",
     keep_disabled: bool = False,
     dry_run: bool = False,
+    fence: Fence | None = None,
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return the error of each entry, None if there is none.
 
@@ -78,6 +81,10 @@ def save_entries(
         note: for operators, of the changes.
         keep_disabled: leave disabled entries disabled; paused entries stay paused in any case.
         dry_run: store nothing, and return the errors that storing would have.
+        fence: as ``write_fields`` takes it.
+
+    Raises:
+        FencedError: another beat leads; earlier batches are stored.
     """
     results: dict[str, EntryError | None] = {}
     names = list(entries)
@@ -88,7 +95,7 @@ def save_entries(
             if dry_run:
                 left = ()
                 break
-            left = _write(client, keys, wishes, author, action, note)
+            left = _write(client, keys, wishes, author, action, note, fence)
             for name in wishes.keys() - set(left):
                 definition, _, policy, _ = wishes[name].fields
                 entries[name].version = definition, policy
@@ -117,6 +124,7 @@ def _plan(
         return {}
     found = read_fields(client, [*members.values()])
     scores = client.zmscore(keys.schedule, [*members.values()])
+    pauses = cache(lambda: read_pauses(client, keys.pauses))  # asked only where an entry loses a tag
     wishes = {}
     for (name, member), fields, score in zip(members.items(), found, scores, strict=True):
         entry = entries[name]
@@ -138,7 +146,7 @@ def _plan(
             if is_same and score is not None and stored is not None and not _has_later_past(entry, stored, now):
                 entry.version = wanted, policy or ""
             else:
-                wish = _wish(entry, wanted, member, fields[:4], score, now, keep_disabled)
+                wish = _wish(entry, wanted, member, fields[:4], score, now, pauses, keep_disabled)
                 _check(entry, wish, now)
                 wishes[name] = wish
         except EntryError as exc:
@@ -156,6 +164,7 @@ def _wish(
     found: StoredFields,
     score: float | None,
     now: datetime,
+    pauses: Callable[[], Pauses],
     keep_disabled: bool,
 ) -> _Wish:
     definition, meta, policy, since = found
@@ -187,15 +196,20 @@ def _wish(
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
     was_off = not enabled or (wanted is not None and wanted.paused)
-    goes_on = was_off and entry.enabled and not entry.policy.paused
+    was_off_until = None
+    if was_off and entry.enabled and not entry.policy.paused:
+        was_off_until = now
+    elif wanted is not None and not {*wanted.tags} <= {*entry.policy.tags}:
+        was_off_until = pauses().left(wanted, entry.policy, now)
+    goes_on = was_off_until is not None
     if past is None:
         entry.count_from(now)
         at_once = entry.policy.run_on_start and not entry.has_past
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
     elif definition and not same_times and not has_run_since:
         past = replace(past, since=now)
-    elif definition and goes_on and not has_run_since:
-        past = entry.timetable.passed(past, now)
+    elif definition and was_off_until is not None and not has_run_since:
+        past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
@@ -272,11 +286,17 @@ def _pause(policy: str) -> EntryPolicy:
 
 
 def _write(
-    client: RedisClient, keys: Keys, wishes: Mapping[str, _Wish], author: Author, action: str, note: str
+    client: RedisClient,
+    keys: Keys,
+    wishes: Mapping[str, _Wish],
+    author: Author,
+    action: str,
+    note: str,
+    fence: Fence | None,
 ) -> list[str]:
     """Write entries, and return the names of those that another program has changed meanwhile."""
     if not wishes:
         return []
     rows = [(wish.member, wish.found, wish.fields, wish.score) for wish in wishes.values()]
-    saved = write_fields(client, keys, rows, author, action=action, note=note)
+    saved = write_fields(client, keys, rows, author, action=action, note=note, fence=fence)
     return [name for name, done in zip(wishes, saved, strict=True) if not done]

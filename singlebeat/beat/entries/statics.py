@@ -6,19 +6,19 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...errors import EntryError
 from ...log import Log
-from ...lua import packed, script
+from ...lua import Script, packed, script
 from ..keys import Keys
 from .author import RECORD, Author
 from .definition import Meta
 from .entry import Entry
-from .fields import BATCH, read_fields
+from .fields import BATCH, FENCED, read_fields, replies_of
 from .save import save_entries
 from .timetable import is_listed_from_redis
 
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
+    from .fields import Fence
 
 __all__ = ("OPERATORS", "Statics", "is_from_code", "owner_of", "signature_of")
 
 log = Log("celery.beat")
 
-PARK, UNPARK = script(__package__, "park", RECORD), script(__package__, "unpark", RECORD)
+PARK, UNPARK = (script(__package__, name, FENCED, RECORD) for name in ("park", "unpark"))
+OWN = script(__package__, "own", FENCED)
 
 #: How long an entry that has left ``beat_schedule`` is kept: a deploy may be rolled back.
 KEPT_FOR = timedelta(days=7)
@@ -77,9 +79,12 @@ class Statics:
 
     Args:
         client: the client for the schedule.
+        fence: returns the fence of this beat if it leads. A write raises ``FencedError`` if another beat leads by then,
+            which has installed its own entries.
     """
 
-    def __init__(self, app: Celery, client: RedisClient) -> None:
+    def __init__(self, app: Celery, client: RedisClient, fence: Callable[[], Fence | None] = lambda: None) -> None:
+        self._fence = fence
         self.app, self.client, self.keys = app, client, Keys.of(app)
         self.owner = owner_of(app)
         self._author = Author.of(app, by="beat_schedule")
@@ -98,11 +103,9 @@ class Statics:
         new = [name for name in stored if name not in known or self.owner not in owners.get(name, ())]
         if not new:
             return
-        with self.client.pipeline() as pipe:
-            pipe.sadd(self.keys.statics, *new)
-            ours = {name: "\n".join(sorted({self.owner, *owners.get(name, ())})) for name in new}
-            pipe.hset(self.keys.owners, mapping=ours)
-            pipe.execute()
+        for at in range(0, len(new), BATCH):
+            ours = ((name, "\n".join(sorted({self.owner, *owners.get(name, ())}))) for name in new[at : at + BATCH])
+            self._call(OWN, [self.keys.statics, self.keys.owners], packed(text for row in ours for text in row))
 
     def of_others(self) -> Mapping[str, int]:
         """Return by app the number of entries that other apps have installed and this app does not have."""
@@ -122,7 +125,9 @@ class Statics:
         absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
         for at in range(0, len(absent), BATCH):
             self._unpark(absent[at : at + BATCH], now)
-        results.update(save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True))
+        fence = self._fence()
+        saved = save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True, fence=fence)
+        results.update(saved)
         for name, problem in results.items():
             if problem is not None:
                 log.error(
@@ -164,9 +169,13 @@ class Statics:
             rows.append((name, "\n".join(found), left, key not in keys.own))
             touched += [key, keys.parked(name)]
         args = (self.owner, round(KEPT_FOR.total_seconds() * 1000), *self._author, packed(rows))
-        for name, reply in zip(names, json.loads(PARK(self.client, touched, args)), strict=True):
+        for name, reply in zip(names, self._call(PARK, touched, *args), strict=True):
             if reply == "parked":
                 log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
+
+    def _call(self, what: Script, keys: Sequence[str], *args: str | int) -> Sequence[Any]:
+        lock, token = self._fence() or (self.keys.schedule, "")
+        return replies_of(what(self.client, [lock, *keys], [token, *args]))
 
     def _unpark(self, names: Sequence[str], now: datetime) -> None:
         """Put parked entries back."""
@@ -180,7 +189,7 @@ class Statics:
         touched = [self.keys.changes]
         touched += [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
         rows = packed((name, _since(meta, since, now)) for name, meta, since in found)
-        replies = json.loads(UNPARK(self.client, touched, (self.owner, *self._author, rows)))
+        replies = self._call(UNPARK, touched, self.owner, *self._author, rows)
         for (name, *_), is_back in zip(found, replies, strict=True):
             if is_back:
                 log.info("beat: Static schedule entry '%(entry)s' is back.", event="entry_back", entry=name)

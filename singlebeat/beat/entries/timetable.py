@@ -12,7 +12,7 @@ from celery.schedules import crontab
 from redbeat.schedules import rrule
 
 from ...errors import EntryError
-from ..calendar.clocked import clocked
+from ..calendar.clocked import clocked, comes_once
 from ..calendar.recurrence import is_known, latest_occurrence, next_occurrence, starts_at
 from ..calendar.zone import known_zone, named_zone
 from .definition import Meta
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from celery.schedules import BaseSchedule
 
 __all__ = (
+    "EPOCH",
     "PARKED",
     "Timetable",
     "as_listed",
@@ -124,9 +125,9 @@ class Timetable:
     def since(self, counts_from: datetime | None) -> datetime | None:
         """Return the moment after which its next nominal time lies, None if it is due now because it has never run.
 
-        A ``clocked`` schedule is never due before its instant.
+        A schedule that comes once is never due before its instant.
         """
-        return EPOCH if counts_from is None and isinstance(self.schedule, clocked) else counts_from
+        return EPOCH if counts_from is None and comes_once(self.schedule) else counts_from
 
     def _read(self) -> tuple[BaseSchedule, tzinfo]:
         """Return the schedule, and the zone on whose wall clock it is read."""
@@ -228,10 +229,10 @@ class Timetable:
             nominal = self.latest(after, nominal - TICK)
         return nominal
 
-    def passed(self, past: Meta, now: datetime) -> Meta:
-        """Return the past of an entry that resumes now: runs that it missed while it was paused are not made up for."""
+    def passed(self, past: Meta, until: datetime) -> Meta:
+        """Return the past of an entry that was paused until a moment: runs missed before it are not made up for."""
         since = self.since(past.counts_from)
-        nominal = now if since is None else self.overdue(since, now)
+        nominal = until if since is None else self.overdue(since, until)
         return past if nominal is None else replace(past, since=nominal)
 
     def runs(self, since: datetime | None, now: datetime, *, count: int = 0) -> Iterator[datetime]:

@@ -1,21 +1,26 @@
 --- unpark: put back entries that have come back to beat_schedule, with their past and the settings of an operator.
 --
--- It uses record.
+-- It uses fenced and record.
 --
--- KEYS[1]     changes  stream: as in record
--- KEYS[2...]  entries  for each row two hashes: the entry, and the copy that is kept of it
--- ARGV[1]     owner    the app to which they come back
--- ARGV[2]     actor    as in record
--- ARGV[3]     by       as in record
--- ARGV[4]     limit    as in record
--- ARGV[5]     rows     JSON, one array for each entry:
+-- KEYS[1]     lock     as in fenced
+-- KEYS[2]     changes  stream: as in record
+-- KEYS[3...]  entries  for each row two hashes: the entry, and the copy that is kept of it
+-- ARGV[1]     token    of our term, as in fenced
+-- ARGV[2]     owner    the app to which they come back
+-- ARGV[3]     actor    as in record
+-- ARGV[4]     by       as in record
+-- ARGV[5]     limit    as in record
+-- ARGV[6]     rows     JSON, one array for each entry:
 --             name     of the entry
 --             since    the field since, so that beat does not make up for past occurrences; empty: none
 --
--- returns  JSON, for each entry whether it was put back: not if the entry exists, or if the copy belongs to another app
---          (a repetition finds no copy and does nothing)
+-- returns  JSON: null if another beat leads, and nothing was written; else for each entry whether it was put back: not
+--          if the entry exists, or if the copy belongs to another app (a repetition finds no copy and does nothing)
 
-local owner = ARGV[1]
+local owner = ARGV[2]
+if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
+  return "null"
+end
 
 local function unpark(entry, kept, name, since)
   if redis.call("EXISTS", entry) == 1 or redis.pcall("HGET", kept, "owner") ~= owner then
@@ -23,7 +28,7 @@ local function unpark(entry, kept, name, since)
   end
 
   local fields, stored = redis.call("HGETALL", kept), redis.call("HMGET", kept, "definition", "policy")
-  record({KEYS[1], entry}, {ARGV[2], ARGV[3], ARGV[4], name, "unpark", "", "", "", stored[1] or "", stored[2] or ""})
+  record({KEYS[2], entry}, {ARGV[3], ARGV[4], ARGV[5], name, "unpark", "", "", "", stored[1] or "", stored[2] or ""})
   for at = 1, #fields, 2 do
     redis.call("HSET", entry, fields[at], fields[at + 1])
   end
@@ -36,7 +41,7 @@ local function unpark(entry, kept, name, since)
 end
 
 local replies = {}
-for i, row in ipairs(cjson.decode(ARGV[5])) do
-  replies[i] = unpark(KEYS[2 * i], KEYS[2 * i + 1], unpack(row))
+for i, row in ipairs(cjson.decode(ARGV[6])) do
+  replies[i] = unpark(KEYS[2 * i + 1], KEYS[2 * i + 2], unpack(row))
 end
 return cjson.encode(replies)

@@ -24,7 +24,8 @@
 --
 -- returns  the number of our term, and the time of the server (seconds, microseconds). The number is 0 if another beat
 --          leads or is to lead. Then the script has only stored that we stand by, and shortened a lock that would
---          outlive its lease because the server's clock was set back
+--          outlive its lease because the server's clock was set back. It is -1 if another program has written something
+--          else into term than a number as this script counts them: no beat can lead then, and nothing is written
 
 local lock, leader, term, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local token, ttl, host, pid, last, standby, stay = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7], ARGV[8]
@@ -42,8 +43,19 @@ local function stand_by()
   return {0, time[1], time[2]}
 end
 
+-- Numbers with more digits would not come out of Lua as they are, and INCR refuses leading zeros.
+local function is_unusable(number)
+  if type(number) == "table" then  -- an error; another one than this is met by the next command
+    return string.find(number.err, "WRONGTYPE", 1, true)
+  end
+  return number and number ~= "0" and (#number > 13 or not string.find(number, "^[1-9]%d*$"))
+end
+
 local holder = redis.call("GET", lock)
 if holder == token then
+  if is_unusable(redis.pcall("GET", term)) then
+    return {-1, time[1], time[2]}
+  end
   redis.call("PEXPIRE", lock, ttl)
   redis.call("PEXPIRE", leader, ttl)
   return {tonumber(redis.call("GET", term)), time[1], time[2]}
@@ -60,6 +72,10 @@ if holder and holder ~= last then
 end
 if redis.call("GET", resigned) == host .. ":" .. pid and redis.call("PTTL", resigned) <= tonumber(stay) then
   return stand_by()
+end
+
+if is_unusable(redis.pcall("GET", term)) then
+  return {-1, time[1], time[2]}
 end
 
 -- Tried on a key that goes: without memory, or without these rights, nothing else is written. Redis checks its memory

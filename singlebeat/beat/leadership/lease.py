@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import socket
 import threading
 import time
@@ -16,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from kombu.utils.uuid import uuid
 
-from ...connections import RedisError, schedule_client
+from ...connections import RedisError, ResponseError, schedule_client
 from ...log import Log
 from ...lua import script
 from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
 from ..share import ALL, Share
 
-__all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign")
+__all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign", "unusable_term")
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -44,6 +46,32 @@ STAY = 5.0
 
 #: Where leadership is switched off: seconds between two signs of life of a beat.
 SHARE_EVERY = 1.0
+
+
+#: The number of terms as ``campaign.lua`` counts them.
+NUMBER = re.compile(r"0|[1-9][0-9]{0,12}")
+
+
+def unusable_term(client: RedisClient, keys: LeaseKeys) -> str:
+    """Return why no beat can lead, and what to do, if another program has spoilt the number of terms; else empty.
+
+    Raises:
+        RedisError: the server does not answer.
+    """
+    try:
+        number = client.get(keys.term)
+    except ResponseError as exc:
+        if "WRONGTYPE" not in str(exc):
+            raise
+        what = "it is no string"
+    else:
+        if number is None or NUMBER.fullmatch(number):
+            return ""
+        what = f"it holds {number[:40]!r}, which is no number of a term"
+    return (
+        f"no beat can lead because of the key {keys.term}: {what}. DEL {shlex.quote(keys.term)} removes it, and the "
+        "numbers of terms begin anew. First stop the program that has written there"
+    )
 
 
 def identity() -> str:
@@ -108,7 +136,7 @@ class Lease:
         """Return our term, campaigning for one if we have none; None while another beat leads.
 
         Raises:
-            RedisError: the server does not answer.
+            RedisError: the server does not answer, or another program has spoilt the number of terms.
         """
         if self._stopped:
             return None
@@ -137,6 +165,9 @@ class Lease:
         number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
         self._last_token, self._token = token, ""
         self.server_time.heard(shown, asked)
+        if number < 0:
+            self._known = 0  # so that the terms which begin anew are no sign of a loss
+            raise ResponseError(unusable_term(self._client, self.keys) or "its terms could not be read for a moment")
         if not number:
             return None
         self._standby = self._since = self._lost_since = ""

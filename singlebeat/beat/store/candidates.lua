@@ -13,25 +13,22 @@
 -- returns  JSON array: the numbers of the entries, beginning with 1
 
 local quarantine, prefix, text, task, tag, state = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-
-local function contains(where, what)
-  return string.find(where, what, 1, true) ~= nil
-end
+local find, lower = string.find, string.lower -- as locals they cost less, and it looks at all entries
 
 --- Return whether a string of JSON may contain a string as a value.
 local function may_have(json, what)
-  return contains(json, what) or contains(json, "\\")
+  return find(json, what, 1, true) or find(json, "\\", 1, true)
 end
 
---- Return a task, or a string that contains it, in lower case.
-local function task_in(definition)
-  if contains(definition, "\\") then  -- a character may be escaped
+--- Return whether the task of a definition may contain a string.
+local function task_may_have(definition, what)
+  if find(definition, "\\", 1, true) then  -- a character may be escaped
     local is_read, fields = pcall(cjson.decode, definition)
     if is_read and type(fields) == "table" and type(fields.task) == "string" then
-      return string.lower(fields.task)
+      return find(lower(fields.task), what, 1, true)
     end
   end
-  return string.lower(definition)
+  return find(lower(definition), what, 1, true)
 end
 
 local function may_be(entry, definition, policy)
@@ -41,9 +38,9 @@ local function may_be(entry, definition, policy)
   elseif state == "paused" then
     return may_have(policy, '"paused"')
   elseif state == "disabled" then
-    return may_have(definition, '"enabled"') and not string.find(definition, '"enabled"%s*:%s*true%s*}%s*$')
+    return may_have(definition, '"enabled"') and not find(definition, '"enabled"%s*:%s*true%s*}%s*$')
   elseif state == "active" then  -- a policy has no objects in it, and the last brace is that of the definition
-    return not string.find(policy, '"paused"%s*:%s*true') and not string.find(definition, '"enabled"%s*:%s*false%s*}%s*$')
+    return not find(policy, '"paused"%s*:%s*true') and not find(definition, '"enabled"%s*:%s*false%s*}%s*$')
   end
   return true
 end
@@ -56,17 +53,16 @@ local function read(entry, field)
   return type(found) == "string" and found or ""  -- the key may be of another type
 end
 
-local numbers = {}
+local numbers, first = {}, #prefix + 1
 for i = 2, #KEYS do
   local entry = KEYS[i]
   local definition = needs_definition and read(entry, "definition") or ""
-  local policy = needs_policy and read(entry, "policy") or ""
-  local found = text ~= "" and string.lower(string.sub(entry, #prefix + 1)) or ""
-  local is_in_name = text == "" or contains(found, text)
-  local its_task = (not is_in_name or task ~= "") and task_in(definition) or ""
-  if (is_in_name or contains(its_task, text)) and (task == "" or contains(its_task, task))
-    and (tag == "" or may_have(policy, tag)) and may_be(entry, definition, policy) then
-    numbers[#numbers + 1] = i - 1
+  if (text == "" or find(lower(entry), text, first, true) or task_may_have(definition, text))
+    and (task == "" or task_may_have(definition, task)) then
+    local policy = needs_policy and read(entry, "policy") or ""
+    if (tag == "" or may_have(policy, tag)) and may_be(entry, definition, policy) then
+      numbers[#numbers + 1] = i - 1
+    end
   end
 end
 return #numbers > 0 and cjson.encode(numbers) or "[]"

@@ -18,6 +18,7 @@ from ...connections import ResponseError
 from ...errors import ConfigError, EntryError
 from ...log import Log
 from ...lua import packed, script
+from ..calculating_time import CalculatingTime
 from ..calendar.zone import app_zone
 from ..entries.author import digests
 from ..entries.entry import Entry, Meta
@@ -222,6 +223,7 @@ class Store:
         #: Of many entries, as they were read last: a claim is refused if they have changed since then.
         self.pauses = NO_PAUSES
         self.quarantine = Quarantine(app, client, self.keys, progress=progress)
+        self.calculating_time = CalculatingTime()
 
     def check_eviction(self) -> None:
         """Log it if the server may evict entries when its memory is full.
@@ -252,6 +254,8 @@ class Store:
             all_pending: return every pending occurrence, not only those whose time for a retry has come.
         """
         self.report_progress()
+        if not start:
+            self.calculating_time.begin()
         keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
         most = BATCH * min(share.beats, MOST_BATCHES)
         with self.client.pipeline(transaction=False) as pipe:
@@ -319,7 +323,7 @@ class Store:
                 if not definition:
                     raise EntryError("its hash, or the definition in it, does not exist")  # noqa: TRY301
                 self._compare(member, definition, policy or "", meta, recorded)
-                entry = self._decode(member, definition, now)
+                entry = self._decode(member, definition)
                 taken = Occurrence.decode(pending) if pending else None
                 score, past = scores.get(member, PARKED), Meta.decode(meta, since, sent)
                 wishes = EntryPolicy.decode(policy)
@@ -327,6 +331,8 @@ class Store:
                     raise EntryError(why)  # noqa: TRY301
                 fields = [field or "" for field in (definition, meta, policy, since, pending)]
                 stored = Stored(member, score, fields, entry, past, wishes, taken, pauses=self.pauses)
+                if member in quarantined and not self._check_times(stored, now, waits=member not in scores):
+                    continue
                 if why := self.quarantine.why_failing(member, stored.found, now):
                     raise EntryError(why)  # noqa: TRY301
             except EntryError as exc:
@@ -339,6 +345,21 @@ class Store:
                     self.quarantine.readmit(member, has_pending=taken is not None)
                 yield stored
         self.quarantine.settle()
+
+    def _check_times(self, stored: Stored, now: datetime, *, waits: bool) -> bool:
+        """Calculate the times of a quarantined entry if that is to be tried now; return False if a later tick does.
+
+        Args:
+            waits: whether a later tick may do it, because the entry is not due.
+        """
+        definition, time = stored.fields[0], self.calculating_time
+        if self.quarantine.why_failing(stored.member, stored.found, now):
+            return True
+        if waits and not time.has_for(definition, stored.entry):
+            return False
+        with time.spent_on(definition):
+            self.quarantine.try_times(stored.member, stored.found, stored.entry, now)
+        return True
 
     def _compare(self, member: str, definition: str, policy: str, meta: str | None, recorded: str | None) -> None:
         """Find out whether an entry is stored as its last change was recorded, unless it is as it was read before.
@@ -381,12 +402,12 @@ class Store:
             raise EntryError(f"its key holds something else than a hash: {reply}")
         return reply
 
-    def _decode(self, member: str, definition: str, now: datetime) -> Entry:
+    def _decode(self, member: str, definition: str) -> Entry:
         entry = self._decoded.get((member, definition))
         if entry is None:
             if len(self._decoded) >= CACHE_SIZE:
                 self._decoded.clear()
-            entry = Entry.usable(self.keys.entry(member), definition, self.app, now)
+            entry = Entry.allowed(self.keys.entry(member), definition, self.app)
             self._decoded[member, definition] = entry
             if entry.ignored:
                 about = {"entry": entry.name, "reason": entry.ignored}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import ResponseError, schedule_client
@@ -36,6 +38,8 @@ NO_END = {"duplicate_refused", "postponed"}
 _OF_DECISION = ("nominal", "kind", "decision", "reason", "id", "term", "holder", "leader", "holder_entry")
 _OF_END = ("id", "outcome", "reason", "started", "duration", "worker")
 
+#: What reading a record raises that another program has written.
+_ODD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError)
 
 #: A record of a stream, and its id before it.
 _Row = tuple[str, Mapping[str, str]]
@@ -97,7 +101,7 @@ class Own(NamedTuple):
             rows = [(at, {**fields, "entry": name}) for at, fields in _lines(history, _OF_DECISION)]
             last = next((at for at, fields in ends.values() if fields["outcome"] not in NO_END), "")
             return cls(_join_ends(rows, ends), [_end(*end) for end in ends.values()], bool(pending), last)
-        except (ValueError, TypeError, AttributeError, OverflowError, OSError):
+        except _ODD:
             return cls((), (), bool(pending))
 
     @property
@@ -131,7 +135,7 @@ class History:
         if len(decisions) < count:
             decisions |= self._stream(self.keys.history, name)
         rows = sorted(decisions.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
-        if any(fields["id"] and fields["id"] not in ends for _, fields in rows):
+        if any(fields.get("id") and fields["id"] not in ends for _, fields in rows):
             ends = _ends(self._stream(self.keys.runs, name)) | ends
         return _join_ends(rows, ends)
 
@@ -172,10 +176,10 @@ class History:
             name: sorted(found.items(), key=lambda row: _place(row[0]), reverse=True)[:count]
             for name, found in decisions.items()
         }
-        unended = {name for name, found in last.items() if any(fields["id"] not in ends for _, fields in found)}
+        unended = {name for name, found in last.items() if any(fields.get("id") not in ends for _, fields in found)}
         oldest = min((last[name][-1][0] for name in unended), key=_place, default="")
         ends = _ends(self._search(self.keys.runs, unended, until=oldest)) | ends
-        return {name: _records(found, ends) for name, found in last.items()}
+        return {name: _join_ends(found, ends) for name, found in last.items()}
 
     def _search(self, stream: str, names: Collection[str], until: str = "0-0") -> Iterator[_Row]:
         """Yield the records of some entries, latest first; the caller may take names away while it reads."""
@@ -240,8 +244,9 @@ def _ends(rows: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[str,
     """
     ends: dict[str, tuple[str, Mapping[str, str]]] = {}
     for at, fields in rows:
-        if fields["id"] not in ends or ends[fields["id"]][1].get("outcome") in NO_END:
-            ends[fields["id"]] = at, fields
+        id_ = fields.get("id", "")
+        if id_ not in ends or ends[id_][1].get("outcome") in NO_END:
+            ends[id_] = at, fields
     return ends
 
 
@@ -258,21 +263,17 @@ def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[s
             return
 
 
-def _records(rows: Sequence[_Row], ends: Mapping[str, _Row]) -> Sequence[Record]:
-    """Return the records of decisions with the ends of their runs, none if another program has written there."""
-    try:
-        return _join_ends(rows, ends)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
-        return ()
-
-
-def _join_ends(
-    rows: Sequence[tuple[str, Mapping[str, str]]], ends: Mapping[str, tuple[str, Mapping[str, str]]]
-) -> Sequence[Record]:
-    return [
-        _record(at, fields, _end(*ends[fields["id"]]) if fields["id"] in ends and _is_sent(fields) else None)
-        for at, fields in rows
-    ]
+def _join_ends(rows: Iterable[_Row], ends: Mapping[str, _Row]) -> Sequence[Record]:
+    """Return the records of decisions with the ends of their runs; any program may have added rows that are none."""
+    found = list[Record]()
+    for at, fields in rows:
+        end = None
+        if fields.get("id") in ends and _is_sent(fields):
+            with suppress(*_ODD):
+                end = _end(*ends[fields["id"]])
+        with suppress(*_ODD):
+            found.append(_record(at, fields, end))
+    return found
 
 
 def _is_sent(fields: Mapping[str, str]) -> bool:
@@ -284,11 +285,15 @@ def _record(at: str, fields: Mapping[str, str], end: End | None) -> Record:
     names = ("entry", "kind", "decision", "reason", "holder", "holder_entry", "leader", "term")
     texts = {name: fields.get(name, "") for name in names}
     nominal = datetime.fromisoformat(fields["nominal"])
+    if nominal.tzinfo is None:
+        raise ValueError("a nominal time has an offset")
     return Record(at=_instant(at), nominal=nominal, task_id=fields["id"], end=end, **texts)
 
 
 def _end(at: str, fields: Mapping[str, str]) -> End:
     duration = float(fields["duration"]) if fields["duration"] else None
+    if duration is not None and not isfinite(duration):
+        raise ValueError("a run takes a finite time")
     texts = {name: fields[name] for name in ("outcome", "reason", "started", "worker")}
     return End(duration=duration, at=_instant(at), **texts)
 

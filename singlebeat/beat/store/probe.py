@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = (
     "CONFIRM",
+    "HISTORY",
     "LOCKS",
     "SCHEDULE",
+    "STANDBY",
     "TICKS",
     "Needs",
     "acl_hint",
@@ -99,6 +101,14 @@ CONFIRM = Needs(
     TICKS.calls,
     SCHEDULE.purpose,
 )
+
+#: The commands with which a standby notes itself.
+STANDBY = Needs(
+    (("ZADD", "0", "a"), _EXPIRE, ("ZREMRANGEBYSCORE", "1", "2"), ("DEL",)), TICKS.calls, "no standby is noted"
+)
+
+#: The commands that write the history of all entries; beat sends without them.
+HISTORY = Needs((("XADD", "*", "a", "1"), _EXPIRE, ("DEL",)), TICKS.calls, SCHEDULE.purpose)
 
 #: The commands that scripts and calls of the locks run.
 LOCKS = Needs(

@@ -3,7 +3,7 @@
 -- A repetition of the call, after its reply was lost, returns "proposed" again and writes nothing, even if the
 -- occurrence was sent meanwhile.
 --
--- KEYS[1]  entry       hash: definition, pending, backfill, asked: id of the last occurrence that was proposed
+-- KEYS[1]  entry       hash: definition, pending, backfill, asked: ids of the last occurrences that were proposed
 -- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed, by time of the next try (s)
 -- ARGV[1]  member      of the entry in pending
 -- ARGV[2]  id          of the occurrence; empty: propose none, only end the backfill
@@ -23,7 +23,9 @@ local stored = redis.pcall("HMGET", entry, "definition", "pending", "backfill", 
 if not stored[1] then
   return "missing"
 end
-if stored[4] == id or (id == "" and not stored[3]) then
+local asked = " " .. (stored[4] or "")
+local is_asked = string.find(asked .. " ", " " .. id .. " ", 1, true)
+if (id ~= "" and is_asked) or (id == "" and not stored[3]) then
   return "proposed"  -- by this call: its reply was lost
 end
 if id ~= "" and stored[2] then
@@ -35,7 +37,8 @@ if at ~= found and (stored[3] or "") ~= found then
 end
 
 if id ~= "" then
-  redis.call("HSET", entry, "pending", occurrence, "asked", id)
+  -- More than are proposed while a client repeats a call.
+  redis.call("HSET", entry, "pending", occurrence, "asked", string.sub(id .. asked, 1, 2400))
   redis.call("ZADD", pending, 0, member)
 end
 if at == "" and found ~= "" then

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
+    from ..entries.entry import Entry
     from ..keys import Keys
 
 __all__ = ("RECHECKED_PER_TICK", "Quarantine")
@@ -91,19 +92,22 @@ class Quarantine:
         self.add(member, refused.reason, due=True, exc=exc)
 
     def why_failing(self, member: str, found: object, now: datetime) -> str:
-        """Return the reason why the times of an entry cannot be calculated, if it still holds; else an empty string."""
+        """Return the reason why the times of an entry could not be calculated, empty if they are to be tried again."""
         refused = self._failing.get(member)
-        if refused is None or refused.found != found:
-            return ""
-        if abs(now - refused.tried_at) >= RETRY_AFTER:
-            refused.tried_at = now
-            try:
-                refused.again(now)
-            except Exception as exc:  # a user's own schedule may raise anything
-                refused.reason = _reason_of(exc)
-            else:
-                return ""
-        return refused.reason
+        is_known = refused is not None and refused.found == found and abs(now - refused.tried_at) <= RETRY_AFTER
+        return refused.reason if refused is not None and is_known else ""
+
+    def try_times(self, member: str, found: object, entry: Entry, now: datetime) -> None:
+        """Calculate the times of a quarantined entry, and note whether that fails."""
+        refused = self._failing.get(member)
+        # Another process may have quarantined it.
+        again = entry.timetable.next if refused is None or refused.found != found else refused.again
+        try:
+            again(now)
+        except Exception as exc:  # a user's own schedule may raise anything
+            self._failing[member] = _Failing(found, _reason_of(exc), again, now)
+        else:
+            self._failing.pop(member, None)
 
     def add(self, member: str, reason: str, *, due: bool, exc: Exception | None = None) -> None:
         """Note an entry to be quarantined.

@@ -39,10 +39,11 @@ class Server:
             RedisError: the server does not answer.
         """
         client = schedule_client(app)
+        version = str(client.info("server").get("redis_version", "?"))  # first, for it raises
         eviction = eviction_policy(client)
         try:
             appends = client.config_get("appendonly").get("appendonly") == "yes"
             kept = "everything" if appends else "snapshots" if client.config_get("save").get("save") else "nothing"
         except RedisError:  # the user may not ask
             kept = None
-        return cls(str(client.info("server").get("redis_version", "?")), eviction, kept)
+        return cls(version, eviction, kept)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
+    from ..calculating_time import CalculatingTime
     from ..leadership.lease import Term
 
 __all__ = ("Places",)
@@ -35,10 +36,15 @@ class Places:
     Args:
         client: the client for the schedule.
         progress: called at each step.
+        calculating_time: for expensive entries. Those for which it does not suffice are due at once, so that ticks
+            calculate their times.
     """
 
-    def __init__(self, app: Celery, client: RedisClient, *, progress: Callable[[], None]) -> None:
+    def __init__(
+        self, app: Celery, client: RedisClient, *, progress: Callable[[], None], calculating_time: CalculatingTime
+    ) -> None:
         self.app, self.client, self.keys, self._progress = app, client, Keys.of(app), progress
+        self._time = calculating_time
 
     def renew(self, before: str | None, now: datetime, term: Term) -> None:
         """Move the entries that wait for a wall clock of the app's zone, unless another beat leads by now.
@@ -48,6 +54,7 @@ class Places:
         """
         keys, zone, moved, cursor = self.keys, str(app_zone(self.app)), 0, None
         touched = (keys.lock or keys.lease.leader, keys.schedule, keys.zone)
+        self._time.begin()
         while cursor != 0:
             self._progress()
             cursor, found = self.client.zscan(keys.schedule, cursor or 0, count=BATCH)
@@ -72,17 +79,20 @@ class Places:
         for member, key, fields in zip(members, entries, rows, strict=True):
             self._progress()
             try:
-                due_at = self._due_at(Entry.from_fields(key, *fields[:4], app=self.app), now)
+                definition = fields[0] or ""
+                due_at = self._due_at(Entry.from_fields(key, *fields[:4], app=self.app), definition, now)
             except Exception:  # a tick logs what is wrong with the entry  # noqa: S112
                 continue
             if due_at is not None and (waiting[member] < 0 or due_at.timestamp() < waiting[member]):
                 yield member, due_at.timestamp()
 
-    @staticmethod
-    def _due_at(entry: Entry, now: datetime) -> datetime | None:
+    def _due_at(self, entry: Entry, definition: str, now: datetime) -> datetime | None:
         """Return when an entry is due next by a wall clock of its app, None if none decides that."""
         policy, past = entry.policy, entry.meta
         is_finished = policy.max_runs is not None and past.total_run_count >= policy.max_runs
         if policy.timezone is not None or is_finished or past.counts_from is None or not reads_clock(entry.schedule):
             return None
-        return entry.timetable.due_at(past.counts_from, now)
+        if not self._time.has_for(definition, entry):
+            return now
+        with self._time.spent_on(definition):
+            return entry.timetable.due_at(past.counts_from, now)

@@ -1,0 +1,104 @@
+"""The calculating time of a beat: which entries may be calculated now, and in which order."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from celery.schedules import crontab, schedule, solar
+from redbeat.schedules import rrule
+
+from singlebeat import Entry, clocked
+from singlebeat.beat import calculating_time
+from singlebeat.beat.calculating_time import BUDGET, CHEAP, EXPENSIVE, EXPENSIVE_FROM, UNKNOWN, CalculatingTime
+from tests.system.apps import make_app
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def app():
+    with make_app("redis://127.0.0.1:1") as app:
+        yield app
+
+
+@pytest.fixture
+def rule(app):
+    return Entry("rule", "shop.tick", rrule("DAILY", dtstart=NOW), app=app)
+
+
+class Clock:
+    """Monotonic seconds that pass only when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spend(time: CalculatingTime, definition: str, seconds: float) -> None:
+    with time.spent_on(definition):
+        time._clock.now += seconds
+
+
+def test_an_entry_is_ranked_by_what_it_has_cost(rule):
+    time = CalculatingTime(Clock())
+    assert time.rank("rule", rule) == UNKNOWN
+    spend(time, "rule", 2.0)
+    assert time.rank("rule", rule) == EXPENSIVE
+    assert time.rank("another rule", rule) == UNKNOWN
+    spend(time, "rule", EXPENSIVE_FROM / 2)
+    assert time.rank("rule", rule) == CHEAP
+
+
+def test_schedules_of_simple_kinds_are_always_cheap(app):
+    time = CalculatingTime(Clock())
+    for when in (schedule(60), crontab(), clocked("2030-01-01T00:00:00Z")):
+        assert time.rank("e", Entry("e", "shop.tick", when, app=app)) == CHEAP
+    sun = solar("sunset", 89.9, 0, app=app)
+    assert time.rank("e", Entry("e", "shop.tick", sun, app=app)) == UNKNOWN
+
+
+def test_expensive_entries_wait_once_the_time_is_spent(app, rule, caplog):
+    time, cheap = CalculatingTime(Clock()), Entry("cheap", "shop.tick", schedule(60), app=app)
+    spend(time, "rule", BUDGET / 2)
+    assert time.has_for("rule", rule)
+    spend(time, "rule", BUDGET)
+
+    assert not time.has_for("rule", rule)
+    assert not time.has_for("unknown", rule)
+    assert not time.has_for("rule", rule)
+    assert time.has_for("cheap", cheap)
+    assert caplog.text.count("waits for others") == 1
+
+    time.begin()
+    assert time.has_for("rule", rule)
+
+
+def test_cheap_entries_spend_nothing(rule):
+    time = CalculatingTime(Clock())
+    for _ in range(1000):
+        spend(time, "rule", EXPENSIVE_FROM / 2)
+    assert time.has_for("another", rule)
+
+
+def test_an_entry_that_raises_has_spent_its_time(rule):
+    time = CalculatingTime(Clock())
+
+    def calculate() -> None:
+        with time.spent_on("rule"):
+            time._clock.now += 2 * BUDGET
+            raise ValueError("no such time")
+
+    with pytest.raises(ValueError, match="no such time"):
+        calculate()
+    assert not time.has_for("rule", rule)
+
+
+def test_the_costs_of_a_bounded_number_of_entries_are_remembered(rule, monkeypatch):
+    monkeypatch.setattr(calculating_time, "MOST_COSTS", 3)
+    time = CalculatingTime(Clock())
+    for number in range(10):
+        spend(time, f"rule {number}", 2.0)
+    assert len(time._costs) <= 3
+    assert time.rank("rule 9", rule) == EXPENSIVE
