@@ -229,7 +229,7 @@ def test_a_purged_message_is_explained_and_its_lock_freed(celery, app, ask, redi
 
     assert "1 message waits in queue later" in waits
     assert "--force" not in waits
-    ask("unlock", first.task_id, until="its lock is not freed: 1 message waits in queue later, perhaps its own; no worker")
+    ask("unlock", first.task_id, until="lock is not freed: 1 message waits in queue later, perhaps its own; no worker")
     ask("unlock", "--stale", until="0 of 1 old queued locks were freed")
 
     redis.delete("later")

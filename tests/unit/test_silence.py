@@ -182,7 +182,7 @@ def test_runs_whose_messages_expire_kill_no_worker(fields, word):
     assert f": each has probably {word} " in text
 
 
-def test_runs_whose_messages_may_wait_have_not_certainly_killed_their_workers():
+def test_runs_whose_messages_may_wait_are_not_surely_killers():
     text = silence(entry_of(), Own([sent(3), sent(2), sent(1)], ()), backlog=lambda entry: f"queue {entry.task}")
 
     assert text.startswith(
