@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -83,8 +84,8 @@ ClientOptions = Mapping[str, Any]
 _clients: dict[tuple[int, str, str], RedisClient] = {}
 
 
-class _UnansweredError(redis_errors.TimeoutError):
-    """A new connection got no answer in time, so the next one would get none either: the server hangs."""
+class UnansweredError(redis_errors.TimeoutError):
+    """A new connection got no answer in time, so the next one would get none either: server or network hangs."""
 
 
 class _Retry(Retry):
@@ -108,14 +109,20 @@ class _Retry(Retry):
 
         def failed(error: Exception, *more: object) -> None:
             fail(error, *more)
-            if time.monotonic() > deadline if self._period else isinstance(error, _UnansweredError):
+            if time.monotonic() > deadline if self._period else isinstance(error, UnansweredError | TimeoutError):
                 raise error
 
-        self._busy = True
-        try:
+        with self.suspended():
             return super().call_with_retry(do, failed, *args, **kwargs)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Retry nothing within it."""
+        was_busy, self._busy = self._busy, True
+        try:
+            yield
         finally:
-            self._busy = False
+            self._busy = was_busy
 
 
 class _Serializer:
@@ -141,19 +148,35 @@ class _Serializer:
         return [b"".join(parts)]
 
 
+@contextmanager
+def _unanswered() -> Iterator[None]:
+    try:
+        yield
+    except redis_errors.TimeoutError as exc:
+        raise UnansweredError(str(exc)) from exc
+
+
 class _Connecting:
     """A connection whose connect is not retried after a timeout; redis-py's own waits once for each retry."""
 
-    def connect_check_health(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Connect, and greet the server; redis-py before version 6 has no such method, and does not retry.
+    def connect(self: Any) -> None:
+        """Connect, and greet the server.
 
         Raises:
-            _UnansweredError: the server does not answer in time.
+            UnansweredError: the server does not answer in time.
         """
-        try:
+        with _unanswered():
+            super().connect()  # type: ignore[misc]
+
+    def connect_check_health(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Connect as ``connect`` does; redis-py from version 6 on calls it in most places."""
+        with _unanswered():
             super().connect_check_health(*args, **kwargs)  # type: ignore[misc]
-        except redis_errors.TimeoutError as exc:
-            raise _UnansweredError(str(exc)) from exc
+
+    def on_connect(self: Any) -> None:
+        """Greet the server; redis-py before version 6 also pings it then, which is not retried either."""
+        with self.retry.suspended():
+            super().on_connect()  # type: ignore[misc]
 
 
 class _Connection(_Connecting, Connection):

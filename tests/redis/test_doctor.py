@@ -311,8 +311,8 @@ SERVERS = ("broker_url", "redbeat_redis_url", "result_backend", "singleton_backe
 def test_tools_ask_a_server_that_hangs_once(server, own_server, cli, hanging, monkeypatch):
     """With ``hanging`` on a server of its own, or all on one server, which used to take minutes."""
     urls = {name: own_server.tcp_url if name in hanging else server.tcp_url for name in SERVERS}
-    printed = list[tuple[float, str]]()
-    with make_app(server.tcp_url, {**urls, "singlebeat_socket_timeout": 1}) as app:
+    printed, once = list[tuple[float, str]](), 2
+    with make_app(server.tcp_url, {**urls, "singlebeat_socket_timeout": once}) as app:
         own_server.pause()
         began = time.monotonic()
         monkeypatch.setattr(
@@ -323,10 +323,10 @@ def test_tools_ask_a_server_that_hangs_once(server, own_server, cli, hanging, mo
         for command in ("status", "health") if "redbeat_redis_url" in hanging else ():
             began = time.monotonic()
             cli(command, app=app, code=2)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 2 * once
 
-    assert took < 3
-    assert printed[0][0] < 2, "it is not kept until the end"
+    assert took < 3 * once
+    assert printed[0][0] < 2 * once, "it is not kept until the end"
     if hanging == SERVERS:
         said = [text for _, text in printed]
         assert "schedule's server" in said[0]
