@@ -6,6 +6,7 @@ import heapq
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -295,17 +296,25 @@ class _Reader:
     def _slices(
         self, part: str, after: _Place | None, size: int, *, goes_up: bool
     ) -> Iterator[Sequence[tuple[str, str]]]:
-        """Yield members and scores of the sorted set, in its order."""
-        score, member = after or ("", "")
-        while True:
-            args = (part, "up" if goes_up else "down", size, score, member)
+        """Yield members and scores of the sorted set, in its order.
+
+        A thread reads the next slice while the caller sends the keys of this one: the server need not wait for them.
+        """
+
+        def read(after: tuple[str, str]) -> Sequence[tuple[str, str]]:
+            args = (part, "up" if goes_up else "down", size, *after)
             flat = json.loads(script(store.__name__, "members")(self.client, [self.keys.schedule], args))
-            pairs = [*zip(flat[::2], flat[1::2], strict=True)]
-            if pairs:
+            return [*zip(flat[::2], flat[1::2], strict=True)]
+
+        pairs = read(after or ("", ""))
+        with ThreadPoolExecutor(1) as thread:
+            while len(pairs) == size:
+                member, score = pairs[-1]
+                following = thread.submit(read, (score, member))
                 yield pairs
-            if len(pairs) < size:
-                return
-            member, score = pairs[-1]
+                pairs = following.result()
+        if pairs:
+            yield pairs
 
     @property
     def _needs_no_strings(self) -> bool:
