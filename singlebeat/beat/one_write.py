@@ -27,7 +27,8 @@ from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
-from .dispatch import BROKER, LOCKS, Published, delay_of, in_words, is_refusal, is_transient, not_published
+from .dispatch import Published, delay_of, not_published
+from .failures import BROKER, LOCKS, in_words, is_refusal, is_transient
 from .leadership.lease import Term
 from .message import prepare
 from .store.claims import ClaimVerdict, Store

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from .calendar.zone import app_zone
 from .decide import claim_for, dropped
 from .decision_log import log_decision
-from .dispatch import RETRY_AFTER, Dispatcher
+from .dispatch import Dispatcher
 from .one_write import OneWrite
+from .several_writes import RETRY_AFTER, SeveralWrites
 from .store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Tick:
         claims = self._claim(due, wanted, settled, term, retry_at, waiting=len(waiting))
         self._record(over, claims, term)
         ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
-        self.dispatcher.dispatch([each for each in ready if each.occurrence.id not in settled], term, now)
+        unsettled = [each for each in ready if each.occurrence.id not in settled]
+        SeveralWrites(self.dispatcher, term, now).send(unsettled)
         self.store.notice_changes()
         self.one_write.check_records()
         return [claim.next_score for claim in claims if claim.next_score >= 0] + [stored.score for stored in waiting]

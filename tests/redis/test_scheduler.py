@@ -1499,7 +1499,7 @@ def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_ser
         backend_of(bench.app).begin(run, lease=60, remember_for=60, task=SINGLE, arguments="")
     else:
         backend_of(bench.app).acquire_many([Call(Ref(lock, "another"), SINGLE, "", 3600)])
-    before, backoff = redis.hgetall(lock), scheduler.dispatcher._backoff
+    before, backoff = redis.hgetall(lock), scheduler.dispatcher.failures.backoff
     assert backoff.failures_of(entry.key)
     redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
 

@@ -1,0 +1,134 @@
+"""What fails when messages are sent: one message, or a server for all of them. It is logged once, or now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kombu.exceptions import OperationalError
+
+from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
+from ..errors import LockBackendError, UnusableLockError
+from ..log import Log
+from .backoff import Backoff
+from .store.probe import with_advice
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .message import Message
+
+__all__ = ("BROKER", "LOCKS", "Failures", "causes", "in_words", "is_refusal", "is_transient")
+
+log = Log("celery.beat")
+
+#: The servers without which messages are not sent, as the log names them.
+BROKER, LOCKS = "the broker", "the locks' server"
+
+#: Errors of an unreachable broker or locks' server.
+UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
+
+#: Errors of a message that cannot be made, as with an option of the wrong type or an unknown compression.
+UNUSABLE = (LookupError, TypeError, ValueError, DataError)
+
+
+def is_transient(exc: Exception) -> bool:
+    """Return whether an attempt failed because a server is unreachable, so that a retry may succeed."""
+    return any(isinstance(cause, UNREACHABLE) and not _is_of_message(cause) for cause in causes(exc))
+
+
+def causes(exc: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes at any depth: Celery and kombu wrap the real error, sometimes twice.
+
+    The causes of an error of one message say nothing about a server.
+    """
+    met = set[int]()  # a task's own code may raise an error from itself
+    while exc is not None and id(exc) not in met:
+        yield exc
+        if _is_of_message(exc):
+            return
+        met.add(id(exc))
+        exc = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
+
+
+def is_refusal(exc: Exception) -> bool:
+    """Return whether a server has answered, and its answer is the error."""
+    return any(what_it_does(cause) == "refuses" for cause in causes(exc))
+
+
+def _server_of(exc: BaseException) -> str:
+    """Return the server that is behind the error of a message."""
+    return LOCKS if any(isinstance(cause, LockBackendError) for cause in causes(exc)) else BROKER
+
+
+def in_words(exc: Exception) -> str:
+    """Return an error for a log: the name of the first cause as well if that has no words."""
+    *_, cause = causes(exc)
+    return with_advice(exc) if cause.args else f"{with_advice(exc).rstrip(': ')}: {type(cause).__name__}"
+
+
+def _is_of_message(exc: BaseException) -> bool:
+    """Return whether an error concerns one message or its lock: kombu takes some of these for errors of the broker."""
+    if isinstance(exc, UnusableLockError):
+        return True
+    cause = exc.__cause__ if isinstance(exc, OperationalError) else None
+    if isinstance(cause, OSError):  # the error of a wrong certificate is also a ValueError
+        return False
+    return isinstance(cause, UNUSABLE) or any(
+        isinstance(each, ResponseError) and "WRONGTYPE" in str(each) for each in (exc, cause)
+    )
+
+
+class Failures:
+    """The messages and the servers that have failed.
+
+    Args:
+        forget_broker: drops a connection to the broker that has failed.
+    """
+
+    def __init__(self, app: Celery, forget_broker: Callable[[], None]) -> None:
+        self.app, self._forget_broker = app, forget_broker
+        self.backoff = Backoff()
+        self._unreachable = set[str]()  #: the servers that were logged as unreachable
+
+    def is_refused(self, message: Message, exc: Exception) -> bool:
+        """Return whether RabbitMQ answers and refuses one message, as for a full queue; log it now and then."""
+        # By its name: a beat whose broker is Redis does not load the driver of RabbitMQ.
+        if not any(type(cause).__name__ == "MessageNacked" for cause in causes(exc)):
+            return False
+        if self.backoff.refused(message.entry.key):
+            self._log_refusal(message, exc)
+        return True
+
+    def note_lone(self, failed: Sequence[tuple[Message, Exception]]) -> None:
+        """Log the messages that fail again and again, unless their server is known to be unreachable."""
+        for message, exc in failed:
+            if _server_of(exc) not in self._unreachable and self.backoff.fails_alone(message.entry.key):
+                self._log_refusal(message, exc)
+
+    def _log_refusal(self, message: Message, exc: Exception) -> None:
+        text = "beat: %(server)s answers, and does not take the message of %(entry)s, which stays pending"
+        about = {"server": _server_of(exc), "entry": message.entry.name}
+        log.error(text, event="refused", **about, reason=in_words(exc))
+
+    def note(self, exc: Exception, *keys: str) -> None:
+        """Log that a server cannot be reached, once; drop the connection to the broker.
+
+        Args:
+            keys: of the entries whose messages have failed; none if the server has.
+        """
+        server = _server_of(exc)
+        self._forget_broker()
+        if self.backoff.failed(*keys) and server not in self._unreachable:
+            self._unreachable.add(server)
+            until = "takes it" if is_refusal(exc) else "answers"
+            text = f"Scheduler: Message Error: due occurrences stay pending until %(server)s {until}"
+            # The locks' server is in the error.
+            where = "" if server == LOCKS else f"{BROKER} {broker_place(self.app)}: "
+            log.error(text, event="unreachable", server=server, reason=f"{where}{in_words(exc)}")
+
+    def note_answer(self, server: str) -> None:
+        """Log that a server works again, if it was logged as unreachable."""
+        if server in self._unreachable:
+            self._unreachable.remove(server)
+            log.warning("Scheduler: %(server)s works again", event="recovered", server=server)

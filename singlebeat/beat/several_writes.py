@@ -1,0 +1,338 @@
+"""From claimed occurrences to their messages in several writes: lock, publish, confirm, on any servers."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from celery.beat import SchedulingError
+from celery.signals import before_task_publish
+
+from ..config import Config
+from ..errors import DuplicateTaskError, LockBackendError
+from ..locks import backend_of
+from ..locks.acquire import UNSENT_TTL, Refused, cancel_releases, keep, note
+from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict
+from ..log import Log
+from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
+from .destination import queue_reached
+from .dispatch import Published, delay_of, not_published
+from .entries.occurrence import DecisionType
+from .failures import BROKER, LOCKS, causes, is_transient
+from .message import prepare
+
+if TYPE_CHECKING:
+    from ..locks.acquire import Granted
+    from ..locks.base import Headers
+    from ..outbox import Command, Outbox
+    from .dispatch import Dispatcher
+    from .leadership.lease import Term
+    from .message import Message
+    from .store.claims import ClaimedOccurrence, Confirmation
+
+__all__ = ("RETRY_AFTER", "SeveralWrites")
+
+log = Log("celery.beat")
+
+#: Seconds after which another beat may retake an occurrence that was claimed and not confirmed.
+RETRY_AFTER = 30.0
+
+#: Fraction of ``RETRY_AFTER`` in which the beat that claimed an occurrence may still send it.
+PUBLISH_SHARE = 0.8
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A message, and what has become of it."""
+
+    message: Message
+    outcome: Granted | Refused | None = None  #: as of ``Dispatcher.outcome``
+    error: Exception | None = None  #: why it is not sent
+    commands: Sequence[Command] = ()  #: that are to send it; empty: it is sent, or not to be sent
+    published: Published | None = None  #: by code of others
+
+
+class SeveralWrites:
+    """The sending of the occurrences of one tick: many in each write, but locks, messages and confirmations apart.
+
+    Args:
+        dispatcher: decides, by the same rules as for one write.
+        term: in which this beat must still lead.
+        now: the server's time.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, term: Term, now: datetime) -> None:
+        self.dispatcher, self.app, self.publisher = dispatcher, dispatcher.app, dispatcher.publisher
+        self.failures, self.term, self.now = dispatcher.failures, term, now
+        self._taken_until = time.monotonic() + RETRY_AFTER
+        self._publish_until = self._taken_until - RETRY_AFTER * (1 - PUBLISH_SHARE)
+        #: Celery reports each message when it is published. Asked before ``_note_queue`` is told of them, too.
+        self._sends_each = reports_each(self.app)
+        self._holders: Mapping[str, Holder] = {}  #: the answers of the locks' server, by task id
+        self._outage: LockBackendError | None = None  #: the locks' server does not answer
+        self._confirmations: list[Confirmation] = []
+        self._unsent: list[str] = []  #: the keys of the entries whose messages a server does not take now
+        self._queues: dict[str, str] = {}  #: of the messages, by task id
+        self._without_ticket = set[str]()  #: the ids of the messages that have none
+
+    def send(self, claimed: Sequence[ClaimedOccurrence]) -> None:
+        """Lock all occurrences in one round trip, publish them in a few, confirm all in one round trip.
+
+        Each occurrence comes with its entry and with the entry's past, in which the occurrence is counted.
+
+        An unconfirmed occurrence stays pending: this beat or the next leader retries it under the same task id.
+        Meanwhile it holds no lock, because its entry may be edited, paused or deleted before it is sent.
+        """
+        if not claimed:
+            return
+        messages = self._prepare(claimed)
+        is_asked = self._outage is None
+        try:
+            if is_asked:
+                self._acquire(messages)
+            ready = messages
+            if self._outage is not None:
+                ready = [message for message in messages if message.call is None]
+                self._unsent += [message.entry.key for message in messages if message.call is not None]
+            if self._outage is not None and self._unsent:
+                self.failures.note(self._outage)
+            before_task_publish.connect(self._note_queue)
+            self._publish(ready)
+        finally:
+            before_task_publish.disconnect(self._note_queue)
+            self._confirm(messages)
+            if is_asked:
+                self._release_unsent(messages)
+
+    def _prepare(self, claimed: Sequence[ClaimedOccurrence]) -> list[Message]:
+        """Return the messages of occurrences, those that have failed most often last; give up those that cannot be."""
+        try:
+            looked_after = self.dispatcher.check_workers(claimed)
+        except LockBackendError as exc:
+            self._outage, looked_after = exc, True  # messages that may need a lock wait
+        messages, wrong = prepare(self.app, self.dispatcher.report_each(claimed), looked_after=looked_after)
+        self.dispatcher.release(*(lock for message, _ in wrong for lock in message.locks))
+        self._confirmations += [self.dispatcher.give_up(*each) for each in wrong]
+        return self.dispatcher.by_failures(messages)
+
+    # ---------------------------------------------------------------- locks
+
+    def _acquire(self, messages: Sequence[Message]) -> None:
+        plans = [message.plan for message in messages if message.plan is not None]
+        calls = [call for plan in plans if (call := plan.unsent) is not None]
+        for call in calls:
+            cancel_releases(call)
+        self.dispatcher.progress()
+        try:
+            holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
+        except LockBackendError as exc:
+            self._outage = exc
+            return
+        self._holders = {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
+        if any(holder.verdict is Verdict.ACQUIRED for holder in holders):
+            self.failures.note_answer(LOCKS)  # HELD proves nothing: a server that refuses writes still reads a holder
+
+    def _keep_locks(self, sent: Collection[str], messages: Sequence[Message]) -> None:
+        """Prolong the locks of sent messages for the time that the messages may wait, and store the queue in each.
+
+        A lock that a worker has begun or freed meanwhile stays as it is.
+
+        Args:
+            sent: ids of occurrences.
+        """
+        refs = defaultdict[float, dict[Ref, str]](dict)
+        for message in messages:
+            if message.occurrence.id not in sent:
+                continue
+            seconds = message.plan.wait if message.plan is not None else 0.0
+            delay = delay_of(message, self.app, self.now)
+            queue = self._queues.get(message.occurrence.id, "")
+            for ref in message.locks:
+                refs[seconds][ref] = note(ref, queue=queue, delay=delay)
+        for seconds, locks in refs.items():  # one round trip, unless countdowns differ
+            if seconds > UNSENT_TTL:
+                self.dispatcher.progress()
+                keep(backend_of(self.app), locks, seconds)
+
+    def _release_unsent(self, messages: Sequence[Message]) -> None:
+        """Release the locks of messages that are not sent, while no other beat may hold them for the same task ids."""
+        if not self.publisher.may_publish(self.term) or time.monotonic() >= self._taken_until:
+            return
+        over = {each.decision.occurrence.id for each in self._confirmations}
+        locks = [lock for message in messages if message.occurrence.id not in over for lock in message.locks]
+        if self._outage is None:
+            self.dispatcher.release(*locks)
+        else:
+            self.dispatcher.release_later(locks)
+
+    # ---------------------------------------------------------------- messages
+
+    def _may_publish(self) -> bool:
+        return self.publisher.may_publish(self.term) and time.monotonic() <= self._publish_until
+
+    def _publish(self, messages: Sequence[Message]) -> None:
+        """Publish messages, for as long as this beat may."""
+        patience, left = Config.of(self.app).singlebeat_socket_timeout, deque(messages)
+        broker_is_down = False
+        while left and self._may_publish():
+            if broker_is_down:  # each further message would wait for the broker again
+                self._unsent += [message.entry.key for message in left]
+                return
+            began = time.monotonic()
+            if failed := [*self._failed(self._publish_next(left))]:
+                self._unsent += [message.entry.key for message, _ in failed]
+                away = [(message, exc) for message, exc in failed if not self.failures.is_refused(message, exc)]
+                if away:
+                    self.failures.note(away[0][1], *(message.entry.key for message, _ in away))
+                patience -= time.monotonic() - began
+                # The cause may be one message alone. A broker that hangs may still accept connections.
+                broker_is_down = patience <= 0 or not self.publisher.reaches_broker()
+                if not broker_is_down:
+                    self.failures.note_lone(away)
+
+    def _failed(self, attempts: Sequence[_Attempt]) -> Iterator[tuple[Message, Exception]]:
+        """Settle attempts; yield the messages that are to be tried again, with their errors."""
+        for attempt in attempts:
+            message, exc = attempt.message, attempt.error
+            if exc is None:
+                self._confirmations.append(self._settle(attempt))
+            elif not self.publisher.may_publish(self.term):
+                continue
+            elif is_transient(exc):
+                yield message, exc
+            else:
+                self.dispatcher.release(*message.locks)
+                self._confirmations.append(self.dispatcher.give_up(message, exc))
+
+    def _publish_next(self, left: deque[Message]) -> Sequence[_Attempt]:
+        """Publish the first of the messages that are left, or many in one round trip where the broker takes that.
+
+        Returns:
+            The attempts; without those that this beat may no longer send.
+        """
+        made, characters = list[_Attempt](), 0
+        with ExitStack() as stack:
+            is_alone = self._sends_each or self._goes_alone(left[0])
+            try:
+                outbox = None if is_alone else stack.enter_context(self.publisher.collecting())
+            except Exception as exc:  # a transport's driver may raise anything
+                return [_Attempt(left.popleft(), error=exc)]
+            most = MOST_MESSAGES if outbox is not None else 1
+            while left and len(made) < most and characters < MOST_CHARACTERS and self._may_publish():
+                if made and self._goes_alone(left[0]):
+                    break
+                made.append(self._attempt(left.popleft(), outbox))
+                characters += size(made[-1].commands)
+                if made[-1].error is not None:  # the connection may be forgotten
+                    break
+            collected = [attempt for attempt in made if attempt.commands]
+            if outbox is None or not collected:
+                return made
+            self.dispatcher.progress()
+            if not self._may_publish():
+                return [attempt for attempt in made if not attempt.commands]
+            try:
+                errors: Sequence[Exception | None] = outbox.send([attempt.commands for attempt in collected])
+            except Exception as exc:  # a transport's driver may raise anything
+                errors = [exc] * len(collected)
+        for attempt, error in zip(collected, errors, strict=True):
+            attempt.error = error
+        return made
+
+    def _goes_alone(self, message: Message) -> bool:
+        """Return whether a message is sent by itself; one that has failed may be the cause of the failure."""
+        return message.goes_its_own_way or bool(self.failures.backoff.failures_of(message.entry.key))
+
+    def _attempt(self, message: Message, outbox: Outbox | None) -> _Attempt:
+        """Make the message of an occurrence, if it is to be sent; without an outbox it is sent at once."""
+        attempt = _Attempt(message)
+        self.dispatcher.progress()
+        try:
+            attempt.outcome = self.dispatcher.outcome(message, self._holders.get(message.occurrence.id))
+            if isinstance(attempt.outcome, Refused):
+                return attempt
+            if outbox is not None:
+                outbox.expect()
+            result = self.dispatcher.publish(message, attempt.outcome)
+        except Exception as exc:  # sending runs a task's own code and the broker's driver
+            duplicate = next((cause for cause in causes(exc) if isinstance(cause, DuplicateTaskError)), None)
+            if duplicate is not None and isinstance(duplicate.holder, Holder):
+                attempt.outcome = Refused(duplicate.holder)
+            else:
+                attempt.error = exc
+            return attempt
+        if outbox is not None and outbox.is_full:
+            attempt.commands = outbox.commands
+            self._queues[message.occurrence.id] = outbox.queue
+            if not outbox.commands:
+                attempt.error = SchedulingError("no queue is bound to its exchange with its routing key")
+        if message.is_sent_by_others:
+            attempt.published = self._published_by_others(message, result)
+        return attempt
+
+    def _published_by_others(self, message: Message, result: object) -> Published | None:
+        """Return what code of others has done with a message, by its result; None if it was sent as beat sends it."""
+        if message.locks_itself:
+            held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
+            if getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
+                return not_published(message, Refused(held_by))
+            return Published.under(waits_for if isinstance(waits_for, Holder) else None)
+        sent_as, why = getattr(result, "id", None), ""
+        if sent_as is not None and sent_as != message.occurrence.id:
+            why = f"sent it as task {sent_as}"
+        elif message.plan is not None and message.occurrence.id in self._without_ticket:
+            why = "sent it without its headers"
+        if not why:
+            return None
+        why = f"its task's own apply_async, or the app's send_task, {why}"
+        if message.plan is not None:  # no worker would free it
+            self.dispatcher.release(*message.locks)
+            why = f"{why}, so without its lock"
+            self.dispatcher.note_unlocked(message, why)
+        return Published(DecisionType.DISPATCHED, reason=why)
+
+    def _note_queue(
+        self,
+        headers: Headers | None = None,
+        declare: Sequence[object] | None = None,
+        exchange: object = None,
+        routing_key: str = "",
+        **_: object,
+    ) -> None:
+        """Note the queue of a message that Celery is about to publish, and whether it has a ticket."""
+        if headers and HEADER not in headers:
+            self._without_ticket.add(str(headers.get("id")))
+        if headers and RUN_HEADER in headers:
+            self._queues[str(headers.get("id"))] = queue_reached(exchange, routing_key, (declare or [None])[0])
+
+    # ---------------------------------------------------------------- confirmations
+
+    def _settle(self, attempt: _Attempt) -> Confirmation:
+        """Note what has become of an occurrence, and return the decision and its change of the entry's past."""
+        message, outcome = attempt.message, attempt.outcome
+        if attempt.published is not None:
+            published = attempt.published
+        elif isinstance(outcome, Refused):
+            published = not_published(message, outcome)
+        else:
+            waits_for = None
+            if outcome is not None and message.task is not None:
+                replaces = outcome.replacing is not None
+                waits_for = outcome.note_sent(message.task) if replaces else outcome.ticket.waits_for
+            published = Published.under(waits_for)
+        decision = self.dispatcher.decide(message, published)
+        self.dispatcher.report(message, decision, BROKER)
+        return message.claimed.confirmation(decision)
+
+    def _confirm(self, messages: Sequence[Message]) -> None:
+        """Confirm what is decided, and let the other occurrences wait."""
+        decisions = (each.decision for each in self._confirmations)
+        self._keep_locks({decision.occurrence.id for decision in decisions if decision.is_sent}, messages)
+        store, seconds = self.dispatcher.store, self.failures.backoff.seconds
+        store.confirm(self._confirmations, self.term)
+        store.postpone({key: self.now + timedelta(seconds=seconds(key)) for key in self._unsent})
