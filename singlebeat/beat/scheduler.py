@@ -47,7 +47,7 @@ from .one_write import OneWrite
 from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, with_advice
+from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal, with_advice
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
 
@@ -242,8 +242,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
             self._is_refused = isinstance(exc, ResponseError)
-            text = with_advice(exc) if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
-            self._note_trouble(type(exc).__name__, text)
+            self._note_trouble(exc)
             return TROUBLE_INTERVAL
         except FencedError:  # its lease learns that soon
             return min(self.max_interval, POLL_INTERVAL)
@@ -410,12 +409,18 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         log.write(logging.WARNING if self._has_role else logging.INFO, text, event=event, **pairs)
         self._has_role = True
 
-    def _note_trouble(self, kind: str, text: str) -> None:
+    def _note_trouble(self, exc: RedisError | LockBackendError) -> None:
         # Claimed occurrences may be unsent. They are retaken later, so that workers first record the runs of meanwhile.
         self._recheck_at = time.monotonic() + RECHECK_AFTER
-        if kind not in self._in_trouble:  # the words of an error change from try to try
-            log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
-            self._in_trouble.add(kind)
+        kind = type(exc).__name__  # the words of an error change from try to try
+        if kind in self._in_trouble:
+            return
+        self._in_trouble.add(kind)
+        text = with_advice(exc) if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
+        if "WRONGTYPE" in text:
+            with suppress(RedisError):
+                text = ticks_refusal(self.app) or text
+        log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
 
     def setup_schedule(self) -> None:
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""

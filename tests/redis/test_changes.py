@@ -152,6 +152,19 @@ def test_a_change_that_cannot_be_recorded_is_not_made(bench, redis, verb):
     assert not redis.exists("redbeat::pauses")
 
 
+def test_beat_schedule_is_installed_though_it_cannot_be_recorded(server, redis, bench_on, cli):
+    redis.set(CHANGES, "mine")
+    bench = bench_on(server, beat_schedule={"e": {"task": TASK, "schedule": 1, "args": ["e"]}})
+    bench.tick()
+    bench.make_due()
+    bench.tick()
+
+    assert bench.names == ["e"]
+    assert f"the key {CHANGES} is no stream" in " ".join(cli("health", app=bench.app, code=1).output.split())
+        cli("health", app=bench.app, code=1).output.split()
+    )
+
+
 def test_changes_are_bounded(server, redis, bench_on):
     bench = bench_on(server, singlebeat_changes_limit=100)
     for number in range(1000):

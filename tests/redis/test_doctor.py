@@ -13,6 +13,7 @@ from click import unstyle
 
 from singlebeat import Schedule, clocked
 from singlebeat.beat.delivery import Busy, Reader
+from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
@@ -31,16 +32,20 @@ SINGLE = "tests.system.apps.single"
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(("history", "stream"), ("runs", "stream"), ("standbys", "sorted set"), ("schedule", "sorted set")),
-        *(("owners", "hash"), ("statics", "set"), ("term", "string"), ("clock", "string")),
+        (name, "sorted set" if kind == "zset" else kind)
+        for name, (kind, _) in {**OWN_KEYS, **LEASE_KEYS}.items()
+        if kind != "any" and name != "lock"
     ],
 )
-def test_a_key_of_the_schedule_of_another_type_is_named(findings, bench, name, kind):
+def test_a_key_of_the_schedule_of_another_type_is_named(findings, cli, bench, name, kind):
     bench.put(ago=timedelta())
     bench.tick()
     assert findings("key") == []
     bench.redis.delete(f"redbeat::{name}")
     bench.redis.rpush(f"redbeat::{name}", "mine")
+    health = cli("health", code=None)
+    assert health.exit_code > 0
+    assert f"redbeat::{name}" in health.output
 
     ((level, text),) = findings(f"key redbeat::{name}")
 

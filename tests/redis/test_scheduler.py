@@ -2309,6 +2309,27 @@ def test_the_leader_installs_beat_schedule(server, redis, bench_on):
     assert bench.messages == []
 
 
+def test_what_a_dying_beat_installed_goes_with_the_next_deploy(server, redis, bench_on, monkeypatch):
+    entry, save_entries = {"task": PLAIN, "schedule": 3600}, statics.save_entries
+    dying = bench_on(server, beat_schedule={"both": entry, "only": entry}).scheduler()
+
+    def save_and_die(*args: object, **kwargs: object) -> None:
+        save_entries(*args, **kwargs)
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(statics, "save_entries", save_and_die)
+        with pytest.raises(SystemExit):
+            dying.tick()
+    assert redis.exists("redbeat:both", "redbeat:only") == 2
+    dying.lease.release()
+
+    bench_on(server, beat_schedule={"both": entry}).tick()
+
+    assert redis.smembers(STATICS) == {"both"}
+    assert [redis.exists(key) for key in ("redbeat:both", "redbeat:only", "redbeat::parked:only")] == [1, 0, 1]
+
+
 def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):
     entries = {f"e{at}": {"task": PLAIN, "schedule": 3600} for at in range(1001)}
     scheduler = bench_on(server, beat_schedule=entries).scheduler()
@@ -2337,7 +2358,7 @@ def test_a_start_reads_the_whole_of_beat_schedule_once_however_long_it_is(server
         stats = redis.info("commandstats")
         return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("hgetall", "smembers", "sadd")}
 
-    assert run() == {"hgetall": 1, "smembers": 1, "sadd": 1}
+    assert run() == {"hgetall": 1, "smembers": 1, "sadd": 10}, "each batch is ours before it is stored"
     assert run() == {"hgetall": 1, "smembers": 1, "sadd": 0}, "what is unchanged is not written again"
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -100,12 +100,7 @@ class Statics:
         gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, [self.owner])]
         for at in range(0, len(gone), BATCH):
             self._park(gone[at : at + BATCH], owners)
-        new = [name for name in stored if name not in known or self.owner not in owners.get(name, ())]
-        if not new:
-            return
-        for at in range(0, len(new), BATCH):
-            ours = ((name, "\n".join(sorted({self.owner, *owners.get(name, ())}))) for name in new[at : at + BATCH])
-            self._call(OWN, [self.keys.statics, self.keys.owners], packed(text for row in ours for text in row))
+        self._own([name for name in stored if name not in known or self.owner not in owners.get(name, ())], owners)
 
     def of_others(self) -> Mapping[str, int]:
         """Return by app the number of entries that other apps have installed and this app does not have."""
@@ -125,6 +120,8 @@ class Statics:
         absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
         for at in range(0, len(absent), BATCH):
             self._unpark(absent[at : at + BATCH], now)
+        # Before they are stored: if this beat ends in between, a later one knows where they come from.
+        self._own([*self._missing(absent)], owners)
         fence = self._fence()
         saved = save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True, fence=fence)
         results.update(saved)
@@ -134,6 +131,23 @@ class Statics:
                     "beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", entry=name, reason=problem
                 )
         return [name for name, problem in results.items() if problem is None]
+
+    def _own(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
+        """Remember that entries come from this app.
+
+        Args:
+            owners: as they were read.
+        """
+        for at in range(0, len(names), BATCH):
+            ours = ((name, "\n".join(sorted({self.owner, *owners.get(name, ())}))) for name in names[at : at + BATCH])
+            self._call(OWN, [self.keys.statics, self.keys.owners], packed(text for row in ours for text in row))
+
+    def _missing(self, names: Sequence[str]) -> Iterator[str]:
+        """Yield the names of entries that are not stored."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.exists(self.keys.prefix + name)
+            yield from (name for name, is_stored in zip(names, pipe.execute(), strict=True) if not is_stored)
 
     def _owners(self, names: Collection[str] | None = None) -> Mapping[str, Sequence[str]]:
         """Return the apps from which each entry comes, for all entries or for some."""

@@ -16,6 +16,7 @@ from ...locks import backend_of
 from ...locks.redis import RedisBackend
 from ...lua import script
 from ..keys import Keys
+from .spoilt import spoilt_keys
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -135,8 +136,13 @@ def schedule_refusal(
 
 
 def ticks_refusal(app: Celery, *, client: RedisClient = None) -> str:
-    """Return which commands of ticks the schedule's server refuses, with its name; empty if it refuses none."""
+    """Return what keeps beats from their work, with the server's name; empty if nothing does.
+
+    These are commands that the schedule's server refuses, and keys that another program has spoilt.
+    """
     refused = schedule_refusal(app, needs=TICKS, client=client)
+    if not refused:
+        refused = "; ".join(map(str, spoilt_keys(client or schedule_client(app), Keys.of(app))))
     return f"the schedule's server {schedule_place(app)}: {refused}" if refused else ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -15,9 +14,10 @@ from ...beat.one_write import why_several_writes
 from ...beat.result_backend import result_place
 from ...beat.store.probe import lock_place, lock_refusal
 from ...beat.store.server import Server
+from ...beat.store.spoilt import spoilt_keys
 from ...broker import bounded
 from ...config import Config
-from ...connections import ResponseError, is_one_server, is_redis, masked, schedule_client, schedule_place
+from ...connections import is_one_server, is_redis, masked, schedule_client, schedule_place
 from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
@@ -61,27 +61,9 @@ def check_keys(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check for keys of the schedule that another program has given another type."""
     if schedule.error is not None:
         return
-    keys = Keys.of(app)
-    lease = keys.lease
-    reads = {  # commands that the schedule needs anyway
-        "sorted set": (("ZCARD",), (keys.schedule, keys.pending, lease.standbys)),
-        "hash": (("HLEN",), (keys.owners, keys.quarantine, lease.leader)),
-        "set": (("SMEMBERS",), (keys.statics,)),
-        "stream": (("XREVRANGE", "+", "-", "COUNT", "1"), (keys.history, keys.runs)),
-        "string": (("GET",), (lease.lock, lease.term, lease.resigned, keys.clock, keys.alive, keys.zone)),
-    }
-    asked = [(kind, call, key) for kind, (call, found) in reads.items() for key in found if key is not None]
-    with schedule_client(app).pipeline(transaction=False) as pipe:
-        for _, (name, *arguments), key in asked:
-            pipe.execute_command(name, key, *arguments)
-        replies = pipe.execute(raise_on_error=False)
-    for (kind, _, key), reply in zip(asked, replies, strict=True):
-        if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
-            text = (
-                f"it is no {kind}, and beat cannot use it: another program has written there. Stop that program, and "
-                f"remove the key, so that beat makes it again: DEL {shlex.quote(key)} (or RENAME, to keep its data)"
-            )
-            yield Finding("problem", f"key {key}", text)
+    for spoilt in spoilt_keys(schedule_client(app), Keys.of(app)):
+        text = f"it is no {spoilt.kind}, and beat cannot use it: {spoilt.advice}"
+        yield Finding("problem", f"key {spoilt.key}", text)
 
 
 def check_rights(app: Celery, schedule: Read) -> Iterator[Finding]:
