@@ -161,8 +161,6 @@ def test_beat_schedule_is_installed_though_it_cannot_be_recorded(server, redis, 
 
     assert bench.names == ["e"]
     assert f"the key {CHANGES} is no stream" in " ".join(cli("health", app=bench.app, code=1).output.split())
-        cli("health", app=bench.app, code=1).output.split()
-    )
 
 
 def test_changes_are_bounded(server, redis, bench_on):
