@@ -159,6 +159,7 @@ class Bed:
     Args:
         libfaketime: path of the library, for a plan with wrong clocks.
         old: commit of the old release, for a plan with upgrades.
+        results: whether results are kept: they tell a beat of the runs on workers without singlebeat.
 
     """
 
@@ -169,9 +170,15 @@ class Bed:
     SENDER = Process("sender")
 
     def __init__(
-        self, plan: Plan, *, libfaketime: str = "", old: str = "", say: Callable[[str], object] = print
+        self,
+        plan: Plan,
+        *,
+        libfaketime: str = "",
+        old: str = "",
+        results: bool = False,
+        say: Callable[[str], object] = print,
     ) -> None:
-        self.plan, self.libfaketime, self.old, self.say = plan, libfaketime, old, say
+        self.plan, self.libfaketime, self.old, self.results, self.say = plan, libfaketime, old, results, say
         self.conf = {**CONF, **self.OTHERWISE}
         bare = frozenset(process.name for process in (*plan.beats, *plan.workers) if process.is_bare)
         self.records = Records(plan.entries, is_one_server=plan.topology in {"one", "sentinel"}, bare=bare)
@@ -191,6 +198,9 @@ class Bed:
             self.observer = stack.enter_context(RedisServer())
             os.environ["SB_FIELD_RECORDS"] = self.observer.tcp_url
             self.topology: Topology = stack.enter_context(self._open_topology())
+            if self.results:
+                url = self.topology.server.tcp_url
+                self.conf |= {"result_backend": url, "redis_socket_timeout": 2, "task_ignore_result": False}
             self.journal, self.messages = self.topology.journals()
             self._connect()
             # An operator of its own link, and one who does not depend on the weather: for the set-up and its end.

@@ -26,6 +26,9 @@ LEASE, ENDS_A_LEASE = 6.0, 2.5
 #: until the message counts as late, two searches and the pause between them, and the answers of the workers.
 FREES_FOR_BARE = 35.0
 
+#: The ends that a beat has recorded when it freed a lock.
+FREED = {"message_lost", "ran_elsewhere"}
+
 #: Seconds that the fleet needs after a fault: leases that end, timeouts, processes that start; after some, fewer.
 RECOVERY = 10.0
 RECOVERIES = {
@@ -572,13 +575,15 @@ def _may_be_lost(records: Records, message: Message) -> bool:
 
 
 def no_run_is_taken_for_lost(records: Records) -> Iterator[Violation]:
-    """A lock is not freed as that of a lost message while a worker that can be asked runs it."""
+    """A lock is not freed as that of a lost message while a worker that can be asked runs it, nor for no run."""
     started = records.by_id()
     for end in records.ends:
-        if end["outcome"] not in {"message_lost", "ran_elsewhere"}:
+        if end["outcome"] not in FREED:
             continue
-        at = float(end["at"])
-        for run in started.get(end["id"], ()):
+        at, runs = float(end["at"]), started.get(end["id"], ())
+        if end["outcome"] == "ran_elsewhere" and not any(run.started < at for run in runs):
+            yield Violation("taken for run", f"{end}")
+        for run in runs:
             host = run.host.partition("@")[0]
             windows = records.windows(
                 lambda fault, host=host: not fault.kind.startswith("beat") and fault.whom in {"", "workers", host}
@@ -867,7 +872,7 @@ def counts(records: Records) -> Mapping[str, int | float]:
         "RedBeat's terms": len(records.redbeat_led),
         "sent by RedBeat": sum(message.is_redbeats for message in records.messages),
         "bare runs": sum(map(records.is_bare, records.runs)),
-        "message_lost": sum(end["outcome"] == "message_lost" for end in records.ends),
+        **Counter(end["outcome"] for end in records.ends if end["outcome"] in FREED),
     }
     return (bare if records.bare else {}) | {
         "seconds": round(records.deleted - records.began),

@@ -366,6 +366,10 @@ def take_for_lost(records: Records) -> None:
     records.ends.append({"id": "tick 1021", "outcome": "message_lost", "at": "1040"})
 
 
+def take_for_run(records: Records) -> None:
+    records.ends.append({"id": "no run", "outcome": "ran_elsewhere", "at": "1040"})
+
+
 def overlap_with_redbeats(records: Records) -> None:
     """Run a Singleton that RedBeat has sent, on a worker with singlebeat, and another one beside it."""
     of_redbeat, other = (run for run in records.runs if run.id in {"tick 1029", "tick 1031"})
@@ -388,6 +392,7 @@ def free_too_late(records: Records) -> None:
         (be_silent, "silent"),
         (lose_after, "lost or late"),
         (take_for_lost, "taken for lost"),
+        (take_for_run, "taken for run"),
         (overlap_with_redbeats, "overlap"),
         (free_too_late, "stale lock"),
     ],
