@@ -764,9 +764,9 @@ class Bed:
         deadline = time.monotonic() + 60
         while any(slot.is_down for slot in self.slots.values()) and time.monotonic() < deadline:
             self._work_off(self._elapsed + 0.5)
+        self._end_redbeat()  # before the edits: a backfill waits for the one before it
         with self._edits:
             pass
-        self._end_redbeat()
         for process in self.plan.workers:
             self.slots[process.name].process.ready(timeout=60)
             self._send_probe(process.name)
