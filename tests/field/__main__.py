@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=20, help="most seconds between two faults")
     parser.add_argument("--only", nargs="*", help="kinds of faults; all by default")
     parser.add_argument("--server-clock", action="store_true", help="let the clock of the server step, too")
+    parser.add_argument("--mixed", action="store_true", help="besides, a beat of RedBeat and a worker of plain Celery")
+    parser.add_argument("--results", action="store_true", help="keep the results of tasks")
     parser.add_argument("--upgrade", metavar="COMMIT", default="", help="upgrade from this commit, or back to it")
     parser.add_argument("--keep", type=Path, help="a file for the records, to check them again")
     options = parser.parse_args()
@@ -42,7 +44,11 @@ def main() -> None:
     libfaketime = find_libfaketime()
     if options.server_clock and not (libfaketime and options.topology in {"one", "two"}):
         parser.error("--server-clock needs libfaketime and topology one or two")
-    kinds = options.only or [*faults_of(options.topology), *(["server_clock"] if options.server_clock else [])]
+    if (options.mixed or options.results) and options.topology not in {"one", "two"}:
+        parser.error("--mixed and --results need topology one or two")
+    # Often, because a standby of singlebeat is mostly earlier than one of RedBeat.
+    besides = ["server_clock"] * options.server_clock + ["handed_over"] * 5 * options.mixed
+    kinds = options.only or [*faults_of(options.topology), *besides]
     plan = make_plan(
         options.seed,
         options.minutes * 60,
@@ -53,10 +59,11 @@ def main() -> None:
         clocks=bool(libfaketime),
         gap=options.gap,
         upgrades=bool(options.upgrade),
+        mixed=options.mixed,
     )
     say("\n".join(plan.lines()))
     began = time.monotonic()
-    with Bed(plan, libfaketime=libfaketime, old=options.upgrade, say=say) as bed:
+    with Bed(plan, libfaketime=libfaketime, old=options.upgrade, results=options.results, say=say) as bed:
         records = bed.run()
     if options.keep:
         options.keep.write_bytes(pickle.dumps(records))

@@ -17,9 +17,9 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -61,6 +61,13 @@ CONF: Mapping[str, Any] = {
     "singleton_on_backend_error": "raise",
     "task_ignore_result": True,
     "worker_prefetch_multiplier": 2,
+}
+
+#: Settings of a beat of RedBeat: a standby asks for the lock after each ``beat_max_loop_interval``, by default 300 s.
+REDBEAT: Mapping[str, Any] = {
+    "beat_scheduler": "redbeat.RedBeatScheduler",
+    "beat_max_loop_interval": 1,
+    "redbeat_redis_options": {"socket_timeout": 2, "retry_period": 30},
 }
 
 #: Seconds between two measurements of the fleet, and between two messages to each worker's own queue.
@@ -152,18 +159,29 @@ class Bed:
     Args:
         libfaketime: path of the library, for a plan with wrong clocks.
         old: commit of the old release, for a plan with upgrades.
+        results: whether results are kept: they tell a beat of the runs on workers without singlebeat.
 
     """
 
-    #: Settings of a fleet that is not as ``CONF`` says.
+    #: Settings of a fleet that is not as ``CONF`` says, the class of Singletons where singlebeat is missing, and the
+    #: program that sends.
     OTHERWISE: Mapping[str, Any] = {}
+    SINGLETON = "celery:Task"
+    SENDER = Process("sender")
 
     def __init__(
-        self, plan: Plan, *, libfaketime: str = "", old: str = "", say: Callable[[str], object] = print
+        self,
+        plan: Plan,
+        *,
+        libfaketime: str = "",
+        old: str = "",
+        results: bool = False,
+        say: Callable[[str], object] = print,
     ) -> None:
-        self.plan, self.libfaketime, self.old, self.say = plan, libfaketime, old, say
+        self.plan, self.libfaketime, self.old, self.results, self.say = plan, libfaketime, old, results, say
         self.conf = {**CONF, **self.OTHERWISE}
-        self.records = Records(plan.entries, is_one_server=plan.topology in {"one", "sentinel"})
+        bare = frozenset(process.name for process in (*plan.beats, *plan.workers) if process.is_bare)
+        self.records = Records(plan.entries, is_one_server=plan.topology in {"one", "sentinel"}, bare=bare)
         self.slots: dict[str, Slot] = {}
         self._starved: set[int] = set()
         self._numbers = itertools.count()
@@ -180,6 +198,9 @@ class Bed:
             self.observer = stack.enter_context(RedisServer())
             os.environ["SB_FIELD_RECORDS"] = self.observer.tcp_url
             self.topology: Topology = stack.enter_context(self._open_topology())
+            if self.results:
+                url = self.topology.server.tcp_url
+                self.conf |= {"result_backend": url, "redis_socket_timeout": 2, "task_ignore_result": False}
             self.journal, self.messages = self.topology.journals()
             self._connect()
             # An operator of its own link, and one who does not depend on the weather: for the set-up and its end.
@@ -239,7 +260,7 @@ class Bed:
         for slot in self.slots.values():
             slot.process.ready(timeout=90)
         settings = {**self.conf, **self.topology.urls("sender")}
-        env = {**os.environ, **self._env(), "SB_FIELD_CONF": json.dumps(settings)}
+        env = {**os.environ, "SB_FIELD_CONF": json.dumps(settings), **self._env(self.SENDER)}
         with (self.directory / "sender.log").open("wb") as log:
             self.sender = _spawn(
                 [sys.executable, "-m", "tests.field.sender", str(self.plan.seed)], stdout=log, cwd=ROOT, env=env
@@ -248,15 +269,23 @@ class Bed:
     def _add(self, process: Process, args: tuple[str, ...], conf: Mapping[str, Any]) -> None:
         port = free_port()
         key = "singlebeat_metrics_port" if args[0] == "beat" else "singlebeat_worker_metrics_port"
-        self.slots[process.name] = Slot(process, args, {**self.conf, **conf, key: port}, metrics_port=port)
+        redbeat = REDBEAT if process.is_bare and args[0] == "beat" else {}
+        self.slots[process.name] = Slot(process, args, {**self.conf, **redbeat, **conf, key: port}, metrics_port=port)
         self.slots[process.name].release = self.plan.releases[0]
 
-    def _env(self) -> Mapping[str, str]:
-        """Return what the environment of the fleet's processes has besides."""
-        return {}
+    def _env(self, process: Process) -> Mapping[str, str]:
+        """Return what hides singlebeat from a bare process."""
+        if not process.is_bare:
+            return {}
+        # Nearer than the installed package, and without its entry points.
+        info = self.directory / "none" / "celery_singlebeat-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: celery-singlebeat\nVersion: 0\n")
+        paths = (info.parent, ROOT / "tests/without_shell", ROOT)
+        return {"SB_FIELD_SINGLETON": self.SINGLETON, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
     def _start(self, slot: Slot) -> None:
-        env = {**self._env(), "SB_FIELD_CONF": json.dumps(slot.conf), "TMPDIR": str(self.directory)}
+        env = {"SB_FIELD_CONF": json.dumps(slot.conf), "TMPDIR": str(self.directory)}
         if not slot.given.has_right_clock:
             # The monotonic clock stays right, as it does on a host.
             faked = {"LD_PRELOAD": self.libfaketime, "FAKETIME_TIMESTAMP_FILE": str(self._clock_of(slot.given))}
@@ -266,6 +295,7 @@ class Bed:
         if slot.release == "old":
             paths = (self.directory / "old", *(() if slot.given.has_right_clock else (WRONG_CLOCK,)))
             env["PYTHONPATH"] = os.pathsep.join(map(str, (*paths, ROOT / "tests/without_shell", ROOT)))
+        env |= self._env(slot.given)
         slot.process = CeleryProcess(*slot.args, app="tests.field.tasks", env=env, cwd=self.directory)
         slot.history.append(slot.process)
         slot.is_down = False
@@ -534,6 +564,8 @@ class Bed:
         return next((slot for slot in beats if self._leads(slot)), beats[0])
 
     def _leads(self, beat: Slot) -> bool:
+        if beat.given.is_bare:
+            return bool(beat.process.matches("beat: Acquired lock"))  # RedBeat's beat ends when it loses the lock
         with suppress(RedisError):
             return self.redis.hget(f"{self.topology.prefix}:leader", "pid") == str(beat.process.pid)
         return False
@@ -585,11 +617,19 @@ class Bed:
         return self._down(fault, lambda process: process.send(signal.SIGQUIT))
 
     def _beats_killed(self, fault: Fault) -> tuple[str, Callable[[], object]]:
-        ends = [
-            self._down(Fault(fault.kind, fault.at, fault.seconds, process.name), CeleryProcess.kill_group)[1]
-            for process in self.plan.beats
-        ]
-        return "", lambda: [end() for end in ends]
+        return self._all_down(fault, self.plan.beats, CeleryProcess.kill_group)
+
+    def _handed_over(self, fault: Fault) -> tuple[str, Callable[[], object]]:
+        """End all beats of the kind that leads: one of the other kind leads next."""
+        leads = self._slot(replace(fault, whom="the leader")).given.is_bare
+        beats = [process for process in self.plan.beats if process.is_bare == leads]
+        return self._all_down(fault, beats, CeleryProcess.terminate)
+
+    def _all_down(
+        self, fault: Fault, beats: Sequence[Process], end: Callable[[CeleryProcess], object]
+    ) -> tuple[str, Callable[[], object]]:
+        starts = [self._down(replace(fault, whom=process.name), end)[1] for process in beats]
+        return "", lambda: [start() for start in starts]
 
     def _beat_stopped(self, fault: Fault) -> tuple[str, Callable[[], object]]:
         slot = self._slot(fault)
@@ -657,6 +697,9 @@ class Bed:
     # ---------------------------------------------------------------- entries
 
     def _rules_begin(self) -> datetime:
+        if self.records.bare:
+            # RedBeat computes each time of a rule from its first one on: a second's rule of 1971 takes it minutes.
+            return datetime.now(UTC).replace(second=0, microsecond=0)
         return datetime.fromtimestamp(0, UTC) + timedelta(days=365)
 
     def _schedule_of(self, given: Given, every: float) -> Any:
@@ -721,6 +764,7 @@ class Bed:
         deadline = time.monotonic() + 60
         while any(slot.is_down for slot in self.slots.values()) and time.monotonic() < deadline:
             self._work_off(self._elapsed + 0.5)
+        self._end_redbeat()  # before the edits: a backfill waits for the one before it
         with self._edits:
             pass
         for process in self.plan.workers:
@@ -752,6 +796,15 @@ class Bed:
         self._stop_fleet()
         self._collect()
         self.say(f"{self._elapsed:7.1f} s ended")
+
+    def _end_redbeat(self) -> None:
+        """End a beat of RedBeat beside others: what waits for a leader of singlebeat would wait on."""
+        if all(process.is_bare for process in self.plan.beats):
+            return
+        for slot in self.slots.values():
+            if slot.given in self.plan.beats and slot.given.is_bare:
+                slot.is_down = True
+                slot.process.terminate()
 
     def _unfinished(self) -> str:
         self.messages.read()
@@ -790,6 +843,7 @@ class Bed:
         records = self.records
         records.ended = time.time()
         records.decisions, records.ends = self.journal.decisions, self.journal.ends
+        records.redbeat_led = self.journal.redbeat_led
         records.messages = self.messages.messages
         records.runs = sorted(self.watch.runs.values(), key=lambda run: run.started)
         calls: dict[str, Call] = {}

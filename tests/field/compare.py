@@ -7,10 +7,8 @@ processes again. ``--redbeat-only`` leaves singlebeat out.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 from redbeat import RedBeatSchedulerEntry
@@ -18,43 +16,26 @@ from redbeat import RedBeatSchedulerEntry
 from singlebeat import Schedule
 from tests.field import tasks
 from tests.field.__main__ import say
-from tests.field.bed import Bed, Slot
+from tests.field.bed import Bed
 from tests.field.observer import standing
-from tests.field.plan import Given, Plan, make_plan
+from tests.field.plan import Given, Plan, Process, make_plan
 from tests.field.topology import faults_of
-from tests.support import ROOT
 
 
 class RedBeatBed(Bed):
     """A run of RedBeat's beats, whose Singletons are celery-singleton's, in processes without singlebeat."""
 
-    #: As short as singlebeat's. A standby asks for the lock after each ``beat_max_loop_interval``, of 300 s by default.
     #: celery-singleton renews no lock: its expiry must outlast the wait in the queue and the run.
     OTHERWISE: Mapping[str, Any] = {
-        "beat_scheduler": "redbeat.RedBeatScheduler",
-        "beat_max_loop_interval": 1,
-        "redbeat_redis_options": {"socket_timeout": 2, "retry_period": 30},
         "singleton_backend_kwargs": {"socket_timeout": 2},
         "singleton_lock_expiry": 30,
     }
+    SINGLETON = "celery_singleton:Singleton"
+    SENDER = Process("sender", is_bare=True)
 
-    def _env(self) -> Mapping[str, str]:
-        # Nearer than the installed package, and without its entry points.
-        info = self.directory / "none" / "celery_singlebeat-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: celery-singlebeat\nVersion: 0\n")
-        paths = (info.parent, ROOT / "tests/without_shell", ROOT)
-        return {
-            "SB_FIELD_SINGLETON": "celery_singleton:Singleton",
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        }
-
-    def _leads(self, beat: Slot) -> bool:
-        return bool(beat.process.matches("beat: Acquired lock"))  # it ends when it loses the lock
-
-    def _rules_begin(self) -> datetime:
-        # RedBeat computes each time of a rule from its first one on: a second's rule of 1971 takes it minutes.
-        return datetime.now(UTC).replace(second=0, microsecond=0)
+    def __init__(self, plan: Plan, **options: Any) -> None:
+        beats, workers = ([replace(each, is_bare=True) for each in part] for part in (plan.beats, plan.workers))
+        super().__init__(replace(plan, beats=beats, workers=workers), **options)
 
     def _put(self, given: Given, entries: Schedule | None = None, every: float = 0.0) -> None:
         task, timing = f"{tasks.NAME}.{given.task}", self._schedule_of(given, every or given.every)

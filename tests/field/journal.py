@@ -61,6 +61,7 @@ class Decision:
     holder: str = ""
     term: int = 0
     transaction: int = 0
+    is_beside_redbeat: bool = False  #: made while a beat of RedBeat held the lock
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Message:
     task: str
     is_original: bool  #: neither a retry, nor sent again to wait, nor delivered again
     entry: str = ""
+    is_redbeats: bool = False
     transaction: int = 0
     popped: float | None = None
     kept: float | None = None  #: since when a worker has had it
@@ -94,6 +96,7 @@ class Journal:
     decisions: list[Decision] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     ends: list[dict[str, str]] = field(default_factory=list)  #: ends of runs, as workers have told
+    redbeat_led: list[tuple[float, float]] = field(default_factory=list)  #: when a beat of RedBeat held the lock
     writes: Counter[str] = field(default_factory=Counter)  #: commands by name
 
     def __post_init__(self) -> None:
@@ -103,6 +106,8 @@ class Journal:
         self._unacked: dict[str, Message] = {}
         self._last: deque[tuple[Message, str]] = deque(maxlen=100)
         self._popped: dict[str, deque[Message]] = defaultdict(deque)
+        self._terms: set[str] = set()  # tokens of singlebeat's
+        self._redbeats_until = 0.0  # by the server's clock; 0 while no beat of RedBeat holds the lock
         self._does: Mapping[str, Callable[[list[str]], None]] = {
             "LPUSH": self._lpush,
             "RPUSH": self._rpush,
@@ -111,6 +116,8 @@ class Journal:
             "HSET": self._hset,
             "HDEL": self._hdel,
             "XADD": self._xadd,
+            "SET": self._set,
+            "PEXPIREAT": self._expire,
             "DEL": self._delete,
             "UNLINK": self._delete,
         }
@@ -169,7 +176,29 @@ class Journal:
             message.popped = self._now
             self._popped[message.id].append(message)
 
+    def _set(self, args: list[str]) -> None:
+        if args[0] == f"{self.prefix}:lock":
+            self._end_term()
+            if args[1] not in self._terms:
+                self.redbeat_led.append((self._now, 0.0))
+                self._prolong_term(args[-1])
+
+    def _expire(self, args: list[str]) -> None:
+        if args[0] == f"{self.prefix}:lock" and self._redbeats_until:
+            self._prolong_term(args[1])
+
+    def _prolong_term(self, until_ms: str) -> None:
+        self._redbeats_until = int(until_ms) / 1000
+        self.redbeat_led[-1] = self.redbeat_led[-1][0], self._redbeats_until - self.ahead
+
+    def _end_term(self) -> None:
+        if self._redbeats_until:
+            begin, end = self.redbeat_led[-1]
+            self.redbeat_led[-1], self._redbeats_until = (begin, min(end, self._now)), 0.0
+
     def _hset(self, args: list[str]) -> None:
+        if args[0] == f"{self.prefix}:leader" and "token" in args:
+            self._terms.add(args[args.index("token") + 1])
         if args[0] != "unacked":
             return
         for tag, raw in zip(args[1::2], args[2::2], strict=False):
@@ -188,6 +217,8 @@ class Journal:
     def _delete(self, args: list[str]) -> None:
         for key in args:
             self._queues.pop((self._database, key), None)
+            if key == f"{self.prefix}:lock":
+                self._end_term()
 
     def _xadd(self, args: list[str]) -> None:
         if args[0] not in {f"{self.prefix}:history", f"{self.prefix}:runs"}:
@@ -196,12 +227,13 @@ class Journal:
             number for number, arg in enumerate(args) if number and arg.partition("-")[0].isdigit() and "-" in arg
         )
         record = dict(zip(args[at + 1 :: 2], args[at + 2 :: 2], strict=True))
+        when = int(args[at].partition("-")[0]) / 1000
         if args[0] == f"{self.prefix}:runs":
-            self.ends.append(record)
+            self.ends.append({**record, "at": str(when)})
             return
         self.decisions.append(
             Decision(
-                at=int(args[at].partition("-")[0]) / 1000,
+                at=when,
                 entry=record["entry"],
                 nominal=datetime.fromisoformat(record["nominal"]).timestamp(),
                 kind=record["kind"],
@@ -211,6 +243,7 @@ class Journal:
                 holder=record["holder"],
                 term=int(record["term"]),
                 transaction=self._transaction,
+                is_beside_redbeat=when < self._redbeats_until,
             )
         )
 
@@ -247,6 +280,11 @@ class Journals:
         return sorted((each for part in self.parts for each in part.decisions), key=lambda decision: decision.at)
 
     @property
+    def redbeat_led(self) -> list[tuple[float, float]]:
+        """When a beat of RedBeat held the lock."""
+        return sorted(term for part in self.parts for term in part.redbeat_led)
+
+    @property
     def ends(self) -> list[dict[str, str]]:
         """All ends of runs."""
         return [end for part in self.parts for end in part.ends]
@@ -270,5 +308,7 @@ def message_of(headers: Mapping[str, Any], at: float, transaction: int = 0) -> M
     is_original = not (headers.get("redelivered") or headers.get("retries") or headers.get("eta"))
     # RedBeat names no entry: its name is the first argument.
     named = re.match(r"[\[(]'entry ([\w-]+)", headers.get("argsrepr") or "")
-    entry = (headers.get("singlebeat") or {}).get("entry", "") or (named[1] if named else "")
-    return Message(at, headers["id"], headers["task"], is_original, entry, transaction)
+    ours = (headers.get("singlebeat") or {}).get("entry", "")
+    entry = ours or (named[1] if named else "")
+    is_redbeats = bool(entry and not ours)
+    return Message(at, headers["id"], headers["task"], is_original, entry, is_redbeats, transaction)

@@ -22,6 +22,13 @@ START_SLACK = 25.0
 #: Seconds of the lease of a lock, and what of it a fault takes at least if the lock is to end before its run.
 LEASE, ENDS_A_LEASE = 6.0, 2.5
 
+#: Seconds in which a beat of singlebeat frees the lock of a run on a worker without singlebeat, which frees none: five
+#: until the message counts as late, two searches and the pause between them, and the answers of the workers.
+FREES_FOR_BARE = 35.0
+
+#: The ends that a beat has recorded when it freed a lock.
+FREED = {"message_lost", "ran_elsewhere"}
+
 #: Seconds that the fleet needs after a fault: leases that end, timeouts, processes that start; after some, fewer.
 RECOVERY = 10.0
 RECOVERIES = {
@@ -162,6 +169,8 @@ class Records:
 
     entries: Sequence[Given]
     is_one_server: bool = False
+    bare: frozenset[str] = frozenset()  #: the processes without singlebeat: beats of RedBeat, workers of plain Celery
+    redbeat_led: list[tuple[float, float]] = field(default_factory=list)  #: when a beat of RedBeat held the lock
     slack: float = 5.0  #: seconds by which a decision may be late without any fault, on a machine that is busy
     began: float = 0.0
     deleted: float = 0.0  #: all entries
@@ -191,17 +200,15 @@ class Records:
         A step of the server's clock excuses its own length before it and after it: entries wait until the server's
         clock has caught up, leases of its clock end so much earlier or later, and decisions are told by it.
         """
-        joined: list[tuple[float, float]] = []
         faults = [fault for fault in self.faults if matches(fault)]
         behind = [RECOVERIES.get(fault.kind, RECOVERY) if after is None else after for fault in faults]
         steps = [abs(fault.weather.get("ahead", 0.0)) for fault in faults]
         times = [(f.began - step, f.ended + step + more) for f, step, more in zip(faults, steps, behind, strict=True)]
-        for begin, end in sorted(times):
-            if joined and begin <= joined[-1][1]:
-                joined[-1] = joined[-1][0], max(end, joined[-1][1])
-            else:
-                joined.append((begin, end))
-        return joined
+        return join(times)
+
+    def is_bare(self, run: Run) -> bool:
+        """Return whether a worker without singlebeat ran it."""
+        return run.host.partition("@")[0] in self.bare
 
     def by_id(self) -> dict[str, list[Run]]:
         """Return the runs by the ids of their tasks."""
@@ -209,6 +216,17 @@ class Records:
         for run in self.runs:
             found[run.id].append(run)
         return found
+
+
+def join(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return these times without those that meet."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(times):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def undisturbed(begin: float, end: float, windows: Iterable[tuple[float, float]]) -> float:
@@ -246,13 +264,21 @@ def occurrences_are_decided(records: Records) -> Iterator[Violation]:
 
 
 def _lives(records: Records, given: Given) -> Iterator[tuple[float, float, float]]:
-    """Yield the times between two edits of an entry, in which its nominal times are one grid, and their distance."""
+    """Yield the times between two edits of an entry, in which its nominal times are one grid, and their distance.
+
+    They end where a beat of RedBeat leads: it counts an interval from its last run on.
+    """
     edits = [e for e in records.edits if e.entry == given.name and e.kind not in {"backfill", "trigger"}]
     every = given.every
     for edit, following in zip_longest(edits, edits[1:]):
         every = edit.every or every
         if edit.kind != "delete":
-            yield edit.ended, following.began if following else records.deleted, every
+            begin, end = edit.ended, following.began if following else records.deleted
+            for led_from, led_until in records.redbeat_led:
+                if begin < led_until and led_from < end:
+                    yield begin, led_from, every
+                    begin = led_until
+            yield begin, end, every
 
 
 def _gaps(
@@ -291,6 +317,28 @@ def _gaps(
         yield Violation("lost or late", text)
 
 
+def one_kind_of_beat_decides(records: Records) -> Iterator[Violation]:
+    """No beat of singlebeat decides while a beat of RedBeat holds the lock."""
+    for decision in records.decisions:
+        if decision.is_beside_redbeat:
+            yield Violation("beside RedBeat", f"{decision}")
+
+
+def no_kind_of_beat_is_silent(records: Records) -> Iterator[Violation]:
+    """Where beats of both kinds stand by for one another, an entry without lock is sent by one or the other."""
+    delays = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)))
+    for given in records.entries if records.redbeat_led else ():
+        if given.overlap != "allow_all" or given.edited or given.grace is not None:
+            continue
+        begin = next(edit.ended for edit in records.edits if edit.entry == given.name and edit.kind == "put")
+        sent = sorted(m.at for m in records.messages if m.entry == given.name and m.is_original)
+        for before, after in pairwise([begin, *sent, records.deleted]):
+            if (late := undisturbed(before + given.every, after, delays)) > records.slack:
+                led = [(round(since, 1), round(until, 1)) for since, until in records.redbeat_led if since < after]
+                text = f"{given.name}: no message from {before:.0f} to {after:.0f}, {late:.1f} s of it without a fault"
+                yield Violation("silent", f"{text}; a beat of RedBeat led {led[-2:]}")
+
+
 def an_occurrence_has_one_id_and_one_decision(records: Records) -> Iterator[Violation]:
     ids: dict[tuple[str, float], set[str]] = defaultdict(set)
     for decision in records.decisions:
@@ -322,7 +370,7 @@ def what_is_decided_is_sent(records: Records) -> Iterator[Violation]:
         elif records.is_one_server and messages[0].transaction != decision.transaction:
             yield Violation("not one write", f"{decision}: {messages}")
     for id_, messages in pushed.items():
-        if not messages[0].entry or id_ in sent:
+        if not messages[0].entry or messages[0].is_redbeats or id_ in sent:
             continue
         if not _may_have_no_decision(records, messages[0], not_sent.get(id_)):
             yield Violation("sent without a decision", f"{messages[0]}: {not_sent.get(id_)}")
@@ -409,6 +457,7 @@ def runs_of_one_singleton_do_not_overlap(records: Records) -> Iterator[Violation
     Plain tasks that beat sends have the lock of their entry.
     """
     beside = {f"entry {given.name}" for given in records.entries if given.overlap == "allow_all"} | {"beside"}
+    without_lock = _without_lock(records)
     # A run that was triggered or backfilled has its own overlap: buffer_all, which excludes as well.
     by_name: dict[str, list[Run]] = defaultdict(list)
     for run in records.runs:
@@ -417,10 +466,28 @@ def runs_of_one_singleton_do_not_overlap(records: Records) -> Iterator[Violation
     for name, runs in by_name.items():
         for number, run in enumerate(runs):
             for other in runs[number + 1 :]:
-                if other.started >= run.over - 0.001:
+                if other.started >= run.over - 0.001 or without_lock & {run.run, other.run}:
                     continue
                 if not _lease_may_have_ended(records, run, other.started):
                     yield Violation("overlap", f"{name}: {run} and {other}")
+
+
+def _without_lock(records: Records) -> set[str]:
+    """Return the runs that have no lock, or do not ask for it.
+
+    RedBeat sends plain tasks without lock, and a worker without singlebeat does not ask for the lock that a message may
+    have: that of a copy, of one that waits for its turn, or of one that RedBeat has sent.
+    """
+    plain = {f"entry {given.name}" for given in records.entries if given.task in {"plain", "late"}}
+    waits = {f"entry {given.name}" for given in records.entries if given.overlap != "skip"} | {"in turn", "merged"}
+    copied = {message.id for message in records.messages if not message.is_original}
+    redbeats = {message.id for message in records.messages if message.is_redbeats}
+    return {
+        run.run
+        for run in records.runs
+        if (run.id in redbeats and run.name in plain)
+        or (records.is_bare(run) and (run.id in redbeats | copied or run.name in waits))
+    }
 
 
 def _lease_may_have_ended(records: Records, run: Run, at: float) -> bool:
@@ -449,6 +516,7 @@ def _lease_may_have_ended(records: Records, run: Run, at: float) -> bool:
 def a_task_with_a_lock_runs_once(records: Records) -> Iterator[Violation]:
     """No id runs again after it has ended, nor while it runs, if it had a lock."""
     beside = {f"entry {given.name}" for given in records.entries if given.overlap == "allow_all"}
+    without_lock = _without_lock(records)
     for id_, runs in records.by_id().items():
         if runs[0].name in beside or runs[0].name.startswith("probe "):
             continue
@@ -461,6 +529,8 @@ def a_task_with_a_lock_runs_once(records: Records) -> Iterator[Violation]:
             # And no copy is refused by a worker that cannot reach the locks when it starts.
             begun = replace(run, ended=run.started)
             is_excused = _end_may_be_unknown(records, ended) or _end_may_be_unknown(records, begun)
+            # A worker without singlebeat tells no end, and refuses no copy.
+            is_excused |= records.is_bare(ended) or records.is_bare(run) or run.run in without_lock
             if run.started > ended.started and not is_excused:
                 yield Violation("ran twice", f"{id_}: {ended} and {run}")
 
@@ -504,6 +574,24 @@ def _may_be_lost(records: Records, message: Message) -> bool:
     return any(message.popped - 2 < fault.began and last - 2 < fault.ended + 2 for fault in ends)
 
 
+def no_run_is_taken_for_lost(records: Records) -> Iterator[Violation]:
+    """A lock is not freed as that of a lost message while a worker that can be asked runs it, nor for no run."""
+    started = records.by_id()
+    for end in records.ends:
+        if end["outcome"] not in FREED:
+            continue
+        at, runs = float(end["at"]), started.get(end["id"], ())
+        if end["outcome"] == "ran_elsewhere" and not any(run.started < at for run in runs):
+            yield Violation("taken for run", f"{end}")
+        for run in runs:
+            host = run.host.partition("@")[0]
+            windows = records.windows(
+                lambda fault, host=host: not fault.kind.startswith("beat") and fault.whom in {"", "workers", host}
+            )
+            if run.started < at - 0.5 and at < run.over and undisturbed(at - 0.5, at, windows):
+                yield Violation("taken for lost", f"{end}: {run}")
+
+
 def calls_are_sent(records: Records) -> Iterator[Violation]:
     """A call that was taken has one message; one that failed has none, or may have one if its reply was lost."""
     pushed = Counter(message.id for message in records.messages if message.is_original)
@@ -524,7 +612,8 @@ def the_last_arguments_run(records: Records) -> Iterator[Violation]:
     last = max(taken, key=lambda call: call.number)
     if not any(run.number >= last.number for run in runs):
         harmful = [fault for fault in records.faults if fault.ended > last.began - 60]
-        if not harmful:
+        # A worker without singlebeat knows only the arguments of the message.
+        if not harmful and not any(records.is_bare(run) for run in runs if run.id == last.id):
             yield Violation("last arguments", f"{last} was taken, and the last run was {runs[-1:]}")
 
 
@@ -537,7 +626,8 @@ def skips_are_true(records: Records) -> Iterator[Violation]:
     pushed: dict[str, list[Message]] = defaultdict(list)
     for message in records.messages:
         pushed[message.id].append(message)
-    everything = records.windows(lambda _: True)
+    # While a beat of RedBeat leads, none of singlebeat frees locks.
+    everything = join([*records.windows(lambda _: True), *records.redbeat_led])
     for decision in records.decisions:
         if decision.decision != "skipped_overlap":
             continue
@@ -547,14 +637,19 @@ def skips_are_true(records: Records) -> Iterator[Violation]:
         over = max(run.over for run in runs)
         # A message that is delivered again holds its lock until it is refused or run.
         over = max([over, *(message.at for message in pushed[decision.holder] if not message.is_original)])
-        if (stale := undisturbed(over, decision.at, everything)) > LEASE + 2:
+        bound = FREES_FOR_BARE if any(map(records.is_bare, runs)) else LEASE + 2
+        if (stale := undisturbed(over, decision.at, everything)) > bound:
             text = f"{decision}: its holder was over {decision.at - over:.1f} s before, {stale:.1f} s of it calm"
             yield Violation("stale lock", text)
 
 
 def locks_end(records: Records) -> Iterator[Violation]:
-    """After all is over, no lock is left, but for those of messages that Celery has lost; each has an end."""
+    """After all is over, no lock is left, but for those of messages that Celery has lost; each has an end.
+
+    A worker without singlebeat frees no lock: it is left until a call meets it.
+    """
     lost = {message.id for message in records.messages if _may_be_lost(records, message)}
+    lost |= {run.id for run in records.runs if records.is_bare(run)}
     for key, lock in records.locks.items():
         if int(lock["pttl"]) == -1:
             yield Violation("lock without end", f"{key}: {lock}")
@@ -574,6 +669,8 @@ KOMBUS = "AttributeError: 'NoneType' object has no attribute 'hostname'"
 def processes_live(records: Records) -> Iterator[Violation]:
     for exit_ in records.exits:
         if exit_.code == 1 and exit_.name.startswith("worker") and KOMBUS in exit_.log:
+            continue
+        if exit_.name in records.bare:  # RedBeat ends when it loses its lock or its server
             continue
         how = "did not end when told to" if exit_.code is None else f"ended by itself with {exit_.code}"
         yield Violation("process", f"{exit_.name} {how}:\n{exit_.log}")
@@ -722,7 +819,7 @@ def situation(kind: str, whom: str) -> str:
 def long_faults_are_named(records: Records) -> Iterator[Violation]:
     for naming in records.namings:
         pattern = NAMED.get(situation(naming.kind, naming.whom), {}).get(naming.tool)
-        if pattern is None:
+        if pattern is None or naming.whom in records.bare:
             continue
         whom = r"worker\d" if naming.whom == "workers" else naming.whom
         text = _problems(naming.text) if naming.tool == "doctor" else naming.text
@@ -742,6 +839,8 @@ def _problems(text: str) -> str:
 
 CHECKS: Sequence[Callable[[Records], Iterator[Violation]]] = (
     occurrences_are_decided,
+    one_kind_of_beat_decides,
+    no_kind_of_beat_is_silent,
     an_occurrence_has_one_id_and_one_decision,
     what_is_decided_is_sent,
     missed_occurrences_are_too_late,
@@ -751,6 +850,7 @@ CHECKS: Sequence[Callable[[Records], Iterator[Violation]]] = (
     runs_of_one_singleton_do_not_overlap,
     a_task_with_a_lock_runs_once,
     messages_become_runs,
+    no_run_is_taken_for_lost,
     calls_are_sent,
     the_last_arguments_run,
     skips_are_true,
@@ -767,7 +867,14 @@ def counts(records: Records) -> Mapping[str, int | float]:
     """Return what a run amounts to."""
     decisions = Counter(decision.decision for decision in records.decisions)
     delays = records.windows(lambda fault: bool(DELAYS_BEATS.match(fault.kind)))
-    return {
+    bare = {
+        "seconds of RedBeat": round(sum(end - begin for begin, end in records.redbeat_led)),
+        "RedBeat's terms": len(records.redbeat_led),
+        "sent by RedBeat": sum(message.is_redbeats for message in records.messages),
+        "bare runs": sum(map(records.is_bare, records.runs)),
+        **Counter(end["outcome"] for end in records.ends if end["outcome"] in FREED),
+    }
+    return (bare if records.bare else {}) | {
         "seconds": round(records.deleted - records.began),
         "calm": round(undisturbed(records.began, records.deleted, delays)),
         "faults": len(records.faults),

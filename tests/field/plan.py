@@ -32,6 +32,7 @@ DURATIONS: Mapping[str, tuple[float, float]] = {
     "beat_ended": (0.2, 4),
     "beats_killed": (0.5, 14),
     "beat_starved": (3, 12),
+    "handed_over": (3, 9),
     "worker_killed": (0.2, 8),
     "worker_host_lost": (0.2, 8),
     "worker_stopped": (0.5, 16),
@@ -58,7 +59,9 @@ RESOURCES: Mapping[str, str] = {
         "server",
     ),
     **dict.fromkeys(("broker_killed", "broker_ended", "broker_alarm"), "broker"),
-    **dict.fromkeys(("beat_killed", "beat_stopped", "beat_ended", "beats_killed", "beat_starved"), "beats"),
+    **dict.fromkeys(
+        ("beat_killed", "beat_stopped", "beat_ended", "beats_killed", "beat_starved", "handed_over"), "beats"
+    ),
     **dict.fromkeys(
         ("worker_killed", "worker_host_lost", "worker_stopped", "worker_warm", "worker_cold", "worker_starved"),
         "workers",
@@ -129,6 +132,7 @@ class Process:
     pool: str = ""
     ahead: float = 0.0
     drift: float = 0.0
+    is_bare: bool = False  #: without singlebeat: a beat of RedBeat, or a worker of plain Celery
 
     @property
     def has_right_clock(self) -> bool:
@@ -136,7 +140,7 @@ class Process:
 
     def __str__(self) -> str:
         clock = "" if self.has_right_clock else f"({self.ahead:+g} s {self.drift:+g} s/s)"
-        return " ".join(filter(None, (self.name, self.pool, clock)))
+        return " ".join(filter(None, (self.name, self.pool, clock, "bare" if self.is_bare else "")))
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,7 @@ def make_plan(
     gap: float = 20.0,
     longest: float = 20.0,
     upgrades: bool = False,
+    mixed: bool = False,
 ) -> Plan:
     """Make the plan of a seed; the same arguments always give the same plan.
 
@@ -194,25 +199,33 @@ def make_plan(
         longest: most seconds of a fault.
         upgrades: whether the fleet gets another release, one process after the other: the new one for the old one, or
             the old one for the new one.
+        mixed: whether the fleet has a beat and a worker more, which are bare.
     """
     rng = random.Random(f"{seed} {topology}")
 
     def clock(choices: Sequence[tuple[float, float]]) -> tuple[float, float]:
         return rng.choice(choices) if rng.random() < 0.3 and clocks else (0.0, 0.0)
 
-    beat_names = [f"beat{n}" for n in range(beats)]
-    worker_names = [f"worker{n}" for n in range(workers)]
+    beat_names = [f"beat{n}" for n in range(beats + mixed)]
+    worker_names = [f"worker{n}" for n in range(workers + mixed)]
     upgraded, releases = list[Fault](), ("new", "new")
     if upgrades:
-        upgraded, releases = _upgrades(random.Random(f"{seed} upgrades"), seconds, beat_names, worker_names)
+        ours = beat_names[:beats], worker_names[:workers]
+        upgraded, releases = _upgrades(random.Random(f"{seed} upgrades"), seconds, *ours)
+    # A bare worker of the pool solo answers no question while it runs a task: of that one nothing is promised.
+    bare_beats = [Process(name, is_bare=True) for name in beat_names[beats:]]
+    bare_workers = [Process(name, POOLS[0], is_bare=True) for name in worker_names[workers:]]
     plan = Plan(
         seed=seed,
         seconds=seconds,
         topology=topology,
-        beats=[Process(name, "", *clock(CLOCKS)) for name in beat_names],
+        beats=[*(Process(name, "", *clock(CLOCKS)) for name in beat_names[:beats]), *bare_beats],
         workers=[
-            Process(name, POOLS[number % len(POOLS)], *clock(WORKERS_CLOCKS))
-            for number, name in enumerate(worker_names)
+            *(
+                Process(name, POOLS[number % len(POOLS)], *clock(WORKERS_CLOCKS))
+                for number, name in enumerate(worker_names[:workers])
+            ),
+            *bare_workers,
         ],
         entries=_entries(rng),
         faults=_without_conflicts(_faults(rng, seconds, kinds, beat_names, worker_names, gap, longest), upgraded),

@@ -326,3 +326,179 @@ def test_a_journal_outlives_its_server_and_reads_each_change_once():
         assert [message.id for message in journal.messages] == ["1", "2", "3"]
         assert [message.popped is not None for message in journal.messages] == [True, False, False]
         assert journal.waiting() == 2
+
+
+def mixed(led_from: float = 1020.5, led_until: float = 1030.5) -> Records:
+    """Return the records of a run in which a beat of RedBeat has led for a while, and sent what was due then."""
+    records = forged()
+    records.bare = frozenset({"beat1", "worker1"})
+    records.redbeat_led = [(led_from, led_until)]
+    records.decisions = [d for d in records.decisions if not led_from < d.at < led_until]
+    for message in records.messages:
+        if message.entry and led_from < message.at < led_until:
+            message.is_redbeats = True
+    for run in records.runs:
+        if led_from < run.started < led_until and run.name.startswith("entry"):
+            run.host = "worker1@host"
+    return records
+
+
+def test_a_mixed_fleet_may_hand_over_the_lead():
+    assert check(mixed()) == []
+
+
+def decide_beside(records: Records) -> None:
+    records.decisions[-1].is_beside_redbeat = True
+
+
+def be_silent(records: Records) -> None:
+    """Send nothing for nine seconds of RedBeat's."""
+    records.messages = [m for m in records.messages if not (m.entry == "free" and 1021 < m.at < 1030)]
+
+
+def lose_after(records: Records) -> None:
+    records.decisions = [d for d in records.decisions if not (d.entry == "tick" and 1030 < d.nominal < 1040)]
+
+
+def take_for_lost(records: Records) -> None:
+    run = next(run for run in records.runs if run.id == "tick 1021")
+    run.ended = 1050.0
+    records.ends.append({"id": "tick 1021", "outcome": "message_lost", "at": "1040"})
+
+
+def take_for_run(records: Records) -> None:
+    records.ends.append({"id": "no run", "outcome": "ran_elsewhere", "at": "1040"})
+
+
+def overlap_with_redbeats(records: Records) -> None:
+    """Run a Singleton that RedBeat has sent, on a worker with singlebeat, and another one beside it."""
+    of_redbeat, other = (run for run in records.runs if run.id in {"tick 1029", "tick 1031"})
+    of_redbeat.host, of_redbeat.ended = other.host, other.started + 0.1
+
+
+def free_too_late(records: Records) -> None:
+    """Skip at 1059 because of the run on a bare worker that was over at 1013.6."""
+    next(run for run in records.runs if run.id == "tick 1011").host = "worker1@host"
+    at = next(i for i, d in enumerate(records.decisions) if d.id == "tick 1059")
+    held = {"decision": "skipped_overlap", "reason": "held", "holder": "tick 1011"}
+    records.decisions[at] = replace(records.decisions[at], **held)
+    records.messages = [m for m in records.messages if m.id != "tick 1059"]
+
+
+@pytest.mark.parametrize(
+    ("does", "name"),
+    [
+        (decide_beside, "beside RedBeat"),
+        (be_silent, "silent"),
+        (lose_after, "lost or late"),
+        (take_for_lost, "taken for lost"),
+        (take_for_run, "taken for run"),
+        (overlap_with_redbeats, "overlap"),
+        (free_too_late, "stale lock"),
+    ],
+)
+def test_each_check_finds_what_it_is_for_in_a_mixed_fleet(does, name):
+    records = mixed()
+
+    does(records)
+
+    assert name in {violation.check for violation in check(records)}
+
+
+def run_beside(records: Records, id_: str, following: str, host: str) -> None:
+    first, other = (run for run in records.runs if run.id in {id_, following})
+    first.host, first.ended = host, other.started + 0.1
+
+
+@pytest.mark.parametrize("task", ["plain", "skip"])
+def test_a_run_of_redbeats_has_a_lock_only_with_a_singleton_and_singlebeat(task):
+    for host, found in (("worker1@host", []), ("worker0@host", ["overlap"] if task == "skip" else [])):
+        records = mixed()
+        records.entries = [replace(TICK, task=task), *records.entries[1:]]
+        run_beside(records, "tick 1029", "tick 1031", host)
+
+        assert [violation.check for violation in check(records)] == found
+
+
+def test_a_copy_has_no_lock_on_a_worker_without_singlebeat():
+    for is_copied, found in ((True, []), (False, ["overlap"])):
+        records = mixed()
+        run_beside(records, "tick 1011", "tick 1013", "worker1@host")
+        if is_copied:
+            message = next(message for message in records.messages if message.id == "tick 1011")
+            records.messages.append(replace(message, is_original=False))
+
+        assert [violation.check for violation in check(records)] == found
+
+
+def test_a_bare_worker_excuses_the_copy_and_the_lock_of_its_run():
+    for host, found in (("worker1@host", []), ("worker0@host", ["ran twice", "lock without a message"])):
+        records = mixed()
+        run = next(run for run in records.runs if run.id == "tick 1011")
+        run.host = host
+        records.runs.append(replace(run, run="again", host="worker0@host", started=1050.4, ended=1050.6))
+        records.runs.sort(key=lambda run: run.started)
+        hold(records)
+
+        assert [violation.check for violation in check(records)] == found
+
+
+def test_an_end_of_redbeat_by_itself_is_its_own():
+    records = mixed()
+
+    records.exits += [Exit(1030.0, "beat1", 1), Exit(1030.0, "beat0", 1)]
+
+    assert [violation.text for violation in check(records)] == ["beat0 ended by itself with 1:\n"]
+
+
+def test_a_bare_worker_knows_only_the_arguments_of_its_message():
+    for host, found in (("worker1@host", []), ("worker0@host", ["last arguments"])):
+        records = mixed()
+        records.calls.append(Call(1030.0, "merge", "merged", 8, 1030.1, "call"))
+        next(run for run in records.runs if run.id == "call").host = host
+
+        assert [violation.check for violation in check(records)] == found
+
+
+def test_a_bare_process_names_no_fault():
+    for whom, found in (("beat1", []), ("beat0", ["silence"])):
+        records = mixed()
+        records.namings.append(Naming("black_hole", "black_hole", whom, "log", ""))
+
+        assert [violation.check for violation in check(records)] == found
+
+
+def test_a_mixed_plan_adds_a_bare_beat_and_a_bare_worker():
+    kinds = [*faults_of("one"), "handed_over"]
+    plan = make_plan(3, 300, topology="one", kinds=kinds, beats=2, workers=2, clocks=True, upgrades=True, mixed=True)
+
+    assert [process.is_bare for process in plan.beats] == [process.is_bare for process in plan.workers]
+    bare = [process for process in (*plan.beats, *plan.workers) if process.is_bare]
+    assert [process.name for process in bare] == ["beat2", "worker2"]
+    assert all(process.has_right_clock for process in bare), "RedBeat goes by the clock of its host"
+    assert {fault.whom for fault in plan.faults} >= {"beat2", "worker2"}
+    assert not any(fault.whom in {"beat2", "worker2"} for fault in plan.faults if fault.kind.endswith("_upgraded"))
+
+
+def test_a_journal_tells_when_redbeat_leads():
+    with RedisServer(*AOF) as server:
+        journal, client = Journal(server.directory), server.client()
+        decision = {"entry": "e", "nominal": "2026-01-01T00:00:00+00:00", "kind": "scheduled", "decision": "dispatched"}
+        decision |= {"id": "1", "reason": "", "holder": "", "term": 1}
+
+        client.hset("redbeat::leader", mapping={"pid": 1, "token": "ours"})
+        client.set("redbeat::lock", "ours", px=60_000)
+        client.xadd("redbeat::history", decision)
+        client.delete("redbeat::lock")
+        lock = client.lock("redbeat::lock", timeout=20)
+        lock.acquire()
+        client.xadd("redbeat::history", decision)
+        lock.release()
+        client.xadd("redbeat::history", decision)
+        lock.acquire()
+        client.pexpire("redbeat::lock", 40_000)
+        journal.read()
+
+        assert [each.is_beside_redbeat for each in journal.decisions] == [False, True, False]
+        (begin, end), (_, until) = journal.redbeat_led
+        assert end - begin <= 2 < 38 < until - end <= 41

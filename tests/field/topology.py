@@ -166,12 +166,12 @@ TOPOLOGIES = ("one", "two", *WITH_RABBITMQ, "sentinel", "cluster")
 
 
 def faults_of(topology: str) -> list[str]:
-    """Return the kinds of faults that can happen in a topology; ``server_clock`` only where it is asked for."""
+    """Return the kinds of faults that can happen in a topology; those of an option only where it is asked for."""
     if topology == "sentinel":
         return [kind for kind in DURATIONS if kind.startswith(WITH_SENTINELS)]
     if topology == "cluster":
         return [kind for kind in DURATIONS if kind.startswith(WITH_CLUSTER)]
-    never = {"failed_over", "slot_moved", "server_clock"} | (
+    never = {"failed_over", "slot_moved", "server_clock", "handed_over"} | (
         {"broker_killed", *NOT_FOR_BROKERS} if topology == "one" else set()
     )
     never |= {"delivered_again"} if topology in WITH_RABBITMQ else OF_RABBITMQ
