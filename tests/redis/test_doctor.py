@@ -14,6 +14,7 @@ from click import unstyle
 from singlebeat import Schedule, clocked
 from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.metrics import BeatMetrics
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of
@@ -70,6 +71,19 @@ def test_a_spoilt_number_of_terms_is_named_wherever_no_beat_leads(findings, cli,
     assert bench.names == ["e"]
     assert "schedule_vanished" not in caplog.text
     cli("health")
+
+
+def test_explain_and_trigger_name_a_spoilt_number_of_terms(cli, bench, no_worker_is_awaited):
+    bench.put()
+    bench.redis.set("redbeat::term", "abc")
+    said = ScheduleStatus.of(bench.app).problem()
+
+    explained, triggered = cli("explain", "e").output, cli("trigger", "e").output
+
+    assert "DEL redbeat::term" in said
+    assert f"{said[0].upper()}{said[1:]}." in explained
+    assert triggered.rstrip().endswith(f"; {said}. The run is sent once a beat leads")
+    assert "is started" not in explained + triggered
 
 
 def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, bench):
