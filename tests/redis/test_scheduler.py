@@ -2521,6 +2521,27 @@ def test_a_trouble_whose_words_change_is_said_once(bench, monkeypatch, caplog):
     assert caplog.text.count("Redis works again") == 1
 
 
+def test_a_leader_of_a_spoilt_term_has_recovered_only_when_it_leads_again(bench, caplog, logged):
+    leader, standby = bench.scheduler(), bench.scheduler()
+    leader.tick()
+    standby.tick()
+    caplog.clear()
+    bench.redis.set("redbeat::term", "abc")
+    assert not leader.lease.renew()
+    for _ in range(3):
+        leader.tick()
+
+    assert bench.redis.pttl(LOCK) > 0, "its own lock has not ended"
+    assert len(logged("trouble")) == 1
+    assert logged("recovered", "stands_by", "leadership_gained") == []
+
+    bench.redis.delete("redbeat::term")
+    leader._recheck_at = 0.0
+    leader.tick()
+    assert leader.lease.owned()
+    assert [line["event"] for line in logged("recovered", "stands_by", "schedule_vanished")] == ["recovered"]
+
+
 def test_each_loss_of_the_schedule_is_said(server, redis, bench_on, caplog):
     bench = bench_on(server, result_expires=None, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     scheduler = bench.scheduler()

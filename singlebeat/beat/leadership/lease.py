@@ -163,11 +163,11 @@ class Lease:
         self._token = token  # from now on the lock may hold it, even if no reply arrives
         asked = self.server_time.asked()
         number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
-        self._last_token, self._token = token, ""
         self.server_time.heard(shown, asked)
-        if number < 0:
+        if number < 0:  # nothing was written: the token of the lock is the one that it was
             self._known = 0  # so that the terms which begin anew are no sign of a loss
             raise ResponseError(unusable_term(self._client, self.keys) or "its terms could not be read for a moment")
+        self._last_token, self._token = token, ""
         if not number:
             return None
         self._standby = self._since = self._lost_since = ""
