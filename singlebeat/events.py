@@ -108,7 +108,7 @@ EVENTS: Mapping[str, Event] = {
     "schedule_vanished": Event(
         (WARNING,),
         "Redis has lost the schedule, or its last changes: ``reason``. The leader, or the next leader, installs "
-        "``beat_schedule`` again.",
+        "``beat_schedule`` again. ``status`` and the page show it for a day, or until a program adds an entry.",
     ),
     "expensive": Event(
         (WARNING,),

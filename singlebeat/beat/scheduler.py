@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,9 @@ ZONE_TURN = 60.0
 
 #: Seconds from which a tick is slow: it delays the entries that come due meanwhile.
 SLOW_TICK = 10.0
+
+#: How long operators see that the server has lost data, unless a program adds an entry before.
+LOSS_NOTED_FOR = timedelta(days=1)
 
 #: Signals that end a process at once if they have no handler: leadership would last until its lease ends.
 ENDING = ("SIGHUP", "SIGQUIT")
@@ -296,7 +299,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             return interval  # beats of that zone do the work: each of our claims would be refused
         scores = self.work.work_off(due, term, now)
         if due.statics_gone and self._has_statics:
-            self._log_vanished("beat_schedule was installed, and is gone")
+            self._note_loss("beat_schedule was installed, and is gone")
             self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
@@ -307,8 +310,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         lost_since = self.clock.check(now, term)
         if lost_since is not None:
             why = f"the changes since {lost_since.isoformat(timespec='seconds')}, or shortly before, are lost"
-            self._log_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
-            self.lease.note_loss(lost_since)
+            self._note_loss(f"{why}: Redis has started from a snapshot, or another server has taken over")
             self.setup_schedule()
 
     def _read_due(self, now: datetime, term: Term, *, is_new: bool) -> Due:
@@ -339,7 +341,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if term.lost and term.lost != self._vanished_in:
                 why = f"the server has forgotten term {term.lost}: it has lost all its data, or its last changes, as a "
                 why += "server does that starts from an old snapshot"
-                self._log_vanished(why)
+                self._note_loss(why)
             self._vanished_in = 0  # the numbers begin anew
             self._gained = term
         self._report_progress()
@@ -360,7 +362,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._report_other_app(text, other, entries=count)
         self._report_progress()
 
-    def _log_vanished(self, why: str) -> None:
+    def _note_loss(self, why: str) -> None:
+        """Note that the server has lost data, for operators; of several losses, the first one counts."""
+        note = f"{self.server_time.now().isoformat(timespec='seconds')} {why}"
+        self.store.client.set(self.store.keys.lost, note, nx=True, ex=LOSS_NOTED_FOR)
         sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
 

@@ -68,7 +68,7 @@ def check_keys(app: Celery, schedule: Read) -> Iterator[Finding]:
         "hash": (("HLEN",), (keys.owners, keys.quarantine, lease.leader)),
         "set": (("SMEMBERS",), (keys.statics,)),
         "stream": (("XREVRANGE", "+", "-", "COUNT", "1"), (keys.history, keys.runs)),
-        "string": (("GET",), (lease.lock, lease.term, lease.resigned, keys.clock, keys.alive, keys.zone)),
+        "string": (("GET",), (lease.lock, lease.term, lease.resigned, keys.clock, keys.alive, keys.lost, keys.zone)),
     }
     asked = [(kind, call, key) for kind, (call, found) in reads.items() for key in found if key is not None]
     with schedule_client(app).pipeline(transaction=False) as pipe:
