@@ -13,7 +13,7 @@ import click
 from ..beat.leadership.lease import resign
 from ..beat.status import MAX_LAG, ScheduleStatus
 from ..beat.store.probe import ticks_refusal
-from ..diagnosis.leader import refusal, who
+from ..diagnosis.leader import who
 from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def status_(app: Celery, as_json: bool) -> None:
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
-    problems = (state.unusable_term, state.redbeat_silent, state.sent_elsewhere, refusal(app, state))
+    problems = (state.unusable_term, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app))
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):
