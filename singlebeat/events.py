@@ -101,6 +101,10 @@ EVENTS: Mapping[str, Event] = {
         (WARNING,),
         "The place of an entry was no time in seconds since 1970, such as one in milliseconds. Beat has put 0 there.",
     ),
+    "places_restored": Event(
+        (WARNING,),
+        "The sorted set of the schedule was gone, and ``restored`` entries were not: beat has put them in again.",
+    ),
     "zone_changed": Event(
         (WARNING,),
         "Wall clocks are read in ``zone``, and no longer in ``before``. ``moved``: entries that are due earlier.",
