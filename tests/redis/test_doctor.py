@@ -357,3 +357,18 @@ def test_doctor_says_that_nothing_is_sent_without_the_server_of_the_locks(server
 
     assert "Beat still sends" not in told
     assert "Locks are kept there, too: no run that takes a lock is sent until it answers." in told
+
+
+def test_workers_of_a_server_that_was_emptied_are_not_called_missing(findings, bench, monkeypatch):
+    """After the locks' server has come back empty."""
+    answers = Workers({}, {"w1": frozenset()}, {"w1": "0.1"}, {}, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda _: answers)
+
+    (text,) = [text for level, text in findings("workers") if level == "warning"]
+
+    measured(text)
+    assert text.startswith("workers with singlebeat answer, and none has announced itself at the locks' server yet")
+    assert "within 10 s" in text
+    assert "install it there" not in text
+    backend_of(bench.app).announce("w1", ttl=60)
+    assert [level for level, _ in findings("workers")] == ["fine"]

@@ -2518,6 +2518,23 @@ def test_a_lost_schedule_is_shown_until_a_day_has_passed(bench, cli):
     assert 86_000 < bench.redis.ttl(LOST) <= 86_400
 
 
+def test_a_plain_task_is_locked_while_workers_announce_themselves_again(bench, logged):
+    """After the locks' server has come back empty: each worker does so within a third of a lease."""
+    backend_of(bench.app).announce("w1", ttl=60)
+    bench.put()
+    bench.tick()
+    bench.redis.delete("singlebeat:workers")
+    bench.make_due()
+    bench.tick()
+    assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
+    assert logged("unlocked") == []
+
+    bench.schedulers[-1].dispatcher._workers_trusted_until = 0.0  # as after a lease
+    bench.make_due()
+    bench.tick()
+    assert len(logged("unlocked")) == 1
+
+
 @pytest.mark.parametrize("given", [{}, {"mine": {"task": PLAIN, "schedule": 3600}}], ids=["empty", "with entries"])
 def test_a_lost_schedule_is_unhealthy_while_it_has_no_entries(server, redis, bench_on, cli, given):
     """Beats that work are not to be restarted for a day because of entries that they cannot bring back."""
