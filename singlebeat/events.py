@@ -101,6 +101,10 @@ EVENTS: Mapping[str, Event] = {
         (WARNING,),
         "The place of an entry was no time in seconds since 1970, such as one in milliseconds. Beat has put 0 there.",
     ),
+    "places_restored": Event(
+        (WARNING,),
+        "The sorted set of the schedule was gone, and ``restored`` entries were not: beat has put them in again.",
+    ),
     "zone_changed": Event(
         (WARNING,),
         "Wall clocks are read in ``zone``, and no longer in ``before``. ``moved``: entries that are due earlier.",
@@ -108,7 +112,7 @@ EVENTS: Mapping[str, Event] = {
     "schedule_vanished": Event(
         (WARNING,),
         "Redis has lost the schedule, or its last changes: ``reason``. The leader, or the next leader, installs "
-        "``beat_schedule`` again.",
+        "``beat_schedule`` again. ``status`` and the page show it for a day, or until a program adds an entry.",
     ),
     "expensive": Event(
         (WARNING,),

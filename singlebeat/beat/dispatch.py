@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -102,6 +103,7 @@ class Dispatcher:
         self.app, self.store, self._timestamp, self._suspect = app, store, timestamp, suspect
         self.publisher, self.progress = publisher, progress
         self._said_unlocked = False
+        self._workers_trusted_until = 0.0  #: until when they count as seen, by the monotonic clock
         self._said_unlocked_of = set[str]()  #: the same of entries, by their keys
         self.failures = Failures(app, publisher.forget_broker)
 
@@ -129,6 +131,10 @@ class Dispatcher:
             seen, why = backend_of(self.app).workers_seen(), "no worker with singlebeat installed was seen"
         except ConfigError as exc:
             seen, why = False, str(exc)
+        if seen:
+            self._workers_trusted_until = time.monotonic() + Config.of(self.app).singlebeat_lock_lease
+        # A server that comes back empty: workers announce themselves again at each renewal, a third of a lease apart.
+        seen = seen or time.monotonic() < self._workers_trusted_until
         if not seen and not self._said_unlocked:
             log.warning("beat: Tasks that are no Singleton are sent without a lock", event="unlocked", reason=why)
         elif seen and self._said_unlocked:

@@ -74,6 +74,11 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
         "string",
         "With ``redbeat_lock_key`` None, the time by which a beat has last decided. Written every 10 s.",
     ),
+    "lost": (
+        "string",
+        "When a beat has first noticed that the server has lost the schedule, or its last changes, and by what. Gone "
+        "after a day, or when a program adds an entry.",
+    ),
     "zone": (
         "string",
         "Celery's ``timezone`` of the last leader, in which the times of crontabs and rules were computed.",
@@ -92,9 +97,8 @@ LEASE_KEYS: Mapping[str, tuple[str, str]] = {
     "leader": (
         "hash",
         "Who leads: host, pid, app, ``version``, ``broker``, since when, for which term, how far its clock is "
-        "``ahead``, its token and its lease. ``took``: the seconds of the renewal before the last one. ``lost``: "
-        "the number of an earlier term that Redis had forgotten when this one began. ``lost_since``: since when the "
-        "server has lost changes. The hash lives as long as the lock.",
+        "``ahead``, its token and its lease. ``took``: the seconds of the renewal before the last one. The "
+        "hash lives as long as the lock.",
     ),
     "term": ("string", "The number of the last term."),
     "standbys": (
@@ -143,6 +147,7 @@ class Keys:
     runs: str = field(init=False)
     clock: str = field(init=False)
     alive: str = field(init=False)
+    lost: str = field(init=False)
     zone: str = field(init=False)
     versions: str = field(init=False)
     doctor: str = field(init=False)

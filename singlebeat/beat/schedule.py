@@ -14,9 +14,8 @@ from itertools import chain, dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 from uuid import uuid4
 
-from ..connections import ResponseError, schedule_client
+from ..connections import schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
-from ..locks.redis import escaped
 from ..log import Log
 from ..lua import script
 from ..overlap import Overlap
@@ -36,6 +35,7 @@ from .page import Page, Query
 from .server_time import server_now
 from .store.changes import Change, Changes
 from .store.history import History, Record
+from .store.unplaced import is_placed_elsewhere, without_place
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -66,13 +66,6 @@ def _calculating(name: str) -> Iterator[None]:
     except Exception as exc:  # a user's own schedule may raise anything
         why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
         raise EntryError(f"entry {name!r}: {why}") from exc
-
-
-def _has_place(client: RedisClient, schedule: str, key: str, prefix: str) -> bool:
-    try:
-        return any(score is not None for score in client.zmscore(schedule, [key, key.removeprefix(prefix)]))
-    except ResponseError:  # the key is not a sorted set
-        return False
 
 
 def _log_left_out(name: str, why: EntryError) -> None:
@@ -461,7 +454,7 @@ class Schedule:
         """
         key = self.keys.named(name)
         scores = self._client.zmscore(self.keys.schedule, [key, name])
-        if any(score is not None for score in scores) or self._is_placed_elsewhere(name):
+        if any(score is not None for score in scores) or is_placed_elsewhere(self._client, self.keys, name):
             return ""
         return (
             f"it has no place in {self.keys.schedule}: it never runs; to let it run at once and then as scheduled: "
@@ -473,28 +466,7 @@ class Schedule:
 
         Entries of another app whose prefix begins with this one's, like ``redbeat:a:``, are left out.
         """
-        client, found = self._client, f"{escaped(self.keys.prefix)}*"
-        keys = (key for key in client.scan_iter(match=found, count=BATCH, _type="HASH"))
-        while page := [*islice(keys, BATCH)]:
-            names = {name: key for key in page if self.keys.is_possible(name := self.keys.name(key))}
-            if not names:
-                continue
-            scores = client.zmscore(self.keys.schedule, [*names.values(), *names])
-            placed = {
-                name
-                for name, *both in zip(names, scores[: len(names)], scores[len(names) :], strict=True)
-                if any(score is not None for score in both)
-            }
-            left = [name for name in names if name not in placed]
-            for name, fields in zip(left, read_fields(self._client, [names[name] for name in left]), strict=True):
-                if not isinstance(fields, str) and fields[0] and not self._is_placed_elsewhere(name):
-                    yield name
-
-    def _is_placed_elsewhere(self, name: str) -> bool:
-        """Return whether an entry has its place in the schedule of another app, whose prefix is longer."""
-        parts, key = name.split(":"), self.keys.prefix + name
-        prefixes = [f"{self.keys.prefix}{':'.join(parts[:count])}:" for count in range(1, len(parts))]
-        return any(_has_place(self._client, f"{prefix}:schedule", key, prefix) for prefix in prefixes)
+        return without_place(self._client, self.keys)
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
         """Return the last decisions about an entry, or about all entries, with the ends of their runs; latest first."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
 from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal, with_advice
+from .store.unplaced import restore_places
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
 
@@ -81,6 +82,9 @@ ZONE_TURN = 60.0
 
 #: Seconds from which a tick is slow: it delays the entries that come due meanwhile.
 SLOW_TICK = 10.0
+
+#: How long operators see that the server has lost data, unless a program adds an entry before.
+LOSS_NOTED_FOR = timedelta(days=1)
 
 #: Signals that end a process at once if they have no handler: leadership would last until its lease ends.
 ENDING = ("SIGHUP", "SIGQUIT")
@@ -131,6 +135,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
         self._has_statics = False  #: at least one entry of ``beat_schedule`` was stored
+        self._expects_places = False  #: the last tick has found entries with places, or has failed
         self._metrics: BeatMetrics | None = None
         self._recheck_at: float | None = None  #: when all pending occurrences are retaken, after trouble
         self._zone_turn_at = 0.0  #: from when on we may compute the places in our zone; 0: at once
@@ -291,23 +296,31 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._lost_messages.poll()
         self._restore_lost_changes(now, term)
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
+        expected, self._expects_places = self._expects_places, bool(due.entries) or due.next_score is not None
+        if expected and not self._expects_places:
+            self._restore_places()  # the next tick reads them
         if not term.token and due.zone not in {None, str(app_zone(self.app))}:
             return interval  # beats of that zone do the work: each of our claims would be refused
         scores = self.work.work_off(due, term, now)
         if due.statics_gone and self._has_statics:
-            self._log_vanished("beat_schedule was installed, and is gone")
+            self._note_loss("beat_schedule was installed, and is gone")
             self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
         return next_delay(due, scores, self.server_time.timestamp(), longest=interval)
+
+    def _restore_places(self) -> None:
+        """Give the entries places again if the sorted set of the schedule is gone."""
+        self._report_progress()
+        if restored := restore_places(self.store.client, self.store.keys):
+            log.warning("beat: The places of the entries were gone", event="places_restored", restored=restored)
 
     def _restore_lost_changes(self, now: datetime, term: Term) -> None:
         """Install ``beat_schedule`` again if the server has forgotten what this leader wrote."""
         lost_since = self.clock.check(now, term)
         if lost_since is not None:
             why = f"the changes since {lost_since.isoformat(timespec='seconds')}, or shortly before, are lost"
-            self._log_vanished(f"{why}: Redis has started from a snapshot, or another server has taken over")
-            self.lease.note_loss(lost_since)
+            self._note_loss(f"{why}: Redis has started from a snapshot, or another server has taken over")
             self.setup_schedule()
 
     def _read_due(self, now: datetime, term: Term, *, is_new: bool) -> Due:
@@ -338,7 +351,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if term.lost and term.lost != self._vanished_in:
                 why = f"the server has forgotten term {term.lost}: it has lost all its data, or its last changes, as a "
                 why += "server does that starts from an old snapshot"
-                self._log_vanished(why)
+                self._note_loss(why)
             self._vanished_in = 0  # the numbers begin anew
             self._gained = term
         self._report_progress()
@@ -346,6 +359,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._check_others()
             self.store.check_eviction()
             self._checked = term
+        self._restore_places()
         self.setup_schedule()
         self._term, self._stands_by_for, self._check_leader_at = term, "", 0.0
         signals.leadership_gained.send(sender=self.app, term=term)
@@ -359,7 +373,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._report_other_app(text, other, entries=count)
         self._report_progress()
 
-    def _log_vanished(self, why: str) -> None:
+    def _note_loss(self, why: str) -> None:
+        """Note that the server has lost data, for operators; of several losses, the first one counts."""
+        note = f"{self.server_time.now().isoformat(timespec='seconds')} {why}"
+        self.store.client.set(self.store.keys.lost, note, nx=True, ex=LOSS_NOTED_FOR)
         sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
 
@@ -411,7 +428,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def _note_trouble(self, exc: RedisError | LockBackendError) -> None:
         # Claimed occurrences may be unsent. They are retaken later, so that workers first record the runs of meanwhile.
-        self._recheck_at = time.monotonic() + RECHECK_AFTER
+        self._recheck_at, self._expects_places = time.monotonic() + RECHECK_AFTER, True
         kind = type(exc).__name__  # the words of an error change from try to try
         if kind in self._in_trouble:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -82,8 +83,7 @@ class ScheduleStatus:
     """A schedule at one moment by the server's clock; durations are seconds."""
 
     #: host, pid, since, term, app, statics, version, broker, by how much its clock is ahead of the server's, how long
-    #: its last renewal ``took``, and perhaps ``lost`` (a term) or ``lost_since``, if the server has lost data; empty if
-    #: no beat of ours leads
+    #: its last renewal ``took``; empty if no beat of ours leads
     leader: Mapping[str, str]
     #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
     standbys: Sequence[Mapping[str, str]]
@@ -110,6 +110,7 @@ class ScheduleStatus:
     pauses: Sequence[Pause] = ()  #: of many entries, those that last
     unreadable_pauses: Mapping[str, str] = field(default_factory=dict)  #: selector -> why; they pause nothing
     unusable_term: str = ""  #: why no beat can lead, and what to do, if another program has spoilt the number of terms
+    lost: str = ""  #: what the server has lost, as a beat has noticed, and what to do; empty if no loss is known
 
     @property
     def works(self) -> bool:
@@ -194,24 +195,6 @@ class ScheduleStatus:
         """When the leader has last renewed its lease, in words; empty if unknown: it may have been killed since."""
         lease = _number(self.leader.get("lease_ms")) / 1000
         return f"renewed {max(0.0, lease - self.lease_left):.0f} s ago" if lease and self.lease_left else ""
-
-    @property
-    def lost(self) -> str:
-        """What the schedule's server has lost by the leader's record, and what came back; empty if no loss is known."""
-        began, term, since = (self.leader.get(name, "") for name in ("since", "lost", "lost_since"))
-        if term:
-            return (
-                f"when the present term began, at {began}, the server had lost the schedule, or its last changes: it "
-                f"did not know term {term} any more. Entries of beat_schedule are back, without their pauses: import "
-                "the other entries from an export"
-            )
-        if since:
-            return (
-                f"in the present term, which began at {began}, the server had lost the changes since {since}, or "
-                "shortly before: entries and pauses of that time are gone. Entries of beat_schedule are back: import "
-                "the other entries from an export, and pause again the entries that were paused"
-            )
-        return ""
 
     @property
     def behind(self) -> str:
@@ -320,12 +303,12 @@ class ScheduleStatus:
             pipe.hlen(keys.quarantine)
             pipe.get(keys.alive)
             pipe.get(keys.clock)  # older beats write only this key
+            pipe.get(keys.lost)
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             if names:
                 pipe.hgetall(keys.quarantine)
-            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, alive, clock, many, *rest = (
-                pipe.execute()
-            )
+            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
+            alive, clock, lost, many, *rest = rest
         pauses = Pauses.of(many)
         beats = [_decode_standby(text) for text in standbys]
         working, others = beats if keys.lock is None else [leader], Config.of(app).singlebeat_other_app_check
@@ -373,7 +356,23 @@ class ScheduleStatus:
             pauses=pauses.lasting(datetime.fromtimestamp(now, UTC)),
             unreadable_pauses=pauses.problems,
             unusable_term=unusable_term(client, keys.lease) if keys.lock is not None and ttl <= 0 else "",
+            lost=_in_words(lost, keys.lost) if lost else "",
         )
+
+
+def _in_words(lost: str, key: str) -> str:
+    """Return what the server has lost, and what to do.
+
+    Args:
+        lost: when a beat has noticed that, and by what.
+        key: that holds it.
+    """
+    at, _, why = lost.partition(" ")
+    return (
+        f"the server has lost the schedule, or its last changes, as a beat noticed at {at}: {why}. Entries of "
+        "beat_schedule are back, without their pauses. Import the other entries from an export, and pause again those "
+        f"that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
+    )
 
 
 def _has_waiting(app: Celery, client: RedisClient, keys: Keys, now: float, shown: float) -> bool:

@@ -367,7 +367,10 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
     task_id = _entries(app).trigger(name, overlap=overlap, timeout=timeout)
     state = ScheduleStatus.of(app)
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
-    waits = waits or ("" if state.works else f"{state.problem()}: the run is sent when a beat is started")
+    if state.unusable_term:
+        waits = f"{state.unusable_term}. The run is sent once a beat leads"
+    elif not state.works:
+        waits = f"{state.problem()}: the run is sent when a beat is started"
     text = f"{name}: requested, task {task_id}{waits and '; '}{waits}"
     done(as_json, text, name=name, task_id=task_id)
 

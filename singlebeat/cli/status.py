@@ -13,7 +13,7 @@ import click
 from ..beat.leadership.lease import resign
 from ..beat.status import MAX_LAG, ScheduleStatus
 from ..beat.store.probe import ticks_refusal
-from ..diagnosis.leader import refusal, who
+from ..diagnosis.leader import who
 from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def status_(app: Celery, as_json: bool) -> None:
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
-    problems = (state.unusable_term, state.redbeat_silent, state.sent_elsewhere, refusal(app, state))
+    problems = (state.unusable_term, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app))
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):
@@ -47,6 +47,8 @@ def status_(app: Celery, as_json: bool) -> None:
         click.echo(marked(f"clock       {text}", "warning"))
     if state.waits:
         click.echo(marked(f"clock       {state.waits}", "warning"))
+    if state.lost:
+        click.echo(marked(f"lost        {state.lost}", "warning"))
     if state.renewal:
         click.echo(f"renewal     {state.renewal}")
     click.echo(f"entries     {state.entries}")
@@ -81,8 +83,9 @@ def status_(app: Celery, as_json: bool) -> None:
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Check whether a beat leads and keeps up, for probes.
 
-    A server that refuses writes is unhealthy. A run that is claimed and not sent counts as late. Exit code 0: healthy.
-    1: unhealthy. 2: Redis does not answer.
+    A server that refuses writes is unhealthy. A run that is claimed and not sent counts as late. A schedule
+    that the server has lost is unhealthy while it has no entries. Exit code 0: healthy. 1: unhealthy. 2: Redis does not
+    answer.
     """
     state = ScheduleStatus.of(app)
     wrong = ticks_refusal(app) or state.problem(max_lag) or state.sent_elsewhere
@@ -95,12 +98,17 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     elif state.lag > max_lag:
         # With a small --max-lag, the first entry may be too late for it, and not count as overdue yet.
         wrong = state.behind
+    elif not state.entries:  # others may be missing, too, but beats work, and a probe must not restart them for that
+        wrong = state.lost
     if as_json:
-        show_json({"healthy": not wrong, "problem": wrong, "lag": state.lag, "leader": state.leader})
+        found = {"healthy": not wrong, "problem": wrong, "lag": state.lag, "lost": state.lost, "leader": state.leader}
+        show_json(found)
         raise SystemExit(1 if wrong else 0)
     if wrong:
         fail(wrong)
     click.echo(f"healthy: {printable(who(state))}")
+    if state.lost:
+        click.echo(marked(f"lost: {state.lost}", "warning"))
 
 
 @command("resign")

@@ -88,11 +88,12 @@ class Board:
 
     Args:
         hide_arguments: show no arguments of tasks at all.
+        read_only: write nothing in Redis.
     """
 
-    def __init__(self, app: Celery, *, hide_arguments: bool = False) -> None:
+    def __init__(self, app: Celery, *, hide_arguments: bool = False, read_only: bool = False) -> None:
         self.app, self.hide_arguments = app, hide_arguments
-        self.poller = Poller(app)
+        self.poller = Poller(app, may_write=not read_only)
         self.backfills: dict[str, Backfill] = {}
         self._backfilling = threading.Lock()
 

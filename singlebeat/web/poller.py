@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..beat.keys import Keys
-from ..beat.status import ScheduleStatus
-from ..beat.store.probe import schedule_server_says
+from ..beat.status import MAX_LAG, ScheduleStatus
+from ..beat.store.probe import schedule_server_says, ticks_refusal
 from ..connections import RedisError, schedule_client, schedule_place
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ EVERY = 2.0
 
 #: Seconds after which a page is shown anew even if nothing seems to have changed: another program may have written.
 AT_LEAST_EVERY = 10
+
+#: Seconds between two checks of what the server refuses: such a check tries every command, and writes.
+PROBED_EVERY = 10.0
 
 #: What was read for the views of one moment, at most.
 MOST_KEPT = 64
@@ -44,11 +47,13 @@ class Poller:
     """The last snapshot of a schedule, and what views have read for it.
 
     Args:
+        may_write: its user has the rights of a beat, so that a refusal concerns beats, too.
         clock: monotonic seconds.
     """
 
-    def __init__(self, app: Celery, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.app, self._clock = app, clock
+    def __init__(self, app: Celery, *, may_write: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.app, self._may_write, self._clock = app, may_write, clock
+        self._refused, self._probed_at = "", -PROBED_EVERY
         self._lock, self._read_at = threading.Lock(), -EVERY
         self._snapshot = Snapshot(None, "", "")
         self._kept: OrderedDict[object, tuple[float, Any]] = OrderedDict()
@@ -94,7 +99,8 @@ class Poller:
         except RedisError as exc:
             problem = f"the schedule's server {schedule_place(self.app)}: {schedule_server_says(self.app, exc)}"
             return Snapshot(None, problem, problem)
-        problem = state.problem() or state.sent_elsewhere or (state.behind if state.lag > 60 else "")
+        behind = state.behind if state.lag > MAX_LAG else ""
+        problem = self._refusal() or state.problem() or state.sent_elsewhere or behind or state.lost
         facts = (
             {name: value for name, value in state.leader.items() if name not in {"took", "ahead"}},
             [beat.get("host", "") + beat.get("pid", "") for beat in state.standbys],
@@ -103,6 +109,12 @@ class Poller:
         )
         stamp = hashlib.sha256(repr(facts).encode(errors="replace")).hexdigest()[:16]
         return Snapshot(state, problem, stamp, time.monotonic())
+
+    def _refusal(self) -> str:
+        """Return what the server refuses to beats, as it was at the last check; empty if that is not known."""
+        if self._may_write and self._clock() - self._probed_at >= PROBED_EVERY:
+            self._refused, self._probed_at = ticks_refusal(self.app), self._clock()
+        return self._refused
 
     def _last_ids(self) -> list[str]:
         """Return the ids of the last decision, of the last end of a run and of the last change."""

@@ -58,7 +58,7 @@ class Site:
 
     def __init__(self, app: Celery, gate: Gate, *, hide_arguments: bool = False, token_field: str = COOKIE) -> None:
         self.app, self.gate = app, gate
-        self.board = Board(app, hide_arguments=hide_arguments)
+        self.board = Board(app, hide_arguments=hide_arguments, read_only=gate.read_only)
         self.api = Api(self.board, gate)
         self.token_field = token_field
 

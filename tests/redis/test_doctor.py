@@ -15,6 +15,7 @@ from singlebeat import Schedule, clocked
 from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.metrics import BeatMetrics
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of
@@ -75,6 +76,19 @@ def test_a_spoilt_number_of_terms_is_named_wherever_no_beat_leads(findings, cli,
     assert bench.names == ["e"]
     assert "schedule_vanished" not in caplog.text
     cli("health")
+
+
+def test_explain_and_trigger_name_a_spoilt_number_of_terms(cli, bench, no_worker_is_awaited):
+    bench.put()
+    bench.redis.set("redbeat::term", "abc")
+    said = ScheduleStatus.of(bench.app).problem()
+
+    explained, triggered = cli("explain", "e").output, cli("trigger", "e").output
+
+    assert "DEL redbeat::term" in said
+    assert f"{said[0].upper()}{said[1:]}." in explained
+    assert triggered.rstrip().endswith(f"; {said}. The run is sent once a beat leads")
+    assert "is started" not in explained + triggered
 
 
 def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, bench):
@@ -348,3 +362,18 @@ def test_doctor_says_that_nothing_is_sent_without_the_server_of_the_locks(server
 
     assert "Beat still sends" not in told
     assert "Locks are kept there, too: no run that takes a lock is sent until it answers." in told
+
+
+def test_workers_of_a_server_that_was_emptied_are_not_called_missing(findings, bench, monkeypatch):
+    """After the locks' server has come back empty."""
+    answers = Workers({}, {"w1": frozenset()}, {"w1": "0.1"}, {}, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda _: answers)
+
+    (text,) = [text for level, text in findings("workers") if level == "warning"]
+
+    measured(text)
+    assert text.startswith("workers with singlebeat answer, and none has announced itself at the locks' server yet")
+    assert "within 10 s" in text
+    assert "install it there" not in text
+    backend_of(bench.app).announce("w1", ttl=60)
+    assert [level for level, _ in findings("workers")] == ["fine"]

@@ -68,6 +68,7 @@ def lived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     redis.hset("redbeat:bad", "definition", "{")
     redis.zadd("redbeat::schedule", {"redbeat:bad": 0})
     leader.tick()
+    leader._note_loss("a loss")
     (message,) = [message for message in bench.messages if message.run["entry"] == "e"]
     record_end_of_message(bench.app, {"id": message.id, RUN_HEADER: {"entry": "e"}}, "success")
     flush_ends(bench.app)

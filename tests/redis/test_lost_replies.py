@@ -109,8 +109,10 @@ def save(redis: Redis, found: list[Any], fields: list[Any], *, token: str = "") 
     names = ("definition", "meta", "policy", "since")
     if stored := {name: value for name, value in zip(names, found, strict=True) if value}:
         redis.hset("redbeat:e", mapping=stored)
+    redis.set("redbeat::lost", "then why")
     row = ("redbeat:e", "e", found, fields, "7")
-    return [LOCK, SCHEDULE, CHANGES, "redbeat:e"], [token, *AUTHOR, "edit", "why", "call", packed([row])]
+    touched = [LOCK, SCHEDULE, CHANGES, "redbeat::lost", "redbeat:e"]
+    return touched, [token, *AUTHOR, "edit", "why", "call", packed([row])]
 
 
 def record(redis: Redis, *, recorded: str = "", wanted: str = "d") -> tuple[list[str], list[Any]]:
@@ -140,10 +142,10 @@ def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "")
     return ["redbeat:e", PENDING], ["redbeat:e", task_id, f'{{"id": "{task_id}"}}', found, at]
 
 
-def campaign(redis: Redis, *, leader: str = "", known: int = 0) -> tuple[list[str], list[Any]]:
+def campaign(redis: Redis, *, leader: str = "") -> tuple[list[str], list[Any]]:
     if leader:
         redis.set(LOCK, leader)
-    stands_by = ['{"host": "host", "ahead": 5}', 9000, known, "5.0", '{"host": "host"}']
+    stands_by = ['{"host": "host", "ahead": 5}', 9000, "5.0", '{"host": "host"}']
     return [LOCK, LEADER, TERM, STANDBYS, RESIGNED], ["t", 9000, "host", 1, "2030-01-01", "", *stands_by]
 
 
@@ -195,7 +197,6 @@ def placed(redis: Redis) -> tuple[list[str], list[Any]]:
 
 CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "campaign": campaign,
-    "campaign, after a loss": lambda redis: campaign(redis, known=5),
     "campaign, another leads": lambda redis: campaign(redis, leader="another"),
     "claim": lambda redis: claim(redis, occurrence="o"),
     "claim, no leadership": lambda redis: claim(redis, token="", leads=0, occurrence="o"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -354,3 +355,48 @@ def test_an_entry_of_another_app_lacks_no_place(app, redis, cli):
 
     for command in ("show", "explain"):
         assert "no place" not in cli(command, "a:job").output
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["removed", "of another type"])
+@pytest.mark.parametrize("restarted", [False, True], ids=["in a term", "in the next term"])
+@pytest.mark.parametrize("given", [{}, {"mine": {"task": f"{APP}.plain", "schedule": 3600}}], ids=["", "beat_schedule"])
+def test_entries_get_their_places_again_when_the_sorted_set_is_gone(
+    server, redis, bench_on, findings, cli, logged, given, restarted, taken
+):
+    bench = bench_on(server, beat_schedule=given)
+    bench.put(ago=timedelta())
+    bench.put("limited", ago=HOUR / 2, max_runs=8)
+    bench.put("other:e")
+    bench.tick(2)
+    before, sent = dict(redis.zrange(SCHEDULE, 0, -1, withscores=True)), bench.names
+    if restarted:
+        bench.schedulers[-1].close()
+        bench.scheduler()
+    if taken:
+        redis.delete(SCHEDULE)
+        redis.set(SCHEDULE, "x")
+        bench.tick()
+        ((_, text),) = findings(f"key {SCHEDULE}", app=bench.app)
+        redis.execute_command(*re.search("DEL [^ ]+", text)[0].split())
+    else:
+        redis.delete(SCHEDULE)
+
+    bench.tick(3)
+
+    assert dict(redis.zrange(SCHEDULE, 0, -1, withscores=True)) == pytest.approx(before)
+    assert bench.names == sent, "no run is sent twice, or early"
+    assert [found for found in findings("entry", app=bench.app) if "place" in found[1]] == []
+    assert [line["restored"] for line in logged("places_restored")] == [len(before)]
+
+
+def test_a_schedule_that_is_empty_is_searched_for_entries_once(bench, monkeypatch):
+    searches = []
+    monkeypatch.setattr("singlebeat.beat.store.unplaced.without_place", lambda *_: searches.append(1) or [])
+    bench.tick(3)
+    assert len(searches) == 1
+
+    bench.put(ago=timedelta())
+    bench.tick(2)
+    bench.schedule.delete("e")
+    bench.tick(3)
+    assert len(searches) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ from singlebeat.beat.entries.timetable import Timetable
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.plain_task import PlainTask
 from singlebeat.beat.scheduler import POLL_INTERVAL
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Confirmation
 from singlebeat.beat.store.zone_change import Places
 from singlebeat.beat.tick import SHORTEST_SLEEP
@@ -53,7 +55,7 @@ PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 QUEUE = "celery"
 SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::pending"
 HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
-QUARANTINE = "redbeat::quarantine"
+QUARANTINE, LOST = "redbeat::quarantine", "redbeat::lost"
 HOUR = timedelta(hours=1)
 
 
@@ -2506,12 +2508,98 @@ def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
     next_one = leader if first == "leader" else standby
     next_one.tick()
 
-    assert next_one.lease.leader()["lost"] == "1"
     said = logged("schedule_vanished")
     assert len(said) == 1
     if first == "standby":
         assert said[0]["reason"].startswith("the server has forgotten term 1: it has lost all its data, or its last ")
-    assert "warning  schedule: when the present term began, at 20" in cli("doctor", app=bench.app, code=None).output
+    assert redis.get(LOST).endswith(f" {said[0]['reason']}")
+    assert "warning  schedule: the server has lost the schedule, or its" in cli("doctor", app=bench.app, code=1).output
+
+
+def test_a_lost_schedule_is_shown_until_a_day_has_passed(bench, cli):
+    """Also in later terms, and with the time when it was first noticed."""
+    leader, standby = bench.scheduler(), bench.scheduler()
+    leader.tick()
+    standby.tick()
+    bench.redis.flushall()
+    standby.tick()
+    said = ScheduleStatus.of(bench.app).lost
+    assert re.match(r"the server has lost the schedule, or its last changes, as a beat noticed at 20\S+: ", said)
+
+    assert not leader.lease.renew()
+    standby.close()
+    leader.tick()
+    assert leader.lease.leader()["term"] == "2"
+    leader._note_loss("another loss")
+
+    assert ScheduleStatus.of(bench.app).lost == said
+    for command in ("status", "doctor", "health"):
+        assert said in " ".join(cli(command, code=None).output.split())
+    assert f"{said[0].upper()}{said[1:]}" in " ".join(cli("explain", "gone", code=1).output.split())
+    assert 86_000 < bench.redis.ttl(LOST) <= 86_400
+
+
+def test_a_plain_task_is_locked_while_workers_announce_themselves_again(bench, logged):
+    """After the locks' server has come back empty: each worker does so within a third of a lease."""
+    backend_of(bench.app).announce("w1", ttl=60)
+    bench.put()
+    bench.tick()
+    bench.redis.delete("singlebeat:workers")
+    bench.make_due()
+    bench.tick()
+    assert [record["decision"] for record in bench.history] == ["dispatched", "skipped_overlap"]
+    assert logged("unlocked") == []
+
+    bench.schedulers[-1].dispatcher._workers_trusted_until = 0.0  # as after a lease
+    bench.make_due()
+    bench.tick()
+    assert len(logged("unlocked")) == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"mine": {"task": PLAIN, "schedule": 3600}}], ids=["empty", "with entries"])
+def test_a_lost_schedule_is_unhealthy_while_it_has_no_entries(server, redis, bench_on, cli, given):
+    """Beats that work are not to be restarted for a day because of entries that they cannot bring back."""
+    bench = bench_on(server, beat_schedule=given)
+    bench.tick()
+    assert cli("health", app=bench.app).output.count("\n") == 1, "a new schedule may be empty"
+    redis.flushall()
+    assert not bench.schedulers[-1].lease.renew()
+    bench.tick()
+
+    found = cli("health", app=bench.app, code=0 if given else 1).output
+
+    assert "the server has lost the schedule" in " ".join(found.split())
+    assert found.startswith("healthy: " if given else "Error: the server has lost")
+    assert bool(json.loads(cli("health", "--json", app=bench.app, code=None).stdout)["lost"])
+
+
+@pytest.mark.parametrize("means", ["save", "upsert", "import", "revert"])
+def test_a_lost_schedule_is_shown_until_a_program_adds_an_entry(server, redis, bench_on, cli, means):
+    bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
+    bench.put()
+    rows = json.loads(cli("export").stdout)
+    bench.tick()
+    bench.redis.set(LOST, "2026-11-23T14:00:00+00:00 so")
+    cli("pause", "mine")
+    cli("edit", "mine", "--set", "jitter=5")
+    bench.scheduler(beat_schedule={"mine": {"task": PLAIN, "schedule": 60}, "new": {"task": PLAIN, "schedule": 60}})
+    bench.schedulers[0].close()
+    bench.tick()
+    assert bench.redis.exists("redbeat:new", LOST) == 2
+
+    if means == "save":
+        bench.put("other")
+    elif means == "upsert":
+        bench.schedule.upsert("other", PLAIN, 60)
+    elif means == "import":
+        cli("delete", "e")
+        cli("import", "-", stdin=json.dumps(rows))
+    else:
+        cli("delete", "e")
+        cli("revert", "e", "--to", bench.schedule.changes("e", 1)[0].id)
+
+    assert not bench.redis.exists(LOST)
+    assert ScheduleStatus.of(bench.app).lost == ""
 
 
 def test_a_standby_notices_that_another_app_leads_now(server, redis, bench_on, monkeypatch, caplog):
@@ -2542,6 +2630,27 @@ def test_a_trouble_whose_words_change_is_said_once(bench, monkeypatch, caplog):
     assert caplog.text.count("Redis works again") == 1
 
 
+def test_a_leader_of_a_spoilt_term_has_recovered_only_when_it_leads_again(bench, caplog, logged):
+    leader, standby = bench.scheduler(), bench.scheduler()
+    leader.tick()
+    standby.tick()
+    caplog.clear()
+    bench.redis.set("redbeat::term", "abc")
+    assert not leader.lease.renew()
+    for _ in range(3):
+        leader.tick()
+
+    assert bench.redis.pttl(LOCK) > 0, "its own lock has not ended"
+    assert len(logged("trouble")) == 1
+    assert logged("recovered", "stands_by", "leadership_gained") == []
+
+    bench.redis.delete("redbeat::term")
+    leader._recheck_at = 0.0
+    leader.tick()
+    assert leader.lease.owned()
+    assert [line["event"] for line in logged("recovered", "stands_by", "schedule_vanished")] == ["recovered"]
+
+
 def test_each_loss_of_the_schedule_is_said(server, redis, bench_on, caplog):
     bench = bench_on(server, result_expires=None, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     scheduler = bench.scheduler()
@@ -2567,7 +2676,7 @@ def test_a_term_that_follows_the_last_one_has_lost_nothing(bench, caplog):
         following.tick()
 
     assert third.lease.leader()["term"] == "3"
-    assert "lost" not in third.lease.leader()
+    assert not bench.redis.exists(LOST)
     assert "vanished" not in caplog.text
 
 

@@ -202,9 +202,9 @@ def test_b2_a_restarted_redis_has_kept_the_data_that_it_persists(beat, server, o
             tools.say("health", f"healthy: .*pid {second.pid}, term 1"),
             tools.say(
                 "doctor",
-                "warning  schedule: when the present term began, at 20.*the server had lost the schedule",
-                "it did not know term 1 any more",
-                "Entries of beat_schedule are back, without their pauses: import the other entries from an export",
+                "warning  schedule: the server has lost the schedule, or its last changes, as a beat noticed at 20",
+                "the server has forgotten term 1",
+                "Entries of beat_schedule are back, without their pauses. Import the other entries from an export",
                 code=1,
             ),
             tools.say("explain dynamic", "Error: .*dynamic", code=1),

@@ -15,11 +15,12 @@ from celery.schedules import crontab
 from click.testing import CliRunner
 
 from singlebeat import Schedule, web
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.cli import main
 from singlebeat.web.poller import Poller
 from singlebeat.web.render import instant
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
-from tests.support import APP, at_once
+from tests.support import APP, at_once, without
 
 LIVE = {"HX-Request": "true"}
 VIEWS = ("/", "/entry?name=e", "/history", "/locks", "/doctor", "/quarantine", "/changes")
@@ -64,6 +65,50 @@ def test_without_a_leader_the_header_is_red(page, entries):
 
     assert re.search(r'id="status"[^>]*class="wrong"', text)
     assert "No beat leads" in text
+
+
+def test_the_header_names_a_refusal_before_an_entry_is_overdue(visit, bench, server):  # noqa: F811
+    bench.tick()
+    with without(server, "xadd") as mute:
+        conf = {"redbeat_redis_url": mute.replace("redis+socket", "unix")}
+        page = visit(of=bench.new_app(**conf))
+        shown, told = page.get("/").text, page.get("/api/status").json()["problem"]
+
+    for text in (shown, told):
+        assert "the ACL of its user lacks XADD: grant +xadd (docs, Rights)" in text
+    assert 'class="wrong"' in shown
+    assert ScheduleStatus.of(bench.app).leader
+    assert ScheduleStatus.of(bench.app).overdue == 0
+
+
+def test_a_read_only_page_needs_no_right_to_write(visit, bench, server):  # noqa: F811
+    bench.tick()
+    with without(server, "set") as mute:
+        app = bench.new_app(redbeat_redis_url=mute.replace("redis+socket", "unix"))
+        text = visit(of=app, read_only=True).get("/").text
+
+    assert "lacks SET" not in text
+    assert 'class="wrong"' not in text
+
+
+def test_the_server_is_asked_for_refusals_once_in_ten_seconds(app, redis, monkeypatch):
+    times, asked = [0.0], []
+    monkeypatch.setattr("singlebeat.web.poller.ticks_refusal", lambda _: asked.append(times[0]) or "it refuses")
+    poller = Poller(app, clock=lambda: times[0])
+    for second in range(25):
+        times[0] = float(second)
+        assert poller.snapshot().problem == "it refuses"
+
+    assert asked == [0.0, 10.0, 20.0]
+
+
+def test_the_header_shows_that_the_schedule_was_lost(visit, bench):  # noqa: F811
+    bench.tick()
+    bench.schedulers[-1]._note_loss("the server has forgotten term 7")
+    page = visit(of=bench.app)
+
+    assert re.search(r'class="wrong".{,200}The server has lost the schedule', page.get("/").text, re.DOTALL)
+    assert "has forgotten term 7" in page.get("/api/status").json()["problem"]
 
 
 def test_the_list_says_what_ran_last_and_what_runs_next(visit, bench):  # noqa: F811

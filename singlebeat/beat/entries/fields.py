@@ -91,5 +91,5 @@ def write_fields(
     """
     lock, token = fence or (keys.schedule, "")
     wishes = [(key, keys.name(key), *row) for key, *row in rows]
-    touched = [lock, keys.schedule, keys.changes, *(wish[0] for wish in wishes)]
+    touched = [lock, keys.schedule, keys.changes, keys.lost, *(wish[0] for wish in wishes)]
     return replies_of(SAVE(client, touched, (token, *author, action, note, uuid4().hex, packed(wishes))))

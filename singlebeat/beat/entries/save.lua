@@ -8,7 +8,8 @@
 -- KEYS[1]     lock      as in fenced
 -- KEYS[2]     schedule  zset: members by the time of their next occurrence (s)
 -- KEYS[3]     changes   stream: as in record
--- KEYS[4...]  entries   hashes: definition, meta, policy, since; written: id of the call that wrote last
+-- KEYS[4]     lost      string: what the server has lost, for operators; removed when a program adds an entry
+-- KEYS[5...]  entries   hashes: definition, meta, policy, since; written: id of the call that wrote last
 -- ARGV[1]     token     of our term, as in fenced
 -- ARGV[2]     actor     as in record
 -- ARGV[3]     by        as in record
@@ -57,6 +58,9 @@ local function save(entry, member, name, found, fields, score)
       redis.call("HSET", entry, field, fields[i])
     end
   end
+  if not stored[1] and ARGV[3] ~= "beat_schedule" then
+    redis.pcall("DEL", KEYS[4])  -- for operators: a user without this right stores entries all the same
+  end
   redis.call("HSET", entry, "written", id)
   if score ~= "" then
     redis.call("ZADD", schedule, score, member)
@@ -66,6 +70,6 @@ end
 
 local saved = {}
 for i, wish in ipairs(cjson.decode(ARGV[8])) do
-  saved[i] = save(KEYS[i + 3], unpack(wish))
+  saved[i] = save(KEYS[i + 4], unpack(wish))
 end
 return cjson.encode(saved)

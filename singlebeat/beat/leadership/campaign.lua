@@ -17,10 +17,8 @@
 -- ARGV[7]  standby   JSON, for operators: host, pid and since when we stand by; app, statics, version and broker, for
 --                    leader, too
 -- ARGV[8]  stay_ms   how long a standby counts as alive after its last campaign
--- ARGV[9]  known     number of the last term that we know of; 0: of none. If our new number is not higher, the server
---                    has lost its data, and the field lost of leader is this number
--- ARGV[10] ahead     seconds by which our host's clock is ahead of the server's, for operators
--- ARGV[11] before    standby as it was at the last campaign; empty: it has not changed
+-- ARGV[9]  ahead     seconds by which our host's clock is ahead of the server's, for operators
+-- ARGV[10] before    standby as it was at the last campaign; empty: it has not changed
 --
 -- returns  the number of our term, and the time of the server (seconds, microseconds). The number is 0 if another beat
 --          leads or is to lead. Then the script has only stored that we stand by, and shortened a lock that would
@@ -34,8 +32,8 @@ local time = redis.call("TIME")
 
 local function stand_by()
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
-  if ARGV[11] ~= "" then
-    redis.call("ZREM", standbys, ARGV[11])
+  if ARGV[10] ~= "" then
+    redis.call("ZREM", standbys, ARGV[10])
   end
   redis.call("ZREMRANGEBYSCORE", standbys, "-inf", string.format("%.0f", now))
   redis.call("ZADD", standbys, string.format("%.0f", now + stay), standby)
@@ -83,16 +81,13 @@ end
 redis.call("SET", resigned, "", "PX", ttl)
 redis.call("PEXPIRE", resigned, ttl)
 redis.call("DEL", leader, resigned)
-redis.call("ZREM", standbys, standby, ARGV[11])
+redis.call("ZREM", standbys, standby, ARGV[10])
 local number = tonumber(redis.call("GET", term) or 0) + 1
-redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number, "ahead", ARGV[10])
+redis.call("HSET", leader, "host", host, "pid", pid, "since", ARGV[5], "term", number, "ahead", ARGV[9])
 local about = cjson.decode(standby)
 redis.call("HSET", leader, "token", token, "lease_ms", ttl)
 for _, name in ipairs({"app", "statics", "version", "broker"}) do
   redis.call("HSET", leader, name, about[name] or "")
-end
-if number <= tonumber(ARGV[9]) then
-  redis.call("HSET", leader, "lost", ARGV[9])
 end
 redis.call("PEXPIRE", leader, ttl)
 redis.call("INCR", term)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -127,7 +126,6 @@ class Lease:
         #: Our part of the work: all of it while we lead. Where leadership is switched off, beats share the work.
         self.share = ALL
         self._share_at = 0.0  #: when to give the next sign of life; 0: at once
-        self._lost_since = ""  #: in our term, the time since which the server has lost changes
         self._not_renewed = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -159,18 +157,18 @@ class Lease:
         before, self._standby = self._standby, self._encode_standby(host, pid)
         about = (host, pid, since, self._last_token, self._standby)
         off = (f"{self.server_time.host_ahead:.1f}", before if before != self._standby else "")
-        args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), self._known, *off)
+        args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), *off)
         self._token = token  # from now on the lock may hold it, even if no reply arrives
         asked = self.server_time.asked()
         number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
-        self._last_token, self._token = token, ""
         self.server_time.heard(shown, asked)
-        if number < 0:
+        if number < 0:  # nothing was written: the token of the lock is the one that it was
             self._known = 0  # so that the terms which begin anew are no sign of a loss
             raise ResponseError(unusable_term(self._client, self.keys) or "its terms could not be read for a moment")
+        self._last_token, self._token = token, ""
         if not number:
             return None
-        self._standby = self._since = self._lost_since = ""
+        self._standby = self._since = ""
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
         self._term = Term(number, token, self._known if number <= self._known else 0)
         self._known = number
@@ -246,7 +244,7 @@ class Lease:
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term)
         ahead = f"{self.server_time.host_ahead:.1f}"
-        args = (term.token, round(self.ttl * 1000), ahead, term.number, self._lost_since, f"{self.took_s:.6f}")
+        args = (term.token, round(self.ttl * 1000), ahead, term.number, f"{self.took_s:.6f}")
         try:
             is_renewed = script(__package__, "renew")(self._client, keys, args)
         finally:
@@ -262,13 +260,6 @@ class Lease:
         if self._term is term:
             self._term = None
         return False
-
-    def note_loss(self, since: datetime) -> None:
-        """Let the next renewals tell operators, in the leader's record, since when the server has lost changes.
-
-        Of several losses in one term, the first one counts.
-        """
-        self._lost_since = self._lost_since or since.isoformat(timespec="seconds")
 
     def release(self) -> None:
         """Stop leading or standing by, for good; may be called in a signal handler, at any moment, and repeatedly.
@@ -300,7 +291,7 @@ class Lease:
         self._token = self._last_token = ""
 
     def leader(self) -> Mapping[str, str]:
-        """Return the record of the leader (host, pid, since, term, perhaps lost, lost_since), empty if none leads."""
+        """Return the record of the leader (host, pid, since, term), empty if none leads."""
         client = self._client or self._connect()
         record: Mapping[str, str] = client.hgetall(self.keys.leader)
         number = record.get("term", "")

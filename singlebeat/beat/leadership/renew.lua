@@ -9,21 +9,17 @@
 -- ARGV[2]  ttl_ms  how long leadership lasts from now on
 -- ARGV[3]  ahead   seconds by which our host's clock is ahead of the server's, for operators
 -- ARGV[4]  number  of the term: a campaign that the server executed late may have begun another term with its token
--- ARGV[5]  since   ISO date since which the server has lost changes, for operators; empty: no loss was found in this term
--- ARGV[6]  took    seconds that the renewal before this one took, for operators; 0 if there was none
+-- ARGV[5]  took    seconds that the renewal before this one took, for operators; 0 if there was none
 --
 -- returns  1 prolonged, 0 the term has ended
 
 local lock, leader, term = KEYS[1], KEYS[2], KEYS[3]
-local token, ttl, number, since = ARGV[1], ARGV[2], ARGV[4], ARGV[5]
+local token, ttl, number = ARGV[1], ARGV[2], ARGV[4]
 
 if redis.call("GET", lock) ~= token or redis.call("GET", term) ~= number then
   return 0
 end
 redis.call("PEXPIRE", lock, ttl)
-redis.pcall("HSET", leader, "ahead", ARGV[3], "took", ARGV[6])  -- a server without free memory refuses it, and the term goes on
-if since ~= "" then
-  redis.pcall("HSET", leader, "lost_since", since)
-end
+redis.pcall("HSET", leader, "ahead", ARGV[3], "took", ARGV[5])  -- a server without free memory refuses it, and the term goes on
 redis.call("PEXPIRE", leader, ttl)
 return 1

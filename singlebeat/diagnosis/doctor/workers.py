@@ -39,6 +39,13 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     wrong = schedule.locks_error
     if wrong is not None:
         yield of_locks(app, wrong) if isinstance(wrong, LockBackendError) else Finding("problem", "locks", str(wrong))
+    elif not schedule.workers_seen and schedule.workers is not None and any(schedule.workers.versions.values()):
+        text = (
+            "workers with singlebeat answer, and none has announced itself at the locks' server yet, which may have "
+            f"been emptied: they do so within {Config.of(app).singlebeat_lock_lease / 3:.0f} s. If this stays, their "
+            "singleton_backend_url is another one"
+        )
+        yield Finding("warning", "workers", text)
     elif not schedule.workers_seen:
         names = listed(sorted(entry.name for entry in _plain(app, schedule)))
         which = f", so that runs of {names} may overlap" if names else ""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...diagnosis.leader import refusal
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
 from ..edits import preview_of
@@ -58,9 +57,7 @@ class Result:
 
 def status(call: Call) -> Result:
     """Return the state of the schedule."""
-    state = call.board.state
-    problem = state.problem() or state.sent_elsewhere or refusal(call.board.app, state)
-    return Result({**asdict(state), "problem": problem})
+    return Result({**asdict(call.board.state), "problem": call.board.snapshot.problem})
 
 
 def doctor(call: Call) -> Result:
