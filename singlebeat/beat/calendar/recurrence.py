@@ -77,27 +77,28 @@ def latest_occurrence(
     """
     Return the last nominal time later than `after` and not later than `until`, or None if there is none.
 
-    Of regular times at most four are asked for, however many have passed. Others are searched by bisection: a year of
-    minutes in office hours takes about forty. An interval counts from `after`.
+    If `after` is such a time and the times are regular, at most three are asked for, however many have passed. Others
+    are searched by bisection: a year of minutes in office hours takes about forty. An interval counts from `after`.
 
     Args:
         next_after: returns the first nominal time strictly after a moment, or None. It may be asked for the same twice.
     """
-    found, behind = next_after(after), until
+    after, until = in_utc(after), in_utc(until)
+    found = next_after(after)
     if found is None or found > until:
         return None
-    is_first = True
-    while (upcoming := next_after(found)) is not None and upcoming <= until:
-        if is_first:  # of regular times, the last but one: so the answer is on the grid of any interval
-            middle = found + ((until - found) // (upcoming - found) - 1) * (upcoming - found)
-        else:
-            middle = upcoming + (behind - upcoming) / 2
-        is_first, ahead = False, next_after(middle)
+    gap, behind = found - after, until
+    middle = after + ((until - after) // gap - 1) * gap  # the last but one: the answer is on the grid of an interval
+    while True:
+        ahead = next_after(middle)
         if ahead is not None and ahead <= until:
             found = ahead
         else:  # there is none between the middle and the end
-            found, behind = upcoming, middle
-    return found
+            behind = middle
+        upcoming = next_after(found)
+        if upcoming is None or upcoming > until:
+            return found
+        found, middle = upcoming, upcoming + (behind - upcoming) / 2
 
 
 def is_known(schedule: BaseSchedule) -> bool:
