@@ -92,14 +92,14 @@ def test_no_decision_asks_the_same_question_twice(app, late):
     assert len(when.questions) == len(set(when.questions))
 
 
-@pytest.mark.parametrize("now", [NOW, NOW + 10 * HOUR, NOW.replace(hour=9, minute=1)], ids=str)
-def test_a_decision_asks_for_at_most_forty_irregular_times(app, now):
-    """A year of minutes in office hours is missed."""
-    when = Hours()
-    last_of_day = now if now.hour < 17 else now.replace(hour=16, minute=59)
+@pytest.mark.parametrize(("late", "times"), [(HOUR, 13), (365 * DAY, 40)], ids=str)
+@pytest.mark.parametrize("hours", [5, -3, 0, 4.5], ids=str)
+def test_a_decision_asks_for_a_bounded_number_of_irregular_times(app, late, times, hours):
+    """Minutes in office hours are missed."""
+    when, now = Hours(), NOW + hours * HOUR + 30 * MINUTE
 
-    claim = decide(app, when, last=now - 365 * DAY, now=now)
+    claim = decide(app, when, last=now - late, now=now)
 
     assert claim.occurrence is not None
-    assert claim.occurrence.nominal == last_of_day.timestamp()
-    assert len(when.questions) <= 2 * 40
+    assert claim.occurrence.nominal == min(now, NOW.replace(hour=16, minute=59)).timestamp()
+    assert len(when.questions) <= 2 * times
