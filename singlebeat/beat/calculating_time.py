@@ -43,7 +43,7 @@ class CalculatingTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._resumes_at = -math.inf
-        self._costs: dict[str, float] = {}  #: seconds, by definition
+        self._costs: dict[str, tuple[float, float]] = {}  #: seconds of the last two times, by definition
         self._logged = set[str]()
 
     @property
@@ -55,10 +55,11 @@ class CalculatingTime:
         """Return the place of an entry in the order in which entries are calculated."""
         if is_cheap(entry.schedule):
             return CHEAP
-        cost = self._costs.get(definition)
-        if cost is None:
+        costs = self._costs.get(definition)
+        if costs is None:
             return UNKNOWN
-        return CHEAP if cost < EXPENSIVE_FROM else EXPENSIVE
+        # On a busy host, any entry takes long once in a while.
+        return CHEAP if min(costs) < EXPENSIVE_FROM else EXPENSIVE
 
     def has_for(self, definition: str, entry: Entry) -> bool:
         """Return whether the times of an entry may be calculated now; log it once if an expensive entry must wait."""
@@ -81,7 +82,7 @@ class CalculatingTime:
             if len(self._costs) >= MOST_COSTS:
                 self._costs.clear()
                 self._logged.clear()
-            self._costs[definition] = cost
+            self._costs[definition] = (self._costs.get(definition, (cost,))[-1], cost)
             if cost >= EXPENSIVE_FROM:
                 self._resumes_at = ended + cost
             if cost >= LOGGED_FROM:
@@ -91,5 +92,5 @@ class CalculatingTime:
         if definition in self._logged:
             return
         self._logged.add(definition)
-        about = {"entry": entry.name, "seconds": self._costs[definition]}
+        about = {"entry": entry.name, "seconds": self._costs[definition][-1]}
         log.warning("beat: The times of entry %(entry)s are expensive to calculate", event="expensive", **about)

@@ -53,6 +53,16 @@ def test_an_entry_is_ranked_by_what_it_has_cost(rule):
     assert time.rank("rule", rule) == CHEAP
 
 
+def test_a_cheap_entry_is_expensive_only_if_it_takes_long_twice(rule):
+    """On a busy host, any entry takes long once in a while."""
+    time = CalculatingTime(Clock())
+    for cost in (EXPENSIVE_FROM / 2, 2.0):
+        spend(time, rule, cost)
+        assert time.rank("rule", rule) == CHEAP
+    spend(time, rule, 2.0)
+    assert time.rank("rule", rule) == EXPENSIVE
+
+
 def test_schedules_of_simple_kinds_are_always_cheap(app):
     time = CalculatingTime(Clock())
     for when in (schedule(60), crontab(), clocked("2030-01-01T00:00:00Z")):
