@@ -116,8 +116,8 @@ EVENTS: Mapping[str, Event] = {
     ),
     "expensive": Event(
         (WARNING,),
-        "An entry is due and waits for the others, because its times take long to calculate: ``seconds``. Logged once "
-        "for each entry.",
+        "The times of an entry take long to calculate (``seconds``): other entries have waited for a second or more, "
+        "or the entry waits for them. Logged once for each entry.",
     ),
     # Servers and clocks.
     "unreachable": Event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +18,11 @@ __all__ = ("CalculatingTime",)
 
 log = Log("celery.beat")
 
-#: Seconds that the expensive entries of a tick may take together. The last of them may take longer.
-BUDGET = 1.0
-
 #: Seconds from which an entry is expensive: a batch of entries that are just not expensive takes a few seconds.
 EXPENSIVE_FROM = 0.01
+
+#: Seconds from which an entry is logged though it has not waited: the others have waited for it.
+LOGGED_FROM = 1.0
 
 #: Entries whose costs are remembered.
 MOST_COSTS = 10_000
@@ -31,7 +32,7 @@ CHEAP, UNKNOWN, EXPENSIVE = range(3)
 
 
 class CalculatingTime:
-    """The time that a beat has for the times of expensive entries.
+    """The time that a beat has for the times of expensive entries: half of its time, and one entry at a time.
 
     Only this process knows what an entry has cost. An entry is known by its definition.
 
@@ -41,45 +42,55 @@ class CalculatingTime:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._left = BUDGET
-        self._costs: dict[str, float] = {}  #: seconds, by definition
+        self._resumes_at = -math.inf
+        self._costs: dict[str, tuple[float, float]] = {}  #: seconds of the last two times, by definition
         self._logged = set[str]()
 
-    def begin(self) -> None:
-        """Allow for expensive entries again."""
-        self._left = BUDGET
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the times of an expensive entry may be calculated; 0 if they may be now."""
+        return max(0.0, self._resumes_at - self._clock())
 
     def rank(self, definition: str, entry: Entry) -> int:
         """Return the place of an entry in the order in which entries are calculated."""
         if is_cheap(entry.schedule):
             return CHEAP
-        cost = self._costs.get(definition)
-        if cost is None:
+        costs = self._costs.get(definition)
+        if costs is None:
             return UNKNOWN
-        return CHEAP if cost < EXPENSIVE_FROM else EXPENSIVE
+        # On a busy host, any entry takes long once in a while.
+        return CHEAP if min(costs) < EXPENSIVE_FROM else EXPENSIVE
 
     def has_for(self, definition: str, entry: Entry) -> bool:
         """Return whether the times of an entry may be calculated now; log it once if an expensive entry must wait."""
         rank = self.rank(definition, entry)
-        if self._left > 0 or rank == CHEAP:
+        if rank == CHEAP or not self.wait_s:
             return True
-        if rank == EXPENSIVE and definition not in self._logged:
-            self._logged.add(definition)
-            about = {"entry": entry.name, "seconds": self._costs[definition]}
-            log.warning("beat: Entry %(entry)s waits for others: its times are expensive", event="expensive", **about)
+        if rank == EXPENSIVE:
+            self._log_once(definition, entry)
         return False
 
     @contextmanager
-    def spent_on(self, definition: str) -> Iterator[None]:
-        """Measure what it costs to calculate the times of an entry."""
+    def spent_on(self, definition: str, entry: Entry) -> Iterator[None]:
+        """Measure what it costs to calculate the times of an entry; as long as that took, other work comes first."""
         began = self._clock()
         try:
             yield
         finally:
-            cost = self._clock() - began
+            ended = self._clock()
+            cost = ended - began
             if len(self._costs) >= MOST_COSTS:
                 self._costs.clear()
                 self._logged.clear()
-            self._costs[definition] = cost
+            self._costs[definition] = (self._costs.get(definition, (cost,))[-1], cost)
             if cost >= EXPENSIVE_FROM:
-                self._left -= cost
+                self._resumes_at = ended + cost
+            if cost >= LOGGED_FROM:
+                self._log_once(definition, entry)
+
+    def _log_once(self, definition: str, entry: Entry) -> None:
+        if definition in self._logged:
+            return
+        self._logged.add(definition)
+        about = {"entry": entry.name, "seconds": self._costs[definition][-1]}
+        log.warning("beat: The times of entry %(entry)s are expensive to calculate", event="expensive", **about)

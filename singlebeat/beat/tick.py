@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from .calculating_time import CHEAP, EXPENSIVE, UNKNOWN
 from .calendar.zone import app_zone
 from .decide import claim_for, dropped
 from .decision_log import log_decision
@@ -18,6 +19,7 @@ from .store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from .entries.occurrence import Decision
     from .leadership.lease import Term
     from .share import Share
 
@@ -61,23 +63,35 @@ class Tick:
         return self.store.due(now, share, all_pending=all_pending, start=self._left)
 
     def work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
-        """Decide about one batch, send it, and return the scores of the entries that it has moved on, or that wait."""
-        retry_at = now + timedelta(seconds=RETRY_AFTER)
+        """Decide about one batch, send it, and return when entries that it has moved on or left waiting come next.
+
+        Expensive entries are calculated when the occurrences of the others are sent.
+        """
+        retry_at, time = now + timedelta(seconds=RETRY_AFTER), self.store.calculating_time
         retaken = self._retake(due, term, retry_at)
         over = self._drop(retaken, term, now)
         dropped_ids = {confirmation.decision.occurrence.id for confirmation in over}
         ready = [claimed for claimed in retaken if claimed.occurrence.id not in dropped_ids]
-        wanted, waiting = self._decide(_without(due.entries, over), now)
-        self.store.quarantine.settle()
-        settled = self.one_write.send(ready, wanted, term, now, retry_at=retry_at)
-        claims = self._claim(due, wanted, settled, term, retry_at, waiting=len(waiting))
-        self._record(over, claims, term)
-        ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
-        unsettled = [each for each in ready if each.occurrence.id not in settled]
-        SeveralWrites(self.dispatcher, term, now).send(unsettled)
+        ranked: dict[int, list[Stored]] = {CHEAP: [], UNKNOWN: [], EXPENSIVE: []}
+        for stored in _without(due.entries, over):
+            ranked[time.rank(stored.fields[0], stored.entry)].append(stored)
+        upcoming, left = list[float](), due.passed
+        for entries in (ranked[CHEAP], ranked[UNKNOWN] + ranked[EXPENSIVE]):
+            wanted, waiting = self._decide(entries, now)
+            self.store.quarantine.settle()
+            settled = self.one_write.send(ready, wanted, term, now, retry_at=retry_at)
+            claims, blocked = self._claim(wanted, settled, term, retry_at)
+            self._record(claims, term)
+            ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
+            unsettled = [each for each in ready if each.occurrence.id not in settled]
+            SeveralWrites(self.dispatcher, term, now).send(unsettled)
+            upcoming += [claim.next_score for claim in claims if claim.next_score >= 0]
+            upcoming += [self._timestamp() + time.wait_s] if waiting else []
+            ready, left = [], left + waiting + blocked
+        self._left = self._left + left if due.more else 0
         self.store.notice_changes()
         self.one_write.check_records()
-        return [claim.next_score for claim in claims if claim.next_score >= 0] + [stored.score for stored in waiting]
+        return upcoming
 
     def _retake(self, due: Due, term: Term, retry_at: datetime) -> list[ClaimedOccurrence]:
         """Retake pending occurrences: until ``retry_at`` no other beat sends them."""
@@ -94,59 +108,51 @@ class Tick:
         confirmations = [claimed.confirmation(decision) for claimed, decision in over]
         self.store.confirm(confirmations, term)
         self.dispatcher.free([claimed for claimed, _ in over])
+        self._log(confirmation.decision for confirmation in confirmations)
         return confirmations
 
-    def _decide(self, entries: Sequence[Stored], now: datetime) -> tuple[list[Claim], list[Stored]]:
-        """Return a claim for each entry whose times can be calculated, and the expensive entries that wait.
+    def _decide(self, entries: Sequence[Stored], now: datetime) -> tuple[list[Claim], int]:
+        """Return a claim for each entry whose times can be calculated, and the number of expensive entries that wait.
 
         The others are quarantined.
         """
         zone, time = app_zone(self.app), self.store.calculating_time
-        claims, waiting = list[Claim](), list[Stored]()
-        if not self._left:  # else the entries before this batch have had their part of it
-            time.begin()
-        for stored in sorted(entries, key=lambda each: time.rank(each.fields[0], each.entry)):
+        claims, waiting = list[Claim](), 0
+        for stored in entries:
             self._progress()
             if not time.has_for(stored.fields[0], stored.entry):
-                waiting.append(stored)  # it stays due
+                waiting += 1  # it stays due
                 continue
             again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
             try:
-                with time.spent_on(stored.fields[0]):
+                with time.spent_on(stored.fields[0], stored.entry):
                     claims.append(again(now))
             except Exception as exc:  # a user's own schedule class may raise anything
                 self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
         return claims, waiting
 
     def _claim(
-        self,
-        due: Due,
-        claims: Sequence[Claim],
-        settled: Mapping[str, ClaimVerdict],
-        term: Term,
-        retry_at: datetime,
-        *,
-        waiting: int,
-    ) -> list[Claim]:
-        """Return the claims that Redis has granted.
+        self, claims: Sequence[Claim], settled: Mapping[str, ClaimVerdict], term: Term, retry_at: datetime
+    ) -> tuple[list[Claim], int]:
+        """Return the claims that Redis has granted, and the number of entries with a pending occurrence.
 
         Args:
             settled: the verdicts of those that have been decided about, by the ids of their occurrences.
-            waiting: number of due entries that are not decided about in this tick.
         """
         verdicts = [settled.get(claim.occurrence.id) if claim.occurrence is not None else None for claim in claims]
         left = [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is None]
         answers = iter(self.store.claim(left, term, retry_at=retry_at))
         verdicts = [verdict or next(answers) for verdict in verdicts]
-        passed = due.passed + waiting + verdicts.count(ClaimVerdict.PENDING)
-        self._left = self._left + passed if due.more else 0
-        return [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is ClaimVerdict.CLAIMED]
+        granted = [claim for claim, verdict in zip(claims, verdicts, strict=True) if verdict is ClaimVerdict.CLAIMED]
+        return granted, verdicts.count(ClaimVerdict.PENDING)
 
-    def _record(self, over: Sequence[Confirmation], claims: Sequence[Claim], term: Term) -> None:
+    def _record(self, claims: Sequence[Claim], term: Term) -> None:
         """Log the decisions that send nothing, and record those about entries that are not moved on."""
-        decisions = [claim.decision for claim in claims if claim.decision is not None]
         self.store.record(self.store.quarantine.decided(), term)
-        for decision in (*(confirmation.decision for confirmation in over), *decisions):
+        self._log(claim.decision for claim in claims if claim.decision is not None)
+
+    def _log(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
             log_decision(decision, self._timestamp())
 
 
@@ -162,7 +168,7 @@ def next_delay(due: Due, scores: Sequence[float], now: float, *, longest: float)
     """Return the seconds to sleep after a tick.
 
     Args:
-        scores: of the entries that the tick has moved on, and of those that are still due, in seconds since 1970.
+        scores: when entries that the tick has moved on or left waiting come next, in seconds since 1970.
         now: seconds since 1970.
         longest: seconds after which changes of other programs must be noticed.
     """

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -243,8 +244,8 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def claim_for(self, stored: Stored, now: datetime) -> Claim:
         nominal = datetime.fromtimestamp(stored.score, UTC)
-        latest = latest_occurrence(stored.entry.schedule, nominal, now, zone=UTC) or nominal
-        upcoming = next_occurrence(stored.entry.schedule, latest, zone=UTC)
+        next_after = partial(next_occurrence, stored.entry.schedule, zone=UTC)
+        upcoming = next_after(latest_occurrence(next_after, nominal, now) or nominal)
         occurrence = Occurrence.of(self.keys.prefix, stored.entry.name, nominal)
         return Claim(stored, upcoming.timestamp(), Meta(nominal, 1), occurrence)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 from zoneinfo import ZoneInfo
@@ -30,6 +31,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from singlebeat import Entry, Schedule, Scheduler, Singleton, clocked
 from singlebeat import signals as events
 from singlebeat.beat.backoff import LOGGED_EACH
+from singlebeat.beat.calculating_time import CalculatingTime
+from singlebeat.beat.calendar.recurrence import next_occurrence
 from singlebeat.beat.entries import statics
 from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.entries.fields import BATCH
@@ -569,37 +572,74 @@ def test_more_than_one_batch_is_due(bench):
     assert len(set(bench.names)) == len(bench.names) == 501
 
 
-def test_entries_with_expensive_rules_do_not_keep_others_waiting(bench, redis, monkeypatch, logged):
-    """One such rule takes about a second. Ticks calculate as many of them as they have time for, the others first."""
-    monkeypatch.setattr("singlebeat.beat.calculating_time.BUDGET", 0.1)
-    expensive = {"__type__": "rrule", "freq": "MINUTELY", "interval": 1439, "byhour": [3], "byminute": [7]}
-    expensive |= {"byweekday": [0], "bymonthday": [29], "bymonth": [2]}  # never comes
-    bench.scheduler().tick()
-    for number in range(4):
-        rule = {**expensive, "dtstart": 1767225600 + 61 * number}
-        definition = {"task": PLAIN, "args": [f"slow{number}"], "schedule": rule}
-        redis.hset(f"redbeat:slow{number}", "definition", json.dumps(definition))
-        redis.zadd(SCHEDULE, {f"redbeat:slow{number}": 0})
-    bench.put("cheap")
+class ExpensiveRules:
+    """The clock of a beat's calculating time, on which a second passes whenever a time of a rule is asked for."""
 
-    bench.tick()
-    assert bench.names == ["cheap", "slow0"]
+    def __init__(self) -> None:
+        self.now, self.when_asked = 0.0, lambda: None
 
-    for number in (1, 2):
+    def __call__(self) -> float:
+        return self.now
+
+    def next_occurrence(self, schedule: BaseSchedule, after: datetime, *, zone: ZoneInfo) -> datetime | None:
+        """Return the true answer."""
+        if isinstance(schedule, rrule):
+            self.now += 1
+            self.when_asked()
+        return next_occurrence(schedule, after, zone=zone)
+
+
+@pytest.fixture
+def expensive_rules(monkeypatch):
+    clock = ExpensiveRules()
+    monkeypatch.setattr("singlebeat.beat.entries.timetable.next_occurrence", clock.next_occurrence)
+    monkeypatch.setattr("singlebeat.beat.store.claims.CalculatingTime", partial(CalculatingTime, clock))
+    return clock
+
+
+DAILY = rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC))
+
+
+def test_entries_with_expensive_rules_do_not_keep_others_waiting(bench, expensive_rules):
+    """The others are sent first, and a tick calculates one such entry. The next one waits for as long as that took."""
+    sent_when_asked = list[list[str]]()
+    expensive_rules.when_asked = lambda: sent_when_asked.append(bench.names)
+    for number in range(3):
+        bench.put(f"slow{number}", task=PLAIN, every=DAILY, ago=(72 - number) * HOUR)
+    bench.put("cheap", task=PLAIN)
+    scheduler = bench.scheduler()
+
+    sent = []
+    for number in range(3):
         bench.make_due("cheap")
-        bench.tick()
-        assert bench.names.count("cheap") == number + 1
-        assert sorted(set(bench.names)) == ["cheap", *(f"slow{each}" for each in range(number + 1))]
-    bench.tick()
-    assert sorted(set(bench.names)) == ["cheap", "slow0", "slow1", "slow2", "slow3"]
-    assert bench.redis.zcount(SCHEDULE, -1, -1) == 4  # they never come again
+        began, _ = expensive_rules.now, sent_when_asked.clear()
+        scheduler.tick()
+        spent = expensive_rules.now - began
+        assert 0 < spent == len(sent_when_asked)
+        assert all(names == [*sent, "cheap"] for names in sent_when_asked), "the cheap one was sent before"
+        sent += ["cheap", f"slow{number}"]
+        assert bench.names == sent
+
+        bench.make_due("cheap")
+        expensive_rules.now += spent - 0.5
+        scheduler.tick()
+        sent.append("cheap")
+        assert bench.names == sent, "half of the time is for the others"
+        expensive_rules.now += 0.5
 
 
-def test_an_entry_behind_a_batch_of_expensive_ones_is_sent(bench, redis, monkeypatch):
-    monkeypatch.setattr("singlebeat.beat.calculating_time.BUDGET", 1e-9)
-    monkeypatch.setattr("singlebeat.beat.calculating_time.EXPENSIVE_FROM", 0.0)  # each rule is expensive
-    rule = rrule("DAILY", dtstart=datetime(2026, 1, 1, tzinfo=UTC))
-    fields = redis.hgetall(bench.put("slow", every=rule, ago=48 * HOUR).key)
+def test_a_beat_sleeps_while_only_expensive_entries_are_due(bench, expensive_rules):
+    for number in range(2):
+        bench.put(f"slow{number}", task=PLAIN, every=DAILY, ago=48 * HOUR)
+
+    delay = bench.scheduler().tick()
+
+    assert len(bench.names) == 1
+    assert delay == POLL_INTERVAL
+
+
+def test_an_entry_behind_a_batch_of_expensive_ones_is_sent(bench, redis, expensive_rules):
+    fields = redis.hgetall(bench.put("slow", every=DAILY, ago=48 * HOUR).key)
     with redis.pipeline() as pipe:
         for number in range(BATCH):
             pipe.hset(f"redbeat:slow{number}", mapping=fields)
@@ -608,11 +648,14 @@ def test_an_entry_behind_a_batch_of_expensive_ones_is_sent(bench, redis, monkeyp
     bench.put("cheap")
 
     bench.tick(2)
-    assert bench.names.count("cheap") == 1
+    assert bench.names == ["slow", "cheap"]
 
-    before = len(bench.names)
-    bench.tick(8)
-    assert before < len(bench.names)  # each round of ticks does one
+    for _ in range(8):
+        expensive_rules.now += 60
+        bench.tick()
+    later = bench.names[2:]
+    assert len(later) > 3, "each round of ticks does one"
+    assert set(later) == {"slow"}
 
 
 def test_every_decision_is_signalled(bench):
@@ -2125,10 +2168,8 @@ def test_a_changed_timezone_moves_more_entries_than_one_batch_holds(server, redi
     assert len(steps) > 1200
 
 
-def test_ticks_move_expensive_entries_after_a_change_of_the_timezone(server, redis, bench_on, monkeypatch):
+def test_ticks_move_expensive_entries_after_a_change_of_the_timezone(server, redis, bench_on, expensive_rules):
     """Their times would take long: they are due at once, and the ticks give them their places without a run."""
-    monkeypatch.setattr("singlebeat.beat.calculating_time.BUDGET", 1e-9)
-    monkeypatch.setattr("singlebeat.beat.calculating_time.EXPENSIVE_FROM", 0.0)
     now = datetime.now(UTC)
     soon = (now + HOUR).replace(minute=30, second=0, microsecond=0)
     start = datetime(2026, 1, 1, tzinfo=timezone(-10 * HOUR))  # its zone is no named one
@@ -2142,8 +2183,10 @@ def test_ticks_move_expensive_entries_after_a_change_of_the_timezone(server, red
     redis.zadd(SCHEDULE, dict.fromkeys(redis.zrange(SCHEDULE, 0, -1), (soon + 10 * HOUR).timestamp()))
 
     new.tick()
-    assert redis.zcount(SCHEDULE, 0, time.time()) == 2  # one was calculated at the change, one in the tick
-    bench.tick(2)
+    for left in (3, 2, 1):
+        assert redis.zcount(SCHEDULE, 0, time.time()) == left
+        expensive_rules.now += 60
+        bench.tick()
 
     assert set(places(redis).values()) == {soon.timestamp()}
     assert bench.names == []

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from functools import partial
 from itertools import islice, pairwise, takewhile
 from types import FrameType
 from typing import Any
@@ -61,7 +62,8 @@ def utc(text: str) -> datetime:
 
 def following(schedule: BaseSchedule, nominal: datetime, now: datetime, *, zone: tzinfo) -> datetime | None:
     """Return the first nominal time after now, as beat asks for it."""
-    return next_occurrence(schedule, latest_occurrence(schedule, nominal, now, zone=zone) or nominal, zone=zone)
+    next_after = partial(next_occurrence, schedule, zone=zone)
+    return next_after(latest_occurrence(next_after, nominal, now) or nominal)
 
 
 def occurrences(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> Iterator[datetime]:

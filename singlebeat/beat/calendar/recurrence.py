@@ -71,28 +71,34 @@ def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | N
     return _next_by_asking(schedule, after, zone)
 
 
-def latest_occurrence(schedule: BaseSchedule, after: datetime, until: datetime, *, zone: tzinfo) -> datetime | None:
+def latest_occurrence(
+    next_after: Callable[[datetime], datetime | None], after: datetime, until: datetime
+) -> datetime | None:
     """
     Return the last nominal time later than `after` and not later than `until`, or None if there is none.
 
-    An interval counts from `after`. Any other schedule is searched by bisection: a year of minutes takes about
-    forty steps.
+    If `after` is such a time and the times are regular, at most three are asked for, however many have passed. Others
+    are searched by bisection: a year of minutes in office hours takes about forty. An interval counts from `after`.
+
+    Args:
+        next_after: returns the first nominal time strictly after a moment, or None. It may be asked for the same twice.
     """
     after, until = in_utc(after), in_utc(until)
-    if _is_plain(schedule, interval) and not schedule.relative:
-        steps = (until - after) // _period(schedule)
-        return after + steps * _period(schedule) if steps > 0 else None
-    found, behind = next_occurrence(schedule, after, zone=zone), until
+    found = next_after(after)
     if found is None or found > until:
         return None
-    while (upcoming := next_occurrence(schedule, found, zone=zone)) is not None and upcoming <= until:
-        middle = upcoming + (behind - upcoming) / 2
-        ahead = next_occurrence(schedule, middle, zone=zone)
+    gap, behind = found - after, until
+    middle = after + ((until - after) // gap - 1) * gap  # the last but one: the answer is on the grid of an interval
+    while True:
+        ahead = next_after(middle)
         if ahead is not None and ahead <= until:
             found = ahead
         else:  # there is none between the middle and the end
-            found, behind = upcoming, middle
-    return found
+            behind = middle
+        upcoming = next_after(found)
+        if upcoming is None or upcoming > until:
+            return found
+        found, middle = upcoming, upcoming + (behind - upcoming) / 2
 
 
 def is_known(schedule: BaseSchedule) -> bool:

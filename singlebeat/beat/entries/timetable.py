@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from redbeat.schedules import rrule
 from ...errors import EntryError
 from ..calendar.clocked import clocked, comes_once
 from ..calendar.recurrence import is_known, latest_occurrence, next_occurrence, starts_at
-from ..calendar.zone import known_zone, named_zone
+from ..calendar.zone import in_utc, known_zone, named_zone
 from .definition import Meta
 from .policy import EntryPolicy
 
@@ -115,12 +115,16 @@ def _with(schedule: BaseSchedule, **attributes: object) -> BaseSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """The nominal times of an entry, and the times when its runs are due, which jitter may delay."""
+    """The nominal times of an entry, and the times when its runs are due, which jitter may delay.
+
+    A user's own schedule class may take long to answer, so it is asked for the time after a moment once.
+    """
 
     name: str
     schedule: BaseSchedule
     policy: EntryPolicy
     zone: tzinfo  #: of the app, for an entry that has no zone of its own
+    _answers: dict[datetime, datetime | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def since(self, counts_from: datetime | None) -> datetime | None:
         """Return the moment after which its next nominal time lies, None if it is due now because it has never run.
@@ -136,25 +140,34 @@ class Timetable:
             return self.schedule, zone or self.zone
         return _with(self.schedule, dtstart=self.schedule.dtstart.astimezone(zone)), zone
 
+    def _next_after(self, moment: datetime) -> datetime | None:
+        """Return the first time of the schedule after a moment, within the bounds of its policy or not."""
+        moment = in_utc(moment)
+        if moment not in self._answers:
+            schedule, zone = self._read()
+            self._answers[moment] = next_occurrence(schedule, moment, zone=zone)
+        return self._answers[moment]
+
     def next(self, after: datetime) -> datetime | None:
         """Return the first nominal time after a moment, None if there is none."""
-        start, end, (schedule, zone) = self.policy.start_time, self.policy.end_time, self._read()
+        start, end = self.policy.start_time, self.policy.end_time
         if start is not None and after < start:
+            schedule, zone = self._read()
             nominal = starts_at(schedule, start, zone=zone)
         else:
-            nominal = next_occurrence(schedule, after, zone=zone)
+            nominal = self._next_after(after)
         return nominal if nominal is None or end is None or nominal <= end else None
 
     def latest(self, after: datetime, until: datetime) -> datetime | None:
         """Return the last nominal time later than ``after`` and not later than ``until``, or None."""
-        start, end, (schedule, zone) = self.policy.start_time, self.policy.end_time, self._read()
+        start, end = self.policy.start_time, self.policy.end_time
         until = until if end is None else min(until, end)
         if start is not None and after < start:
             first = self.next(after)
             if first is None or first > until:
                 return None
-            return latest_occurrence(schedule, first, until, zone=zone) or first
-        return latest_occurrence(schedule, after, until, zone=zone)
+            return latest_occurrence(self._next_after, first, until) or first
+        return latest_occurrence(self._next_after, after, until)
 
     def bounded(self, nominal: datetime) -> datetime | None:
         """Return a time that does not come from the schedule as a nominal time within the bounds of the policy.

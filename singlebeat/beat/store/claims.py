@@ -254,8 +254,6 @@ class Store:
             all_pending: return every pending occurrence, not only those whose time for a retry has come.
         """
         self.report_progress()
-        if not start:
-            self.calculating_time.begin()
         keys, seconds, asked = self.keys, now.timestamp(), self._time.asked()
         most = BATCH * min(share.beats, MOST_BATCHES)
         with self.client.pipeline(transaction=False) as pipe:
@@ -357,7 +355,7 @@ class Store:
             return True
         if waits and not time.has_for(definition, stored.entry):
             return False
-        with time.spent_on(definition):
+        with time.spent_on(definition, stored.entry):
             self.quarantine.try_times(stored.member, stored.found, stored.entry, now)
         return True
 

@@ -36,8 +36,8 @@ class Places:
     Args:
         client: the client for the schedule.
         progress: called at each step.
-        calculating_time: for expensive entries. Those for which it does not suffice are due at once, so that ticks
-            calculate their times.
+        calculating_time: for expensive entries. Those that must wait are due at once, so that ticks calculate their
+            times.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Places:
         """
         keys, zone, moved, cursor = self.keys, str(app_zone(self.app)), 0, None
         touched = (keys.lock or keys.lease.leader, keys.schedule, keys.zone)
-        self._time.begin()
         while cursor != 0:
             self._progress()
             cursor, found = self.client.zscan(keys.schedule, cursor or 0, count=BATCH)
@@ -94,5 +93,5 @@ class Places:
             return None
         if not self._time.has_for(definition, entry):
             return now
-        with self._time.spent_on(definition):
+        with self._time.spent_on(definition, entry):
             return entry.timetable.due_at(past.counts_from, now)

@@ -1,0 +1,105 @@
+"""What a decision about an entry asks of a user's own schedule class: pure, every moment is made up."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery.schedules import BaseSchedule, schedstate
+
+from singlebeat import Entry
+from singlebeat.beat.decide import claim_for
+from singlebeat.beat.entries.definition import Meta
+from singlebeat.beat.entries.policy import EntryPolicy
+from singlebeat.beat.store.claims import Claim, Stored
+from tests.system.apps import make_app
+
+NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+SECOND, MINUTE, HOUR, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+
+
+class Estimating(BaseSchedule):
+    """Comes each minute, and counts the questions that it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions: list[tuple[datetime, datetime]] = []
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        self.questions.append((last_run_at, self.now()))
+        return max(timedelta(), last_run_at + MINUTE - self.now())
+
+
+class Both(Estimating):
+    """Answers each of both questions."""
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        self.questions.append((last_run_at, self.now()))
+        left = (last_run_at + MINUTE - self.now()).total_seconds()
+        return schedstate(left <= 0, left if left > 0 else 60.0)
+
+
+class Hours(Both):
+    """Comes each minute from nine to five, as an office does: its times are not regular."""
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        self.questions.append((last_run_at, self.now()))
+        following = last_run_at.replace(second=0, microsecond=0) + MINUTE
+        if following.hour < 9:
+            following = following.replace(hour=9, minute=0)
+        elif following.hour >= 17:
+            following = following.replace(hour=9, minute=0) + DAY
+        return following - self.now()
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        left = self.remaining_estimate(last_run_at).total_seconds()
+        return schedstate(left <= 0, left if left > 0 else 60.0)
+
+
+@pytest.fixture
+def app():
+    with make_app("redis://127.0.0.1:1") as app:
+        yield app
+
+
+def decide(app, when: BaseSchedule, *, last: datetime, now: datetime = NOW, **wishes: object) -> Claim:
+    entry = Entry("e", "shop.tick", when, app=app)
+    stored = Stored(entry.key, 1.0, (), entry, Meta(last, 1), EntryPolicy.of(wishes), None)
+    return claim_for(stored, now, zone=UTC, prefix="")
+
+
+@pytest.mark.parametrize(("kind", "each"), [(Estimating, 1), (Both, 2)])
+@pytest.mark.parametrize(("missed", "times"), [(1, 2), (2, 3), (3, 3), (60 * 24 * 365, 3)], ids=str)
+def test_a_decision_asks_for_at_most_three_regular_times(app, kind, each, missed, times):
+    when = kind()
+
+    claim = decide(app, when, last=NOW - missed * MINUTE - SECOND)
+
+    assert claim.occurrence is not None
+    assert claim.occurrence.nominal == (NOW - SECOND).timestamp()
+    assert claim.next_score == (NOW - SECOND + MINUTE).timestamp()
+    assert len(when.questions) == times * each
+
+
+@pytest.mark.parametrize("late", [HOUR, 20 * HOUR, 7 * DAY, 365 * DAY], ids=str)
+def test_no_decision_asks_the_same_question_twice(app, late):
+    when = Hours()
+
+    claim = decide(app, when, last=NOW - late, jitter=30)
+
+    assert claim.occurrence is not None
+    assert claim.occurrence.nominal in {NOW.timestamp(), (NOW - MINUTE).timestamp()}
+    assert len(when.questions) == len(set(when.questions))
+
+
+@pytest.mark.parametrize(("late", "times"), [(HOUR, 13), (365 * DAY, 40)], ids=str)
+@pytest.mark.parametrize("hours", [5, -3, 0, 4.5], ids=str)
+def test_a_decision_asks_for_a_bounded_number_of_irregular_times(app, late, times, hours):
+    """Minutes in office hours are missed."""
+    when, now = Hours(), NOW + hours * HOUR + 30 * MINUTE
+
+    claim = decide(app, when, last=now - late, now=now)
+
+    assert claim.occurrence is not None
+    assert claim.occurrence.nominal == min(now, NOW.replace(hour=16, minute=59)).timestamp()
+    assert len(when.questions) <= 2 * times
