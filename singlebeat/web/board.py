@@ -49,6 +49,9 @@ IN_STRIP, IN_TIMELINE = 30, 50
 #: Seconds for which the answers of workers serve all viewers: to ask them takes one.
 WORKERS_KEPT = 10.0
 
+#: Seconds after which no further times of an entry are calculated: they may be very many, or expensive.
+CALCULATED_FOR = 2.0
+
 #: Backfills that are remembered.
 MOST_BACKFILLS = 100
 
