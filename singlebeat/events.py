@@ -233,7 +233,7 @@ EVENTS: Mapping[str, Event] = {
     "message_lost": Event((WARNING,), "Beat has freed a lock whose message is gone: ``reason``."),
     "ran_elsewhere": Event(
         (WARNING,),
-        "Beat has freed a lock whose task has run on a worker without singlebeat: ``reason``.",
+        "Beat has freed the lock of a task that has ended, and whose worker did not free it: ``reason``.",
     ),
     "not_asked": Event((DEBUG,), "Lost messages are not searched for, because a server does not answer: ``reason``."),
     "search_failed": Event(

@@ -27,12 +27,10 @@ __all__ = (
     "MASK",
     "Faces",
     "MaskError",
-    "holds_mask",
     "masked",
     "masked_arguments",
     "masked_text",
     "unmasked",
-    "without_masks",
 )
 
 #: Stands for a value that is not shown.
@@ -116,11 +114,11 @@ def _may_be_secret(found: re.Match[str], patterns: tuple[str, ...]) -> bool:
     return found["long"] is not None or "\\" in name or name == "args" or _is_secret(name, patterns)
 
 
-def holds_mask(value: Any) -> bool:
+def _holds_mask(value: Any) -> bool:
     """Return whether a value is a mask, or has one at any depth."""
     if isinstance(value, Mapping):
-        return any(map(holds_mask, value.values()))
-    return any(map(holds_mask, value)) if isinstance(value, list | tuple) else bool(value == MASK)
+        return any(map(_holds_mask, value.values()))
+    return any(map(_holds_mask, value)) if isinstance(value, list | tuple) else bool(value == MASK)
 
 
 class MaskError(EntryError):
@@ -140,10 +138,10 @@ class Faces(NamedTuple):
 
     def at(self, key: object) -> Faces:
         """Return what lies under a name, or at an index; a mask hides all that lies below it."""
-        return Faces(*(each if isinstance(each, str) and each == MASK else _below(each, key) for each in self))
+        return Faces(*(_below(each, key) for each in self))
 
 
-def unmasked(value: Any, stored: Faces, sent: Faces, path: str = "") -> Any:
+def unmasked(value: Any, stored: Faces, sent: Any, path: str = "") -> Any:
     """Return a value with the stored one in the place of each mask that stands for it.
 
     A mask stands for the value that was shown as a mask under the same names. In a list, it does so only beside what
@@ -152,7 +150,7 @@ def unmasked(value: Any, stored: Faces, sent: Faces, path: str = "") -> Any:
     Args:
         value: as a user has sent it back.
         stored: the stored value.
-        sent: the value as it will be stored. As long as that is not known, it is without its masks, and masked for all.
+        sent: the value as it will be stored, masked for all; MASK as long as that is not known.
 
     Raises:
         MaskError: a mask stands for no stored value, or for an uncertain one, or its value would be shown.
@@ -160,34 +158,29 @@ def unmasked(value: Any, stored: Faces, sent: Faces, path: str = "") -> Any:
     if isinstance(value, dict | list) and stored.shown == MASK:
         stored = Faces()
     if isinstance(value, dict):
-        return {name: unmasked(each, stored.at(name), sent.at(name), f"{path}.{name}") for name, each in value.items()}
+        return {
+            name: unmasked(each, stored.at(name), _below(sent, name), f"{path}.{name}") for name, each in value.items()
+        }
     if isinstance(value, list):
         places = _places(value, stored.shown)
-        if None in places and holds_mask(stored.shown):
+        if None in places and _holds_mask(stored.shown):
             why = "but its list or what stood beside it has changed, so it is not certain which"
             raise MaskError(f"{path}.{places.index(None)}".strip("."), why)
-        return [unmasked(each, stored.at(places[at]), sent.at(at), f"{path}.{at}") for at, each in enumerate(value)]
+        return [
+            unmasked(each, stored.at(places[at]), _below(sent, at), f"{path}.{at}") for at, each in enumerate(value)
+        ]
     if value != MASK:
         return value
     if stored.shown != MASK:
-        if sent.shown == MASK:
-            raise MaskError(path.strip("."), "and none is at its place")
-        return value
-    if stored.masked == MASK != sent.masked and stored.value != MASK:  # which may be stored as it is
+        raise MaskError(path.strip("."), "and none is at its place")
+    if stored.masked == MASK != sent and stored.value != MASK:  # which may be stored as it is
         raise MaskError(path.strip("."), "but would be shown there")
     return stored.value
 
 
-def without_masks(value: Any) -> Any:
-    """Return a value without the masks that it holds, so that it is masked where it is secret and nowhere else."""
-    if isinstance(value, dict):
-        return {name: without_masks(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [without_masks(each) for each in value]
-    return "" if value == MASK else value
-
-
 def _below(value: Any, key: object) -> Any:
+    if isinstance(value, str) and value == MASK:
+        return MASK
     if isinstance(value, Mapping):
         return value.get(key)
     is_there = isinstance(value, list) and isinstance(key, int) and key < len(value)
@@ -204,9 +197,9 @@ def _places(value: Sequence[Any], shown: Any) -> Sequence[int | None]:
         shown: the stored list, as it was shown.
     """
     before = shown if isinstance(shown, list) else []
-    texts, alike = [_text(each) if holds_mask(each) else "" for each in value], defaultdict[str, list[int]](list)
+    texts, alike = [_text(each) if _holds_mask(each) else "" for each in value], defaultdict[str, list[int]](list)
     for at, each in enumerate(before):
-        if holds_mask(each):
+        if _holds_mask(each):
             alike[_text(each)].append(at)
     counts, places = Counter(texts), list[int | None]()
     certain = {text: iter(found) for text, found in alike.items() if len(found) == counts[text]}

@@ -96,7 +96,7 @@ OUTCOMES: Mapping[str, str] = {
 #: The words for the other ends, which beat records when it frees the lock.
 UNSEEN: Mapping[str, str] = {
     MESSAGE_LOST: "The message is gone. Beat has freed its lock.",
-    RAN_ELSEWHERE: "A worker without singlebeat has run the task. Beat has freed its lock.",
+    RAN_ELSEWHERE: "The task has ended, and its worker (one without singlebeat?) left its lock. Beat has freed it.",
 }
 
 

@@ -285,7 +285,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         took = f" after {end.duration:.1f} s" if end.duration is not None else ""
         why = f": {end.reason}" if end.reason else ""
         if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
-            what = "Its message was lost" if end.outcome == MESSAGE_LOST else "A worker without singlebeat has run it"
+            what = "Its message was lost" if end.outcome == MESSAGE_LOST else "Its worker left its lock behind"
             yield f"{what}, and beat freed its lock{_recorded_at(facts, record, end.at)}{why}."
             return
         at = f"{_recorded_at(facts, record, end.at)}{took} on {end.worker}"

@@ -83,7 +83,7 @@ MOST = 500
 #: The log message about a freed lock, by outcome.
 _FREED = {
     MESSAGE_LOST: "beat: The message of a task is lost: its lock is free",
-    RAN_ELSEWHERE: "beat: A worker without singlebeat has run a task: its lock is free",
+    RAN_ELSEWHERE: "beat: A task has ended, and its worker did not free its lock: it is free",
 }
 
 
@@ -306,7 +306,7 @@ def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
             end = stored_end(backend, lock.ref.task_id)
             # Another message with this task id may have run before.
             if end is not None and end.at is not None and end.at.timestamp() >= lock.since:
-                ended[lock.ref] = f"it ended with {end.status} on a worker without singlebeat, which frees no lock"
+                ended[lock.ref] = f"it ended with {end.status}, and its worker (one without singlebeat?) freed no lock"
 
     try:
         if locks:

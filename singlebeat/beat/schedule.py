@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from itertools import chain, dropwhile, islice, takewhile
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
+from itertools import chain, dropwhile, islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
 
 from ..connections import schedule_client
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ("Schedule",)
 
+T = TypeVar("T")
+
 log = Log(__name__)
 
 #: Seconds between two checks whether an entry's last occurrence is confirmed.
@@ -66,6 +68,14 @@ def _calculating(name: str) -> Iterator[None]:
     except Exception as exc:  # a user's own schedule may raise anything
         why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
         raise EntryError(f"entry {name!r}: {why}") from exc
+
+
+def _until(deadline: float, times: Iterator[T]) -> Iterator[T]:
+    """Yield times; no further one is calculated after a deadline of the monotonic clock."""
+    for each in times:
+        yield each
+        if time.monotonic() >= deadline:
+            return
 
 
 def _log_left_out(name: str, why: EntryError) -> None:
@@ -282,18 +292,25 @@ class Schedule:
             within: seconds after which no further time is calculated: those of some rules take long.
 
         Raises:
-            UnknownEntryError, EntryError: as ``get``; or ``after`` has no time zone, or lies outside of the calendar.
+            UnknownEntryError, EntryError: as ``get``; ``after`` has no time zone, or lies outside of the calendar; or
+                no time after it was reached within the seconds.
         """
         after = None if after is None else given_instant("after", after)
         entry, now = self.get(name), self._now()
         # Without max_runs no run must be counted, so the times before ``after`` need not be computed.
         from_when = now if after is None or entry.policy.max_runs is not None else max(now, after)
         runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
+        runs = _until(deadline := time.monotonic() + within, runs)
         if after is not None:
             runs = dropwhile(lambda nominal: nominal <= after, runs)
-        until = time.monotonic() + within
         with _calculating(name):
-            return [*islice(takewhile(lambda _: time.monotonic() < until, runs), count)]
+            found = [*islice(runs, count)]
+        if after is not None and not found and time.monotonic() >= deadline:
+            raise EntryError(
+                f"entry {name!r}: its times up to {after} were not calculated within {within:g} s: ask for times after "
+                "an earlier moment"
+            )
+        return found
 
     def trigger(self, name: str, *, overlap: str | None = None, timeout: float = 10.0) -> str:
         """Let an entry run as soon as a beat leads, even if it is paused, disabled or finished; return the task id.
@@ -318,7 +335,15 @@ class Schedule:
 
     @overload
     def backfill(
-        self, name: str, start: datetime, end: datetime, *, dry_run: Literal[True], overlap: str = ..., limit: int = ...
+        self,
+        name: str,
+        start: datetime,
+        end: datetime,
+        *,
+        dry_run: Literal[True],
+        overlap: str = ...,
+        limit: int = ...,
+        within: float = ...,
     ) -> Sequence[datetime]: ...
 
     @overload
@@ -330,6 +355,7 @@ class Schedule:
         *,
         overlap: str = ...,
         limit: int = ...,
+        within: float = ...,
         dry_run: Literal[False] = ...,
         timeout: float = ...,
         progress: Callable[[], object] = ...,
@@ -343,6 +369,7 @@ class Schedule:
         *,
         overlap: str = Overlap.BUFFER_ALL,
         limit: int = 1000,
+        within: float = math.inf,
         dry_run: bool = False,
         timeout: float = 10.0,
         progress: Callable[[], object] = lambda: None,
@@ -356,12 +383,14 @@ class Schedule:
         Args:
             overlap: the policy for runs that meet an equal call, a word of ``Overlap``.
             limit: most runs; if there are more, none is sent.
+            within: seconds to calculate the nominal times; if they take longer, none is sent.
             dry_run: only return the nominal times, in UTC, as ``next_runs`` does.
             timeout: seconds to wait for each run to be sent.
             progress: called after each run that beat has received.
 
         Raises:
-            UnknownEntryError, EntryError: as ``get``; there are too many runs, or ``start`` and ``end`` are wrong.
+            UnknownEntryError, EntryError: as ``get``; there are too many runs, their times take too long, or ``start``
+                and ``end`` are wrong.
             ConflictError: an occurrence was not sent in time, or another backfill of the entry is not finished.
         """
         word = EntryPolicy.of({"overlap": overlap}).overlap
@@ -369,8 +398,13 @@ class Schedule:
         found: str = self._client.hget(key, "backfill") or ""
         span = Span.of(start, end, run=uuid4().hex).resumed(found, name, key)
         counted = max(COUNTED, limit)
+        deadline = time.monotonic() + within
         with _calculating(name):
-            left = [*islice(span.occurrences(entry.timetable, self.keys.prefix, word), counted + 1)]
+            left = [*islice(_until(deadline, span.occurrences(entry.timetable, self.keys.prefix, word)), counted + 1)]
+        if time.monotonic() >= deadline:
+            raise EntryError(
+                f"backfill of {name!r}: its times were not calculated within {within:g} s: choose a shorter span"
+            )
         if len(left) > limit:
             number = f"more than {counted}" if len(left) > counted else len(left)
             raise EntryError(

@@ -25,8 +25,12 @@ ROLES = [role.name.lower() for role in Role]
     click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
     click.option("--port", type=click.IntRange(0, 65535), default=5556, show_default=True, help="Port to listen on."),
     click.option("--users", type=click.Path(dir_okay=False), help="Users file: a line NAME:ROLE:HASH for each user."),
-    click.option("--trust-proxy", multiple=True, metavar="NETWORK", help="Network of proxies that name the user."),
-    click.option("--user-header", default="", metavar="HEADER", help="The header in which a trusted proxy does that."),
+    click.option(
+        "--trust-proxy", multiple=True, metavar="NETWORK", help="Network of proxies whose X-Forwarded-For counts."
+    ),
+    click.option(
+        "--user-header", default="", metavar="HEADER", help="The header in which a trusted proxy names the user."
+    ),
     click.option("--role", type=click.Choice(ROLES), help="Role of users whom the users file does not name."),
     click.option("--read-only", is_flag=True, help="Refuse all changes."),
     click.option("--allow-host", multiple=True, metavar="NAME", help="A further name by which browsers ask."),
@@ -57,7 +61,7 @@ def web_(
     if add_user or add_token:
         _print_line(add_user or add_token or "", role or "read", is_token=bool(add_token))
         return
-    if not is_loopback(host) and not (users or trust_proxy):
+    if not is_loopback(host) and not (users or user_header):
         raise ConfigError(
             f"the page would be open to all who reach {host}: name a users file with --users, or a proxy that "
             "authenticates with --trust-proxy and --user-header"

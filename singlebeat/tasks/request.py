@@ -104,8 +104,9 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(execute)
-    def gated(self: Request, *args: Any, **kwargs: Any) -> Any:
+    def gated(self: Request, pool: BasePool | None, **kwargs: Any) -> Any:
         self._given_to_pool = True
+        self._in_process = not getattr(pool, "uses_semaphore", True)
         try:
             self.begin_for_plain_task()
         except Postponed as exc:
@@ -121,7 +122,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
                 log.warning("%(task)s[%(id)s] cannot start now and is put back", event="put_back", **about)
             self._put_back(exc)
             raise TaskRevokedError(self.id) from exc
-        return execute(self, *args, **kwargs)
+        return execute(self, pool, **kwargs)
 
     return gated
 
@@ -136,6 +137,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
     end_told = False
     #: Whether the pool has got the request. The pool then starts it even if it is revoked from now on.
     _given_to_pool = False
+    #: Whether that pool runs tasks in this process, in threads or greenlets.
+    _in_process = False
+    #: Whether the greenlet was killed, or the thread stopped, that had taken the run but not begun its body.
+    _has_no_body = False
     _given_up = False
     #: Whether a hard time limit has passed: the body of a request with a ticket lives for a moment after that.
     _past_limit = False
@@ -299,6 +304,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if is_unstarted and not getattr(pool, "uses_semaphore", True):
             # A thread that takes the run from now on finds that it was terminated.
             self._end_unstarted(signal)
+        elif self._has_no_body:  # and it could not acknowledge the message, as Celery just has
+            self.free_if_acknowledged()
         elif getattr(pool, "uses_semaphore", False):
             # The process closes its files before it can be reaped. The pool finds it alive then, and checks by a timer.
             renewer_of(self.app).call_later(REAPED_AFTER, pool.maintain_pool)
@@ -343,11 +350,13 @@ class Request(celery_request.Request):  # type: ignore[misc]
         try:
             super().on_accepted(pid, time_accepted)
         except BaseException:
-            # Celery raises an error here because a thread cannot be terminated, or a greenlet has killed itself. Then
-            # no body follows. A pool of processes reports the end of the run itself.
-            pool, signum = self._terminate_on_ack or (None, None)
-            if self.ticket is not None and not getattr(pool, "uses_semaphore", True):
-                self._end_unstarted(signum)
+            # A thread cannot be terminated, or a greenlet was killed. Then no body follows, and no end is reported. A
+            # pool of processes reports the end of the run itself.
+            if self.ticket is not None and self._in_process:
+                self._has_no_body = True
+                if self._terminate_on_ack is not None:
+                    self._end_unstarted(self._terminate_on_ack[1])
+                self.free_if_acknowledged()
             raise
 
     def _end_unstarted(self, signum: str | int | None) -> None:

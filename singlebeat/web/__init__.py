@@ -42,14 +42,15 @@ def app(
 ) -> Starlette:
     """Return the page of a Celery app as an ASGI app, to be mounted in another one.
 
-    Without ``resolve_user``, ``users`` and ``trust_proxy``, it answers this machine only.
+    Without ``resolve_user``, ``users`` and ``user_header``, it answers this machine only.
 
     >>> fastapi_app.mount("/beat", singlebeat.web.app(celery_app, resolve_user=current_user))  # doctest: +SKIP
 
     Args:
         resolve_user: returns the ``User`` of the host's own request, or None for a request that is refused.
         users: a users file, for passwords and bearer tokens.
-        trust_proxy: networks of proxies that name the user in ``user_header``.
+        trust_proxy: networks of proxies that name the client last in X-Forwarded-For.
+        user_header: the header in which they name the user, too, in place of that of the client.
         default_role: of users whom the users file does not name; by default none, and without authentication admin.
         read_only: refuse all changes.
         hosts: names under which the page may be asked for, besides those of this machine; with ``resolve_user`` any.

@@ -11,6 +11,7 @@ from ..beat.store.probe import ticks_refusal
 from ..diagnosis.locks import free_one
 from ..errors import ConflictError, EntryError, SinglebeatError
 from ..overlap import Overlap
+from .board import CALCULATED_FOR
 from .exchange import Fields, PageReply
 from .security import RefusedError, Role, User
 
@@ -192,7 +193,9 @@ def ask_backfill(board: Board, request: PageRequest, user: User) -> Page:
 def _planned(board: Board, given: Fields, user: User, zone: tzinfo) -> Sequence[datetime]:
     start, end = (_moment(given.get(field), zone) for field in ("start", "end"))
     overlap = given.get("overlap") or Overlap.BUFFER_ALL.value
-    return board.schedule(user).backfill(given.get("name"), start, end, overlap=overlap, limit=MOST_RUNS, dry_run=True)
+    return board.schedule(user).backfill(
+        given.get("name"), start, end, overlap=overlap, limit=MOST_RUNS, dry_run=True, within=CALCULATED_FOR
+    )
 
 
 def backfill(board: Board, request: PageRequest, user: User) -> PageReply:

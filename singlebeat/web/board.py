@@ -25,7 +25,7 @@ from ..diagnosis.facts import facts_of
 from ..diagnosis.locks import locks_of
 from ..diagnosis.workers import BrokerError, Workers
 from ..errors import ConflictError
-from ..masking import IN_TEXT, MASK, Faces, masked, masked_text, unmasked, without_masks
+from ..masking import IN_TEXT, MASK, Faces, masked, masked_text, unmasked
 from .poller import Poller, Snapshot
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ IN_STRIP, IN_TIMELINE = 30, 50
 
 #: Seconds for which the answers of workers serve all viewers: to ask them takes one.
 WORKERS_KEPT = 10.0
+
+#: Seconds after which no further times of an entry are calculated: they may be very many, or expensive.
+CALCULATED_FOR = 2.0
 
 #: Backfills that are remembered.
 MOST_BACKFILLS = 100
@@ -187,10 +190,8 @@ class Board:
         sent = {"args": [], **(shown if is_partial else {}), **given}
         call = {name: sent[name] for name in ("task", *IN_CALL) if name in sent}
         before = Faces(old, shown, masked(old, self.app))
-        new = without_masks(call)
-        sent_as = self.shown_call(new)
-        found = unmasked(call, before, Faces(new, sent_as, MASK))
-        unmasked(call, before, Faces(found, sent_as, masked(found, self.app)))  # again, to check that all stay masked
+        found = unmasked(call, before, MASK)
+        unmasked(call, before, masked(found, self.app))  # again, to check that all stay masked
         return {name: found[name] for name in IN_CALL if name in given}
 
     def differences(self, change: Change) -> Mapping[str, tuple[str, str]]:

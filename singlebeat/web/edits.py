@@ -16,7 +16,7 @@ from ..beat.calendar.words import in_words
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..errors import ConflictError, EntryError, UnknownEntryError
-from ..masking import MASK, MaskError, holds_mask
+from ..masking import MaskError
 from .actions import Page, leads_to
 from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft
 from .versions import version_of
@@ -159,17 +159,13 @@ def _stored_fields(board: Board, form: Fields, user: User, found: Salvage | None
 def _unmasked(board: Board, draft: Draft, fields: Mapping[str, Any], stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return args, kwargs and options with the stored value in the place of each mask, and note errors."""
     try:
-        found = board.unmasked_call(fields, stored)
+        return board.unmasked_call(fields, stored)
     except MaskError as exc:
         draft.errors[exc.path.partition(".")[0]] = str(exc)
         return {}
     except RecursionError:
         draft.errors["whole"] = "the arguments are nested too deeply"
-        return {}
-    for name, value in found.items():
-        if holds_mask(value) and not holds_mask(stored.get(name)):
-            draft.errors[name] = f"{MASK} stands for a stored value, and none is at its place: give the value"
-    return found
+    return {}
 
 
 def _entry(board: Board, name: str, fields: Any, wishes: Any, found: Salvage | None) -> Entry:

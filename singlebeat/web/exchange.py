@@ -89,7 +89,8 @@ class PageRequest:
     method: str = "GET"  #: in upper case; GET also for HEAD
     form: Fields | None = None  #: of a POST to a page
     body: bytes = b""  #: of a request to the API, JSON
-    headers: Mapping[str, str] = field(default_factory=dict)  #: by their names in lower case
+    #: By their names in lower case; of one that was sent several times, each value in a line of its own.
+    headers: Mapping[str, str] = field(default_factory=dict)
     cookies: Mapping[str, str] = field(default_factory=dict)
     client: str = ""  #: address of the other end of the connection; empty if unknown
     root: str = ""  #: the path under which the page is mounted, without a slash at its end

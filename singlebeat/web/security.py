@@ -68,7 +68,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 #: Changes that a user may make, and passwords of one name that a client may get wrong, within a minute.
 MOST_CHANGES, MOST_FAILURES = 120, 10
 
-#: Passwords of all names that a client may get wrong within a minute: behind a proxy, all users are one client.
+#: Passwords of all names that a client may get wrong within a minute: behind an unknown proxy, all users are one.
 MOST_FAILURES_OF_ALL = 100
 
 #: Requests that wait until their passwords are checked: the other threads of a server answer verified users meanwhile.
@@ -287,12 +287,12 @@ def is_loopback(address: str) -> bool:
 class Gate:
     """Decides who asks, and whether a request is admitted.
 
-    Without users, proxies and ``resolve_user``, only this machine is admitted, under a name of its own.
+    Without users, ``user_header`` and ``resolve_user``, only this machine is admitted, under a name of its own.
     """
 
     users: Users | None = None
-    proxies: Sequence[str] = ()  #: networks whose ``user_header`` names the user
-    user_header: str = ""
+    proxies: Sequence[str] = ()  #: networks whose X-Forwarded-For names the client
+    user_header: str = ""  #: in which they name the user, too; empty if they do not
     #: Returns the user of the host's own request, or None.
     resolve_user: Callable[[Any], User | None] | None = None
     #: Of users without a line in the users file: those of a proxy; without authentication, of this machine.
@@ -310,13 +310,15 @@ class Gate:
             networks = [ipaddress.ip_network(network) for network in self.proxies]
         except ValueError as exc:
             raise ConfigError(f"a trusted proxy is a network like 10.0.0.0/8: {exc}") from None
-        if bool(networks) != bool(self.user_header):
-            raise ConfigError("a trusted proxy and the header in which it names the user go together")
+        if self.user_header and not networks:
+            raise ConfigError("a user header is believed of trusted proxies only: name the networks of the proxies")
+        if networks and not self.authenticates:
+            raise ConfigError("a trusted proxy alone names no user: name a users file, or the header in which it does")
 
     @property
     def authenticates(self) -> bool:
         """Whether users are told apart."""
-        return self.users is not None or bool(self.proxies) or self.resolve_user is not None
+        return self.users is not None or bool(self.user_header) or self.resolve_user is not None
 
     def admit(self, request: PageRequest, host_request: object = None) -> User:
         """Return the user of a request.
@@ -363,23 +365,30 @@ class Gate:
             if user is None:
                 raise RefusedError("you are not signed in", 403)
             return user
-        if self.proxies and (user := self._of_proxy(request)) is not None:
-            return user
+        if self._is_proxy(request.client):
+            if self.user_header and (user := self._of_proxy(request)) is not None:
+                return user
+            request = replace(request, client=_forwarded_for(request) or request.client)
         if self.users is not None:
             return self._of_users(request, self.users)
-        if self.proxies:
+        if self.user_header:
             raise RefusedError("the trusted proxy has named no user", 401)
         if not is_loopback(request.client) or {"forwarded", "x-forwarded-for", "x-real-ip"} & request.headers.keys():
             raise RefusedError("without authentication, the page answers this machine only: name a users file", 403)
         return User("", Role.ADMIN if self.default_role is None else self.default_role)
 
+    def _is_proxy(self, address: str) -> bool:
+        with suppress(ValueError):
+            found = ipaddress.ip_address(address)
+            return any(found in ipaddress.ip_network(network) for network in self.proxies)
+        return False
+
     def _of_proxy(self, request: PageRequest) -> User | None:
-        name = request.headers.get(self.user_header.lower(), "")
-        try:
-            address = ipaddress.ip_address(request.client)
-        except ValueError:
-            return None
-        if not name or not any(address in ipaddress.ip_network(network) for network in self.proxies):
+        name, *others = request.headers.get(self.user_header.lower(), "").split("\n")
+        if others:
+            said = f"{self.user_header} was sent {len(others) + 1} times: let the proxy replace that of the client"
+            raise RefusedError(said, 400)
+        if not name:
             return None
         roles = self.users.roles if self.users is not None else {}
         return User(name, roles.get(name, self.default_role or Role.NONE))
@@ -437,6 +446,14 @@ class Gate:
                 return user
         finally:
             self._waiting.release()
+
+
+def _forwarded_for(request: PageRequest) -> str:
+    """Return the address of the client that a proxy had, which it names last; empty if it names none."""
+    last = re.split(r"[,\n]", request.headers.get("x-forwarded-for", ""))[-1].strip()
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(last))
+    return ""
 
 
 def _check_origin(request: PageRequest) -> None:

@@ -90,10 +90,11 @@ async def _body(request: Request) -> bytes:
 def _begun(request: Request, nonce: str) -> PageRequest:
     """Return a request as the page sees it, without query and body."""
     root = request.scope.get("root_path", "").rstrip("/")
+    headers = {name: "\n".join(request.headers.getlist(name)) for name in request.headers}
     return PageRequest(
         path=request.url.path.removeprefix(root) or "/",
         method="GET" if request.method == "HEAD" else request.method,
-        headers=dict(request.headers),
+        headers=headers,
         cookies=request.cookies,
         client=request.client.host if request.client is not None else "",
         root=root,

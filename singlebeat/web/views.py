@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..beat.entries.state import State, outlook
 from ..errors import EntryError, UnknownEntryError
 from .actions import Page
-from .board import IN_TIMELINE
+from .board import CALCULATED_FOR, IN_TIMELINE
 from .exchange import PageReply
 from .render import zone_of
 from .security import Role, User
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from .exchange import Fields, PageRequest
 
 __all__ = ("VIEWS", "View")
-
-#: Seconds after which no further times of an entry are calculated: those of a rule of hostile size take long.
-CALCULATED_FOR = 2.0
 
 #: Entries on one page of the list, at most.
 MOST_ROWS = 100

@@ -475,8 +475,18 @@ def test_the_next_runs_of_an_interval_stay_on_its_grid(api, redis):
 def test_no_further_run_is_calculated_after_the_time_that_is_given(api):
     Entry("e", PLAIN, schedule(1), app=api.app).save()
 
-    assert api.next_runs("e", 10**12, within=0) == []
+    assert len(api.next_runs("e", 10**12, within=0)) == 1
     assert len(api.next_runs("e", 3, within=60)) == 3
+
+
+def test_a_search_for_later_runs_ends_in_time_and_hides_none(api):
+    """With ``max_runs``, each run before that moment is counted."""
+    now = datetime.now(UTC)
+    Entry("e", PLAIN, crontab(), app=api.app, last_run_at=now, max_runs=10**9).save()
+
+    with pytest.raises(EntryError, match=r"entry 'e': its times up to 9999-01-01 .* not calculated within 0.2 s"):
+        api.next_runs("e", 1, after=datetime(9999, 1, 1, tzinfo=UTC), within=0.2)
+    assert len(api.next_runs("e", 1, after=now + HOUR, within=60)) == 1
 
 
 def test_the_latest_overdue_run_comes_first_and_stands_for_all_missed(api):
@@ -685,6 +695,14 @@ def test_a_backfill_of_too_many_runs_is_refused_before_the_first(api, redis, hou
     api.upsert("often", PLAIN, 0.001)
     with pytest.raises(EntryError, match=r"more than 10000 runs are more than the limit of 1000"):
         api.backfill("often", START, END)
+
+    assert not redis.exists(PENDING)
+
+
+def test_a_backfill_whose_times_take_too_long_is_refused_before_the_first(api, redis, hourly):
+    hourly()
+    with pytest.raises(EntryError, match=r"backfill of 'e': its times were not calculated within 0 s"):
+        api.backfill("e", START, END, within=0)
 
     assert not redis.exists(PENDING)
 

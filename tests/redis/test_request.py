@@ -825,7 +825,7 @@ def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliv
     pool.executor.submit(slot.wait)
     backend_of(app).acquire_many([Call(Ref(lock, task_id), task.name, "", 60)])
     request = deliver(task, ["a"], pool=pool, id=task_id, **{HEADER: {"id": task_id, "key": lock}})
-    request.execute_using_pool(None)
+    request.execute_using_pool(pool)
     state.task_reserved(request)
 
     request.terminate(pool, "TERM")
@@ -841,6 +841,38 @@ def test_a_run_that_is_terminated_while_it_waits_for_a_thread_is_over(app, deliv
     assert backend_of(app).get(lock) is None
     assert request not in state.active_requests
     assert messages(redis) == (0, 0)
+
+
+class Killed(BaseException):
+    """As gevent and eventlet raise it in a greenlet."""
+
+
+@pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("is_first", [False, True], ids=["killed after that", "killed before that"])
+def test_a_greenlet_that_is_killed_before_its_body_frees_its_lock(app, deliver, monkeypatch, acks_late, is_first):
+    """A revoke with ``terminate`` kills it while it tells that it has the run, which switches to other greenlets."""
+    task = task_of(app, acks_late=acks_late)
+    result, lock = task.delay("a"), task.generate_lock(task.name, ["a"])
+    pool = SimpleNamespace(uses_semaphore=False, apply_async=lambda *_, **__: None, terminate_job=lambda *_: None)
+    request = deliver(task, pool=pool)
+    request.execute_using_pool(pool)
+
+    def tell(event: str, **_: object) -> None:
+        if event == "task-started":
+            if not is_first:
+                request.terminate(pool, "TERM")
+            raise Killed
+
+    monkeypatch.setattr(request, "send_event", tell)
+    with pytest.raises(Killed):
+        request.on_accepted(1, time.monotonic())
+    if is_first:
+        request.terminate(pool, "TERM")
+    renewer_of(app).flush()
+
+    assert request.time_start is not None
+    assert backend_of(app).get(lock) is None
+    assert result.state == states.REVOKED
 
 
 def test_a_termination_without_a_ticket_is_left_to_celery(app, deliver):

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import trustme
 
-from tests.support import ROOT, RedisServer
+from singlebeat.diagnosis.locks import every
+from tests.support import APP, ROOT, RedisServer, until_answered, wait_until
 from tests.system.topologies import Cluster, Sentinels, tls_port
 
 LIBRARIES = ("gevent", "eventlet")
@@ -152,6 +154,22 @@ def test_the_loop_writes_the_log_lines_of_a_native_thread(library: str) -> None:
     """Loggers and handlers have locks, and receivers of signals are code of users."""
     said = run_patched(library, VOICES)
     assert said == "said event=said of=true False\nsignal False\n"
+
+
+def test_greenlets_that_are_killed_while_they_begin_leave_no_lock(celery, app, redis):
+    """Each call is revoked at another moment of its start. A worker of eventlet obeys one such revoke, and no other."""
+    pytest.importorskip("gevent")
+    worker = celery("worker", "-P", "gevent", "-c", "20").ready()
+    until_answered(partial(app.control.broadcast, "ping"))
+    for number in range(80):
+        result = app.tasks[f"{APP}.single"].delay(f"{number}", 30)
+        for _ in range(3 * (number % 20)):
+            redis.ping()
+        app.control.revoke(result.id, terminate=True)
+
+    wait_until(lambda: not [*every(app)], timeout=20, what="the end of all locks")
+    worker.terminate()
+    assert worker.wait() == 0
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

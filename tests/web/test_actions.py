@@ -110,6 +110,13 @@ def test_a_backfill_that_cannot_be_says_why(visit, e, start, end, why):
     assert why in visit().get("/backfill", params={"name": "e", "start": start, "end": end}).text
 
 
+def test_a_backfill_whose_times_take_too_long_says_so(visit, e, monkeypatch):
+    monkeypatch.setattr("singlebeat.web.actions.CALCULATED_FOR", 0.0)
+    text = visit().get("/backfill?name=e&start=2026-11-01T00:00&end=2026-11-04T00:00").text
+
+    assert "not calculated within 0 s" in text
+
+
 def test_the_runs_of_a_backfill_are_handed_to_beat(visit, bench, redis):  # noqa: F811
     bench.put(every=crontab(minute=0, hour=3), ago=timedelta(minutes=1))
     page = visit(of=bench.app)

@@ -399,15 +399,51 @@ def test_no_version_tells_that_two_entries_have_the_same_secret(client, schedule
     assert [at for at in range(0, len(first), 8) if first[at : at + 8] == second[at : at + 8]] == []
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "given", "body"),
+    [
+        ("GET", "/next", {"after": "9999-01-01T00:00:00Z"}, None),
+        ("POST", "/backfill", {}, {"start": "2026-01-01T00:00:00Z", "end": "2026-02-01T00:00:00Z", "dry_run": True}),
+    ],
+)
+def test_a_question_for_very_many_times_is_refused_in_time(client, schedule, monkeypatch, method, path, given, body):
+    monkeypatch.setattr("singlebeat.web.api.calls.CALCULATED_FOR", 0.05)
+    schedule.upsert("often", PLAIN, crontab(), max_runs=10**9)
+
+    assert "not calculated within 0.05 s" in client(method, path, body, 422, name="often", **given).json()["detail"]
+
+
 def test_a_mask_that_stands_for_nothing_is_refused(client, schedule, e):
     body = {"definition": {**NIGHTLY, "kwargs": {"password": "**"}}}
 
     assert "kwargs.password" in client("PUT", "/entry", body, 422, name="new").json()["detail"]
-    client("PUT", "/entry", {"definition": {**NIGHTLY, "args": ["**"]}}, 201, name="glob")
-    assert schedule.get("glob").args == ["**"]
+    for parts in ({"args": ["**"]}, {"kwargs": {"conf": "**"}}, {"options": {"queue": "**"}}):
+        said = client("PUT", "/entry", {"definition": {**NIGHTLY, **parts}}, 422, name="new").json()["detail"]
+        assert "is **, which stands for a value that is stored, and none is at its place" in said
     schedule.upsert("open", PLAIN, 60, args=["**"])
     client("PUT", "/entry", client("GET", "/entry", name="open").json(), name="open")
     assert schedule.get("open").args == ["**"]
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"api_key": "**", "conf": {"password": "**"}, "plain": 1},
+        {"password": "**", "conf": "**", "plain": 1},
+        {"password": "**", "conf": {"password": "**"}, "plain": "**"},
+        {"password": "**", "conf": {"password": "**"}, "plain": 1, "other": ["**"]},
+    ],
+    ids=["renamed", "a whole that holds a secret", "a plain value", "a new list"],
+)
+def test_a_mask_at_another_place_overwrites_no_secret(client, schedule, method, kwargs):
+    stored = {"password": "P1", "conf": {"password": "P2"}, "plain": 1}
+    schedule.upsert("e", PLAIN, crontab(minute=0, hour=3), kwargs=stored)
+
+    said = client(method, "/entry", {"definition": {**NIGHTLY, "kwargs": kwargs}}, 422, name="e").json()["detail"]
+
+    assert "give the value" in said
+    assert schedule.get("e").kwargs == stored
 
 
 A, B = {"user": "a", "password": "PA"}, {"user": "b", "password": "PB"}

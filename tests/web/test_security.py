@@ -129,9 +129,46 @@ def test_a_user_of_the_proxy_without_a_role_sees_nothing(visit, entry):
     assert "needs the role read" in answer.text
 
 
-def test_a_proxy_and_its_header_go_together():
-    with pytest.raises(ConfigError, match="go together"):
+@pytest.mark.parametrize("names", [("petra", "eve"), ("eve", "petra"), ("petra", "petra")])
+def test_a_user_who_is_named_twice_is_refused(visit, names):
+    """The proxy has added its header to that of the client, who may name anyone."""
+    page = visit(client=("10.1.2.3", 1), users=Users(USERS), trust_proxy=["10.0.0.0/8"], user_header="X-User")
+
+    answer = page.get("/", headers=[("X-User", name) for name in names])
+
+    assert answer.status_code == 400
+    assert "X-User was sent 2 times" in answer.text
+
+
+def test_a_user_header_needs_a_proxy_and_a_proxy_needs_users():
+    with pytest.raises(ConfigError, match="name the networks of the proxies"):
+        web.app(None, user_header="X-User")
+    with pytest.raises(ConfigError, match="names no user"):
         web.app(None, trust_proxy=["10.0.0.0/8"])
+
+
+@pytest.mark.parametrize(
+    ("proxy", "forwarded", "status"),
+    [
+        ("10.1.2.3", ["192.0.2.7"], 200),
+        ("10.1.2.3", ["198.51.100.7, 192.0.2.7"], 200),
+        ("10.1.2.3", ["198.51.100.7", "192.0.2.7"], 200),
+        ("10.1.2.3", ["192.0.2.7, 198.51.100.7"], 429),
+        ("10.1.2.3", ["192.0.2.7:1234"], 429),
+        ("11.1.2.3", ["192.0.2.7"], 429),
+    ],
+)
+def test_wrong_passwords_count_for_the_client_of_a_trusted_proxy(visit, monkeypatch, proxy, forwarded, status):
+    """The proxy adds the address of its client to those that the client has sent. What is no address is ignored."""
+    monkeypatch.setattr("singlebeat.web.security.MOST_FAILURES_OF_ALL", 2)
+    page = visit(client=(proxy, 1), users=Users(USERS), trust_proxy=["10.0.0.0/8"], hosts=["localhost"])
+    for attacker in ("198.51.100.7", "no address"):
+        for name in ("rita", "otto"):
+            page.get("/", auth=(name, "wrong"), headers={"X-Forwarded-For": attacker})
+
+    answer = page.get("/", auth=("ann", "a"), headers=[("X-Forwarded-For", address) for address in forwarded])
+
+    assert answer.status_code == status
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _silent_owners(workers: Workers, locks: Sequence[HeldLock]) -> Iterator[Find
 _STALE = {
     MESSAGE_LOST: ("1 lock waits for a message that is lost", "{} locks wait for messages that are lost"),
     RAN_ELSEWHERE: (
-        "1 lock is held by a task that has run on a worker without singlebeat",
-        "{} locks are held by tasks that have run on workers without singlebeat",
+        "1 lock is held by a task that has ended, and whose worker did not free it",
+        "{} locks are held by tasks that have ended, and whose workers did not free them",
     ),
 }

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
+from ..board import CALCULATED_FOR
 from ..edits import preview_of
 from ..security import Role
-from ..views import CALCULATED_FOR
 from . import entries
 
 if TYPE_CHECKING:
@@ -217,7 +217,9 @@ def backfill(call: Call) -> Result:
     start: datetime = given["start"]
     end: datetime = given["end"]
     limit = min(given["limit"], MOST_RUNS)
-    runs = schedule.backfill(call.name, start, end, overlap=given["overlap"], limit=limit, dry_run=True)
+    runs = schedule.backfill(
+        call.name, start, end, overlap=given["overlap"], limit=limit, dry_run=True, within=CALCULATED_FOR
+    )
     if given["dry_run"]:
         return Result({"name": call.name, "runs": [*runs], "begun": False})
     call.board.begin_backfill(schedule, call.name, start, end, given["overlap"], len(runs))
