@@ -1,4 +1,4 @@
-"""Connections to the broker whose waits are bounded, and on which RabbitMQ confirms each message."""
+"""Connections to the broker whose waits are bounded, on which RabbitMQ confirms each message, and the broker's name."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 from weakref import WeakKeyDictionary
+
+from kombu import Connection
 
 from .config import Config
 
 if TYPE_CHECKING:
     from celery import Celery
-    from kombu import Connection, Producer
+    from kombu import Producer
 
-__all__ = ("BlockedError", "BrokerConnection", "ConfirmingSender", "bounded", "naming_alarms")
+__all__ = (
+    "BlockedError",
+    "BrokerConnection",
+    "ConfirmingSender",
+    "bounded",
+    "broker_name",
+    "is_one_broker",
+    "naming_alarms",
+    "own_broker",
+)
 
 
 #: The options that bound every wait for the broker, by driver. With TLS, py-amqp bounds only the wait for the
@@ -31,6 +43,13 @@ LIMITS = {
 BLOCKED = "RabbitMQ takes no messages until its alarm ends: it is short of memory or disk"
 
 
+#: Schemes with and without TLS, and names of this host.
+_PLAIN, _LOOPBACK = {"rediss": "redis", "amqps": "amqp"}, {"", "localhost", "::1"}
+
+#: The options of a transport that tell apart two brokers at one address.
+_APART = ("global_keyprefix", "master_name", "queue_name_prefix")
+
+
 class BlockedError(ConnectionError):
     """RabbitMQ has an alarm, and does not confirm messages until its end."""
 
@@ -40,6 +59,49 @@ def bounded(connection: Connection, timeout: float) -> Connection:
     for name in LIMITS.get(connection.transport.driver_name, ()):
         connection.transport_options.setdefault(name, timeout)
     return connection
+
+
+def broker_name(connection: Connection) -> str:
+    """Return the name of a broker: transport, host, port and virtual host, with neither user nor password.
+
+    The name of a list of brokers has the names of all. A name is compared with ``is_one_broker``.
+    """
+    options = connection.transport_options
+    apart = "".join(f" {options[name]}" for name in _APART if options.get(name))
+    if connection.alt:
+        return _joined(tuple(connection.alt), apart)
+    info = connection.info()
+    return _name(info["transport"], info["hostname"] or "", info["port"], str(info["virtual_host"] or "")) + apart
+
+
+def own_broker(app: Celery) -> str:
+    """Return the name of the broker that an app sends to."""
+    return broker_name(app.pool.connection)
+
+
+def is_one_broker(name: str, other: str) -> bool:
+    """Return whether two names are of one broker; a list of brokers is one with each of its members."""
+    return not {*name.split(";")}.isdisjoint(other.split(";"))
+
+
+@lru_cache(maxsize=64)
+def _joined(urls: tuple[str, ...], apart: str) -> str:
+    return ";".join(sorted({broker_name(Connection(url)) + apart for url in urls}))
+
+
+@lru_cache(maxsize=64)
+def _name(transport: str, host: str, port: int | None, virtual_host: str) -> str:
+    transport = _PLAIN.get(transport, transport)
+    address, _, query = host.rpartition("://")[2].rpartition("@")[2].partition("?")
+    if "://" in host:  # a socket, a file, or the URL of another protocol
+        virtual_host = parse_qs(query).get("virtual_host", [virtual_host])[0]
+    else:
+        address = "127.0.0.1" if address in _LOOPBACK else address
+        address = f"{address}:{port}" if port else address
+    virtual_host = virtual_host.rpartition("@")[2]  # a password with a slash reaches into it
+    if transport in {"redis", "sentinel"}:
+        virtual_host = virtual_host.strip("/") or "0"
+    return f"{transport}://{address}/{virtual_host}"
 
 
 @contextmanager

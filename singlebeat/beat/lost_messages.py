@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..broker import bounded
+from ..broker import bounded, is_one_broker, own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend, worker_name
@@ -46,6 +46,8 @@ __all__ = (
     "free",
     "living_workers",
     "may_yet_start",
+    "queue_here",
+    "sent_to_another_broker",
 )
 
 log = Log("celery.beat")
@@ -76,8 +78,9 @@ BOUND = "it was sent to an exchange, and the broker's bindings decide on its que
 #: Added to the reason if the lock of a lost message has the arguments of other calls.
 JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
 
-#: Most locks that one search asks about; the others wait for the next search.
-MOST = 500
+#: Most locks that one search asks about, the others wait for the next search; and that it leaves to beats of other
+#: brokers: the same ones may come again, and must leave room for others.
+MOST, MOST_OTHERS = 500, 250
 
 
 #: The log message about a freed lock, by outcome.
@@ -98,6 +101,7 @@ class Waiting:
     left: float  #: seconds until it ends by itself; if it is ahead, without the seconds by which it is ahead
     is_noted: bool  #: its sender has stored the note of this message
     queue: str  #: of the message; empty if unknown, or if the broker's bindings decide
+    broker: str  #: the name of the broker that it was sent to; empty if unknown
     entry: str  #: that has sent the run; empty if unknown
     delay: float  #: seconds that the message had to wait before it could start; 0 if unknown
     worker: str  #: that has renewed the lock last
@@ -126,6 +130,7 @@ class Waiting:
             left - ahead if left > ahead else left,  # the next call shortens the lock to this
             is_noted,
             str(sent.get("queue") or "") if is_noted else "",
+            str(sent.get("broker") or ""),  # of each generation: a task retries in the broker of its worker
             record.get("entry", ""),
             _seconds(sent.get("delay")) if is_noted else 0.0,
             record.get("worker", ""),
@@ -250,7 +255,9 @@ def _examine_once(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, a
             ripe.append(lock)
     ended = _read_ends(app, ripe)
     yield from (Found(lock, RAN_ELSEWHERE, ended[lock.ref]) for lock in ripe if lock.ref in ended)
-    if rest := [lock for lock in ripe if lock.ref not in ended]:
+    open_ = [lock for lock in ripe if lock.ref not in ended]
+    yield from (Found(lock, "", reason) for lock in open_ if (reason := sent_to_another_broker(app, lock)))
+    if rest := [lock for lock in open_ if not sent_to_another_broker(app, lock)]:
         announced = _announced(app, backend)
         lately = answers.lately(min(SEEN_FOR, config.singlebeat_lost_after or SEEN_FOR))
         expected = _living(announced, config) | (lately - announced.keys())
@@ -295,6 +302,22 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
     if not lock.is_noted and lock.age + lock.left <= UNSENT_TTL + 1:
         return f"it is not known whether its message was sent; if not, the lock ends by itself in {lock.left:.0f} s"
     return ""
+
+
+def sent_to_another_broker(app: Celery, lock: Waiting) -> str:
+    """Return that a message was sent to another broker, and what to do; empty if it was not, or if that is unknown."""
+    own = own_broker(app)
+    if not lock.broker or is_one_broker(lock.broker, own):
+        return ""
+    return (
+        f"it was sent to the broker {lock.broker}, and the broker of this process is {own}: ask with the settings of "
+        "its sender"
+    )
+
+
+def queue_here(app: Celery, lock: Waiting) -> str:
+    """Return the queue of a message; empty if it is unknown, or in another broker."""
+    return "" if sent_to_another_broker(app, lock) else lock.queue
 
 
 def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
@@ -496,4 +519,7 @@ class LostMessages:
         """
         waiting = [Waiting.of(key, record) for key, record in backend.read([*dict.fromkeys(keys)])]
         old = [lock for lock in waiting if lock is not None and not may_yet_start(lock, Config.of(self.app))]
+        others = [lock.ref.key for lock in old if sent_to_another_broker(self.app, lock)]
+        for key in others[:MOST_OTHERS]:  # a beat of that broker can ask
+            backend.suspect(suspects_key(Config.of(self.app).singleton_key_prefix), key)
         return free(self.app, examine(self.app, old, backend=backend, answers=self._answers), backend=backend)

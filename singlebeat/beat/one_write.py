@@ -17,6 +17,7 @@ from redis import RedisCluster
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
+from ..broker import own_broker
 from ..clients import native
 from ..connections import RedisError, ResponseError, broker_place, lock_server, schedule_client, schedule_url
 from ..errors import ConfigError, LockBackendError
@@ -445,7 +446,9 @@ class _Sending:
             raise _NotSentError
         if dispatch.call is not None:
             delay = delay_of(attempt.message, self.one_write.app, self.now)
-            dispatch.note = note(dispatch.call.ref, queue=outbox.queue, delay=delay)
+            dispatch.note = note(
+                dispatch.call.ref, broker=own_broker(self.one_write.app), queue=outbox.queue, delay=delay
+            )
         if self.writes_each and not self._write_at_once(attempt):
             raise _NotSentError
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from celery.beat import SchedulingError
 from celery.signals import before_task_publish
 
+from ..broker import own_broker
 from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError
 from ..locks import backend_of
@@ -145,7 +146,7 @@ class SeveralWrites:
         Args:
             sent: ids of occurrences.
         """
-        refs = defaultdict[float, dict[Ref, str]](dict)
+        refs, broker = defaultdict[float, dict[Ref, str]](dict), own_broker(self.app)
         for message in messages:
             if message.occurrence.id not in sent:
                 continue
@@ -153,7 +154,7 @@ class SeveralWrites:
             delay = delay_of(message, self.app, self.now)
             queue = self._queues.get(message.occurrence.id, "")
             for ref in message.locks:
-                refs[seconds][ref] = note(ref, queue=queue, delay=delay)
+                refs[seconds][ref] = note(ref, broker=broker, queue=queue, delay=delay)
         for seconds, locks in refs.items():  # one round trip, unless countdowns differ
             if seconds > UNSENT_TTL:
                 self.dispatcher.progress()

@@ -173,7 +173,8 @@ class ScheduleStatus:
         return (
             f"a beat of app {self.other_app} {'shares the work' if self.is_shared else 'leads'}, and sends entries to "
             "the queues of its own app, whose workers may drop them: give each app a prefix of its own "
-            "(redbeat_key_prefix), or set singlebeat_other_app_check to ignore if they share the schedule on purpose"
+            "(redbeat_key_prefix; and singleton_key_prefix, if they share the server of the locks), or set "
+            "singlebeat_other_app_check to ignore if they share the schedule on purpose"
         )
 
     @property
@@ -270,7 +271,8 @@ class ScheduleStatus:
                     f"the beat {host}, pid {pid}, which {role}, sends to the broker {beat['broker']}, "
                     f"and the broker of this process is {self.broker}. If these are two fleets, such as staging and "
                     "production, they share the prefix, and the workers of one get no messages: give each fleet a "
-                    "prefix of its own (redbeat_key_prefix). If it is one broker, name it alike everywhere"
+                    "prefix of its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the "
+                    "locks). If it is one broker, name it alike everywhere"
                 )
 
     @classmethod

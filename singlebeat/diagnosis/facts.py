@@ -16,7 +16,7 @@ from ..beat.entries.statics import owner_of
 from ..beat.explain import Facts, HeldLock, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
-from ..beat.lost_messages import examine
+from ..beat.lost_messages import examine, queue_here
 from ..beat.result_backend import ResultBackendError, read_end, result_place
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM
@@ -188,7 +188,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         stored_end=stored,
         results_away=results_away,
         found=found,
-        found_in=delivery_of(app, found.lock.queue, workers) if found is not None else None,
+        found_in=delivery_of(app, queue_here(app, found.lock), workers) if found is not None else None,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=_silence(app, entry, records, workers) if entry is not None else "",
         wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..beat.explain import HeldLock
-from ..beat.lost_messages import AHEAD_FROM, BEFORE_SET_BACK, Found, Waiting, examine, free, may_yet_start
+from ..beat.lost_messages import AHEAD_FROM, BEFORE_SET_BACK, Found, Waiting, examine, free, may_yet_start, queue_here
 from ..config import Config
 from ..connections import broker_place
 from ..errors import SinglebeatError
@@ -21,13 +21,13 @@ from .workers import BrokerError, Workers, delivery_of
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("HeldLock", "NotFreedError", "every", "free_one", "held_by", "locks_of", "old", "waiting")
+__all__ = ("HeldLock", "NotFreedError", "Row", "every", "free_one", "held_by", "locks_of", "old", "waiting")
 
 #: A lock: its key, its record, and what the record says.
-_Row = tuple[str, Mapping[str, str], HeldLock]
+Row = tuple[str, Mapping[str, str], HeldLock]
 
 
-def locks_of(app: Celery) -> Iterator[_Row]:
+def locks_of(app: Celery) -> Iterator[Row]:
     """Yield every lock with its key and its record."""
     config = Config.of(app)
     for key, record in backend_of(app).locks(config.singleton_key_prefix):
@@ -61,14 +61,14 @@ def held_by(app: Celery, task_ids: Collection[str]) -> Mapping[str, HeldLock]:
     return found
 
 
-def waiting(rows: Iterable[_Row], task_ids: Collection[str] | None = None) -> Iterator[Waiting]:
+def waiting(rows: Iterable[Row], task_ids: Collection[str] | None = None) -> Iterator[Waiting]:
     """Yield the locks whose messages have not started, of all tasks or of some."""
     for key, record, lock in rows:
         if (task_ids is None or lock.task_id in task_ids) and (found := Waiting.of(key, record)) is not None:
             yield found
 
 
-def old(app: Celery, rows: Iterable[_Row]) -> Iterator[Waiting]:
+def old(app: Celery, rows: Iterable[Row]) -> Iterator[Waiting]:
     """Yield the locks that have been queued for so long that their messages may be lost."""
     return (lock for lock in waiting(rows) if not may_yet_start(lock, Config.of(app)))
 
@@ -164,6 +164,6 @@ def _free_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
     results: list[Found] = examine(app, [found]) if found is not None else []
     if not free(app, results):
         unknown = f"the lock of task {lock.task_id} is not freed: nothing more is known about its message"
-        why = f"{results[0]}{_unread(app, results[0].lock.queue)}" if results else unknown
+        why = f"{results[0]}{_unread(app, queue_here(app, results[0].lock))}" if results else unknown
         raise NotFreedError(f"{why}. --force frees it now; a message that starts later acquires the lock again")
     flush_ends(app)

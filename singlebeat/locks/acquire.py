@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from kombu import Connection
 from kombu.utils.encoding import safe_repr
 
+from ..broker import broker_name, own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..log import Log
@@ -34,6 +37,8 @@ from .late_release import awaits_releases, cancel_release, refused, release_late
 from .modes import LockMode, Overlap, encode_arguments, equal_calls_may_differ, has_continuations
 
 if TYPE_CHECKING:
+    from celery import Celery
+
     from .base import Options
     from .key import Arguments, NamedArguments
     from .task import LockableTask
@@ -50,6 +55,7 @@ __all__ = (
     "keep",
     "left_behind",
     "note",
+    "note_of_broker",
     "plan_call",
     "unlocked_ticket",
 )
@@ -274,9 +280,18 @@ def _call(
     if task.lock == LockMode.UNTIL_EXPIRED and expiry:
         wait = expiry
     entry = entry_of(options.get("headers") or {})
-    sent = note(ref, queue="", delay=0.0) if options.get("exchange") else ""
+    broker = _broker_of(task.app, options)
+    sent = note(ref, broker=broker, queue="", delay=0.0) if options.get("exchange") else note_of_broker(broker)
     shown = readable(args or (), kwargs or {}, options, app=task.app, task=task.name)
     return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent)
+
+
+def _broker_of(app: Celery, options: Options) -> str:
+    """Return the name of the broker that Celery sends a call to; empty if unknown."""
+    given = options.get("connection") or getattr(options.get("producer"), "connection", None)
+    if given is None:
+        return own_broker(app)
+    return broker_name(given) if isinstance(given, Connection) else ""
 
 
 def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
@@ -333,14 +348,21 @@ def answered(task: LockableTask, call: Call, holder: Holder) -> Holder:
     return dataclasses.replace(holder, task_id=call.ref.task_id) if holder.verdict is Verdict.DONE else holder
 
 
-def note(ref: Ref, *, queue: str, delay: float) -> str:
-    """Return the note, in JSON, that is stored in the lock of a message for the search for lost messages.
+def note(ref: Ref, *, broker: str, queue: str, delay: float) -> str:
+    """Return the note, in JSON, that is stored in the lock of a sent message for the search for lost messages.
 
     Args:
+        broker: its name.
         queue: of the message; empty if the broker's bindings decide.
         delay: seconds from the sending of the message until it may start.
     """
-    return json.dumps({"gen": str(ref.generation), "queue": queue, "delay": delay})
+    return json.dumps({"gen": str(ref.generation), "queue": queue, "delay": delay, "broker": broker})
+
+
+@lru_cache(maxsize=64)
+def note_of_broker(broker: str) -> str:
+    """Return the note for a message of which only the broker is known, and not whether it is sent; empty if unknown."""
+    return json.dumps({"broker": broker}) if broker else ""
 
 
 def keep(backend: BaseBackend, locks: Mapping[Ref, str], seconds: float) -> None:

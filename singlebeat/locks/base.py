@@ -389,6 +389,7 @@ class BaseBackend(ABC):
         arguments: str,
         expiry: float | None = None,
         entry: str = "",
+        note: str = "",
     ) -> Holder:
         """Try to start a run: with STARTED it runs; with COPY, STALE, DONE, REPLACED or HELD it must not start.
 
@@ -400,6 +401,7 @@ class BaseBackend(ABC):
             lease: seconds that the lock outlives a worker that died.
             remember_for: seconds for which the end of a run is remembered.
             entry: name of the schedule's entry that sent the message, for people; empty: a program sent it.
+            note: for the search for lost messages, if the message held no lock; empty: none.
         """
 
     @abstractmethod

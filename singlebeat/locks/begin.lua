@@ -1,7 +1,7 @@
 --- begin: start a run, or return the verdict that forbids the start.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next; worker
---                     and renewed (ms), as in renew, of earlier deliveries
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next; worker,
+--                     renewed (ms) and sent, as in renew, of earlier deliveries
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
 --                     "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
 -- KEYS[3]  queued     hash, as lock: the lock of the message while it is queued; KEYS[1] if the lock is the same
@@ -20,7 +20,8 @@
 --                     has the turn if the turn is free; 0: the message is not sent again
 -- ARGV[10] entry      name of the schedule's entry that sent the message, for people; empty: a program sent it
 -- ARGV[11] waits_since  the server's time (ms) since which the message waits, as an earlier reply gave it; 0: not known
--- ARGV[12] deadline   the server's time (ms) after which no caller waits for the reply
+-- ARGV[12] note       for the field "sent" of a lock that the message did not hold, as in acquire; empty: none
+-- ARGV[13] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
 --          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn}
@@ -48,7 +49,7 @@ local PATIENCE = 30000 -- ms that a call may wait until no newer one overtakes i
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-if now > tonumber(ARGV[12]) then
+if now > tonumber(ARGV[13]) then
   return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
 end
 
@@ -180,6 +181,9 @@ end
 local bound, payload = record[5], record[10] or ""
 if not holder then
   redis.call("HSET", lock, "id", id, "task", task, "args", args, "entry", entry)
+  if ARGV[12] ~= "" then
+    redis.call("HSET", lock, "sent", ARGV[12])
+  end
 end
 if not bound and expiry > 0 then
   bound = now + expiry

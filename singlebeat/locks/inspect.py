@@ -100,6 +100,7 @@ class InspectBackend(BaseBackend):
         arguments: str,
         expiry: float | None = None,
         entry: str = "",
+        note: str = "",
     ) -> Holder:
         """Start a run (STARTED) unless a duplicate started earlier; with HELD or COPY it must not start."""
         node, began = current_task.request.hostname if current_task else "", time.time()

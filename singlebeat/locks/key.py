@@ -51,6 +51,7 @@ LOCK_FIELDS: Mapping[str, str] = {
     "fence": "The fencing number of the run.",
     "worker": "The worker that has renewed the lock last.",
     "renewed": "When that was, in milliseconds since 1970.",
+    "sent": "JSON with the ``broker`` of its message: transport, host, port, virtual host; and more, which may change.",
 }
 
 #: The keys of locks: the Redis type and what each holds.

@@ -104,6 +104,7 @@ class LegacyBackend(BaseBackend):
         arguments: str,
         expiry: float | None = None,
         entry: str = "",
+        note: str = "",
     ) -> Holder:
         """Try to start a run: with STARTED it runs; with STALE or HELD it must not start."""
         with _naming(self.name):

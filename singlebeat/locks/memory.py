@@ -147,6 +147,7 @@ class MemoryBackend(BaseBackend):
         arguments: str,
         expiry: float | None = None,
         entry: str = "",
+        note: str = "",
     ) -> Holder:
         """Start a run, or return the verdict that forbids the start."""
         with self._mutex:

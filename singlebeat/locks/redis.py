@@ -228,14 +228,15 @@ class RedisBackend(BaseBackend):
         arguments: str,
         expiry: float | None = None,
         entry: str = "",
+        note: str = "",
     ) -> Holder:
         """Start a run, or return the verdict that forbids the start.
 
         A server that runs the script only after the timeout leaves the lock alone, as in ``acquire_many``.
         """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
-        shown = task, arguments
-        args = (*owner, _ms(lease), _ms(expiry), *shown, _ms(remember_for), _ms(turn_ttl), entry, _ms(waits_since))
+        times = _ms(remember_for), _ms(turn_ttl)
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, *times, entry, _ms(waits_since), note)
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         (holder,) = self._run_before_deadline(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:

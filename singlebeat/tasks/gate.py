@@ -19,10 +19,11 @@ from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.utils.encoding import safe_repr
 
 from .. import signals
-from ..broker import BlockedError, ConfirmingSender
+from ..broker import BlockedError, ConfirmingSender, own_broker
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
+from ..locks.acquire import note_of_broker
 from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, entry_of, without_deaths
 from ..locks.key import behind_key, readable
 from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
@@ -188,6 +189,7 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             arguments=readable(request.args or (), request.kwargs or {}, vars(request), app=task.app, task=task.name),
             expiry=task.effective_lock_expiry,
             entry=entry_of(vars(request)),
+            note=note_of_broker(own_broker(task.app)),
         )
     except LockBackendError as exc:
         policy = config.singleton_on_backend_error

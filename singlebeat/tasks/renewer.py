@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from celery.worker.state import revoked, revoked_stamps
 
 from .. import signals
+from ..broker import own_broker
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import new_backend
+from ..locks.acquire import note_of_broker
 from ..locks.base import RENEWALS_PER_LEASE, BaseBackend, Ref, Renewal, Ticket, entry_of
 from ..log import Log
 from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, native_sleep, start_native_thread
@@ -82,6 +84,7 @@ class Renewer:
         self.lease, self.remember_for = config.singlebeat_lock_lease, config.singlebeat_queued_ttl
         #: Name under which the renewer announces its worker; empty if it does not.
         self.name = f"{os.uname().nodename}:{os.getpid()}"
+        self._note = note_of_broker(own_broker(app))
         self.backend = new_backend(app, own_connections=True)
         self._gate = new_backend(app, own_connections=True)
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
@@ -303,6 +306,7 @@ class Renewer:
     def _begin(self, request: Request, ref: Ref) -> None:
         queued = request.ticket.queued if request.ticket else ""
         about = {"task": request.name, "arguments": request.shown, "entry": entry_of(request.request_dict)}
+        about["note"] = self._note
         self.backend.begin(ref, queued=queued, lease=self.lease, remember_for=self.remember_for, **about)
 
 

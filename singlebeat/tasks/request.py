@@ -17,10 +17,11 @@ from kombu.utils.encoding import safe_repr
 from kombu.utils.functional import maybe_list
 from kombu.utils.uuid import uuid
 
+from ..broker import own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import time_to_start
-from ..locks.acquire import unlocked_ticket
+from ..locks.acquire import note_of_broker, unlocked_ticket
 from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
@@ -243,6 +244,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 task=self.task.name,
                 arguments=self.shown,
                 entry=entry_of(self.request_dict),
+                note=note_of_broker(own_broker(self.app)),
             )
         except LockBackendError as exc:
             if renewer.answers() and not isinstance(exc, UnusableLockError):

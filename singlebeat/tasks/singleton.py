@@ -263,7 +263,8 @@ class Singleton(Task):  # type: ignore[misc]
                 given.pop("task_id", None)
                 overlap = overlap_for(self, given.pop("overlap", None))
                 planned.append((task_id, overlap, given))
-                plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
+                about = {**given, "producer": producer}
+                plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=about)
                 yield plan, self._publisher(args, kwargs, task_id, given)
 
         outcomes: list[AsyncResult | Refused | None] = []

@@ -13,6 +13,7 @@ from kombu.messaging import Producer
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from singlebeat.broker import own_broker
 from singlebeat.locks import backend_of
 from singlebeat.outbox import MOST_CHARACTERS, Outbox
 from tests.proxy import LossyProxy
@@ -70,6 +71,8 @@ def test_many_entries_are_sent_in_a_few_batches(bench, redis, broker, batches, t
     assert redis.zcard(PENDING) == 0
     assert len(redis.keys("SINGLETONLOCK_*")) == 150
     assert all(redis.ttl(key) > 60 for key in redis.keys("SINGLETONLOCK_*")), "they last as long as the messages wait"
+    notes = [json.loads(redis.hget(key, "sent")) for key in redis.keys("SINGLETONLOCK_*")]
+    assert {(note["queue"], note["broker"]) for note in notes} == {(QUEUE, own_broker(bench.app))}
 
 
 @pytest.mark.parametrize("prefix", ["", "{shop}:"])

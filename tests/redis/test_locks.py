@@ -819,6 +819,19 @@ def test_a_queued_message_starts_under_a_short_lease(backend, redis, lives):
     assert int(redis.hget(LOCK, "fence")) == holder.fence > 0
 
 
+def test_a_lock_keeps_the_note_of_its_sender_and_else_that_of_its_worker(backend, redis):
+    begin(backend, note="worker")
+    rotate(backend, RUN, Ref(LOCK, "a", 1))
+    assert redis.hget(LOCK, "sent") == "worker"
+    backend.unlock(LOCK)
+    acquire(backend, note="sender")
+    begin(backend, note="worker")
+    assert redis.hget(LOCK, "sent") == "sender"
+    backend.unlock(LOCK)
+    begin(backend)
+    assert not redis.hexists(LOCK, "sent")
+
+
 def test_a_message_whose_lock_is_gone_takes_it_at_its_start(backend, redis, lives):
     holder = begin(backend)
 

@@ -31,6 +31,7 @@ from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton
 from singlebeat.beat import lost_messages as lost
+from singlebeat.broker import own_broker
 from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
@@ -350,6 +351,21 @@ def test_a_waiting_message_never_starts_because_the_locks_are_unreachable(
     assert redis.llen("celery") == 2, "those that wait were sent again"
     said = [record.message for record in caplog.records if "event=unlocked" in record.message]
     assert [[id_ for id_ in ids if id_ in text] for text in said] == [[ids[2]], [ids[3]]]
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_lock_taken_at_the_start_names_the_broker_of_its_worker(app, deliver, redis, base):
+    """A retry of it waits under that lock."""
+    seen, id_ = [], uuid()
+
+    def look(_: str) -> None:
+        seen.append(redis.hget("SINGLETONLOCK_a", "sent"))
+
+    task = app.task(look, name="app.task", shared=False, **based(base))
+
+    started(deliver(task, ["a"], id=id_, **{HEADER: waiting(id_)}))
+
+    assert [json.loads(note) for note in seen] == [{"broker": own_broker(app)}]
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])

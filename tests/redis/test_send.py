@@ -355,6 +355,36 @@ def test_a_call_over_a_connection_of_ones_own_goes_there(server, redis, own_serv
     assert (again.id, again.is_duplicate) == (result.id, True)
 
 
+@pytest.mark.parametrize("by", ["delay", "many", "exchange", "producer", "connection", "many by producer", "hook"])
+def test_a_lock_names_the_broker_of_its_message_however_it_is_sent(server, redis, monkeypatch, by):
+    """In its note for the search for lost messages, without a round trip of its own."""
+    there = {"producer", "connection", "many by producer"}
+    with apps(server.celery_url) as app, app.connection_for_write(f"{server.celery_url}/7") as connection:
+        task, producer = define(app), app.amqp.Producer(connection)
+        if by == "hook":
+            monkeypatch.setattr(before_task_publish, "receivers", [*before_task_publish.receivers])
+            before_task_publish.connect(lambda **_: None, weak=False)
+        match by:
+            case "delay" | "hook":
+                task.delay(1)
+            case "many":
+                task.apply_async_many([((1,), {}, {})])
+            case "many by producer":
+                task.apply_async_many([((1,), {}, {})], producer)
+            case "exchange":
+                task.apply_async((1,), exchange="celery", routing_key="celery")
+            case "producer":
+                task.apply_async((1,), producer=producer)
+            case "connection":
+                task.apply_async((1,), connection=connection)
+
+        note = json.loads(redis.hget(task.generate_lock(task.name, [1], {}), "sent"))
+
+    assert note["broker"] == f"redis://127.0.0.1:{server.port}/{7 if by in there else 0}"
+    with server.client(db=7) as broker:
+        assert len(values(broker)) == (by in there)
+
+
 @pytest.mark.parametrize("overlap", ["skip", "raise"])
 def test_a_duplicate_over_a_connection_of_ones_own_is_not_sent(app, server, redis, overlap):
     task = define(app, overlap=overlap)

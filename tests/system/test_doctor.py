@@ -241,7 +241,7 @@ def test_two_fleets_that_share_the_prefix_of_the_locks_are_named(celery, app, or
         assert "singleton_key_prefix" not in Tools(other).ask("doctor")
     assert f"worker {name}, which has another broker (redis://" in text
     assert f"localhost:{own_server.port}//), holds the lock of task" in text
-    assert f"holds the lock of task {task.id} ({APP}.single): two apps, or two fleets" in text
+    assert f"holds the lock of task {task.id} ({APP}.single). If these are two apps, or two fleets" in text
     oracle.let_go("long")
 
 

@@ -11,9 +11,10 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.lost_messages import LostMessages, Waiting, examine
+from singlebeat.beat.lost_messages import MOST, LostMessages, Waiting, examine
 from singlebeat.beat.store.history import Record
 from singlebeat.locks import backend_of, worker_name
+from singlebeat.locks.key import suspects_key
 from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
 from tests.system.apps import make_app
 
@@ -21,6 +22,9 @@ BEAT = ("beat", "-S", "singlebeat.Scheduler")
 
 #: Seconds instead of 30 after which a queued lock is checked.
 SOON = {"singlebeat_lost_after": 1.5}
+
+#: The key of the locks whose messages may be lost.
+SUSPECTS = suspects_key("SINGLETONLOCK_")
 
 #: Seconds for which no entry may be silent.
 A_MINUTE = 60.0
@@ -249,3 +253,59 @@ def test_a_purged_message_is_explained_and_its_lock_freed(celery, app, ask, redi
     second = records(app, "purged", "dispatched")[0].task_id
     skipped(app, "purged", second, 2)
     ask("unlock", second, until=f"free; it was held by task {second}, queued")
+
+
+def test_a_message_in_another_broker_is_never_called_lost(celery, server, app, ask, redis):
+    """Neither by commands nor by a beat of another broker; a beat of its own broker finds out when it is lost."""
+    there = f"{server.celery_url}/7"
+    celery("worker", "-c", "1").ready()
+    celery("worker", "-c", "1", "-Q", "other", conf={"broker_url": there}).ready()
+    seen(app)
+    entry(app, "good")
+    sender = celery(*BEAT, conf={**SOON, "broker_url": there})
+    (first,) = sent_again(app, "good")
+    skipped(app, "good", first.task_id, 3)
+    theirs, ours = (f"redis://127.0.0.1:{server.port}/{db}" for db in (7, 0))
+    elsewhere = f"was sent to the broker {theirs}, and the broker of this process is {ours}"
+
+    said = [
+        ask("explain", "good", until=elsewhere),
+        ask("doctor", until=f"task {first.task_id} ({APP}.plain) holds a lock: it {elsewhere}"),
+        ask("unlock", first.task_id, until=f"{elsewhere}: ask with the settings of its sender. --force frees it now"),
+        ask("unlock", "--stale", until="0 of 1 old queued locks were freed"),
+    ]
+
+    assert not any(wrong in text for text in said for wrong in ("is lost:", "that is lost", "reads queue celery"))
+    sender.stop()
+    other = celery(*BEAT, conf=SOON)
+    other.wait_for("this beat leads")
+    skipped(app, "good", first.task_id, 9)
+    other.stop()
+    assert not other.matches("event=message_lost")
+    with server.client(db=7) as broker:
+        assert broker.llen("celery") == 1
+        broker.delete("celery")
+    celery(*BEAT, conf={**SOON, "broker_url": there}).wait_for(rf"event=message_lost .*id={first.task_id}")
+    sent_again(app, "good", after=1)
+
+
+def test_a_beat_leaves_lost_messages_to_the_beat_of_their_broker(celery, server, app):
+    """Two fleets with one server for their locks: the beat that learns of the lock passes that on to the other one."""
+    theirs = {**SOON, "broker_url": f"{server.celery_url}/7", "redbeat_key_prefix": "theirs:"}
+    with make_app(server.celery_url, theirs) as other, make_app(server.celery_url, SOON) as ours:
+        first = other.tasks[f"{APP}.single"].apply_async(("one",), queue="later")
+        single, backend = ours.tasks[f"{APP}.single"], backend_of(ours)
+        celery("worker", "-c", "1").ready()
+        celery("worker", "-c", "1", conf=theirs).ready()
+        with server.client(db=7) as broker:
+            broker.delete("later")
+        wait_until(lambda: single.delay("one") == first and backend.suspects(SUSPECTS, MOST), what="a suspect")
+
+        assert not LostMessages(ours).search(backend, [single.generate_lock(single.name, ["one"], {})])
+
+        beat = celery(*BEAT, conf=SOON)
+        beat.wait_for("this beat leads")
+        their_beat = celery(*BEAT, conf=theirs)
+        wait_until(lambda: not single.delay("one").is_duplicate, timeout=A_MINUTE, what="a free lock")
+        their_beat.wait_for(rf"event=message_lost task={APP}.single id={first.id}")
+        assert not beat.matches("event=message_lost")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from singlebeat.beat.lost_messages import Found, Waiting, _read_ends, may_yet_start
+from singlebeat.beat.lost_messages import Found, Waiting, _read_ends, may_yet_start, sent_to_another_broker
 from singlebeat.config import Config
-from singlebeat.locks.acquire import note
+from singlebeat.locks.acquire import note, note_of_broker
 from singlebeat.locks.base import Ref
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE
 
@@ -17,7 +17,7 @@ NOW = 2_000_000_000_000
 
 #: Of a message that beat has sent a minute ago.
 RECORD = {"id": "a", "gen": "0", "state": "queued", "since": str(NOW - 60_000), "now": str(NOW), "ttl": "3540"}
-SENT = {"sent": note(Ref("k", "a"), queue="q", delay=0)}
+SENT = {"sent": note(Ref("k", "a"), broker="redis://h:6379/0", queue="q", delay=0)}
 
 
 def waiting(key: str = "SINGLETONLOCK_{a}", **fields: Any) -> Waiting | None:
@@ -55,6 +55,19 @@ def test_a_message_is_missed_when_no_cause_for_its_wait_is_left(fields, expected
     assert bool(reason(**fields)) is bool(expected)
 
 
+def test_a_message_in_another_broker_is_left_to_that_one():
+    app = Celery(broker="redis://localhost/0", set_as_current=False)
+    brokers = ("redis://127.0.0.1:6379/0", "redis://h:6379/0", "")
+
+    said = [sent_to_another_broker(app, waiting(sent=note_of_broker(broker))) for broker in brokers]
+
+    assert said[0] == said[2] == ""
+    assert said[1] == (
+        "it was sent to the broker redis://h:6379/0, and the broker of this process is redis://127.0.0.1:6379/0: ask "
+        "with the settings of its sender"
+    )
+
+
 AHEAD = {"since": str(NOW + 18_000_000), "ttl": str(18_000 + 3_600)}
 
 
@@ -66,7 +79,11 @@ AHEAD = {"since": str(NOW + 18_000_000), "ttl": str(18_000 + 3_600)}
         pytest.param({"ttl": "3500"}, "", id="one that a call has met since then"),
         pytest.param({"ttl": "3660"}, "its countdown or eta may not be over", id="a countdown that a call has met"),
         pytest.param({"ttl": "21660"}, "its countdown or eta may not be over", id="a countdown"),
-        pytest.param({"sent": note(Ref("k", "a"), queue="q", delay=40)}, "eta may not be over", id="a known delay"),
+        pytest.param(
+            {"sent": note(Ref("k", "a"), broker="redis://h:6379/0", queue="q", delay=40)},
+            "eta may not be over",
+            id="a known delay",
+        ),
         pytest.param({"ttl": "18060"}, "it is not known whether its message was sent", id="one that may be unsent"),
         pytest.param(
             {"worker": "w", "renewed": str(NOW - 9_000)}, "worker w has its message", id="kept by a worker since then"
@@ -89,7 +106,9 @@ def test_a_message_queued_before_the_clock_was_set_back_has_no_age():
 
 
 def test_a_delay_that_beat_knows_counts_though_the_lock_ends_before():
-    assert "counts as late only after 70 s" in reason(ttl="540", sent=note(Ref("k", "a"), queue="q", delay=40))
+    assert "counts as late only after 70 s" in reason(
+        ttl="540", sent=note(Ref("k", "a"), broker="redis://h:6379/0", queue="q", delay=40)
+    )
 
 
 def test_a_note_on_an_earlier_message_says_nothing_of_its_retry():

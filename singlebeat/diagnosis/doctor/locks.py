@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from ...beat.delivery import queue_of
 from ...beat.entries.statics import owner_of
-from ...beat.lost_messages import MOST, Waiting, examine
+from ...beat.lost_messages import MOST, Waiting, examine, queue_here, sent_to_another_broker
 from ...beat.status import counted
 from ...config import Config
 from ...errors import SinglebeatError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ...beat.explain import HeldLock
+    from ..locks import Row
     from ..workers import Workers
 
 #: Maximum number of locks that are read to find old locks.
@@ -47,8 +48,10 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
-    yield from _unread(app, schedule, [lock for lock in waiting(rows) if lock.queue])
-    yield from _of_other_brokers(app, [(record.get("task", ""), lock) for _, record, lock in rows])
+    yield from _unread(app, schedule, [lock for lock in waiting(rows) if queue_here(app, lock)])
+    if text := _run_of_another_broker(app, rows) or _message_of_another_broker(app, rows):
+        text = f"{text}. {_SHARED}"
+        yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
     if schedule.workers:
         yield from _silent_owners(schedule.workers, [lock for _, _, lock in rows if lock.seems_abandoned])
 
@@ -72,22 +75,28 @@ def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[F
             yield Finding("warning" if delivery.silent else "problem", f"queue {queue}", text)
 
 
-def _of_other_brokers(app: Celery, locks: Sequence[tuple[str, HeldLock]]) -> Iterator[Finding]:
-    """Check for a lock of a worker of another broker, whose app or fleet has the same prefix for locks."""
+def _run_of_another_broker(app: Celery, rows: Iterable[Row]) -> str:
+    """Return that a worker of another broker holds a lock; empty if none does."""
     brokers = defaultdict[str, set[str]](set)
     for announced in backend_of(app).workers():
         hostname, _, broker = announced.partition(" ")
         brokers[hostname].add(broker)
-    for task, lock in locks:
+    for _, record, lock in rows:
         others = brokers.get(lock.worker, set())
         if lock.state == "running" and others and worker_name(app, lock.worker).partition(" ")[2] not in others:
-            text = (
+            return (
                 f"worker {lock.worker}, which has another broker ({', '.join(sorted(others))}), holds the lock of task "
-                f"{lock.task_id} ({task}): two apps, or two fleets such as staging and production, share the prefix, "
-                "and a call of one keeps an equal call of the other from running. Give each a prefix of its own"
+                f"{lock.task_id} ({record.get('task', '')})"
             )
-            yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
-            return
+    return ""
+
+
+def _message_of_another_broker(app: Celery, rows: Iterable[Row]) -> str:
+    """Return that a message which was sent to another broker holds a lock; empty if none does."""
+    found = ((lock, sent_to_another_broker(app, lock)) for lock in waiting(rows))
+    return next(
+        (f"task {lock.ref.task_id} ({lock.task}) holds a lock: {reason}" for lock, reason in found if reason), ""
+    )
 
 
 def _silent_owners(workers: Workers, locks: Sequence[HeldLock]) -> Iterator[Finding]:
@@ -100,6 +109,13 @@ def _silent_owners(workers: Workers, locks: Sequence[HeldLock]) -> Iterator[Find
         )
         yield Finding("warning", "locks", text)
 
+
+#: What it means that processes with other brokers hold locks, and what to do.
+_SHARED = (
+    "If these are two apps, or two fleets such as staging and production, they share the prefix, and a call of one "
+    "keeps an equal call of the other from running: give each a prefix of its own. If they are one fleet, give all its "
+    "processes one broker_url"
+)
 
 #: The words for one lock and for several, for each outcome of the check of a lock's message.
 _STALE = {
