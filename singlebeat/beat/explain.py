@@ -91,6 +91,7 @@ class Facts:
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
     broker_away: str = ""  #: why the broker takes no messages
+    broker_refused: str = ""  #: why the workers could not be asked, though the broker answers
     queue_refused: str = ""  #: why the broker refuses the queue of a pending run
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
@@ -122,8 +123,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     elif facts.unusable:
         yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
     yield from _leadership(facts)
-    if facts.locks_refused:
-        yield f"Runs may not be sent or started because of {facts.locks_refused.rstrip('.')}."
+    yield from _refusals(facts)
     if at is None:
         yield from _pending(facts)
     record = record_at(facts.records, at)
@@ -162,6 +162,15 @@ def _leadership(facts: Facts) -> Iterator[str]:
         yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue_entries}."
+
+
+def _refusals(facts: Facts) -> Iterator[str]:
+    """Say what the broker and the locks' server refuse."""
+    if facts.broker_refused:
+        refused = facts.broker_refused.rstrip(".")
+        yield f"{_sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
+    if facts.locks_refused:
+        yield f"Runs may not be sent or started because of {facts.locks_refused.rstrip('.')}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:

@@ -120,11 +120,11 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     Raises:
         UnknownEntryError: there is no such entry.
     """
-    workers, entries, broker_away = None, Schedule(app), ""
+    workers, entries, broker_away, broker_refused = None, Schedule(app), "", ""
     try:
         workers = Workers.ask(app)
-    except NoQuestionsError:  # doctor names the right
-        pass
+    except NoQuestionsError as exc:
+        broker_refused = f"the broker {broker_place(app)} {exc}"
     except BrokerError as exc:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
@@ -182,6 +182,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         pending=pending,
         refused=refused,
         broker_away=broker_away,
+        broker_refused=broker_refused,
         queue_refused=next(refused_queues(app, [entry]), "") if pending is not None and entry is not None else "",
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",

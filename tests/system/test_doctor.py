@@ -90,6 +90,30 @@ def told(app: Celery, pattern: str, *command: str) -> str:
     return text
 
 
+@pytest.mark.parametrize("command", ["lpush", "brpop"])
+def test_a_right_that_workers_lack_on_the_broker_is_named(celery, server, oracle, own_server, command):
+    """A worker that lives cannot answer without LPUSH, and an operator's command hears nothing without BRPOP."""
+    admin = own_server.client()
+    admin.execute_command("ACL", "SETUSER", "br", "on", "nopass", "~*", "&*", "+@all")
+    broker = own_server.celery_url.replace("://", "://br:any@")
+    places = dict.fromkeys(("redbeat_redis_url", "singleton_backend_url"), server.url)
+    conf = {"broker_url": broker, **places}
+    with make_app(server.celery_url, conf) as app:
+        put(app, "e")
+        celery("worker", "-c", "1", conf=conf).ready()
+        celery("beat", conf=conf)
+        Schedule(app).trigger("e")
+        oracle.wait_ended(1, "e")
+        admin.execute_command("ACL", "SETUSER", "br", f"-{command}")
+
+        grant = rf"{command.upper()}.*: grant \+{command}|'{command}' command: grant \+{command}"
+        text = told(app, f"^problem  broker .*({grant})")
+        explained = told(app, f"^The broker .*({grant})", "explain", "e")
+
+    assert "wait in their queues" not in text
+    assert "No worker answers" not in explained
+
+
 def one_answers(said: Said) -> bool:
     return said.get("workers") == ("fine", "1 answer")
 
