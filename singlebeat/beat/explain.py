@@ -49,6 +49,7 @@ class HeldLock:
     renewed: float | None = None  #: seconds since its worker has renewed it last, or has started; None if unknown
     worker: str = ""  #: that has renewed it; empty if unknown
     is_ahead: bool = False  #: its last renewal lies in the future: the server's clock was set back since then
+    unusable: str = ""  #: which of its fields another program has spoilt, and what to do; empty if none
 
     @property
     def seems_abandoned(self) -> bool:
@@ -365,6 +366,12 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
+    elif facts.holder_end is not None and (lock.unusable or lock.seems_abandoned):
+        left = f"ends by itself in {lock.left:.0f} s" if lock.left is not None else "ends by itself soon"
+        why = lock.unusable or f"the lock {left}. To free it now: celery singlebeat unlock {shlex.quote(task_id)}"
+        yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {_sentence(why)}"
+    elif lock.unusable:
+        yield f"Task {task_id} holds the lock. {_sentence(lock.unusable)}"
     elif lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (

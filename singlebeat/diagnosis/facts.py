@@ -193,7 +193,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=_silence(app, entry, records, workers) if entry is not None else "",
         wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),
-        holder_end=_end_of(entries, record) if record is not None and task not in locks else None,
+        holder_end=_end_of(entries, record) if record is not None else None,
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
     )
 

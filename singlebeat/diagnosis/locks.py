@@ -12,7 +12,7 @@ from ..config import Config
 from ..connections import broker_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
-from ..locks.base import Ref, read_generation
+from ..locks.base import Ref, read_generation, unusable
 from ..locks.key import is_lock_key
 from ..locks.redis import RedisBackend
 from ..run_results import flush_ends
@@ -44,7 +44,10 @@ def locks_of(app: Celery) -> Iterator[_Row]:
         is_whole = None not in (age, left) and "until" not in record
         lease = (age or 0.0) + (left or 0.0) if is_whole else config.singlebeat_lock_lease
         about = record.get("id", ""), record.get("state", ""), left, lease
-        yield key, record, HeldLock(key, *about, age, worker if is_known else "", is_ahead)
+        spoilt = record.get("spoilt", "")
+        what = f"its fields {spoilt} must be numbers" if ", " in spoilt else f"its field {spoilt} must be a number"
+        why = unusable(key, what) if spoilt else ""
+        yield key, record, HeldLock(key, *about, age, worker if is_known else "", is_ahead, why)
 
 
 def every(app: Celery) -> Iterator[HeldLock]:

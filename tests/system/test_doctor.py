@@ -114,6 +114,24 @@ def test_a_right_that_workers_lack_on_the_broker_is_named(celery, server, oracle
     assert "No worker answers" not in explained
 
 
+def test_a_spoilt_lock_of_a_run_that_has_ended_is_named_with_its_fields(celery, app, oracle, redis):
+    put(app, "long", schedule=schedule(1), args=["long", 300], run_on_start=True)
+    celery("worker", "-c", "1").ready()
+    celery("beat")
+    oracle.wait_started(1, "long")
+    (key,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    redis.hset(key, mapping=dict.fromkeys(("gen", "since", "renewed", "fence"), "abc"))
+    oracle.let_go("long")
+
+    left = told(app, r"^Task \S+ has ended \(success\), and its lock was left", "explain", "long")
+    text = told(app, "^problem  locks: the lock .* is unusable: its fields fence, gen, renewed, since must be numbers")
+
+    free = re.escape(f"(celery singlebeat unlock --force '{key}')")
+    assert re.search(free, left)
+    assert re.search(free, text)
+    assert "probably died" not in Tools(app).ask("explain", "long")
+
+
 def one_answers(said: Said) -> bool:
     return said.get("workers") == ("fine", "1 answer")
 

@@ -102,6 +102,19 @@ def test_a_lock_renewed_before_the_clock_was_set_back_is_no_proof_of_life():
     assert "ends by itself within 30 s of the next call that meets it" in text
 
 
+def test_the_lock_of_a_run_that_has_ended_is_not_said_to_be_of_a_dead_worker():
+    end = End("success", "", "", 12.0, "w1", NOON)
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    left, renewed = (HeldLock("k", "x", "running", left, 30.0) for left in (5.0, 29.0))
+
+    text = said(skip, holder_end=end, locks={"x": left})
+
+    assert "Task x has ended (success), and its lock was left" in text
+    assert "The lock ends by itself in 5 s. To free it now: celery singlebeat unlock x" in text
+    assert "probably died" not in text
+    assert "has ended" not in said(skip, holder_end=end, locks={"x": renewed}), "it may run again"
+
+
 def test_a_run_of_which_no_end_is_known():
     assert "No end of it was recorded" in said(record(NOON))
     assert "It runs now, on w1." in said(record(NOON), running={"id": "w1"})

@@ -47,10 +47,13 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
+    for text in islice((lock.unusable for _, _, lock in rows if lock.unusable), MOST_NAMED):
+        yield Finding("problem", "locks", text)
     yield from _unread(app, schedule, [lock for lock in waiting(rows) if lock.queue])
     yield from _of_other_brokers(app, [(record.get("task", ""), lock) for _, record, lock in rows])
     if schedule.workers:
-        yield from _silent_owners(schedule.workers, [lock for _, _, lock in rows if lock.seems_abandoned])
+        silent = [lock for _, _, lock in rows if lock.seems_abandoned and not lock.unusable]
+        yield from _silent_owners(schedule.workers, silent)
 
 
 def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[Finding]:
