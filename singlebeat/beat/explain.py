@@ -409,6 +409,8 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     yield f"{_sentence(str(found))}."
     if facts.found_in is not None and facts.found_in.unread and not found.outcome:
         yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
+    if found.in_doubt:
+        yield f"If that message is lost, {found.way_out}."
     if found.outcome:
         yield (
             "Beat frees the lock when another run meets it, unless singlebeat_lost_after is None. To free it now: "

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..beat.explain import HeldLock
-from ..beat.lost_messages import AHEAD_FROM, BEFORE_SET_BACK, Found, Waiting, examine, free, may_yet_start
+from ..beat.lost_messages import AHEAD_FROM, BEFORE_SET_BACK, FREES_NOW, Found, Waiting, examine, free, may_yet_start
 from ..config import Config
 from ..connections import broker_place
 from ..errors import SinglebeatError
@@ -168,5 +168,5 @@ def _free_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
     if not free(app, results):
         unknown = f"the lock of task {lock.task_id} is not freed: nothing more is known about its message"
         why = f"{results[0]}{_unread(app, results[0].lock.queue)}" if results else unknown
-        raise NotFreedError(f"{why}. --force frees it now; a message that starts later acquires the lock again")
+        raise NotFreedError(f"{why}. --force {FREES_NOW}")
     flush_ends(app)

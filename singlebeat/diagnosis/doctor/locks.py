@@ -47,6 +47,14 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
+    doubtful = [each for each in found if each.in_doubt]
+    if doubtful:
+        kind = counted(len(doubtful), "lock may wait for a message that is", "locks may wait for messages that are")
+        text = (
+            f"{kind} lost, such as this: {doubtful[0]}. Equal runs and calls are refused meanwhile. If it is "
+            f"lost, {doubtful[0].way_out}"
+        )
+        yield Finding("warning", "locks", text)
     for text in islice((lock.unusable for _, _, lock in rows if lock.unusable), MOST_NAMED):
         yield Finding("problem", "locks", text)
     yield from _unread(app, schedule, [lock for lock in waiting(rows) if lock.queue])
