@@ -94,6 +94,11 @@ def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str:
     return next(chain(earlier, later), now)
 
 
+def _after(changes: Sequence[Change], field: str) -> str:
+    """Return a field of an entry as it was after the last change; empty if it was absent, or if that is not known."""
+    return next((change.after[field] for change in changes if field in change.after), "")
+
+
 class _Past(NamedTuple):
     """The past of an entry, as ``save.lua`` takes it."""
 
@@ -513,7 +518,8 @@ class Schedule:
         """Let an entry have the definition and policy again that it had before a change; return the entry.
 
         So this undoes that change and all later ones, and is a change itself. A removed entry comes back with its past,
-        and the times that have passed are not made up for.
+        and the times that have passed are not made up for. An entry that another program has removed comes back as it
+        was after its last change, by the id of that.
 
         Args:
             to: id of the change.
@@ -535,6 +541,8 @@ class Schedule:
         definition, policy = (
             _before(changes, at, field, now or "") for field, now in (("definition", stored[0]), ("policy", stored[2]))
         )
+        if not stored[0] and at == 0 and changes[0].action != "delete":  # another program has removed it
+            definition, policy = (_after(changes, field) for field in ("definition", "policy"))
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
         past = changes[at].before if not stored[0] else {}

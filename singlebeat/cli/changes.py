@@ -66,7 +66,8 @@ def revert_(app: Celery, as_json: bool, name: str, change: str) -> None:
     """Let an entry be again as it was before a change: undo that change and all later ones.
 
     It gets the definition and the policy of that time, and keeps its past. A deleted entry comes back by the id of its
-    deletion. A revert is a change, too, and can be undone by its own id. The command changes lists the ids.
+    deletion. An entry that another program has removed comes back by the id of its last change, as it was after that.
+    A revert is a change, too, and can be undone by its own id. The command changes lists the ids.
     """
     Schedule(app, by="cli").revert(name, change)
     back = comes_back(app, name, "replaces these values")

@@ -70,14 +70,21 @@ def read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Ent
 
 
 def why_gone(entries: Schedule, name: str) -> str:
-    """Return who has deleted an entry, and how to bring it back; empty if no such change is recorded."""
+    """Return who has deleted an entry, and how to bring it back; empty if no record names the entry."""
     change = next(iter(entries.changes(name, 1)), None)
-    if change is None or change.action != "delete":
-        return ""
+    if change is None:
+        record = next(iter(entries.history(name, 1)), None)
+        last = (
+            f". Another program has removed it; its last record is of {record.at:%Y-%m-%d %H:%M:%SZ}" if record else ""
+        )
+        return last and f"{last} (celery singlebeat history {shlex.quote(name)})"
     back = f"celery singlebeat revert {shlex.quote(name)} --to {change.id}"
-    return (
-        f". {change.actor or 'Another program'} has deleted it at {change.at:%Y-%m-%d %H:%M:%SZ}; to undo that: {back}"
-    )
+    at = f"{change.at:%Y-%m-%d %H:%M:%SZ}"
+    if change.action == "delete":
+        return f". {change.actor or 'Another program'} has deleted it at {at}; to undo that: {back}"
+    if change.action == "park":
+        return ""
+    return f". Another program has removed it; its last record is of {at} ({change.action}). To bring it back: {back}"
 
 
 def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> str:

@@ -102,7 +102,7 @@ def test_a_lock_renewed_before_the_clock_was_set_back_is_no_proof_of_life():
     assert "ends by itself within 30 s of the next call that meets it" in text
 
 
-def test_the_lock_of_a_run_that_has_ended_is_not_said_to_be_of_a_dead_worker():
+def test_a_lock_left_by_a_run_that_ended_names_no_dead_worker():
     end = End("success", "", "", 12.0, "w1", NOON)
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
     left, renewed = (HeldLock("k", "x", "running", left, 30.0) for left in (5.0, 29.0))
