@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.words import span
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
+from .silence import expiry_of
 from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
 from .store.probe import refuses_writes
 
@@ -315,16 +317,53 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
     elif record.decision == "buffered":
         yield from _waits(facts, record)
     else:
-        yield (
-            "No end of it was recorded: it waits in its queue, or its worker has died, or has no singlebeat installed. "
-            "Or it has ended, and that could not be recorded: the schedule's server did not take the record, or the "
-            "worker has another redbeat_redis_url or redbeat_key_prefix."
-        )
+        yield f"No end of it was recorded{_why_no_end(facts, record)}"
+    yield from _expiry(facts, record)
     if facts.results_away:
         yield (
             f"{_sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
             "run that fails meanwhile may be that of the backend."
         )
+
+
+def _why_no_end(facts: Facts, record: Record) -> str:
+    """Return the possible causes of a missing end, as the end of a sentence."""
+    if readers := _readers_without_singlebeat(facts):
+        return (
+            f": no singlebeat is in {', '.join(readers)}, or its settings name no server for locks, and no other "
+            "worker reads the queue."
+        )
+    if _has_later_run(facts, record):
+        return ", its lock is gone, and later runs have started: its worker has probably died while it ran."
+    return (
+        ": it waits in its queue, or its worker has died, or has no singlebeat installed. Or it has ended, and that "
+        "could not be recorded: the schedule's server did not take the record, or the worker has another "
+        "redbeat_redis_url or redbeat_key_prefix."
+    )
+
+
+def _expiry(facts: Facts, record: Record) -> Iterator[str]:
+    """Say of a run that has not started, as far as is known, that its message has expired."""
+    expires = expiry_of(facts.entry) if facts.entry is not None and record.end is None else None
+    lock = facts.locks.get(record.task_id)
+    is_started = record.task_id in (facts.running or ()) or facts.stored_end is not None
+    if not isinstance(expires, int | float) or is_started or (lock is not None and lock.state != "queued"):
+        return
+    if record.at + timedelta(seconds=expires) < facts.now:
+        yield f"If it still waits, it has expired (expires: {expires:g} s): a worker that gets its message drops it."
+
+
+def _readers_without_singlebeat(facts: Facts) -> Sequence[str]:
+    """Return the workers that read the queue of the entry's task; none if one of them has singlebeat."""
+    readers = sorted(facts.delivery.readers) if facts.delivery is not None else []
+    return readers if set(readers) <= set(facts.without_singlebeat) else []
+
+
+def _has_later_run(facts: Facts, record: Record) -> bool:
+    """Return whether a later run has started, of an entry whose runs take a lock."""
+    locked = facts.entry is not None and facts.entry.policy.overlap is not Overlap.ALLOW_ALL
+    later = (r for r in facts.records if r.nominal > record.nominal)
+    return locked and any(r.end is not None or r.task_id in (facts.running or ()) for r in later)
 
 
 def _about(facts: Facts, outcome: str) -> Iterator[str]:
@@ -435,6 +474,8 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
 
 def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
     """Say why a message stays in the queue of the entry's task, or is not run there."""
+    if delivery.unread and facts.found_in is not None and facts.found_in.queue == delivery.queue:
+        return  # it is said of the message that waits
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
         yield f"{_sentence(delivery.unread)}: messages wait there. To correct it: {hint}."

@@ -335,6 +335,17 @@ def test_a_record_of_another_program_does_not_hide_the_others(bench, cli, record
     assert not bench.schedule.get("e").policy.paused
 
 
+def test_changes_says_in_words_what_pauses_of_many_are(bench, cli):
+    cli("pause", "--tag", "b", "--note", "migration", "--until", "2090-01-01T10:00")
+    cli("resume", "--tag", "b")
+
+    resumed, paused = cli("changes").output.splitlines()[1:]
+
+    assert resumed.endswith("resume  entries with tag b: resumed")
+    words = r"entries with tag b are paused since \S+ \S+Z until 2090-01-01 10:00:00Z by \S+ \(migration\)$"
+    assert re.search(words, paused)
+
+
 # ---------------------------------------------------------------- revert
 
 
