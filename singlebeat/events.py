@@ -231,6 +231,11 @@ EVENTS: Mapping[str, Event] = {
         "The thread that renews locks met an unexpected error and goes on. The traceback follows.",
     ),
     "message_lost": Event((WARNING,), "Beat has freed a lock whose message is gone: ``reason``."),
+    "in_doubt": Event(
+        (WARNING,),
+        "A lock has been queued for ten times ``singlebeat_lost_after``, and its message may be lost: ``reason``, and "
+        "the command that frees the lock. Logged once for each message.",
+    ),
     "ran_elsewhere": Event(
         (WARNING,),
         "Beat has freed the lock of a task that has ended, and whose worker did not free it: ``reason``.",

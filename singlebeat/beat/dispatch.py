@@ -9,8 +9,6 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kombu.utils.encoding import safe_repr
-
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import backend_of, time_to_start
@@ -20,7 +18,7 @@ from ..log import Log
 from ..overlap import Overlap
 from .decision_log import log_decision
 from .entries.occurrence import WITHOUT_LOCK, Decision, DecisionType
-from .failures import Failures
+from .failures import Failures, unsendable
 from .message import prepare
 
 if TYPE_CHECKING:
@@ -221,7 +219,7 @@ class Dispatcher:
     def give_up(self, message: Message, exc: Exception) -> Confirmation:
         """Log that a message can never be sent, and return its confirmation as ``publish_failed``."""
         self.failures.backoff.forget(message.entry.key)
-        entry, why = message.entry, safe_repr(exc.__context__ or exc)
+        entry, why = message.entry, unsendable(exc)
         decision = Decision(entry.name, entry.task, message.occurrence, DecisionType.PUBLISH_FAILED, why)
         log_decision(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)))
         return message.claimed.confirmation(decision)

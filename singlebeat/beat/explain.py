@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.words import span
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
+from .silence import expiry_of
 from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
 from .store.probe import refuses_writes
 
@@ -49,6 +51,7 @@ class HeldLock:
     renewed: float | None = None  #: seconds since its worker has renewed it last, or has started; None if unknown
     worker: str = ""  #: that has renewed it; empty if unknown
     is_ahead: bool = False  #: its last renewal lies in the future: the server's clock was set back since then
+    unusable: str = ""  #: which of its fields another program has spoilt, and what to do; empty if none
 
     @property
     def seems_abandoned(self) -> bool:
@@ -91,6 +94,7 @@ class Facts:
     pending: Occurrence | None = None  #: claimed, and not known to be sent
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
     broker_away: str = ""  #: why the broker takes no messages
+    broker_refused: str = ""  #: why the workers could not be asked, though the broker answers
     queue_refused: str = ""  #: why the broker refuses the queue of a pending run
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
@@ -122,8 +126,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     elif facts.unusable:
         yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
     yield from _leadership(facts)
-    if facts.locks_refused:
-        yield f"Runs may not be sent or started because of {facts.locks_refused.rstrip('.')}."
+    yield from _refusals(facts)
     if at is None:
         yield from _pending(facts)
     record = record_at(facts.records, at)
@@ -164,6 +167,15 @@ def _leadership(facts: Facts) -> Iterator[str]:
         yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue_entries}."
+
+
+def _refusals(facts: Facts) -> Iterator[str]:
+    """Say what the broker and the locks' server refuse."""
+    if facts.broker_refused:
+        refused = facts.broker_refused.rstrip(".")
+        yield f"{_sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
+    if facts.locks_refused:
+        yield f"Runs may not be sent or started because of {facts.locks_refused.rstrip('.')}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:
@@ -307,16 +319,53 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
     elif record.decision == "buffered":
         yield from _waits(facts, record)
     else:
-        yield (
-            "No end of it was recorded: it waits in its queue, or its worker has died, or has no singlebeat installed. "
-            "Or it has ended, and that could not be recorded: the schedule's server did not take the record, or the "
-            "worker has another redbeat_redis_url or redbeat_key_prefix."
-        )
+        yield f"No end of it was recorded{_why_no_end(facts, record)}"
+    yield from _expiry(facts, record)
     if facts.results_away:
         yield (
             f"{_sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
             "run that fails meanwhile may be that of the backend."
         )
+
+
+def _why_no_end(facts: Facts, record: Record) -> str:
+    """Return the possible causes of a missing end, as the end of a sentence."""
+    if readers := _readers_without_singlebeat(facts):
+        return (
+            f": no singlebeat is in {', '.join(readers)}, or its settings name no server for locks, and no other "
+            "worker reads the queue."
+        )
+    if _has_later_run(facts, record):
+        return ", its lock is gone, and later runs have started: its worker has probably died while it ran."
+    return (
+        ": it waits in its queue, or its worker has died, or has no singlebeat installed. Or it has ended, and that "
+        "could not be recorded: the schedule's server did not take the record, or the worker has another "
+        "redbeat_redis_url or redbeat_key_prefix."
+    )
+
+
+def _expiry(facts: Facts, record: Record) -> Iterator[str]:
+    """Say of a run that has not started, as far as is known, that its message has expired."""
+    expires = expiry_of(facts.entry) if facts.entry is not None and record.end is None else None
+    lock = facts.locks.get(record.task_id)
+    is_started = record.task_id in (facts.running or ()) or facts.stored_end is not None
+    if not isinstance(expires, int | float) or is_started or (lock is not None and lock.state != "queued"):
+        return
+    if record.at + timedelta(seconds=expires) < facts.now:
+        yield f"If it still waits, it has expired (expires: {expires:g} s): a worker that gets its message drops it."
+
+
+def _readers_without_singlebeat(facts: Facts) -> Sequence[str]:
+    """Return the workers that read the queue of the entry's task; none if one of them has singlebeat."""
+    readers = sorted(facts.delivery.readers) if facts.delivery is not None else []
+    return readers if set(readers) <= set(facts.without_singlebeat) else []
+
+
+def _has_later_run(facts: Facts, record: Record) -> bool:
+    """Return whether a later run has started, of an entry whose runs take a lock."""
+    locked = facts.entry is not None and facts.entry.policy.overlap is not Overlap.ALLOW_ALL
+    later = (r for r in facts.records if r.nominal > record.nominal)
+    return locked and any(r.end is not None or r.task_id in (facts.running or ()) for r in later)
 
 
 def _about(facts: Facts, outcome: str) -> Iterator[str]:
@@ -358,6 +407,12 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
+    elif facts.holder_end is not None and (lock.unusable or lock.seems_abandoned):
+        left = f"ends by itself in {lock.left:.0f} s" if lock.left is not None else "ends by itself soon"
+        why = lock.unusable or f"the lock {left}. To free it now: celery singlebeat unlock {shlex.quote(task_id)}"
+        yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {_sentence(why)}"
+    elif lock.unusable:
+        yield f"Task {task_id} holds the lock. {_sentence(lock.unusable)}"
     elif lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
@@ -395,6 +450,8 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     yield f"{_sentence(str(found))}."
     if facts.found_in is not None and facts.found_in.unread and not found.outcome:
         yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
+    if found.in_doubt:
+        yield f"If that message is lost, {found.way_out}."
     if found.outcome:
         yield (
             "Beat frees the lock when another run meets it, unless singlebeat_lost_after is None. To free it now: "
@@ -419,6 +476,8 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
 
 def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
     """Say why a message stays in the queue of the entry's task, or is not run there."""
+    if delivery.unread and facts.found_in is not None and facts.found_in.queue == delivery.queue:
+        return  # it is said of the message that waits
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
         yield f"{_sentence(delivery.unread)}: messages wait there. To correct it: {hint}."

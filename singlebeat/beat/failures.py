@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kombu.exceptions import OperationalError
+from kombu.utils.encoding import safe_repr
 
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import LockBackendError, UnusableLockError
@@ -18,12 +19,18 @@ if TYPE_CHECKING:
 
     from .message import Message
 
-__all__ = ("BROKER", "LOCKS", "Failures", "causes", "in_words", "is_refusal", "is_transient")
+__all__ = ("BROKER", "LOCKS", "Failures", "causes", "in_words", "is_refusal", "is_transient", "unsendable")
 
 log = Log("celery.beat")
 
 #: The servers without which messages are not sent, as the log names them.
 BROKER, LOCKS = "the broker", "the locks' server"
+
+#: The advice about a message that RabbitMQ can deliver to no queue.
+_NO_QUEUE = (
+    "no queue is bound to that exchange with that routing key: start a worker that reads the queue, or correct "
+    "exchange or routing_key"
+)
 
 #: Errors of an unreachable broker or locks' server.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -65,6 +72,12 @@ def in_words(exc: Exception) -> str:
     """Return an error for a log: the name of the first cause as well if that has no words."""
     *_, cause = causes(exc)
     return with_advice(exc) if cause.args else f"{with_advice(exc).rstrip(': ')}: {type(cause).__name__}"
+
+
+def unsendable(exc: Exception) -> str:
+    """Return why a message can never be sent, and what to do."""
+    why = safe_repr(exc.__context__ or exc)
+    return f"{why}: {_NO_QUEUE}" if "NO_ROUTE" in why else why
 
 
 def _is_of_message(exc: BaseException) -> bool:

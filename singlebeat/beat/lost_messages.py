@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 __all__ = (
+    "FREES_NOW",
     "MOST",
     "Answers",
     "Found",
@@ -74,6 +76,18 @@ BEFORE_SET_BACK = "before the clock of the locks' server was set back"
 
 #: Why it is not known whether a message waits in a queue.
 BOUND = "it was sent to an exchange, and the broker's bindings decide on its queue"
+
+#: Added to the reason if a queue is not empty, and it is not known which messages it has.
+PERHAPS = ", perhaps its own"
+
+#: Maximum number of messages in a queue in which a message is looked for.
+MOST_READ = 1000
+
+#: A lock in doubt is logged after so many times ``singlebeat_lost_after``.
+DOUBTED_AFTER = 10
+
+#: The end of a sentence about a command that frees a lock in doubt.
+FREES_NOW = "frees it now; a message that starts later acquires the lock again"
 
 #: Added to the reason if the lock of a lost message has the arguments of other calls.
 JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
@@ -158,6 +172,16 @@ class Found(NamedTuple):
     lock: Waiting
     outcome: str  #: MESSAGE_LOST or RAN_ELSEWHERE; empty if the message may yet start, so that its lock stays
     reason: str
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the message may as well be lost."""
+        return not self.outcome and (PERHAPS in self.reason or self.reason == BOUND)
+
+    @property
+    def way_out(self) -> str:
+        """How to free the lock in doubt."""
+        return f"celery singlebeat unlock --force {shlex.quote(self.lock.ref.task_id)} {FREES_NOW}"
 
     def __str__(self) -> str:
         """Return a sentence without its full stop."""
@@ -350,7 +374,7 @@ def _ask(
     reasons: dict[Ref, str] = {}
     for lock in locks:
         if lock.queue:
-            reasons[lock.ref] = broker.waits_in([lock.queue])
+            reasons[lock.ref] = broker.waits_in([lock.queue], lock.ref.task_id)
         elif lock.is_noted:
             reasons[lock.ref] = BOUND
     open_ = [lock for lock in locks if not reasons.get(lock.ref)]
@@ -360,16 +384,17 @@ def _ask(
         for lock in open_:
             if not lock.queue:
                 own = _queue_of(app, lock.task)
-                reasons[lock.ref] = BOUND if own == "" else broker.waits_in(sorted(queues | {own or ""} - {""}))
+                known = sorted(queues | {own or ""} - {""})
+                reasons[lock.ref] = BOUND if own == "" else broker.waits_in(known, lock.ref.task_id)
         open_ = [lock for lock in open_ if not reasons.get(lock.ref)]
     if open_:
-        known = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
-        answers.note(known)
-        silent = sorted(expected - known.keys())
-        reasons |= {lock.ref: _who_may_have(lock, known, silent) for lock in open_}
+        replies = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
+        answers.note(replies)
+        silent = sorted(expected - replies.keys())
+        reasons |= {lock.ref: _who_may_have(lock, replies, silent) for lock in open_}
     for lock in locks:
         where = f"its queue {lock.queue}" if lock.queue else "any known queue"
-        gone = f"no worker that answers has its message, and nothing waits in {where}"
+        gone = f"no worker that answers has its message, and it is not in {where}"
         reason = reasons.get(lock.ref)
         yield Found(lock, "", reason) if reason else Found(lock, MESSAGE_LOST, gone)
 
@@ -419,6 +444,7 @@ class _Broker:
 
     def __init__(self, app: Celery, connection: Connection) -> None:
         self._connection, self._counts = connection, dict[str, int]()
+        self._messages = dict[str, Sequence[bytes]]()
         # The mailbox's own pool of producers has connections whose waits are not bounded.
         self._mailbox = copy.copy(app.control.mailbox)(connection)
         self._mailbox.producer_pool = None
@@ -437,13 +463,40 @@ class _Broker:
         replies = self._mailbox.multi_call(command, arguments, timeout=TIMEOUT) or []
         return {worker: reply for each in replies for worker, reply in each.items()}
 
-    def waits_in(self, queues: Iterable[str]) -> str:
-        """Return how many messages wait in the first queue that is not empty, in words; empty if all are."""
+    def waits_in(self, queues: Iterable[str], task_id: str) -> str:
+        """Return in which of the queues the message of a task waits, or may wait, in words; empty if in none."""
         for queue in queues:
             if count := self.count(queue):
-                many, one = f"{count} messages wait in queue {queue}", f"1 message waits in queue {queue}"
-                return f"{many}, perhaps its own among them" if count > 1 else f"{one}, perhaps its own"
+                found = self._has(queue, task_id)
+                if found:
+                    return f"its message waits in queue {queue}"
+                if found is None:
+                    many, one = f"{count} messages wait in queue {queue}", f"1 message waits in queue {queue}"
+                    return f"{many}{PERHAPS} among them" if count > 1 else f"{one}{PERHAPS}"
         return ""
+
+    def _has(self, queue: str, task_id: str) -> bool | None:
+        """Return whether a queue that is not empty has the message of a task; None if that is not known.
+
+        It is known of a queue in Redis that is not long. The message has the id also outside of its encoded body.
+        """
+        if self._connection.transport.driver_name != "redis" or json.dumps(task_id) != f'"{task_id}"':
+            return None
+        if queue not in self._messages:
+            self._messages[queue] = self._read(queue) if self.count(queue) <= MOST_READ else ()
+        messages = self._messages[queue]
+        return any(task_id.encode() in message for message in messages) if messages else None
+
+    def _read(self, queue: str) -> Sequence[bytes]:
+        """Return the messages in a queue in Redis, of all priorities; empty if there are too many, or by its ACL."""
+        with self._connection.channel() as channel, channel.client.pipeline(transaction=False) as pipe:
+            for priority in channel.priority_steps:
+                # kombu puts its prefix before the keys of the commands that it uses itself.
+                pipe.lrange(f"{channel.global_keyprefix}{channel._q_for_pri(queue, priority)}", 0, MOST_READ)
+            lists = pipe.execute(raise_on_error=False)
+        if any(isinstance(each, Exception) or len(each) > MOST_READ for each in lists):
+            return ()
+        return [message for each in lists for message in each]
 
     def count(self, queue: str) -> int:
         """Return how many messages wait in a queue."""
@@ -466,7 +519,7 @@ class LostMessages:
         self._suspects: dict[str, None] = {}
         self._news, self._stopped = threading.Event(), False
         self._thread: threading.Thread | None = None
-        self._answers = Answers()
+        self._answers, self._doubted = Answers(), dict[Ref, None]()
         self._poll_at = time.monotonic() + EVERY
 
     def poll(self) -> None:
@@ -509,7 +562,7 @@ class LostMessages:
             time.sleep(min(EVERY, (self._patience or EVERY) / 3))
 
     def search(self, backend: BaseBackend, keys: Sequence[str]) -> list[Found]:
-        """Free the locks whose messages are lost, and return the findings about these.
+        """Free the locks whose messages are lost, and return the findings about these; log those long in doubt.
 
         Args:
             keys: of the locks; beat and the caller of a task may both have named the same lock.
@@ -522,4 +575,19 @@ class LostMessages:
         others = [lock.ref.key for lock in old if sent_to_another_broker(self.app, lock)]
         for key in others[:MOST_OTHERS]:  # a beat of that broker can ask
             backend.suspect(suspects_key(Config.of(self.app).singleton_key_prefix), key)
-        return free(self.app, examine(self.app, old, backend=backend, answers=self._answers), backend=backend)
+        found = examine(self.app, old, backend=backend, answers=self._answers)
+        self._log_doubts(found)
+        return free(self.app, found, backend=backend)
+
+    def _log_doubts(self, found: Iterable[Found]) -> None:
+        """Log once of each lock that it has been in doubt for long."""
+        late = DOUBTED_AFTER * (self._patience or PAUSE)
+        for each in found:
+            lock = each.lock
+            if each.in_doubt and lock.age >= lock.delay + late and lock.ref not in self._doubted:
+                self._doubted[lock.ref] = None
+                about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry}
+                reason = f"{each.reason}. {each.way_out}"
+                log.warning("beat: A lock stays, and its message may be lost", event="in_doubt", **about, reason=reason)
+        while len(self._doubted) > MOST:
+            del self._doubted[next(iter(self._doubted))]

@@ -97,6 +97,11 @@ def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str:
     return next(chain(earlier, later), now)
 
 
+def _after(changes: Sequence[Change], field: str) -> str:
+    """Return a field of an entry as it was after the last change; empty if it was absent, or if that is not known."""
+    return next((change.after[field] for change in changes if field in change.after), "")
+
+
 class _Past(NamedTuple):
     """The past of an entry, as ``save.lua`` takes it."""
 
@@ -231,13 +236,13 @@ class Schedule:
         """
         self._change_policy(name, {"paused": True, **({"note": note} if note else {})}, action="pause", note=note)
 
-    def resume(self, name: str) -> None:
-        """End a pause and remove its note; times that have passed are not caught up.
+    def resume(self, name: str) -> bool:
+        """End a pause and remove its note; return whether the entry was paused. Passed times are not caught up.
 
         Raises:
             UnknownEntryError, ConflictError, EntryError: as ``pause``.
         """
-        self._change_policy(name, {"paused": False, "note": ""}, action="resume", goes_on=True)
+        return self._change_policy(name, {"paused": False, "note": ""}, action="resume", ends_pause=True)
 
     def pause_many(self, *, tag: str | None = None, note: str = "", until: datetime | None = None) -> None:
         """Let the times of many entries pass without a run; the entries themselves stay as they are.
@@ -519,7 +524,8 @@ class Schedule:
         """Let an entry have the definition and policy again that it had before a change; return the entry.
 
         So this undoes that change and all later ones, and is a change itself. A removed entry comes back with its past,
-        and the times that have passed are not made up for.
+        and the times that have passed are not made up for. An entry that another program has removed comes back as it
+        was after its last change, by the id of that.
 
         Args:
             to: id of the change.
@@ -541,6 +547,8 @@ class Schedule:
         definition, policy = (
             _before(changes, at, field, now or "") for field, now in (("definition", stored[0]), ("policy", stored[2]))
         )
+        if not stored[0] and at == 0 and changes[0].action != "delete":  # another program has removed it
+            definition, policy = (_after(changes, field) for field in ("definition", "policy"))
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
         past = changes[at].before if not stored[0] else {}
@@ -583,14 +591,14 @@ class Schedule:
         return UnknownEntryError(text)
 
     def _change_policy(
-        self, name: str, wishes: Mapping[str, Any], *, action: str, note: str = "", goes_on: bool = False
-    ) -> None:
-        """Change some options of an entry's policy, and nothing else in the entry.
+        self, name: str, wishes: Mapping[str, Any], *, action: str, note: str = "", ends_pause: bool = False
+    ) -> bool:
+        """Change some options of an entry's policy, and nothing else in the entry; return whether it was paused.
 
         Args:
             action: what this does to the entry, for the record of the change.
             note: the same.
-            goes_on: if the entry is paused, its next run counts from now.
+            ends_pause: its next run counts from now; an entry that is not paused stays as it is.
         """
         key = self.keys.named(name)
         for _ in range(ATTEMPTS):
@@ -599,11 +607,13 @@ class Schedule:
                 raise self._unknown(name)
             definition, _, policy, _ = found = fields[:4]
             stored = EntryPolicy.decode(policy or "")
-            meta, since, score = self._pass_times(name, found) if goes_on and stored.paused else _UNCHANGED
+            if ends_pause and not stored.paused:
+                return False
+            meta, since, score = self._pass_times(name, found) if ends_pause else _UNCHANGED
             wanted = (definition, meta, replace(stored, **wishes).encode(), since)
             row = (key, found, wanted, score)
             if write_fields(self._client, self.keys, [row], self.author, action=action, note=note)[0]:
-                return
+                return stored.paused
         raise ConflictError(f"entry {name!r} cannot be stored: another process keeps changing it; try again")
 
     def _pass_times(self, name: str, fields: StoredFields) -> _Past:

@@ -104,14 +104,19 @@ def _vanished(entry: Entry, decisions: Sequence[Record], backlog: Callable[[Entr
     return f"{what}: each has probably {killed}"
 
 
-def _may_expire(entry: Entry, sent: Sequence[Record]) -> bool:
-    """Return whether the message of each of these runs may have expired before the next one was sent."""
+def expiry_of(entry: Entry) -> object:
+    """Return when messages of an entry expire: seconds after they were sent, or a moment; None if they do not."""
     given = (
         entry.policy.expires,
         entry.options.get("expires"),
         getattr(entry.app.tasks.get(entry.task), "expires", None),
     )
-    expires = next((each for each in given if each is not None), None)
+    return next((each for each in given if each is not None), None)
+
+
+def _may_expire(entry: Entry, sent: Sequence[Record]) -> bool:
+    """Return whether the message of each of these runs may have expired before the next one was sent."""
+    expires = expiry_of(entry)
     if not isinstance(expires, int | float):  # a moment, which may have come
         return expires is not None
     return all((later.at - earlier.at).total_seconds() >= expires for earlier, later in pairwise(sent))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..beat.entries.pauses import Pause
 from ..beat.schedule import Schedule
+from ..errors import EntryError
 from .edit import comes_back
 from .output import command, done, moment, show_json, table
 
@@ -26,9 +28,20 @@ def _what(app: Celery, change: Change) -> str:
     """Return the differences in words; of an entry that is added or removed, its action says enough."""
     if not change.before.get("definition", "-") or not change.after.get("definition", "-"):
         return change.note or "-"
+    if not change.entry:
+        return "; ".join(_pause(change.action, selector, text) for selector, text in change.after.items()) or "-"
     differences = change.masked_differences(app).items()
     parts = [f"{name}: {_text(before)} -> {_text(after)}" for name, (before, after) in differences]
     return "; ".join([*parts, *([change.note] if change.note else [])]) or "-"
+
+
+def _pause(action: str, selector: str, record: str) -> str:
+    """Return a change of a pause of many entries in words."""
+    try:
+        pause = Pause.decode(selector, record)
+    except EntryError:  # another program has written it
+        return f"{selector}: {record}"
+    return f"{pause.which}: resumed" if action == "resume" else str(pause)
 
 
 def _text(value: object) -> str:
@@ -66,7 +79,8 @@ def revert_(app: Celery, as_json: bool, name: str, change: str) -> None:
     """Let an entry be again as it was before a change: undo that change and all later ones.
 
     It gets the definition and the policy of that time, and keeps its past. A deleted entry comes back by the id of its
-    deletion. A revert is a change, too, and can be undone by its own id. The command changes lists the ids.
+    deletion. An entry that another program has removed comes back by the id of its last change, as it was after that.
+    A revert is a change, too, and can be undone by its own id. The command changes lists the ids.
     """
     Schedule(app, by="cli").revert(name, change)
     back = comes_back(app, name, "replaces these values")

@@ -330,7 +330,7 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
         text = f"{which}: {'resumed' if was_paused else 'they were not paused so'}{still}"
         done(as_json, text, tag=tag, resumed=was_paused, pauses=[asdict(pause) for pause in left])
         return
-    entries.resume(name)
+    was_paused = entries.resume(name)
     disabled, pause = False, None
     with suppress(EntryError):  # its definition cannot be read
         entry = entries.get(name)
@@ -340,7 +340,8 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
     off += f", and still paused, as {pause}: {pause.resumed_by}" if pause is not None else ""
     facts: dict[str, object] = {"disabled": True} if disabled else {}
     facts |= {"pause": asdict(pause)} if pause is not None else {}
-    done(as_json, f"{name}: resumed{off}", name=name, paused=False, **facts)
+    text = f"{name}: {'resumed' if was_paused else 'it was not paused'}{off}"
+    done(as_json, text, name=name, paused=False, resumed=was_paused, **facts)
 
 
 @command(

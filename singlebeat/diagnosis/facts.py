@@ -70,14 +70,21 @@ def read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Ent
 
 
 def why_gone(entries: Schedule, name: str) -> str:
-    """Return who has deleted an entry, and how to bring it back; empty if no such change is recorded."""
+    """Return who has deleted an entry, and how to bring it back; empty if no record names the entry."""
     change = next(iter(entries.changes(name, 1)), None)
-    if change is None or change.action != "delete":
-        return ""
+    if change is None:
+        record = next(iter(entries.history(name, 1)), None)
+        last = (
+            f". Another program has removed it; its last record is of {record.at:%Y-%m-%d %H:%M:%SZ}" if record else ""
+        )
+        return last and f"{last} (celery singlebeat history {shlex.quote(name)})"
     back = f"celery singlebeat revert {shlex.quote(name)} --to {change.id}"
-    return (
-        f". {change.actor or 'Another program'} has deleted it at {change.at:%Y-%m-%d %H:%M:%SZ}; to undo that: {back}"
-    )
+    at = f"{change.at:%Y-%m-%d %H:%M:%SZ}"
+    if change.action == "delete":
+        return f". {change.actor or 'Another program'} has deleted it at {at}; to undo that: {back}"
+    if change.action == "park":
+        return ""
+    return f". Another program has removed it; its last record is of {at} ({change.action}). To bring it back: {back}"
 
 
 def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> str:
@@ -120,11 +127,11 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     Raises:
         UnknownEntryError: there is no such entry.
     """
-    workers, entries, broker_away = None, Schedule(app), ""
+    workers, entries, broker_away, broker_refused = None, Schedule(app), "", ""
     try:
         workers = Workers.ask(app)
-    except NoQuestionsError:  # doctor names the right
-        pass
+    except NoQuestionsError as exc:
+        broker_refused = f"the broker {broker_place(app)} {exc}"
     except BrokerError as exc:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
@@ -182,6 +189,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         pending=pending,
         refused=refused,
         broker_away=broker_away,
+        broker_refused=broker_refused,
         queue_refused=next(refused_queues(app, [entry]), "") if pending is not None and entry is not None else "",
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
@@ -192,7 +200,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=_silence(app, entry, records, workers) if entry is not None else "",
         wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),
-        holder_end=_end_of(entries, record) if record is not None and task not in locks else None,
+        holder_end=_end_of(entries, record) if record is not None else None,
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
     )
 

@@ -7,12 +7,22 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..beat.explain import HeldLock
-from ..beat.lost_messages import AHEAD_FROM, BEFORE_SET_BACK, Found, Waiting, examine, free, may_yet_start, queue_here
+from ..beat.lost_messages import (
+    AHEAD_FROM,
+    BEFORE_SET_BACK,
+    FREES_NOW,
+    Found,
+    Waiting,
+    examine,
+    free,
+    may_yet_start,
+    queue_here,
+)
 from ..config import Config
 from ..connections import broker_place
 from ..errors import SinglebeatError
 from ..locks import backend_of
-from ..locks.base import Ref, read_generation
+from ..locks.base import Ref, read_generation, unusable
 from ..locks.key import is_lock_key
 from ..locks.redis import RedisBackend
 from ..run_results import flush_ends
@@ -44,7 +54,10 @@ def locks_of(app: Celery) -> Iterator[Row]:
         is_whole = None not in (age, left) and "until" not in record
         lease = (age or 0.0) + (left or 0.0) if is_whole else config.singlebeat_lock_lease
         about = record.get("id", ""), record.get("state", ""), left, lease
-        yield key, record, HeldLock(key, *about, age, worker if is_known else "", is_ahead)
+        spoilt = record.get("spoilt", "")
+        what = f"its fields {spoilt} must be numbers" if ", " in spoilt else f"its field {spoilt} must be a number"
+        why = unusable(key, what) if spoilt else ""
+        yield key, record, HeldLock(key, *about, age, worker if is_known else "", is_ahead, why)
 
 
 def every(app: Celery) -> Iterator[HeldLock]:
@@ -165,5 +178,5 @@ def _free_queued(app: Celery, lock: HeldLock, found: Waiting | None) -> None:
     if not free(app, results):
         unknown = f"the lock of task {lock.task_id} is not freed: nothing more is known about its message"
         why = f"{results[0]}{_unread(app, queue_here(app, results[0].lock))}" if results else unknown
-        raise NotFreedError(f"{why}. --force frees it now; a message that starts later acquires the lock again")
+        raise NotFreedError(f"{why}. --force {FREES_NOW}")
     flush_ends(app)

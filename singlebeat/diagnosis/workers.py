@@ -16,7 +16,7 @@ from ..beat.keys import Keys
 from ..beat.lost_messages import count_messages, living_workers
 from ..beat.server_time import ServerTime
 from ..beat.status import counted
-from ..beat.store.probe import advice, is_denied
+from ..beat.store.probe import advice, broker_refusal, is_denied
 from ..broker import bounded, naming_alarms
 from ..config import Config
 from ..connections import broker_place, schedule_client, what_it_does
@@ -47,7 +47,7 @@ class BrokerError(Exception):
 
 
 class NoQuestionsError(BrokerError):
-    """The broker's user lacks a right to ask the workers; beat and senders may have all that they need."""
+    """The broker's user lacks a right to ask the workers or to answer; beat and senders may have all that they need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Workers:
         """Ask all workers, which takes ``TIMEOUT`` seconds.
 
         Raises:
-            NoQuestionsError: the broker refuses the questions.
+            NoQuestionsError: the broker refuses the questions, or the answers of workers with the same user.
             BrokerError: the broker does not answer, or refuses.
         """
         try:
@@ -78,11 +78,15 @@ class Workers:
             with ThreadPoolExecutor(len(QUESTIONS)) as pool:
                 answers = [*pool.map(_asking(app), QUESTIONS)]
             asked = began, time.monotonic()
+            # A worker whose user may not send an answer is silent.
+            refused = "" if any(answers) else broker_refusal(app)
         except Exception as exc:  # transports raise any exception
             why = f"{without_passwords(str(exc)).rstrip('.')}{advice(exc)}"
             if is_denied(exc):
                 raise NoQuestionsError(f"refuses the questions to workers: {why}") from exc
             raise BrokerError(f"{what_it_does(exc)}: {why}") from exc
+        if refused:
+            raise NoQuestionsError(f"refuses the questions to workers, or their answers: {refused}")
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, but does not list them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}

@@ -368,9 +368,13 @@ class RedisBackend(BaseBackend):
             if all(values[:3]):
                 shown = ((name, value) for name, value in zip(SHOWN, values, strict=True) if value is not None)
                 # Any program may write a lock, as in numbers.lua.
-                record = {name: value for name, value in shown if name not in NUMBER_FIELDS or NUMBER.fullmatch(value)}
+                record = dict(shown)
+                wrong = sorted(name for name in NUMBER_FIELDS & record.keys() if not NUMBER.fullmatch(record[name]))
+                spoilt = {"spoilt": ", ".join(wrong)} if wrong else {}
+                for name in wrong:
+                    del record[name]
                 joined = {"joined": "1"} if payload else {}  # the arguments themselves may be secret
-                yield key, {**record, **joined, "ttl": str(max(0, ttl_ms) / 1000), "now": now}
+                yield key, {**record, **spoilt, **joined, "ttl": str(max(0, ttl_ms) / 1000), "now": now}
 
     def _keys(self, key_prefix: str, kind: str) -> Iterator[str]:
         return cast(

@@ -33,6 +33,7 @@ SAID = {
     "requested": "A run was requested: the leading beat sends it.",
     "paused": "Paused: its times pass without a run.",
     "resumed": "Resumed: runs that were due meanwhile are not made up for.",
+    "not_paused": "It was not paused.",
     "saved": "Saved: beats notice it within a second.",
     "deleted": "Deleted.",
     "freed": "The lock is free.",
@@ -144,8 +145,8 @@ def ask_resume(board: Board, request: PageRequest, user: User) -> Page:
 def resume(board: Board, request: PageRequest, user: User) -> PageReply:
     """End the pause of an entry."""
     name = request.changes.get("name")
-    board.schedule(user).resume(name)
-    return leads_to(request, "/entry", name=name, done="resumed")
+    was_paused = board.schedule(user).resume(name)
+    return leads_to(request, "/entry", name=name, done="resumed" if was_paused else "not_paused")
 
 
 def ask_delete(board: Board, request: PageRequest, user: User) -> Page:

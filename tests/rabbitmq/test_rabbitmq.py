@@ -501,6 +501,7 @@ def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
             "e1": "publish_failed"
         }
         assert "NO_ROUTE" in decided["e1"][1]
+        assert decided["e1"][1].endswith("start a worker that reads the queue, or correct exchange or routing_key")
         assert len(decided) == 5
         assert connection.default_channel.queue_declare("reached", passive=True).message_count == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -345,7 +346,48 @@ def test_a_record_of_another_program_does_not_hide_the_others(bench, cli, record
     assert not bench.schedule.get("e").policy.paused
 
 
+def test_changes_says_in_words_what_pauses_of_many_are(bench, cli):
+    cli("pause", "--tag", "b", "--note", "migration", "--until", "2090-01-01T10:00")
+    cli("resume", "--tag", "b")
+
+    resumed, paused = cli("changes").output.splitlines()[1:]
+
+    assert resumed.endswith("resume  entries with tag b: resumed")
+    words = r"entries with tag b are paused since \S+ \S+Z until 2090-01-01 10:00:00Z by \S+ \(migration\)$"
+    assert re.search(words, paused)
+
+
 # ---------------------------------------------------------------- revert
+
+
+def test_an_entry_that_another_program_removed_comes_back(bench, cli):
+    bench.put("d", tags=["t"])
+    cli("edit", "d", "--every", "77")
+    cli("pause", "d")
+    bench.redis.delete("redbeat:d")
+    bench.redis.zrem("redbeat::schedule", "redbeat:d")
+
+    explained = cli("explain", "d", code=1).stderr
+
+    assert "there is no entry 'd' under redbeat:. Another program has removed it; its last record is of " in explained
+    command = re.search(r" \(pause\)\. To bring it back: celery singlebeat (revert d --to \S+)$", explained.strip())[1]
+    assert command in cli("show", "d", code=1).stderr
+    cli(*command.split())
+    entry = bench.schedule.get("d")
+    assert (entry.schedule, entry.policy.paused, entry.policy.tags) == (schedule(77), True, ("t",))
+
+
+def test_an_entry_of_which_only_the_history_is_left_is_said_to_be_removed(bench, cli):
+    bench.put("d")
+    bench.tick()
+    bench.redis.delete("redbeat:d", "redbeat::changes")
+    bench.redis.zrem("redbeat::schedule", "redbeat:d")
+
+    explained = cli("explain", "d", code=1).stderr
+
+    assert re.search(
+        r"Another program has removed it; its last record is of .*Z \(celery singlebeat history d\)", explained
+    )
 
 
 def test_a_revert_undoes_a_change_and_all_later_ones(bench):

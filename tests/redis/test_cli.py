@@ -231,10 +231,25 @@ def test_an_entry_that_is_both_paused_and_disabled_is_said_to_be_both(cli, put):
 
     still = "e: resumed, and still disabled: celery singlebeat edit e --enable\n"
     assert cli("resume", "e").output == still
-    assert answer(cli("resume", "e", "--json")) == {"name": "e", "paused": False, "disabled": True}
+    cli("pause", "e")
+    assert answer(cli("resume", "e", "--json")) == {"name": "e", "paused": False, "resumed": True, "disabled": True}
     assert "It is disabled: its times pass" in cli("explain", "e").output
     cli("edit", "e", "--enable")
+    cli("pause", "e")
     assert cli("resume", "e").output == "e: resumed\n"
+
+
+def test_an_entry_that_is_not_paused_is_not_said_to_be_resumed(cli, put, app):
+    put(note="ask Ann")
+    recorded = len(Schedule(app).changes("e"))
+
+    assert cli("resume", "e").output == "e: it was not paused\n"
+    assert answer(cli("resume", "e", "--json")) == {"name": "e", "paused": False, "resumed": False}
+
+    assert Schedule(app).get("e").policy.note == "ask Ann"
+    assert len(Schedule(app).changes("e")) == recorded
+    cli("pause", "--all")
+    assert cli("resume", "e").output.startswith("e: it was not paused, and still paused, as all entries are paused")
 
 
 def test_explain_finds_a_run_by_the_second_that_the_tools_print(cli, put, app, redis):

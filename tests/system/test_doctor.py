@@ -90,6 +90,48 @@ def told(app: Celery, pattern: str, *command: str) -> str:
     return text
 
 
+@pytest.mark.parametrize("command", ["lpush", "brpop"])
+def test_a_right_that_workers_lack_on_the_broker_is_named(celery, server, oracle, own_server, command):
+    """A worker that lives cannot answer without LPUSH, and an operator's command hears nothing without BRPOP."""
+    admin = own_server.client()
+    admin.execute_command("ACL", "SETUSER", "br", "on", "nopass", "~*", "&*", "+@all")
+    broker = own_server.celery_url.replace("://", "://br:any@")
+    places = dict.fromkeys(("redbeat_redis_url", "singleton_backend_url"), server.url)
+    conf = {"broker_url": broker, **places}
+    with make_app(server.celery_url, conf) as app:
+        put(app, "e")
+        celery("worker", "-c", "1", conf=conf).ready()
+        celery("beat", conf=conf)
+        Schedule(app).trigger("e")
+        oracle.wait_ended(1, "e")
+        admin.execute_command("ACL", "SETUSER", "br", f"-{command}")
+
+        grant = rf"{command.upper()}.*: grant \+{command}|'{command}' command: grant \+{command}"
+        text = told(app, f"^problem  broker .*({grant})")
+        explained = told(app, f"^The broker .*({grant})", "explain", "e")
+
+    assert "wait in their queues" not in text
+    assert "No worker answers" not in explained
+
+
+def test_a_spoilt_lock_of_a_run_that_has_ended_is_named_with_its_fields(celery, app, oracle, redis):
+    put(app, "long", schedule=schedule(1), args=["long", 300], run_on_start=True)
+    celery("worker", "-c", "1").ready()
+    celery("beat")
+    oracle.wait_started(1, "long")
+    (key,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    redis.hset(key, mapping=dict.fromkeys(("gen", "since", "renewed", "fence"), "abc"))
+    oracle.let_go("long")
+
+    left = told(app, r"^Task \S+ has ended \(success\), and its lock was left", "explain", "long")
+    text = told(app, "^problem  locks: the lock .* is unusable: its fields fence, gen, renewed, since must be numbers")
+
+    free = re.escape(f"(celery singlebeat unlock --force '{key}')")
+    assert re.search(free, left)
+    assert re.search(free, text)
+    assert "probably died" not in Tools(app).ask("explain", "long")
+
+
 def one_answers(said: Said) -> bool:
     return said.get("workers") == ("fine", "1 answer")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -131,10 +132,53 @@ def test_an_entry_goes_on_after_its_queue_was_purged(celery, app, oracle, redis)
         ]
     )
     assert end.outcome == "message_lost"
-    assert end.reason == "no worker that answers has its message, and nothing waits in its queue later"
+    assert end.reason == "no worker that answers has its message, and it is not in its queue later"
     celery("worker", "-c", "1", "-Q", "later").ready()
     oracle.wait_ended(3, "purged", timeout=A_MINUTE)
     assert oracle.max_concurrent("purged") == 1
+
+
+@pytest.mark.parametrize("priority", [None, 9])
+def test_a_lost_message_is_found_behind_others_in_its_queue(celery, app, redis, priority):
+    """The search looks into the queue for the message, also into the lists of priorities."""
+    celery("worker", "-c", "1").ready()
+    seen(app)
+    entry(app, "purged", options={"queue": "later"} | ({"priority": priority} if priority else {}))
+    beat = celery(*BEAT, conf=SOON)
+    (first,) = sent_again(app, "purged")
+    for number in range(40):
+        app.tasks[f"{APP}.plain"].apply_async((f"other {number}",), queue="later", priority=priority)
+    skipped(app, "purged", first.task_id, 6)
+    assert len(records(app, "purged", "dispatched")) == 1, "its message waits"
+    assert not beat.matches("event=(message_lost|in_doubt)")
+
+    for key in redis.scan_iter("later*", _type="LIST"):
+        for raw in redis.lrange(key, 0, -1):
+            assert first.task_id not in raw or redis.lrem(key, 1, raw) == 1
+
+    sent_again(app, "purged", after=1)
+    beat.wait_for(rf"event=message_lost .*id={first.task_id}")
+
+
+def test_a_lock_long_in_doubt_is_named_with_its_way_out(celery, app, ask, redis, monkeypatch):
+    """Its queue is too long to be read."""
+    celery("worker", "-c", "1").ready()
+    seen(app)
+    entry(app, "purged", options={"queue": "later"})
+    beat = celery(*BEAT, conf={"singlebeat_lost_after": 0.5})
+    (first,) = sent_again(app, "purged")
+    (raw,) = redis.lrange("later", 0, -1)
+    redis.delete("later")
+    redis.lpush("later", *[raw.replace(first.task_id, "other")] * 1001)
+
+    beat.wait_for(rf"WARNING.*event=in_doubt .*id={first.task_id} .*1001 messages wait in queue later, perhaps its own")
+    way_out = f"celery singlebeat unlock --force {first.task_id} frees it now; a message that starts later acquires the"
+    assert beat.matches(re.escape(way_out))
+    assert way_out in ask("explain", "purged", until="If that message is lost, ")
+    assert way_out in ask("doctor", until="warning  locks: 1 lock may wait for a message that is lost, such as this: ")
+    ask("unlock", "--force", first.task_id, until="free; it was held by")
+    sent_again(app, "purged", after=1)
+    assert len(beat.matches(f"event=in_doubt .*id={first.task_id}")) == 1
 
 
 @pytest.mark.parametrize("results", [True, False], ids=["results", "no results"])
@@ -231,16 +275,16 @@ def test_a_purged_message_is_explained_and_its_lock_freed(celery, app, ask, redi
 
     waits = ask("explain", "purged", until="No worker that answers reads queue later")
 
-    assert "1 message waits in queue later" in waits
+    assert "its message waits in queue later" in waits
     assert "--force" not in waits
-    ask("unlock", first.task_id, until="lock is not freed: 1 message waits in queue later, perhaps its own; no worker")
+    ask("unlock", first.task_id, until="lock is not freed: its message waits in queue later; no worker")
     ask("unlock", "--stale", until="0 of 1 old queued locks were freed")
 
     redis.delete("later")
 
     gone = ask("explain", "purged", until=" is lost: no worker that answers has its message")
     assert f"The message of task {first.task_id} was queued" in gone
-    assert "nothing waits in its queue later" in gone
+    assert "it is not in its queue later" in gone
     assert f"To free it now: celery singlebeat unlock {first.task_id}" in gone
     ask(
         "doctor",

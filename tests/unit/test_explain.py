@@ -15,8 +15,10 @@ from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.explain import Facts, HeldLock, explain
+from singlebeat.beat.lost_messages import Found, Waiting
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.history import End, Record
+from singlebeat.locks.base import Ref
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -102,9 +104,70 @@ def test_a_lock_renewed_before_the_clock_was_set_back_is_no_proof_of_life():
     assert "ends by itself within 30 s of the next call that meets it" in text
 
 
+def test_a_lock_left_by_a_run_that_ended_names_no_dead_worker():
+    end = End("success", "", "", 12.0, "w1", NOON)
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    left, renewed = (HeldLock("k", "x", "running", left, 30.0) for left in (5.0, 29.0))
+
+    text = said(skip, holder_end=end, locks={"x": left})
+
+    assert "Task x has ended (success), and its lock was left" in text
+    assert "The lock ends by itself in 5 s. To free it now: celery singlebeat unlock x" in text
+    assert "probably died" not in text
+    assert "has ended" not in said(skip, holder_end=end, locks={"x": renewed}), "it may run again"
+
+
 def test_a_run_of_which_no_end_is_known():
     assert "No end of it was recorded" in said(record(NOON))
     assert "It runs now, on w1." in said(record(NOON), running={"id": "w1"})
+
+
+def test_a_run_without_an_end_is_explained_by_its_readers():
+    reader = Reader(frozenset({"celery"}), frozenset({"t"}), 1, [])
+    delivery = Delivery.of("celery", {"old@h": reader})
+
+    text = said(record(NOON), delivery=delivery, without_singlebeat=["old@h"])
+
+    assert "No end of it was recorded: no singlebeat is in old@h, or its settings name no server for locks" in text
+    assert "has died" not in text
+    assert "no singlebeat is in" not in said(record(NOON), delivery=delivery, without_singlebeat=["other@h"])
+
+
+def test_a_run_whose_lock_is_gone_while_later_ones_ran_has_died():
+    later = record(NOON + HOUR, task_id="later", end=End("success", "", "", 1.0, "w1", NOON + HOUR))
+
+    assert "later runs have started: its worker has probably died" in said(later, record(NOON), at=NOON)
+    assert "it waits in its queue, or its worker has died" in said(record(NOON), at=NOON)
+    beside = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, overlap="allow_all")
+    assert "it waits in its queue, or its worker has died" in said(later, record(NOON), at=NOON, entry=beside)
+
+
+def test_a_run_that_waits_is_said_to_have_expired():
+    short, long = (
+        Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, options={"expires": seconds})
+        for seconds in (60, 7200)
+    )
+    expired = "If it still waits, it has expired (expires: 60 s): a worker that gets its message drops it."
+
+    assert expired in said(record(NOON), entry=short)
+    assert expired in said(record(NOON), entry=short, locks={"id": HeldLock("k", "id", "queued", 20.0, 30.0)})
+    assert "has expired" not in said(record(NOON), entry=long)
+    assert "has expired" not in said(record(NOON), entry=short, running={"id": "w1"})
+    assert "has expired" not in said(
+        record(NOON), entry=short, locks={"id": HeldLock("k", "id", "running", 20.0, 30.0)}
+    )
+
+
+def test_a_queue_that_no_worker_reads_is_explained_once():
+    unread = Delivery.of("celery", {"w1@h": Reader(frozenset({"other"}), frozenset({"t"}), 1, [])})
+    waiting = Waiting(Ref("k", "x"), "t", 0.0, 60.0, 3600.0, True, "celery", "e", 0.0, "", None)
+    found = Found(waiting, "", "its message waits in queue celery")
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    locks = {"x": HeldLock("k", "x", "queued", 3600.0, 30.0)}
+
+    assert said(skip, delivery=unread).count("o worker that answers reads queue celery") == 1
+    text = said(skip, delivery=unread, locks=locks, found=found, found_in=unread)
+    assert text.count("o worker that answers reads queue celery") == 1
 
 
 def test_a_run_that_code_of_the_app_has_sent_has_no_known_end():

@@ -71,6 +71,17 @@ def test_a_resumed_entry_runs_again(visit, schedule, e):
     assert not schedule.get("e").policy.paused
 
 
+def test_the_page_says_that_an_entry_was_not_paused(visit, schedule, e):
+    schedule.pause("e")
+    form = visit()
+    form.get("/resume?name=e")
+    schedule.resume("e")
+
+    answer = form.submit("/resume?name=e")
+
+    assert "It was not paused." in form.get(answer.headers["location"]).text
+
+
 def test_a_deleted_entry_is_gone(visit, schedule, e):
     visit().submit("/delete?name=e")
 

@@ -733,6 +733,13 @@ def test_a_backfill_hands_its_runs_to_beat_and_tells_how_far_it_is(client, bench
     assert [row["kind"] for row in bench.history].count("backfill") == 3
 
 
+def test_a_resume_says_whether_the_entry_was_paused(client, schedule, e):
+    schedule.pause("e")
+
+    assert client("POST", "/resume", name="e").json() == {"name": "e", "paused": False, "was_paused": True}
+    assert client("POST", "/resume", name="e").json() == {"name": "e", "paused": False, "was_paused": False}
+
+
 def test_a_pause_of_many_is_ended_by_its_tag_alone(client, schedule, e):
     client("POST", "/pause-many", {"tag": "t", "note": "migration"})
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...broker import bounded
 from ...config import Config
 from ...connections import RedisError, ResponseError, masked, schedule_client, schedule_place, what_it_does
 from ...errors import LockBackendError, SinglebeatError
@@ -33,6 +34,7 @@ __all__ = (
     "Needs",
     "acl_hint",
     "advice",
+    "broker_refusal",
     "is_denied",
     "lock_place",
     "lock_refusal",
@@ -122,6 +124,13 @@ LOCKS = Needs(
     "no lock is taken",
 )
 
+#: The commands with which kombu sends and receives on a Redis broker.
+_BROKER = (
+    *(("LPUSH", "_kombu", "a"), ("BRPOP", "_kombu", "1"), ("LLEN", "_kombu"), ("PUBLISH", "_kombu", "a")),
+    *(("SADD", "_kombu", "a"), ("SMEMBERS", "_kombu"), ("HSET", "_kombu", "a", "1"), ("HDEL", "_kombu", "a")),
+    *(("ZADD", "_kombu", "0", "a"), ("ZREM", "_kombu", "a"), ("PSUBSCRIBE", "_kombu")),
+)
+
 
 def schedule_refusal(
     app: Celery, error: Exception | None = None, *, needs: Needs = SCHEDULE, client: RedisClient = None
@@ -153,6 +162,41 @@ def lock_refusal(app: Celery, error: Exception | None = None) -> str:
         if isinstance(backend, RedisBackend):
             return _refusal(backend.redis, f"{Config.of(app).singleton_key_prefix}{{doctor}}", LOCKS, error)
     return ""
+
+
+def broker_refusal(app: Celery) -> str:
+    """Return which commands a broker that is Redis refuses to its user; empty if none, or for another broker.
+
+    The commands are queued in a transaction that never ends: the server checks the rights, and runs nothing.
+
+    Raises:
+        Exception: the broker does not answer.
+    """
+    denied = set[str]()
+    with bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
+        if broker.transport.driver_name != "redis":
+            return ""
+        with broker.channel() as channel, channel.client.pipeline() as pipe:
+            try:
+                pipe.immediate_execute_command("MULTI")
+                # Not as calls: redis-py takes the reply QUEUED for that of the command.
+                pipe.connection.send_packed_command(pipe.connection.pack_commands(_BROKER))
+                for _ in _BROKER:
+                    try:
+                        pipe.connection.read_response()
+                    except ResponseError as exc:
+                        denied.add(_command_of(str(exc)))
+            except ResponseError as exc:  # of MULTI
+                denied.add(_command_of(str(exc)))
+            finally:
+                pipe.connection.disconnect()
+    denied.discard("")  # another error
+    return _lacks(denied) if denied else ""
+
+
+def _lacks(denied: Collection[str]) -> str:
+    names = sorted(denied)
+    return f"the ACL of its user lacks {', '.join(names).upper()}: grant +{' +'.join(names)} (docs, Rights)"
 
 
 def lock_place(app: Celery) -> str:
@@ -204,8 +248,7 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
         return f"its user may not use the key {key}: grant all keys with that prefix (docs, Rights)"
     denied |= {command.lower() for command in denied_here}
     if denied:
-        names = ", ".join(sorted(denied))
-        return f"the ACL of its user lacks {names.upper()}: grant +{' +'.join(sorted(denied))} (docs, Rights)"
+        return _lacks(denied)
     return f"it refuses {next(iter(errors))}: {next(iter(errors.values()))}" if errors else ""
 
 

@@ -48,12 +48,23 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
                 "are refused meanwhile. To free them: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
+    doubtful = [each for each in found if each.in_doubt]
+    if doubtful:
+        kind = counted(len(doubtful), "lock may wait for a message that is", "locks may wait for messages that are")
+        text = (
+            f"{kind} lost, such as this: {doubtful[0]}. Equal runs and calls are refused meanwhile. If it is "
+            f"lost, {doubtful[0].way_out}"
+        )
+        yield Finding("warning", "locks", text)
+    for text in islice((lock.unusable for _, _, lock in rows if lock.unusable), MOST_NAMED):
+        yield Finding("problem", "locks", text)
     yield from _unread(app, schedule, [lock for lock in waiting(rows) if queue_here(app, lock)])
     if text := _run_of_another_broker(app, rows) or _message_of_another_broker(app, rows):
         text = f"{text}. {_SHARED}"
         yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
     if schedule.workers:
-        yield from _silent_owners(schedule.workers, [lock for _, _, lock in rows if lock.seems_abandoned])
+        silent = [lock for _, _, lock in rows if lock.seems_abandoned and not lock.unusable]
+        yield from _silent_owners(schedule.workers, silent)
 
 
 def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[Finding]:

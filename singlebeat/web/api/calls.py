@@ -176,8 +176,8 @@ def pause(call: Call) -> Result:
 
 def resume(call: Call) -> Result:
     """End the pause of an entry."""
-    call.schedule.resume(call.name)
-    return Result({"name": call.name, "paused": False})
+    was_paused = call.schedule.resume(call.name)
+    return Result({"name": call.name, "paused": False, "was_paused": was_paused})
 
 
 def pauses(call: Call) -> Result:

@@ -64,7 +64,6 @@ def _overlap(default: str | None, meaning: str) -> Parameter:
     return Parameter("overlap", meaning, default=default, words=words)
 
 
-_PAUSED = record(name=STRING, paused={"type": "boolean"})
 _PAUSES = array(ref("Pause"))
 _RUNS = array(INSTANT)
 
@@ -212,7 +211,7 @@ OPERATIONS: Sequence[Operation] = (
         calls.pause,
         "Let the times of an entry pass without a run.",
         ACTIONS["/pause"].role,
-        _PAUSED,
+        record(name=STRING, paused={"type": "boolean"}),
         (NAME,),
         (NOTE,),
     ),
@@ -222,7 +221,7 @@ OPERATIONS: Sequence[Operation] = (
         calls.resume,
         "End the pause of an entry. Runs that were due meanwhile are not made up for.",
         ACTIONS["/resume"].role,
-        _PAUSED,
+        record(name=STRING, paused={"type": "boolean"}, was_paused={"type": "boolean"}),
         (NAME,),
     ),
     Operation(
