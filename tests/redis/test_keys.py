@@ -14,6 +14,7 @@ from singlebeat.beat.keys import ENTRY_FIELDS, ENTRY_KEYS, LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.leadership.lease import resign
 from singlebeat.errors import ConflictError
 from singlebeat.locks import backend_of
+from singlebeat.locks.acquire import keep
 from singlebeat.locks.base import RUN_HEADER, Call, IfHeld, Ref
 from singlebeat.locks.key import LOCK_FIELDS, LOCK_KEYS, beside, lock_key, suspects_key
 from singlebeat.locks.redis import RedisBackend
@@ -119,6 +120,7 @@ def test_locks_have_the_keys_and_fields_of_their_tables_and_no_others(server, re
     backend.begin(first, **about)
     backend.finish_many([first], remember_for=600.0, ran=True)
     acquire(lock, "b")
+    keep(backend, {second: "{}"}, 600.0)
     backend.begin(second, **about)
     acquire(lock, "c", if_held=IfHeld.JOIN)
     backend.begin(Ref(lock, "d", nonce="n3"), turn_ttl=600.0, **about)

@@ -160,7 +160,7 @@ def test_a_run_that_waits_is_said_to_have_expired():
 
 def test_a_queue_that_no_worker_reads_is_explained_once():
     unread = Delivery.of("celery", {"w1@h": Reader(frozenset({"other"}), frozenset({"t"}), 1, [])})
-    waiting = Waiting(Ref("k", "x"), "t", 0.0, 60.0, 3600.0, True, "celery", "e", 0.0, "", None)
+    waiting = Waiting(Ref("k", "x"), "t", 0.0, 60.0, 3600.0, True, "celery", "", "e", 0.0, "", None)
     found = Found(waiting, "", "its message waits in queue celery")
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
     locks = {"x": HeldLock("k", "x", "queued", 3600.0, 30.0)}
