@@ -155,8 +155,8 @@ def _leadership(facts: Facts) -> Iterator[str]:
     if facts.refused:
         what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
         yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}."
-    elif facts.state.unusable_term:
-        yield f"{_sentence(facts.state.unusable_term)}."
+    elif facts.state.why_leaderless:
+        yield f"{_sentence(facts.state.why_leaderless)}."
     elif not facts.state.works and facts.state.is_shared:
         yield f"No beat works: {_START_ONE}"
     elif not facts.state.works:

@@ -22,7 +22,7 @@ from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
-from .leadership.lease import unusable_term
+from .leadership.lease import why_leaderless
 from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class ScheduleStatus:
     broker: str = ""  #: of this process
     pauses: Sequence[Pause] = ()  #: of many entries, those that last
     unreadable_pauses: Mapping[str, str] = field(default_factory=dict)  #: selector -> why; they pause nothing
-    unusable_term: str = ""  #: why no beat can lead, and what to do, if another program has spoilt the number of terms
+    why_leaderless: str = ""  #: why no beat can lead, and what to do, if another program has spoilt a key of leadership
     lost: str = ""  #: what the server has lost, as a beat has noticed, and what to do; empty if no loss is known
 
     @property
@@ -238,7 +238,7 @@ class ScheduleStatus:
             wrong = next((text for text, ahead in self.wrong_clocks() if abs(ahead) > UNFIT_FROM), "")
             return wrong or (self.waits if self.set_back > UNFIT_FROM else "")
         if not self.is_shared:
-            return self.unusable_term or "no beat leads"
+            return self.why_leaderless or "no beat leads"
         since = "ever" if self.silent is None else f"for {self.silent:.0f} s"
         return f"no beat works: there was no sign of one {since}, and none leads (redbeat_lock_key is None)"
 
@@ -357,7 +357,7 @@ class ScheduleStatus:
             broker=broker_place(app),
             pauses=pauses.lasting(datetime.fromtimestamp(now, UTC)),
             unreadable_pauses=pauses.problems,
-            unusable_term=unusable_term(client, keys.lease) if keys.lock is not None and ttl <= 0 else "",
+            why_leaderless=why_leaderless(client, keys.lease) if keys.lock is not None and ttl <= 0 else "",
             lost=_in_words(lost, keys.lost) if lost else "",
         )
 

@@ -368,8 +368,8 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
     task_id = _entries(app).trigger(name, overlap=overlap, timeout=timeout)
     state = ScheduleStatus.of(app)
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
-    if state.unusable_term:
-        waits = f"{state.unusable_term}. The run is sent once a beat leads"
+    if state.why_leaderless:
+        waits = f"{state.why_leaderless}. The run is sent once a beat leads"
     elif not state.works:
         waits = f"{state.problem()}: the run is sent when a beat is started"
     text = f"{name}: requested, task {task_id}{waits and '; '}{waits}"

@@ -38,7 +38,7 @@ def status_(app: Celery, as_json: bool) -> None:
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
-    problems = (state.unusable_term, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app))
+    problems = (state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app))
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):

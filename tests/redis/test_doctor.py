@@ -91,6 +91,21 @@ def test_explain_and_trigger_name_a_spoilt_number_of_terms(cli, bench, no_worker
     assert "is started" not in explained + triggered
 
 
+def test_a_lock_without_an_end_is_named_wherever_no_beat_leads(findings, cli, bench):
+    bench.put()
+    bench.redis.set("redbeat::lock", "x")
+    bench.tick()
+    ((_, text),) = [found for found in findings("beat") if "no beat" in found[1]]
+
+    assert text.startswith("no beat can lead because of the key redbeat::lock: it has no end")
+    for shown in (cli("status").output, cli("health", code=1).output, cli("explain", "e").output):
+        assert "celery singlebeat resign removes it" in " ".join(shown.split())
+
+    cli("resign")
+    bench.tick()
+    assert bench.names == ["e"]
+
+
 def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, bench):
     day = timedelta(days=1)
     past, now = {"ago": timedelta(days=2), "every": schedule(60)}, datetime.now(UTC)

@@ -24,7 +24,7 @@ from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
 from ..share import ALL, Share
 
-__all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign", "unusable_term")
+__all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign", "why_leaderless")
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -47,16 +47,20 @@ STAY = 5.0
 SHARE_EVERY = 1.0
 
 
+#: What PTTL returns of a key that lasts for ever.
+NO_END = -1
+
 #: The number of terms as ``campaign.lua`` counts them.
 NUMBER = re.compile(r"0|[1-9][0-9]{0,12}")
 
 
-def unusable_term(client: RedisClient, keys: LeaseKeys) -> str:
-    """Return why no beat can lead, and what to do, if another program has spoilt the number of terms; else empty.
+def why_leaderless(client: RedisClient, keys: LeaseKeys) -> str:
+    """Return why no beat can lead, and what to do, if another program has spoilt a key of leadership; else empty.
 
     Raises:
         RedisError: the server does not answer.
     """
+    stop = "First stop the program that has written there"
     try:
         number = client.get(keys.term)
     except ResponseError as exc:
@@ -65,11 +69,16 @@ def unusable_term(client: RedisClient, keys: LeaseKeys) -> str:
         what = "it is no string"
     else:
         if number is None or NUMBER.fullmatch(number):
-            return ""
+            if keys.lock is None or client.pttl(keys.lock) != NO_END:
+                return ""
+            return (
+                f"no beat can lead because of the key {keys.lock}: it has no end, so no beat has written it. celery "
+                f"singlebeat resign removes it. {stop}"
+            )
         what = f"it holds {number[:40]!r}, which is no number of a term"
     return (
         f"no beat can lead because of the key {keys.term}: {what}. DEL {shlex.quote(keys.term)} removes it, and the "
-        "numbers of terms begin anew. First stop the program that has written there"
+        f"numbers of terms begin anew. {stop}"
     )
 
 
@@ -164,7 +173,7 @@ class Lease:
         self.server_time.heard(shown, asked)
         if number < 0:  # nothing was written: the token of the lock is the one that it was
             self._known = 0  # so that the terms which begin anew are no sign of a loss
-            raise ResponseError(unusable_term(self._client, self.keys) or "its terms could not be read for a moment")
+            raise ResponseError(why_leaderless(self._client, self.keys) or "its terms could not be read for a moment")
         self._last_token, self._token = token, ""
         if not number:
             return None

@@ -71,8 +71,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", "beat", text)
     elif not state.works and refused:
         yield Finding("problem", "beat", f"{state.problem()}. The schedule's server may be why: {refused}")
-    elif not state.works and state.unusable_term:
-        yield Finding("problem", "beat", state.unusable_term)
+    elif not state.works and state.why_leaderless:
+        yield Finding("problem", "beat", state.why_leaderless)
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
         yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
     elif not state.works:
