@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -45,6 +46,9 @@ LARGEST = 1000
 #: Keys at which one script looks, and records, which take longer: each a few milliseconds.
 SLICE, RECORDS = 2000, 500
 
+#: Slices that are searched while others are read.
+AHEAD = 2
+
 #: Most entries that are decoded for one page: perhaps few of them meet its conditions.
 MOST_DECODED = 2000
 
@@ -59,6 +63,9 @@ AFTER_NAMES = "\U0010ffff"
 
 #: Where an entry is in the order of a page, as JSON can hold it; the last item is the member, or the name.
 _Place = tuple[Any, ...]
+
+#: Members of the sorted set, and their scores.
+_Slice = Sequence[tuple[str, str]]
 
 #: The types of a place in each order.
 _PLACES = {"next": (str, str), "lateness": (str, str), "name": (str,), "last": (int, int, str)}
@@ -220,10 +227,10 @@ class _Reader:
             parts = ["parked"]
         for part in parts:
             is_within = after is not None and (float(after[0]) < 0) is (part == "parked")
-            for slice_ in self._slices(part, after if is_within else None, size, goes_up=goes_up):
+            slices = self._slices(part, after if is_within else None, size, goes_up=goes_up)
+            for slice_, members in self._searched(slices):
                 places = {member: (score, member) for member, score in slice_}
-                for member in self._candidates([*places]):
-                    yield _Candidate(places[member], member)
+                yield from (_Candidate(places[member], member) for member in members)
 
     def _sorted(
         self,
@@ -237,7 +244,7 @@ class _Reader:
         pick = heapq.nlargest if self.query.descending else heapq.nsmallest
         while True:
             slices = self._slices(part, None, SLICE, goes_up=True)
-            pairs = (pair for slice_ in slices for pair in places(self._candidates([member for member, _ in slice_])))
+            pairs = (pair for _, members in self._searched(slices) for pair in places(members))
             if after is not None:
                 pairs = (pair for pair in pairs if (pair[0] < after if self.query.descending else pair[0] > after))
             found = pick(size, pairs)
@@ -293,28 +300,35 @@ class _Reader:
 
     # ---------------------------------------------------------------- reading
 
-    def _slices(
-        self, part: str, after: _Place | None, size: int, *, goes_up: bool
-    ) -> Iterator[Sequence[tuple[str, str]]]:
-        """Yield members and scores of the sorted set, in its order.
-
-        A thread reads the next slice while the caller sends the keys of this one: the server need not wait for them.
-        """
-
-        def read(after: tuple[str, str]) -> Sequence[tuple[str, str]]:
-            args = (part, "up" if goes_up else "down", size, *after)
+    def _slices(self, part: str, after: _Place | None, size: int, *, goes_up: bool) -> Iterator[_Slice]:
+        """Yield members and scores of the sorted set, in its order."""
+        score, member = after or ("", "")
+        while True:
+            args = (part, "up" if goes_up else "down", size, score, member)
             flat = json.loads(script(store.__name__, "members")(self.client, [self.keys.schedule], args))
-            return [*zip(flat[::2], flat[1::2], strict=True)]
-
-        pairs = read(after or ("", ""))
-        with ThreadPoolExecutor(1) as thread:
-            while len(pairs) == size:
-                member, score = pairs[-1]
-                following = thread.submit(read, (score, member))
+            pairs = [*zip(flat[::2], flat[1::2], strict=True)]
+            if pairs:
                 yield pairs
-                pairs = following.result()
-        if pairs:
-            yield pairs
+            if len(pairs) < size:
+                return
+            member, score = pairs[-1]
+
+    def _searched(self, slices: Iterator[_Slice]) -> Iterator[tuple[_Slice, Sequence[str]]]:
+        """Yield slices, and those of their members that may meet the conditions.
+
+        From the second slice on, threads send the keys of some slices while the server looks at those of others.
+        """
+        ahead, searched = 0, deque[tuple[_Slice, Future[Sequence[str]]]]()
+        with ThreadPoolExecutor(AHEAD) as threads:
+            for slice_ in slices:
+                searched.append((slice_, threads.submit(self._candidates, [member for member, _ in slice_])))
+                if len(searched) > ahead:
+                    first, found = searched.popleft()
+                    yield first, found.result()
+                    ahead = AHEAD
+            while searched:
+                first, found = searched.popleft()
+                yield first, found.result()
 
     @property
     def _needs_no_strings(self) -> bool:
