@@ -49,5 +49,5 @@ What keeps this true:
 
 Tests: ``tests/model/test_lease_machine.py`` (two leaders, lost replies, stopped clocks against the real scripts),
 ``tests/redis/test_store.py`` (each script), ``tests/redis/test_scheduler.py`` (ticks), ``tests/chaos/test_chaos.py``
-(kills and faults over real servers), ``tests/system/test_incidents.py`` (what an operator sees).
+(kills and faults over real servers), ``tests/incidents/test_incidents.py`` (what an operator sees).
 """

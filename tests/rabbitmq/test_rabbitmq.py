@@ -21,10 +21,10 @@ from singlebeat.broker import ConfirmingSender
 from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
+from tests.incidents.tools import Beat, Incident, Tools
 from tests.rabbitmq.server import RabbitMQ, find_rabbitmq
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
-from tests.system.tools import Beat, Incident, Tools
 
 SINGLE, IN_TURN = f"{APP}.single", f"{APP}.in_turn"
 

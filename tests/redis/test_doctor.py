@@ -1,4 +1,4 @@
-"""Findings of ``doctor`` about the schedule and its leader; those about workers: ``tests/system/test_doctor.py``."""
+"""Findings of ``doctor`` about the schedule and its leader; those about workers: ``tests/incidents/test_doctor.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences about a queue and its workers; what needs real ones is in ``tests/system/test_incidents.py``."""
+"""Sentences about a queue and its workers; what needs real ones is in ``tests/incidents/test_incidents.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences about what happened, from facts; what needs real processes is in ``tests/system/test_incidents.py``."""
+"""Sentences about what happened, from facts; what needs real processes is in ``tests/incidents/test_incidents.py``."""
 
 from __future__ import annotations
 

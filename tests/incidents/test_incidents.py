@@ -53,10 +53,10 @@ from singlebeat import Entry, Schedule, clear_locks
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
 from singlebeat.diagnosis.doctor import workers as of_workers
 from singlebeat.locks import backend_of
+from tests.incidents.tools import Beat, Incident, Said, Tools, log
 from tests.support import APP, ROOT, CeleryProcess, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
 from tests.system.singles import PATIENCE, Stage, open_stage
-from tests.system.tools import Beat, Incident, Said, Tools, log
 from tests.system.topologies import PASSWORD, Sentinels, ask, each_decided_and_started_once, prove
 from tests.system.topologies import running as running_on
 

@@ -17,9 +17,9 @@ from celery.schedules import schedule
 import singlebeat
 from singlebeat import Entry, Schedule
 from singlebeat.locks import backend_of, worker_name
+from tests.incidents.tools import Tools
 from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
 from tests.system.apps import make_app
-from tests.system.tools import Tools
 
 #: What the doctor says: level and text of each thing.
 Said = dict[str, tuple[str, str]]

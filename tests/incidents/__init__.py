@@ -1,0 +1,1 @@
+"""What the tools say in incidents, with real beats, workers and servers."""
