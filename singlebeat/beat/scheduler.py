@@ -443,7 +443,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
         entries = {name: given for name, given in self.app.conf.beat_schedule.items() if self._is_static(name, given)}
         self.install_default_entries(entries)
-        stored = self.update_from_dict(entries)
+        stored = self._install(entries, owns=True)
         self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
 
@@ -456,6 +456,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def update_from_dict(self, dict_: Mapping[str, object]) -> list[str]:
         """Store entries that are given like those of ``beat_schedule``; return the names of the stored ones."""
+        return self._install(dict_, owns=False)
+
+    def _install(self, dict_: Mapping[str, object], *, owns: bool) -> list[str]:
         entries, now = dict[str, BeatEntry](), self.server_time.now()
         for name, given in dict_.items():
             self._report_progress()
@@ -467,7 +470,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         stored, left = list[str](), iter(entries.items())
         while batch := dict(islice(left, BATCH)):  # 100,000 entries take longer than the watchdog waits
             self._report_progress()
-            stored += self.statics.install(batch, now)
+            stored += self.statics.install(batch, now, owns=owns)
         self._report_progress()
         return stored
 

@@ -2354,6 +2354,19 @@ def test_the_leader_installs_beat_schedule(server, redis, bench_on):
     assert bench.messages == []
 
 
+def test_the_entry_that_celery_adds_is_never_parked(server, redis, bench_on, monkeypatch):
+    bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
+    monkeypatch.setattr(type(bench.app.backend), "supports_autoexpire", False)
+    for _ in range(2):
+        scheduler = bench.scheduler()
+        scheduler.tick()
+        scheduler.close()
+
+    assert redis.exists("redbeat:celery.backend_cleanup")
+    assert redis.keys("redbeat::parked:*") == []
+    assert redis.smembers(STATICS) == {"mine"}
+
+
 def test_what_a_dying_beat_installed_goes_with_the_next_deploy(server, redis, bench_on, monkeypatch):
     entry, save_entries = {"task": PLAIN, "schedule": 3600}, statics.save_entries
     dying = bench_on(server, beat_schedule={"both": entry, "only": entry}).scheduler()
@@ -2381,7 +2394,9 @@ def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_
     events: list[str] = []
     install = scheduler.statics.install
     monkeypatch.setattr(scheduler, "_report_progress", lambda: events.append("progress"))
-    monkeypatch.setattr(scheduler.statics, "install", lambda *args: events.append("batch") or install(*args))
+    monkeypatch.setattr(
+        scheduler.statics, "install", lambda *args, **owns: events.append("batch") or install(*args, **owns)
+    )
 
     scheduler.setup_schedule()
 

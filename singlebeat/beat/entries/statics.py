@@ -107,11 +107,15 @@ class Statics:
         owners = self._owners().values()
         return Counter(app for apps in owners if self.owner not in apps for app in apps)
 
-    def install(self, entries: Mapping[str, Entry], now: datetime) -> list[str]:
+    def install(self, entries: Mapping[str, Entry], now: datetime, *, owns: bool = True) -> list[str]:
         """Store entries, and return the names of those that could be stored.
 
         An existing entry keeps its past, and stays disabled if an operator has disabled it. An unchanged entry keeps
         its next time. A parked entry is restored, without a catch-up for the time in which it was parked.
+
+        Args:
+            owns: remember that new ones come from ``beat_schedule``, before they are stored: if this beat ends in
+                between, a later one knows it.
         """
         possible = [name for name in entries if self.keys.is_possible(name)]
         owners = self._owners(possible)
@@ -120,8 +124,8 @@ class Statics:
         absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
         for at in range(0, len(absent), BATCH):
             self._unpark(absent[at : at + BATCH], now)
-        # Before they are stored: if this beat ends in between, a later one knows where they come from.
-        self._own([*self._missing(absent)], owners)
+        if owns:
+            self._own([*self._missing(absent)], owners)
         fence = self._fence()
         saved = save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True, fence=fence)
         results.update(saved)
