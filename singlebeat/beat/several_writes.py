@@ -102,7 +102,7 @@ class SeveralWrites:
                 self._unsent += [message.entry.key for message in messages if message.call is not None]
             if self._outage is not None and self._unsent:
                 self.failures.note(self._outage)
-            before_task_publish.connect(self._note_queue)
+            before_task_publish.connect(self._note_queue, weak=False)
             self._publish(ready)
         finally:
             before_task_publish.disconnect(self._note_queue)
