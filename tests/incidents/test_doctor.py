@@ -104,6 +104,7 @@ def test_a_right_that_workers_lack_on_the_broker_is_named(celery, server, oracle
         celery("beat", conf=conf)
         Schedule(app).trigger("e")
         oracle.wait_ended(1, "e")
+        wait_until(lambda: [run for run in Schedule(app).history("e", 1) if run.end], what="the record of its end")
         admin.execute_command("ACL", "SETUSER", "br", f"-{command}")
 
         grant = rf"{command.upper()}.*: grant \+{command}|'{command}' command: grant \+{command}"
