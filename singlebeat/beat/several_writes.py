@@ -102,6 +102,8 @@ class SeveralWrites:
                 self._unsent += [message.entry.key for message in messages if message.call is not None]
             if self._outage is not None and self._unsent:
                 self.failures.note(self._outage)
+            # Not weak: when a weak receiver dies, Celery before 5.7 gives the signal a new list of receivers, while its
+            # sender of messages keeps the old list.
             before_task_publish.connect(self._note_queue, weak=False)
             self._publish(ready)
         finally:

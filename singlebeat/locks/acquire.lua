@@ -43,8 +43,8 @@
 --                    nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- Uses numbers. A repetition by the same id gives the same reply, and writes nothing new. Of locks that would last longer than they
--- should, because the server's clock was set back, each call shortens the time.
+-- Uses numbers, wrong_field and shorten. A repetition by the same id gives the same reply, and writes nothing new. Of locks
+-- that would last longer than they should, because the server's clock was set back, each call shortens the time.
 
 local again, deadline = ARGV[1] == "1", tonumber(ARGV[2])
 local time = redis.call("TIME")
@@ -56,16 +56,6 @@ local function reply(verdict, lock, id)
   local since = numbers(nil, {r[3]}) and (tonumber(r[3]) or 0) <= now + 1000 and r[3] -- a turn may be a moment ahead
   local fence = numbers(nil, {r[4]}) and r[4]
   return {verdict, r[1] or id, r[2] or "", since or "0", fence or "0", redis.call("PTTL", lock), "", r[5] or ""}
-end
-
---- Leave a lock no more than the time that it was given, if that was before the clock was set back: Redis keeps its end
--- as an instant of that clock. A living worker renews the lock before this end, too.
-local function shorten(lock, state, since, renewed)
-  local ahead = (state == "running" and tonumber(renewed) or tonumber(since) or 0) - now
-  local given = ahead > 0 and redis.call("PTTL", lock) - ahead or 0
-  if 0 < given and given < ahead then -- once: from then on the difference is negative
-    redis.call("PEXPIRE", lock, string.format("%.0f", given))
-  end
 end
 
 --- Evict a queued call from a lock or from the place behind the lock; the evicted call never starts.
@@ -98,18 +88,6 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
---- Return which of these fields must be a number and is none, nil if there is none.
-local function wrong_of(where, fields, values)
-  if numbers(nil, values) then
-    return nil
-  end
-  for i, field in ipairs(fields) do
-    if values[i] and not numbers(nil, {values[i]}) then
-      return where .. "its field " .. field .. ' must be a number, and is "' .. string.sub(values[i], 1, 20) .. '"'
-    end
-  end
-end
-
 local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only, note)
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
@@ -124,8 +102,8 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   elseif err then
     return {"unusable", err, "", "0", "0", 0, ""}
   end
-  local wrong = wrong_of("", {"until", "uncut"}, {record[3], record[7]})
-    or wrong_of(behind .. ": ", {"until", "taken", "uncut"}, {next_record[2], next_record[4], next_record[6]})
+  local wrong = wrong_field({"", "until", "uncut"}, {record[3], record[7]})
+    or wrong_field({behind .. ": ", "until", "taken", "uncut"}, {next_record[2], next_record[4], next_record[6]})
   if wrong then
     return {"unusable", wrong, "", "0", "0", 0, ""}
   end
@@ -136,9 +114,9 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   local holder, state, bound, waits = record[1], record[2], record[3], next_record[1]
   local taken = next_record[4] -- a call that evicts the waiting call takes this time over
 
-  shorten(lock, state, record[5], record[6])
-  shorten(behind, "queued", next_record[5])
-  shorten(turn, "queued", by_itself[2])
+  shorten({lock}, {now, state, record[5], record[6]})
+  shorten({behind}, {now, "queued", next_record[5]})
+  shorten({turn}, {now, "queued", by_itself[2]})
 
   local in_turn = by_itself[1] ~= id and by_itself[1]
   local leaves_place = waits == id and holder ~= id

@@ -36,8 +36,9 @@
 --                    nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- Uses numbers. A repetition by the same delivery gives the same reply, and writes nothing but the lease of its turn. Of locks that
--- would last longer than they should, because the server's clock was set back, each message shortens the time.
+-- Uses numbers, wrong_field and shorten. A repetition by the same delivery gives the same reply, and writes nothing but the
+-- lease of its turn. Of locks that would last longer than they should, because the server's clock was set back, each
+-- message shortens the time.
 
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
@@ -53,16 +54,6 @@ if now > tonumber(ARGV[13]) then
   return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
 end
 
---- Leave a lock no more than the time that it was given, if that was before the clock was set back: Redis keeps its end
--- as an instant of that clock. A living worker renews the lock before this end, too.
-local function shorten(lock, state, since, renewed)
-  local ahead = (state == "running" and tonumber(renewed) or tonumber(since) or 0) - now
-  local given = ahead > 0 and redis.call("PTTL", lock) - ahead or 0
-  if 0 < given and given < ahead then -- once: from then on the difference is negative
-    redis.call("PEXPIRE", lock, string.format("%.0f", given))
-  end
-end
-
 local function reply(verdict, holds)
   local r = redis.call("HMGET", holds or lock, "id", "state", "since", "fence", "payload", "entry")
   local payload = verdict == "started" and r[5] or ""
@@ -70,18 +61,6 @@ local function reply(verdict, holds)
   local fence = numbers(nil, {r[4]}) and r[4]
   return {verdict, r[1] or id, r[2] or "", since or "0", fence or "0", redis.call("PTTL", holds or lock), payload,
     r[6] or ""}
-end
-
---- Return which of these fields must be a number and is none, nil if there is none.
-local function wrong_of(where, fields, values)
-  if numbers(nil, values) then
-    return nil
-  end
-  for i, field in ipairs(fields) do
-    if values[i] and not numbers(nil, {values[i]}) then
-      return where .. "its field " .. field .. ' must be a number, and is "' .. string.sub(values[i], 1, 20) .. '"'
-    end
-  end
 end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next", "since", "renewed",
@@ -96,9 +75,9 @@ if err and not string.find(err, "WRONGTYPE", 1, true) then
 elseif err then
   return {"unusable", err, "", "0", "0", 0, ""}
 end
-local wrong = wrong_of("", {"gen", "until", "fence"}, {record[2], record[5], record[6]})
-  or wrong_of(behind .. ": ", {"taken", "since"}, {place[3], place[4]})
-  or wrong_of(turn .. ": ", {"since"}, {by_itself[2]})
+local wrong = wrong_field({"", "gen", "until", "fence"}, {record[2], record[5], record[6]})
+  or wrong_field({behind .. ": ", "taken", "since"}, {place[3], place[4]})
+  or wrong_field({turn .. ": ", "since"}, {by_itself[2]})
   or record[1] and not record[2] and "its field gen must be a number, and is missing"
 if wrong then
   return {"unusable", wrong, "", "0", "0", 0, ""}
@@ -110,9 +89,9 @@ if ended[2] then
   return reply("replaced")
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
-shorten(lock, state, record[8], record[9])
-shorten(behind, "queued", place[4])
-shorten(turn, "queued", by_itself[2])
+shorten({lock}, {now, state, record[8], record[9]})
+shorten({behind}, {now, "queued", place[4]})
+shorten({turn}, {now, "queued", by_itself[2]})
 local other = place[2] ~= "" and place[1] ~= id and place[1]
 local in_turn, taken = by_itself[1], tonumber(place[3] or place[4]) or 0
 -- Of the two waiting calls, the call that came first goes first.

@@ -51,9 +51,11 @@ NUMBER = re.compile(r"(?=.{1,16}$)[0-9]+(\.[0-9]*)?")
 
 # Read before there are threads and forks: reading a file of a package acquires a lock of the import system. A child
 # that is forked meanwhile would wait for that lock for ever.
+_NUMBERS, _SHORTEN = Script(__package__, "numbers"), Script(__package__, "shorten")
+_WRONG_FIELD = Script(__package__, "wrong_field", uses=[_NUMBERS])
 SCRIPTS = {
-    name: Script(__package__, name, uses=[Script(__package__, "numbers")])
-    for name in ("acquire", "begin", "finish", "renew", "rotate")
+    **{name: Script(__package__, name, uses=[_NUMBERS, _SHORTEN, _WRONG_FIELD]) for name in ("acquire", "begin")},
+    **{name: Script(__package__, name, uses=[_NUMBERS]) for name in ("finish", "renew", "rotate")},
 }
 SCRIPTS["promise"] = Script(__package__, "promise")
 SCRIPTS["send"] = Script(__package__, "send", uses=[SCRIPTS["acquire"]])
