@@ -77,9 +77,6 @@ BEFORE_SET_BACK = "before the clock of the locks' server was set back"
 #: Why it is not known whether a message waits in a queue.
 BOUND = "it was sent to an exchange, and the broker's bindings decide on its queue"
 
-#: Added to the reason if a queue is not empty, and it is not known which messages it has.
-PERHAPS = ", perhaps its own"
-
 #: Maximum number of messages in a queue in which a message is looked for.
 MOST_READ = 1000
 
@@ -166,17 +163,20 @@ def _read_note(record: Mapping[str, str]) -> Mapping[str, Any]:
     return sent if isinstance(sent, Mapping) else {}
 
 
+class _Stays(NamedTuple):
+    """Why a lock stays."""
+
+    reason: str
+    in_doubt: bool = False  #: whether its message may as well be lost
+
+
 class Found(NamedTuple):
     """The finding about the message of a lock."""
 
     lock: Waiting
     outcome: str  #: MESSAGE_LOST or RAN_ELSEWHERE; empty if the message may yet start, so that its lock stays
     reason: str
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the message may as well be lost."""
-        return not self.outcome and (PERHAPS in self.reason or self.reason == BOUND)
+    in_doubt: bool = False  #: whether a message that may yet start may as well be lost
 
     @property
     def way_out(self) -> str:
@@ -251,8 +251,10 @@ def free(app: Celery, found: Sequence[Found], *, backend: BaseBackend | None = N
     backend.finish_many([each.lock.ref for each in over], remember_for=0)  # a later holder of a lock keeps it
     held = {(key, record.get("id"), record.get("gen")) for key, record in backend.read([f.lock.ref.key for f in over])}
     freed = [f for f in over if (f.lock.ref.key, f.lock.ref.task_id, str(f.lock.ref.generation)) not in held]
-    for lock, outcome, why in freed:
-        reason = f"{why}; {JOINED_ARE_LOST}" if lock.is_joined and outcome == MESSAGE_LOST else why
+    for each in freed:
+        lock, outcome, reason = each.lock, each.outcome, each.reason
+        if lock.is_joined and outcome == MESSAGE_LOST:
+            reason = f"{reason}; {JOINED_ARE_LOST}"
         about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry, "reason": reason}
         log.warning(_FREED[outcome], event=outcome, **about)
         headers = {"id": lock.ref.task_id, RUN_HEADER: {"entry": lock.entry}}
@@ -371,13 +373,13 @@ def _ask(
     Args:
         expected: the workers that seem to live; all of them must answer.
     """
-    reasons: dict[Ref, str] = {}
+    stays = dict[Ref, _Stays | None]()
     for lock in locks:
         if lock.queue:
-            reasons[lock.ref] = broker.waits_in([lock.queue], lock.ref.task_id)
+            stays[lock.ref] = broker.waits_in([lock.queue], lock.ref.task_id)
         elif lock.is_noted:
-            reasons[lock.ref] = BOUND
-    open_ = [lock for lock in locks if not reasons.get(lock.ref)]
+            stays[lock.ref] = _Stays(BOUND, True)
+    open_ = [lock for lock in locks if not stays.get(lock.ref)]
     if any(not lock.queue for lock in open_):
         queues = {queue["name"] for reply in broker.ask("active_queues").values() for queue in reply or ()}
         queues |= {str(name) for name in app.amqp.queues}
@@ -385,34 +387,34 @@ def _ask(
             if not lock.queue:
                 own = _queue_of(app, lock.task)
                 known = sorted(queues | {own or ""} - {""})
-                reasons[lock.ref] = BOUND if own == "" else broker.waits_in(known, lock.ref.task_id)
-        open_ = [lock for lock in open_ if not reasons.get(lock.ref)]
+                stays[lock.ref] = _Stays(BOUND, True) if own == "" else broker.waits_in(known, lock.ref.task_id)
+        open_ = [lock for lock in open_ if not stays.get(lock.ref)]
     if open_:
         replies = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
         answers.note(replies)
         silent = sorted(expected - replies.keys())
-        reasons |= {lock.ref: _who_may_have(lock, replies, silent) for lock in open_}
+        stays |= {lock.ref: _who_may_have(lock, replies, silent) for lock in open_}
     for lock in locks:
         where = f"its queue {lock.queue}" if lock.queue else "any known queue"
         gone = f"no worker that answers has its message, and it is not in {where}"
-        reason = reasons.get(lock.ref)
-        yield Found(lock, "", reason) if reason else Found(lock, MESSAGE_LOST, gone)
+        why = stays.get(lock.ref)
+        yield Found(lock, "", *why) if why else Found(lock, MESSAGE_LOST, gone)
 
 
-def _who_may_have(lock: Waiting, known: Mapping[str, Any], silent: Sequence[str]) -> str:
-    """Return which worker has the message of a lock, or may have it; empty if none has it.
+def _who_may_have(lock: Waiting, known: Mapping[str, Any], silent: Sequence[str]) -> _Stays | None:
+    """Return which worker has the message of a lock, or may have it; None if none has it.
 
     Args:
         known: the answers, by worker: the messages that it has.
         silent: the workers that seem to live, and do not answer.
     """
     if has := next((worker for worker, reply in known.items() if lock.ref.task_id in (reply or {})), ""):
-        return f"worker {has} has its message"
+        return _Stays(f"worker {has} has its message")
     if not known:
-        return "no worker answers, and one may have its message"
+        return _Stays("no worker answers, and one may have its message")
     if silent:
-        return f"worker {silent[0]}, which may have its message, does not answer"
-    return ""
+        return _Stays(f"worker {silent[0]}, which may have its message, does not answer")
+    return None
 
 
 def _queue_of(app: Celery, task: str) -> str | None:
@@ -463,17 +465,18 @@ class _Broker:
         replies = self._mailbox.multi_call(command, arguments, timeout=TIMEOUT) or []
         return {worker: reply for each in replies for worker, reply in each.items()}
 
-    def waits_in(self, queues: Iterable[str], task_id: str) -> str:
-        """Return in which of the queues the message of a task waits, or may wait, in words; empty if in none."""
+    def waits_in(self, queues: Iterable[str], task_id: str) -> _Stays | None:
+        """Return in which of the queues the message of a task waits, or may wait; None if in none."""
         for queue in queues:
             if count := self.count(queue):
                 found = self._has(queue, task_id)
                 if found:
-                    return f"its message waits in queue {queue}"
+                    return _Stays(f"its message waits in queue {queue}")
+                if found is None and count == 1:
+                    return _Stays(f"1 message waits in queue {queue}, perhaps its own", True)
                 if found is None:
-                    many, one = f"{count} messages wait in queue {queue}", f"1 message waits in queue {queue}"
-                    return f"{many}{PERHAPS} among them" if count > 1 else f"{one}{PERHAPS}"
-        return ""
+                    return _Stays(f"{count} messages wait in queue {queue}, perhaps its own among them", True)
+        return None
 
     def _has(self, queue: str, task_id: str) -> bool | None:
         """Return whether a queue that is not empty has the message of a task; None if that is not known.
