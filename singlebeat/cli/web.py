@@ -23,7 +23,7 @@ ROLES = [role.name.lower() for role in Role]
 @command(
     "web",
     click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
-    click.option("--port", type=click.IntRange(0, 65535), default=5556, show_default=True, help="Port to listen on."),
+    click.option("--port", type=click.IntRange(1, 65535), default=5556, show_default=True, help="Port to listen on."),
     click.option("--users", type=click.Path(dir_okay=False), help="Users file: a line NAME:ROLE:HASH for each user."),
     click.option(
         "--trust-proxy", multiple=True, metavar="NETWORK", help="Network of proxies whose X-Forwarded-For counts."
