@@ -16,6 +16,7 @@ from singlebeat import signals
 from singlebeat.beat.entries.entry import DELETE
 from singlebeat.beat.entries.fields import SAVE
 from singlebeat.beat.entries.occurrence import Occurrence
+from singlebeat.beat.entries.pauses import PAUSE
 from singlebeat.beat.entries.statics import OWN, PARK, UNPARK
 from singlebeat.beat.leadership.lease import resign
 from singlebeat.beat.one_write import OneWrite
@@ -218,6 +219,7 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "pause": pause,
     "pause, ended": lambda redis: pause(redis, found='{"since": "now"}'),
     "pauses": lambda redis: (pause(redis)[0][:1], []),
+    "permitted": lambda redis: (["redbeat:e"], ["HDEL"]),
     "place": placed,
     "probe": lambda _: (["redbeat::doctor"], ['[["SET", "1"], ["DEL"]]']),
     "propose": propose,
@@ -256,13 +258,27 @@ CALLING = {
     "notice": NOTICE,
     "own": OWN,
     "park": PARK,
+    "pause": PAUSE,
     "save": SAVE,
     "settle": SETTLE,
     "unpark": UNPARK,
 }
 
 WRITE_NOTHING = {
-    *("candidates", "fenced", "last_ends", "members", "pauses", "probe", "read", "records", "renew", "time", "window"),
+    *(
+        "candidates",
+        "fenced",
+        "last_ends",
+        "members",
+        "pauses",
+        "permitted",
+        "probe",
+        "read",
+        "records",
+        "renew",
+        "time",
+    ),
+    "window",
 }
 
 

@@ -270,7 +270,7 @@ def test_a_right_that_beat_lacks_is_named_by_every_probe(probe, cli, lacking, re
     assert health == f"Error: {schedules}: {grant(command)}\n"
 
 
-def test_a_run_that_cannot_be_confirmed_is_not_sent_again(bench, lacking, redis):
+def test_a_run_that_could_not_be_confirmed_is_not_sent(bench, lacking, redis):
     """It is of an entry without a lock, so that no worker would refuse the copies."""
     bench.put(overlap="allow_all")
     with lacking("hdel") as (mute, _):
@@ -278,8 +278,54 @@ def test_a_run_that_cannot_be_confirmed_is_not_sent_again(bench, lacking, redis)
         for _ in range(4):
             beat.tick()
             beat._recheck_at = time.monotonic()
+        assert (len(bench.messages), redis.zcard("redbeat::pending")) == (0, 0)
+        redis.acl_setuser("mute", enabled=True, commands=["+hdel"])
+        beat.tick()
 
-    assert (len(bench.messages), redis.zcard("redbeat::pending")) == (1, 1)
+    assert len(bench.messages) == 1
+
+
+@pytest.mark.parametrize("ways", ["one", "several"])
+def test_a_right_that_is_taken_away_for_a_while_doubles_no_run(bench, lacking, redis, monkeypatch, ways):
+    bench.put(overlap="allow_all")
+    with lacking("wait") as (mute, _):  # which nobody needs
+        beat = mute.scheduler()
+        if ways == "several":
+            monkeypatch.setattr(beat.work.one_write, "_may_be_possible", lambda: False)
+        for right in ("+hdel", "-hdel", "+hdel"):
+            redis.acl_setuser("mute", enabled=True, commands=[right])
+            for _ in range(3):
+                bench.make_due()
+                beat._recheck_at = time.monotonic()
+                beat.tick()
+
+    sent = [message.id for message in bench.messages]
+    assert len(sent) == len(set(sent)) == 6
+
+
+@pytest.mark.parametrize("lacking_right", ["del", "hdel", "hset", "zadd", "zrem"])
+@pytest.mark.parametrize(
+    "command", ["delete a", "edit a --every 61", "pause a", "pause --all", "add b shop.bill --every 60"]
+)
+def test_a_change_that_needs_a_right_that_is_missing_changes_nothing(
+    cli, bench, lacking, redis, lacking_right, command
+):
+    bench.put("a")
+
+    def stored():
+        keys = sorted(redis.keys("redbeat*"))
+        return {key: redis.dump(key) for key in keys if "doctor" not in key}
+
+    with lacking(lacking_right) as (mute, _):
+        before = stored()
+        result = cli(*command.split(), app=mute.app, code=None)
+
+    if result.exit_code == 2:
+        assert grant(lacking_right) in result.output
+        assert stored() == before
+    else:
+        assert result.exit_code == 0, result.output
+        assert stored() != before
 
 
 def test_runs_whose_history_is_refused_are_sent_and_logged_once(

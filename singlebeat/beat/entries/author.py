@@ -14,11 +14,11 @@ from ...lua import script
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("RECORD", "Author", "digests")
+__all__ = ("PERMITTED", "RECORD", "Author", "digests")
 
 
-#: The script that each script which changes an entry calls.
-RECORD = script(__package__, "record")
+#: The scripts that each script which changes an entry calls.
+PERMITTED, RECORD = script(__package__, "permitted"), script(__package__, "record")
 
 
 class Author(NamedTuple):

@@ -1,6 +1,6 @@
 --- delete: remove an entry with its places, its quarantine record and the copy that is kept of it, and record that.
 --
--- It uses record. A repetition finds nothing to remove, and returns 0.
+-- It uses permitted and record. A repetition finds nothing to remove, and returns 0.
 --
 -- KEYS[1]  schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed
@@ -15,7 +15,8 @@
 -- ARGV[4]  limit       as in record
 -- ARGV[5]  found       JSON: definition and policy as the caller has read them; empty: delete it as it is
 --
--- returns  1 if there was anything to remove, 0 if not, -1 if another process has changed the entry since it was read
+-- returns  1 if there was anything to remove, 0 if not, -1 if another process has changed the entry since it was read; an
+--          error if the server refuses a command, and nothing was written
 
 local schedule, pending, quarantine, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local parked, changes, entry, name = KEYS[5], KEYS[6], KEYS[7], ARGV[1]
@@ -28,6 +29,10 @@ end
 local found = ARGV[5] ~= "" and cjson.decode(ARGV[5])
 if found and stored[1] and (found[1] ~= stored[1] or found[2] ~= (stored[2] or "")) then
   return -1
+end
+local refused = permitted({schedule, quarantine, entry}, {"ZREM", "HDEL", "DEL"})
+if refused then
+  return refused
 end
 if is_entry and stored[1] then
   record({changes, entry}, {ARGV[2], ARGV[3], ARGV[4], name, "delete", "", stored[1], stored[2] or "", "", ""})

@@ -20,7 +20,7 @@ from ..calendar.recurrence import is_known, next_occurrence
 from ..calendar.zone import app_zone
 from ..keys import Keys
 from ..server_time import server_now
-from .author import RECORD, Author
+from .author import PERMITTED, RECORD, Author
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object
 from .fields import read_fields
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
 
-DELETE = script(__package__, "delete", RECORD)
+DELETE = script(__package__, "delete", PERMITTED, RECORD)
 
 #: The ``version`` of an entry that must not exist yet.
 NOTHING = ("", "")

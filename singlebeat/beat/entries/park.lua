@@ -1,6 +1,6 @@
 --- park: remove entries that have left beat_schedule from the schedule, and keep copies of them: they may come back.
 --
--- It uses fenced and record.
+-- It uses fenced, permitted and record.
 --
 -- KEYS[1]     lock        as in fenced
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
@@ -22,7 +22,8 @@
 --             left        its owners without that app; empty: no owner is left, so the entry is parked
 --             is_entry    false: its key is a key of the schedule itself, and is not touched
 --
--- returns  JSON: null if another beat leads, and nothing was written; else for each entry
+-- returns  an error if the server refuses a command, and nothing was written
+--          JSON: null if another beat leads, and nothing was written; else for each entry
 --          parked  the entry is out of the schedule
 --          left    the entry stays, with the owners that are left
 --          moved   its owners have changed meanwhile: nothing was written for it
@@ -32,6 +33,11 @@ local schedule, pending, quarantine, statics, owners = KEYS[2], KEYS[3], KEYS[4]
 local owner, ttl = ARGV[2], ARGV[3]
 if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
   return "null"
+end
+local refused = permitted({owners, owners, statics, schedule, KEYS[8], KEYS[8]},
+  {"HSET", "HDEL", "SREM", "ZREM", "DEL", "PEXPIRE"})
+if refused then
+  return refused
 end
 
 local function park(entry, kept, name, found, left, is_entry)

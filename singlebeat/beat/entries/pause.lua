@@ -1,6 +1,6 @@
 --- pause: pause many entries, or end that pause, unless another program has changed the pause since we read it.
 --
--- A repetition of the call, after its reply was lost, returns 1 again and writes nothing.
+-- It uses permitted. A repetition of the call, after its reply was lost, returns 1 again and writes nothing.
 --
 -- KEYS[1]  pauses    hash: records by selector
 -- KEYS[2]  changes   stream: one record per change
@@ -14,7 +14,8 @@
 -- ARGV[8]  action    pause or resume
 -- ARGV[9]  note      of the change
 --
--- returns  1 done, 0 another program has changed the record meanwhile
+-- returns  1 done, 0 another program has changed the record meanwhile; an error if the server refuses a command, and
+--          nothing was written
 
 local pauses, selector, found, record = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local stored = redis.call("HGET", pauses, selector) or ""
@@ -23,6 +24,10 @@ if stored == record then
 end
 if stored ~= found then
   return 0
+end
+local refused = permitted({pauses, pauses}, {"HSET", "HDEL"})
+if refused then
+  return refused
 end
 
 if ARGV[7] ~= "0" then

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...errors import ConflictError, EntryError
 from ...lua import packed, script
 from ..calendar.zone import given_instant, in_utc
+from .author import PERMITTED
 from .definition import loads_object
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .author import Author
     from .policy import EntryPolicy
 
-__all__ = ("NO_PAUSES", "READ_PAUSES", "Pause", "Pauses", "pause_many", "read_pauses", "resume_many")
+__all__ = ("NO_PAUSES", "PAUSE", "READ_PAUSES", "Pause", "Pauses", "pause_many", "read_pauses", "resume_many")
 
 #: The selector of all entries, and what the selector of the entries with a tag begins with.
 _ALL, _TAG = "all", "tag:"
@@ -35,6 +36,7 @@ _ATTEMPTS = 5
 
 #: Reads the pauses, with the other things that a tick reads.
 READ_PAUSES = script(__package__, "pauses")
+PAUSE = script(__package__, "pause", PERMITTED)
 
 
 def _selector(tag: str | None) -> str:
@@ -285,7 +287,7 @@ def _change(
         rows = dict(_pairs(pauses.found))
         over = [text for old in pauses.pauses if old.ended_before(now - KEPT_FOR) for text in _row(old, rows)]
         args = (selector, rows.get(selector, ""), wanted.encode(), packed(over), *about)
-        if script(__package__, "pause")(client, [keys.pauses, keys.changes], args):
+        if PAUSE(client, [keys.pauses, keys.changes], args):
             return wanted
     raise ConflictError("the pause cannot be stored: another process keeps changing it; try again")
 

@@ -3,7 +3,7 @@
 -- A repetition of the call, after its reply was lost, returns true again and writes nothing, even if a beat has claimed
 -- the entry meanwhile.
 --
--- It uses fenced and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
+-- It uses fenced, permitted and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
 --
 -- KEYS[1]     lock      as in fenced
 -- KEYS[2]     schedule  zset: members by the time of their next occurrence (s)
@@ -25,12 +25,16 @@
 --                         false: leave the field, it may have changed
 --             score       of the next occurrence, as a string; empty: leave it
 --
--- returns  JSON, for each entry whether it was stored; null if another beat leads; an error if the server refuses to
---          record a change. After null or an error nothing was written
+-- returns  JSON, for each entry whether it was stored; null if another beat leads; an error if the server refuses a
+--          command. After null or an error nothing was written
 
 local schedule, id = KEYS[2], ARGV[7]
 if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
   return "null"
+end
+local refused = permitted({KEYS[5], KEYS[5], schedule}, {"HSET", "HDEL", "ZADD"})
+if refused then
+  return refused
 end
 
 local names = {"definition", "meta", "policy", "since"}

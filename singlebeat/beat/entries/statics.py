@@ -15,7 +15,7 @@ from ...errors import EntryError
 from ...log import Log
 from ...lua import Script, packed, script
 from ..keys import Keys
-from .author import RECORD, Author
+from .author import PERMITTED, RECORD, Author
 from .definition import Meta
 from .entry import Entry
 from .fields import BATCH, FENCED, read_fields, replies_of
@@ -32,7 +32,7 @@ __all__ = ("OPERATORS", "Statics", "is_from_code", "owner_of", "signature_of")
 
 log = Log("celery.beat")
 
-PARK, UNPARK = (script(__package__, name, FENCED, RECORD) for name in ("park", "unpark"))
+PARK, UNPARK = (script(__package__, name, FENCED, PERMITTED, RECORD) for name in ("park", "unpark"))
 OWN = script(__package__, "own", FENCED)
 
 #: How long an entry that has left ``beat_schedule`` is kept: a deploy may be rolled back.

@@ -1,6 +1,6 @@
 --- unpark: put back entries that have come back to beat_schedule, with their past and the settings of an operator.
 --
--- It uses fenced and record.
+-- It uses fenced, permitted and record.
 --
 -- KEYS[1]     lock     as in fenced
 -- KEYS[2]     changes  stream: as in record
@@ -14,12 +14,17 @@
 --             name     of the entry
 --             since    the field since, so that beat does not make up for past occurrences; empty: none
 --
--- returns  JSON: null if another beat leads, and nothing was written; else for each entry whether it was put back: not
+-- returns  an error if the server refuses a command, and nothing was written
+--          JSON: null if another beat leads, and nothing was written; else for each entry whether it was put back: not
 --          if the entry exists, or if the copy belongs to another app (a repetition finds no copy and does nothing)
 
 local owner = ARGV[2]
 if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
   return "null"
+end
+local refused = permitted({KEYS[3], KEYS[3], KEYS[3]}, {"HSET", "HDEL", "DEL"})
+if refused then
+  return refused
 end
 
 local function unpark(entry, kept, name, since)

@@ -28,6 +28,8 @@
 --                   many entries have changed
 --          pending  the last occurrence is not confirmed yet; it is put back into pending if it was missing there
 --          (only claimed writes anything else for the entry)
+--          An error if the server refuses HDEL, without which confirm would fail, and a run be sent again and again; then
+--          nothing was written
 
 local lock, schedule, pending, token, retry_at = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
 local leads = ARGV[5] == "1"
@@ -47,6 +49,13 @@ local function are_pauses_as_found()
     end
   end
   return true
+end
+
+if #KEYS > 4 then
+  local tried = redis.pcall("HDEL", KEYS[5], "")  -- a field that no entry has
+  if type(tried) == "table" and not string.find(tried.err, "WRONGTYPE", 1, true) then
+    return tried
+  end
 end
 
 local is_paused_otherwise = not are_pauses_as_found()

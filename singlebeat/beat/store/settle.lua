@@ -21,7 +21,11 @@
 --          an error if the server refuses to write the stream: all the rest was written
 
 local asked = {ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]}
-local verdicts = cjson.decode(claim({KEYS[1], KEYS[2], KEYS[3], KEYS[4], unpack(KEYS, 6)}, asked))
+local claimed = claim({KEYS[1], KEYS[2], KEYS[3], KEYS[4], unpack(KEYS, 6)}, asked)
+if type(claimed) == "table" then
+  return claimed  -- an error
+end
+local verdicts = cjson.decode(claimed)
 local keys, rows = {KEYS[3], KEYS[5]}, {}
 for i, row in ipairs(cjson.decode(ARGV[8])) do
   if #row > 0 and verdicts[i] == "claimed" then
