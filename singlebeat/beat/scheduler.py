@@ -349,9 +349,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                 facts = {"term": term.number, "leader": term.leader}
                 self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
             if term.lost and term.lost != self._vanished_in:
-                why = f"the server has forgotten term {term.lost}: it has lost all its data, or its last changes, as a "
-                why += "server does that starts from an old snapshot"
-                self._note_loss(why)
+                self._note_loss(_forgotten(term.lost))
             self._vanished_in = 0  # the numbers begin anew
             self._gained = term
         self._report_progress()
@@ -374,11 +372,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._report_progress()
 
     def _note_loss(self, why: str) -> None:
-        """Note that the server has lost data, for operators; of several losses, the first one counts."""
-        note = f"{self.server_time.now().isoformat(timespec='seconds')} {why}"
-        self.store.client.set(self.store.keys.lost, note, nx=True, ex=LOSS_NOTED_FOR)
+        """Log that the server has lost data, and note it for operators; of several losses, the first one counts."""
+        self._set_loss(why)
         sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
+
+    def _set_loss(self, why: str) -> bool:
+        note = f"{self.server_time.now().isoformat(timespec='seconds')} {why}"
+        return bool(self.store.client.set(self.store.keys.lost, note, nx=True, ex=LOSS_NOTED_FOR))
 
     def _end_term(self) -> None:
         gained, began = self._gained, self._term
@@ -394,6 +395,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if time.monotonic() >= self._check_leader_at and not self._closed:
             self._check_leader_at = time.monotonic() + LEADER_CHECK_INTERVAL
             leader = self.lease.leader()
+            # The leader has noted it if it knew the forgotten terms, too.
+            if self.lease.forgotten and self._set_loss(why := _forgotten(self.lease.forgotten)):
+                sentence = "beat: The schedule has vanished, or its last changes, before another beat began to lead"
+                log.warning(sentence, event="schedule_vanished", reason=why)
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
             if name != self._stands_by_for:
                 self._stands_by_for = name
@@ -515,3 +520,11 @@ def _longest_call(config: Config) -> float:
     with suppress(TypeError, ValueError):  # the client raises for such an option
         return max(0.0, *(float(period or 0) for period in periods))
     return 0.0
+
+
+def _forgotten(term: int) -> str:
+    """Return how a server that has forgotten a term has lost data, in words."""
+    return (
+        f"the server has forgotten term {term}: it has lost all its data, or its last changes, as a server does that "
+        "starts from an old snapshot"
+    )

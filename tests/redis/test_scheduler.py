@@ -2597,6 +2597,31 @@ def test_a_lost_schedule_is_shown_until_a_day_has_passed(bench, cli):
     assert 86_000 < bench.redis.ttl(LOST) <= 86_400
 
 
+@pytest.mark.parametrize("knows", [True, False], ids=["who has noted it", "who began after it"])
+def test_a_loss_is_noted_once_whoever_leads_after_it(bench, redis, logged, caplog, knows):
+    redis.set("redbeat::term", 5)
+    old = bench.scheduler()
+    old.tick()
+    new = bench.scheduler()
+    if knows:
+        new.tick()
+    redis.flushall()
+    new.tick()
+    assert bool(redis.get(LOST)) is knows
+
+    assert not old.lease.renew()
+    old.tick()
+    assert "has forgotten term 6" in redis.get(LOST)
+    assert len(logged("schedule_vanished")) == 1
+
+    redis.delete(LOST)  # as an operator does once the entries are back
+    new.close()
+    old.tick()
+    assert old.lease.owned()
+    assert not redis.exists(LOST)
+    assert len(logged("schedule_vanished")) == 1
+
+
 def test_a_plain_task_is_locked_while_workers_announce_themselves_again(bench, logged):
     """After the locks' server has come back empty: each worker does so within a third of a lease."""
     backend_of(bench.app).announce("w1", ttl=60)

@@ -130,6 +130,8 @@ class Lease:
         self._token = ""  #: of campaigns that were not answered: the server may yet execute one of them
         self._last_token = ""  #: of the last campaign that was answered
         self._known = 0  #: number of the last known term, of this beat or another
+        #: Number of a term that the server has forgotten, as the last look at the leader has shown; 0 if none is known.
+        self.forgotten = 0
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
         #: Our part of the work: all of it while we lead. Where leadership is switched off, beats share the work.
@@ -303,8 +305,10 @@ class Lease:
         """Return the record of the leader (host, pid, since, term), empty if none leads."""
         client = self._client or self._connect()
         record: Mapping[str, str] = client.hgetall(self.keys.leader)
-        number = record.get("term", "")
-        self._known = max(self._known, int(number) if number.isdecimal() else 0)
+        self.forgotten = 0
+        if (number := record.get("term", "")).isdecimal():
+            known, self._known = self._known, int(number)
+            self.forgotten = known if self._known < known else 0
         return record
 
     def _keep_renewing(self) -> None:
