@@ -34,7 +34,7 @@ from .renewer import renewer_of
 if TYPE_CHECKING:
     from celery.concurrency.base import BasePool
 
-__all__ = ("Request", "report_exceptions")
+__all__ = ("Request", "leave_unwritten", "report_exceptions")
 
 log = Log(__name__)
 
@@ -71,6 +71,28 @@ def report_exceptions(pool: BasePool) -> None:
         return on_apply(_reported(target) if is_ours else target, *args, **options)
 
     pool.on_apply = reporting
+
+
+def leave_unwritten(pool: BasePool) -> None:
+    """Let a pool of processes leave the runs that it drops to the next delivery of their messages.
+
+    It drops those that it has not begun to write to a process when its worker stops, or loses the broker. The broker
+    gets their messages back after that.
+    """
+    flush, unwritten = getattr(pool, "flush", None), getattr(getattr(pool, "_pool", None), "outbound_buffer", None)
+    if flush is None or unwritten is None:
+        return
+
+    @wraps(flush)
+    def flushed() -> None:
+        callbacks = [getattr(job, "_callback", None) for job in unwritten]
+        flush()
+        for callback in callbacks:
+            request = getattr(callback, "__self__", None)
+            if isinstance(request, Request):
+                request.leave_unstarted()
+
+    pool.flush = flushed
 
 
 def _reported(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,6 +309,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         record_end(self, "postponed")
         pause = PUT_BACK_AFTER_ALARM if isinstance(exc, Blocked) else PUT_BACK_AFTER
         renewer_of(self.app).call_later(pause, partial(self.reject, requeue=True))
+
+    def leave_unstarted(self) -> None:
+        """Hand over the lock of a run that a pool has got, and will not start."""
+        if not (self.acknowledged or self._over):
+            self._leave_to_next_delivery(at_once=True)
 
     def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
         # Also for a message that could not start: a server that hung may still grant its lock.

@@ -18,7 +18,7 @@ from ..locks.base import Ticket
 from ..log import Log
 from ..run_results import flush_ends, record_end_of_message
 from .renewer import Renewer, renewer_of
-from .request import Request, report_exceptions
+from .request import Request, leave_unwritten, report_exceptions
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -55,6 +55,7 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         for task in parent.app.tasks.values():
             task.Request = _with_locks(symbol_by_name(task.Request))
         report_exceptions(parent.pool)
+        leave_unwritten(parent.pool)
         self.renewer, renewer.timer = renewer, parent.timer
         renewer.serve(parent.hostname, name=worker_name(parent.app, parent.hostname))
         # Not at the top, because every app with a Singleton imports this module; not later, while the pool forks.

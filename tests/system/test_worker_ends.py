@@ -242,6 +242,23 @@ def test_a_call_is_new_at_once_when_its_chain_of_retries_has_ended(celery, oracl
     assert [run.id for run in oracle.runs("a")] == [first.id] * 2 + [second.id] * 2
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_run_that_a_stopping_worker_gives_back_may_start_at_once(pool, celery, oracle, redis):
+    stopping = celery("worker", "-P", pool, "-c", "2", app="tests.system.stopped_early").ready()
+    celery("beat").ready()
+    definition = {"task": f"{APP}.plain", "args": ["a"], "schedule": {"__type__": "interval", "every": 3600}}
+    redis.hset("redbeat:a", "definition", json.dumps(definition))
+    redis.zadd("redbeat::schedule", {"redbeat:a": 0})
+    assert stopping.wait(timeout=20) == 0
+
+    locks = [redis.hget(key, "state") for key in redis.scan_iter("SINGLETONLOCK_*", _type="HASH")]
+    started = len(oracle.runs("a"))
+    assert locks == (["queued"] if started == 0 else [])
+    celery("worker", "-c", "1").ready()
+    oracle.wait_ended(1)
+    assert len(oracle.runs("a")) == 1
+
+
 @pytest.mark.parametrize("how", ["child killed", "hard time limit"])
 def test_the_lock_of_a_child_that_dies_is_free_long_before_its_lease(how, celery, oracle, redis, single, lock_of):
     worker = celery("worker", "-c", "1", conf={"singlebeat_lock_lease": 300}).ready()
