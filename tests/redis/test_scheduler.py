@@ -3384,6 +3384,43 @@ def test_the_watchdog_hears_before_each_call_of_a_tick_to_a_server(bench, monkey
     assert [pair for pair in itertools.pairwise(["progress", *seen]) if "progress" not in pair] == []
 
 
+@pytest.mark.parametrize("where", ["install", "decide", "recheck"])
+def test_the_watchdog_hears_before_each_question_to_an_own_schedule(server, bench_on, where, monkeypatch):
+    """Each may take nearly as long as the watchdog waits."""
+    events = list[str]()
+
+    class EvenMinutes(schedule):
+        is_broken = False
+
+        def is_due(self, last_run_at: datetime) -> Any:
+            events.append("question")
+            if self.is_broken:
+                raise ValueError("no calendar")
+            return (self.now().minute % 2 == 0, 60.0)
+
+    when = EvenMinutes(60)
+    bench = bench_on(server, beat_schedule={"own": {"task": PLAIN, "schedule": when, "args": ["own"]}})
+    scheduler = bench.scheduler(app=bench.app)
+    monkeypatch.setattr(scheduler, "_report_progress", lambda: events.append("progress"))
+    if where != "install":
+        scheduler.tick()
+        bench.make_due("own", ago=HOUR)
+    if where == "recheck":
+        when.is_broken = True
+        scheduler.tick()
+        assert bench.redis.hexists("redbeat::quarantine", "redbeat:own")
+        when.is_broken = False
+        monkeypatch.setattr("singlebeat.beat.store.quarantine.RETRY_AFTER", timedelta())
+    events.clear()
+
+    scheduler.tick()
+
+    asked = events.count("question")
+    assert asked >= {"install": 1, "decide": 3, "recheck": 1}[where]
+    assert ("question", "question") not in itertools.pairwise(events)
+    assert not bench.redis.hexists("redbeat::quarantine", "redbeat:own")
+
+
 def test_the_lock_has_redbeats_interface(bench):
     scheduler = bench.scheduler()
     scheduler.tick()
