@@ -282,6 +282,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             return
         if self._watchdog is not None:
             self._watchdog.progress()
+        if self._metrics is not None:
+            self._metrics.progress()
         self._service_manager.progress()
 
     def _ask_time(self) -> None:
