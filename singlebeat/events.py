@@ -116,8 +116,8 @@ EVENTS: Mapping[str, Event] = {
     ),
     "expensive": Event(
         (WARNING,),
-        "The times of an entry take long to calculate (``seconds``): other entries have waited for a second or more, "
-        "or the entry waits for them. Logged once for each entry.",
+        "The times of an entry take long to calculate (``seconds``, or so far if it still goes on after 10 s): other "
+        "entries have waited for a second or more, or the entry waits for them. Logged once for each entry.",
     ),
     # Servers and clocks.
     "unreachable": Event(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..log import Log
-from .calendar.recurrence import is_cheap
+from .calendar.recurrence import is_cheap, reporting_questions
 
 if TYPE_CHECKING:
     from .entries.entry import Entry
@@ -23,6 +23,9 @@ EXPENSIVE_FROM = 0.01
 
 #: Seconds from which an entry is logged though it has not waited: the others have waited for it.
 LOGGED_FROM = 1.0
+
+#: Seconds from which an entry is logged while its times are still being calculated: the others wait for it.
+LOGGED_WITHIN_FROM = 10.0
 
 #: Entries whose costs are remembered.
 MOST_COSTS = 10_000
@@ -67,15 +70,21 @@ class CalculatingTime:
         if rank == CHEAP or not self.wait_s:
             return True
         if rank == EXPENSIVE:
-            self._log_once(definition, entry)
+            self._log_once(definition, entry, self._costs[definition][-1])
         return False
 
     @contextmanager
     def spent_on(self, definition: str, entry: Entry) -> Iterator[None]:
         """Measure what it costs to calculate the times of an entry; as long as that took, other work comes first."""
         began = self._clock()
+
+        def note() -> None:
+            if (so_far := self._clock() - began) >= LOGGED_WITHIN_FROM:
+                self._log_once(definition, entry, so_far)
+
         try:
-            yield
+            with reporting_questions(note):
+                yield
         finally:
             ended = self._clock()
             cost = ended - began
@@ -86,11 +95,11 @@ class CalculatingTime:
             if cost >= EXPENSIVE_FROM:
                 self._resumes_at = ended + cost
             if cost >= LOGGED_FROM:
-                self._log_once(definition, entry)
+                self._log_once(definition, entry, cost)
 
-    def _log_once(self, definition: str, entry: Entry) -> None:
+    def _log_once(self, definition: str, entry: Entry, seconds: float) -> None:
         if definition in self._logged:
             return
         self._logged.add(definition)
-        about = {"entry": entry.name, "seconds": self._costs[definition][-1]}
+        about = {"entry": entry.name, "seconds": seconds}
         log.warning("beat: The times of entry %(entry)s are expensive to calculate", event="expensive", **about)

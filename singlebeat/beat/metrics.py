@@ -28,7 +28,7 @@ __all__ = ("METRICS", "BeatMetrics")
 
 log = Log("celery.beat")
 
-#: Seconds without a tick after which a beat is not healthy.
+#: Seconds without progress after which a beat is not healthy.
 HEALTHY_FOR = 30.0
 
 #: Seconds that Redis may take to answer: a health probe waits for a few seconds, and Prometheus for 10.
@@ -123,7 +123,7 @@ class BeatMetrics:
     def __init__(self, app: Celery, lease: Lease) -> None:
         self.app, self.lease = app, lease
         self.registry = registry = new_registry()
-        self.last_tick = time.monotonic()
+        self.last_progress = time.monotonic()
         self.server: ThreadingHTTPServer | None = None
         self._client: RedisClient = None
         made = {name: metric.made(registry) for name, metric in METRICS.items() if metric.type != "gauge"}
@@ -167,8 +167,8 @@ class BeatMetrics:
         if path == "/metrics":
             return metrics_of(self.registry)
         if path == "/healthz":
-            idle = time.monotonic() - self.last_tick
-            return self._verdict("" if idle < HEALTHY_FOR else f"no tick for {idle:.0f} s")
+            idle = time.monotonic() - self.last_progress
+            return self._verdict("" if idle < HEALTHY_FOR else f"no progress for {idle:.0f} s")
         if path == "/readyz":
             try:
                 state = self._state()
@@ -177,6 +177,10 @@ class BeatMetrics:
             # A server that refuses writes may still let the leader renew its lease, and lets tools read the leader.
             return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem())
         return Answer.of("/metrics, /healthz or /readyz", 404)
+
+    def progress(self) -> None:
+        """Record that work goes on."""
+        self.last_progress = time.monotonic()
 
     def _state(self) -> ScheduleStatus:
         if self._client is None:
@@ -222,7 +226,7 @@ class BeatMetrics:
             self._lateness.observe(max(0.0, self.lease.server_time.timestamp() - decision.occurrence.nominal))
 
     def _observe_tick(self, seconds: float = 0.0, **_: object) -> None:
-        self.last_tick = time.monotonic()
+        self.progress()
         self._ticks.observe(seconds)
 
     def _count_gained(self, **_: object) -> None:

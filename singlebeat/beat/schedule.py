@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from itertools import chain, dropwhile, islice
+from itertools import chain, dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
 
@@ -100,6 +100,20 @@ def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str:
 def _after(changes: Sequence[Change], field: str) -> str:
     """Return a field of an entry as it was after the last change; empty if it was absent, or if that is not known."""
     return next((change.after[field] for change in changes if field in change.after), "")
+
+
+def _past(changes: Sequence[Change], at: int) -> Mapping[str, str]:
+    """Return the past of a removed entry, as the last removal since a change has recorded it; empty if none has.
+
+    An entry that was added under the same name after that removal has another past.
+
+    Args:
+        changes: of the entry, latest first.
+        at: number of the change.
+    """
+    since = takewhile(lambda change: change.action != "add", reversed(changes[: at + 1]))
+    removals = [change.before for change in since if change.before.get("meta")]
+    return removals[-1] if removals else {}
 
 
 class _Past(NamedTuple):
@@ -523,9 +537,9 @@ class Schedule:
     def revert(self, name: str, to: str) -> Entry:
         """Let an entry have the definition and policy again that it had before a change; return the entry.
 
-        So this undoes that change and all later ones, and is a change itself. A removed entry comes back with its past,
-        and the times that have passed are not made up for. An entry that another program has removed comes back as it
-        was after its last change, by the id of that.
+        So this undoes that change and all later ones, and is a change itself. An entry that was deleted, or has left
+        ``beat_schedule``, comes back with its past, and the times that have passed are not made up for. An entry that
+        another program has removed comes back as it was after its last change, by the id of that.
 
         Args:
             to: id of the change.
@@ -547,11 +561,11 @@ class Schedule:
         definition, policy = (
             _before(changes, at, field, now or "") for field, now in (("definition", stored[0]), ("policy", stored[2]))
         )
-        if not stored[0] and at == 0 and changes[0].action != "delete":  # another program has removed it
+        if not stored[0] and at == 0 and changes[0].action not in {"delete", "park"}:  # another program has removed it
             definition, policy = (_after(changes, field) for field in ("definition", "policy"))
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
-        past = changes[at].before if not stored[0] else {}
+        past = _past(changes, at) if not stored[0] else {}
         entry = Entry.from_fields(key, definition, past.get("meta"), policy, past.get("since"), app=self.app)
         if past.get("meta"):
             entry = entry.with_past(replace(entry.meta, since=self._now()))

@@ -29,6 +29,7 @@ from ..connections import (
 )
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
+from .calendar.recurrence import reporting_questions
 from .calendar.zone import app_zone
 from .dispatch import Dispatcher
 from .entries.entry import Entry as BeatEntry
@@ -244,7 +245,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if not self.server_time.is_known:  # once in the life of a beat
                 self._ask_time()
             term = self.lease.acquire()
-            delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
+            with reporting_questions(self._report_progress):
+                delay = self._stand_by() if term is None else self._tick(self.server_time.now(), term)
         except (RedisError, LockBackendError) as exc:
             self._is_refused = isinstance(exc, ResponseError)
             self._note_trouble(exc)
@@ -280,6 +282,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             return
         if self._watchdog is not None:
             self._watchdog.progress()
+        if self._metrics is not None:
+            self._metrics.progress()
         self._service_manager.progress()
 
     def _ask_time(self) -> None:

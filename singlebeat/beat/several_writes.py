@@ -65,12 +65,13 @@ class SeveralWrites:
         dispatcher: decides, by the same rules as for one write.
         term: in which this beat must still lead.
         now: the server's time.
+        taken_at: monotonic seconds from before the first of the occurrences was claimed or retaken.
     """
 
-    def __init__(self, dispatcher: Dispatcher, term: Term, now: datetime) -> None:
+    def __init__(self, dispatcher: Dispatcher, term: Term, now: datetime, taken_at: float) -> None:
         self.dispatcher, self.app, self.publisher = dispatcher, dispatcher.app, dispatcher.publisher
         self.failures, self.term, self.now = dispatcher.failures, term, now
-        self._taken_until = time.monotonic() + RETRY_AFTER
+        self._taken_until = taken_at + RETRY_AFTER
         self._publish_until = self._taken_until - RETRY_AFTER * (1 - PUBLISH_SHARE)
         #: Celery reports each message when it is published. Asked before ``_note_queue`` is told of them, too.
         self._sends_each = reports_each(self.app)

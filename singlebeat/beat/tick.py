@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from .calculating_time import CHEAP, EXPENSIVE, UNKNOWN
@@ -67,7 +68,7 @@ class Tick:
 
         Expensive entries are calculated when the occurrences of the others are sent.
         """
-        retry_at, time = now + timedelta(seconds=RETRY_AFTER), self.store.calculating_time
+        time, taken_at, retry_at = self.store.calculating_time, monotonic(), self._retry_at()
         retaken = self._retake(due, term, retry_at)
         over = self._drop(retaken, term, now)
         dropped_ids = {confirmation.decision.occurrence.id for confirmation in over}
@@ -79,12 +80,14 @@ class Tick:
         for entries in (ranked[CHEAP], ranked[UNKNOWN] + ranked[EXPENSIVE]):
             wanted, waiting = self._decide(entries, now)
             self.store.quarantine.settle()
+            if not ready:  # no retaken ones
+                taken_at, retry_at = monotonic(), self._retry_at()  # the decisions may have taken long
             settled = self.one_write.send(ready, wanted, term, now, retry_at=retry_at)
             claims, blocked = self._claim(wanted, settled, term, retry_at)
             self._record(claims, term)
             ready += [claimed for claim in claims if (claimed := claim.claimed) is not None]
             unsettled = [each for each in ready if each.occurrence.id not in settled]
-            SeveralWrites(self.dispatcher, term, now).send(unsettled)
+            SeveralWrites(self.dispatcher, term, now, taken_at).send(unsettled)
             upcoming += [claim.next_score for claim in claims if claim.next_score >= 0]
             upcoming += [self._timestamp() + time.wait_s] if waiting else []
             ready, left = [], left + waiting + blocked
@@ -92,6 +95,10 @@ class Tick:
         self.store.notice_changes()
         self.one_write.check_records()
         return upcoming
+
+    def _retry_at(self) -> datetime:
+        """Return until when no other beat sends occurrences that this one takes now."""
+        return datetime.fromtimestamp(self._timestamp() + RETRY_AFTER, UTC)
 
     def _retake(self, due: Due, term: Term, retry_at: datetime) -> list[ClaimedOccurrence]:
         """Retake pending occurrences: until ``retry_at`` no other beat sends them."""

@@ -17,6 +17,7 @@ from redbeat import RedBeatSchedulerEntry
 from redis.exceptions import RedisError
 
 from singlebeat import Entry, Schedule
+from singlebeat.beat.entries.definition import Meta
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from tests.redis.bench import HOUR, Bench
 from tests.support import APP, at_once
@@ -422,6 +423,57 @@ def test_a_deleted_entry_comes_back_with_its_past_and_catches_nothing_up(bench):
     assert (entry.encode(), entry.policy, entry.total_run_count) == (before.encode(), before.policy, 7)
     assert bench.score() > datetime.now(UTC).timestamp()
     assert actions(bench) == [("e", "add"), ("e", "delete"), ("e", "revert")]
+
+
+def test_an_entry_reverted_to_before_an_earlier_change_has_its_past(bench):
+    """Its deletion, which is undone with that change, has recorded the past."""
+    bench.put(max_runs=9)
+    before = bench.schedule.get("e")
+    bench.schedule.pause("e")
+    bench.schedule.delete("e")
+    _, pause, _ = bench.schedule.changes("e")
+    bench.schedule.revert("e", pause.id)
+    bench.tick(2)
+    entry = bench.schedule.get("e")
+
+    assert bench.messages == []
+    assert (entry.encode(), entry.policy, entry.total_run_count) == (before.encode(), before.policy, 7)
+
+
+def test_an_entry_comes_back_with_its_own_past_of_several_of_its_name(bench):
+    for count, args in ((3, "first"), (5, "second")):
+        bench.put(args=[args], total_run_count=count, last_run_at=datetime.now(UTC) - HOUR)
+        bench.schedule.pause("e")
+        bench.schedule.delete("e")
+    _, pause, _, delete, earlier_pause, _ = (change.id for change in bench.schedule.changes("e"))
+
+    for to, args, count in ((pause, "second", 5), (delete, "first", 3), (earlier_pause, "first", 3)):
+        entry = bench.schedule.revert("e", to)
+        assert (entry.args, entry.total_run_count) == ([args], count)
+        bench.redis.delete("redbeat:e")  # by another program, so without a record
+
+
+def test_an_entry_that_left_beat_schedule_comes_back_by_a_revert(bench):
+    """It is an entry of its own then, and no entry of ``beat_schedule``."""
+
+    def deploy(**entries: Any) -> None:
+        bench.scheduler(beat_schedule=entries).tick()
+        bench.schedulers[-1].close()
+
+    deploy(e={"task": TASK, "schedule": HOUR})
+    bench.redis.hset("redbeat:e", "meta", Meta(datetime.now(UTC) - HOUR, 7).encode())
+    deploy()
+    (park, _) = bench.schedule.changes("e")
+    entry = bench.schedule.revert("e", park.id)
+
+    assert (park.action, entry.task, entry.total_run_count) == ("park", TASK, 7)
+    assert bench.score() > datetime.now(UTC).timestamp()
+    deploy()
+    assert bench.schedule.get("e").total_run_count == 7
+    deploy(e={"task": TASK, "schedule": HOUR})
+    deploy()
+    with pytest.raises(UnknownEntryError, match="parked until"):
+        bench.schedule.get("e")
 
 
 def test_a_revert_needs_no_record_of_what_the_change_left_alone(bench):

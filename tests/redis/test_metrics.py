@@ -257,9 +257,30 @@ def test_an_unreachable_server_is_a_metric_and_not_ready():
         assert value(text, "singlebeat_leader") == 0
         assert metrics.answer("/readyz")[0] == 503
         assert metrics.answer("/healthz")[0] == 200
-        metrics.last_tick -= 100
+        metrics.last_progress -= 100
         assert metrics.answer("/healthz")[0] == 503
         assert metrics.answer("/else")[0] == 404
+
+
+def test_a_tick_that_makes_progress_is_healthy_however_long_it_takes(server, redis, bench_on):
+    """A liveness probe that fails would end this beat, and the next one would begin the same tick."""
+    answers = list[int]()
+
+    class Slow(schedule):
+        def is_due(self, last_run_at: datetime) -> Any:
+            answers.append(scheduler._metrics.answer("/healthz")[0])
+            scheduler._metrics.last_progress -= 100  # as if this question took so long
+            return True, 60.0
+
+    bench = bench_on(server, beat_schedule={"e": {"task": TASK, "schedule": Slow(60)}})
+    scheduler = bench.scheduler(app=bench.app)
+    scheduler._metrics = BeatMetrics(bench.app, scheduler.lease)
+    scheduler.tick()
+    bench.make_due()
+    scheduler.tick()
+
+    assert len(answers) > 1
+    assert set(answers) == {200}
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/metrics"])

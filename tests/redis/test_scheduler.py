@@ -2388,6 +2388,74 @@ def test_what_a_dying_beat_installed_goes_with_the_next_deploy(server, redis, be
     assert [redis.exists(key) for key in ("redbeat:both", "redbeat:only", "redbeat::parked:only")] == [1, 0, 1]
 
 
+@pytest.mark.parametrize("step", ["_own", "_unpark", "save_entries"])
+def test_what_a_dying_beat_put_back_goes_with_the_next_deploy(server, redis, bench_on, monkeypatch, step):
+    """As the beat of a deploy that is rolled back, and is killed after one of its steps."""
+    entry = {"task": PLAIN, "schedule": 3600}
+    old, new = {"both": entry, "only": entry}, {"both": entry}
+
+    def deploy(entries: dict[str, Any]) -> None:
+        scheduler = bench_on(server, beat_schedule=entries).scheduler()
+        try:
+            scheduler.tick()
+        finally:
+            scheduler.close()
+
+    def places() -> set[str]:
+        return {*redis.zrange(SCHEDULE, 0, -1)}
+
+    deploy(old)
+    redis.hset("redbeat:only", "meta", Meta(datetime.now(UTC), 7).encode())
+    deploy(new)
+    assert places() == {"redbeat:both"}
+
+    where = statics if step == "save_entries" else statics.Statics
+    run, done = getattr(where, step), list[str]()
+
+    def run_and_die(*args: Any, **options: Any) -> None:
+        run(*args, **options)
+        done.append(step)
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, step, run_and_die)
+        with pytest.raises(SystemExit):
+            deploy(old)
+    assert done == [step]
+    deploy(new)
+
+    assert places() == {"redbeat:both"}
+    assert redis.smembers(STATICS) == {"both"}
+    assert [redis.exists(key) for key in ("redbeat:only", "redbeat::parked:only")] == [0, 1]
+    deploy(old)
+    assert places() == {"redbeat:both", "redbeat:only"}
+    assert Entry.from_key("redbeat:only", app=bench_on(server).app).total_run_count == 7
+
+
+def test_an_entry_put_back_without_a_place_gets_one_at_the_next_start(server, redis, bench_on, monkeypatch):
+    old = {"e": {"task": PLAIN, "schedule": 3600}}
+    for given in (old, {}):
+        scheduler = bench_on(server, beat_schedule=given).scheduler()
+        scheduler.tick()
+        scheduler.close()
+    dying = bench_on(server, beat_schedule=old).scheduler()
+
+    def die(*_: object, **__: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(statics, "save_entries", die)
+        with pytest.raises(SystemExit):
+            dying.tick()
+    dying.close()
+    assert redis.exists("redbeat:e")
+    assert redis.zscore(SCHEDULE, "redbeat:e") is None
+
+    bench_on(server, beat_schedule=old).tick()
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
+
+
 def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):
     entries = {f"e{at}": {"task": PLAIN, "schedule": 3600} for at in range(1001)}
     scheduler = bench_on(server, beat_schedule=entries).scheduler()
@@ -3339,6 +3407,43 @@ def test_the_watchdog_hears_before_each_call_of_a_tick_to_a_server(bench, monkey
     assert sorted(bench.names) == ["plain", "single"]
     assert len([event for event in seen if event != "progress"]) >= 5
     assert [pair for pair in itertools.pairwise(["progress", *seen]) if "progress" not in pair] == []
+
+
+@pytest.mark.parametrize("where", ["install", "decide", "recheck"])
+def test_the_watchdog_hears_before_each_question_to_an_own_schedule(server, bench_on, where, monkeypatch):
+    """Each may take nearly as long as the watchdog waits."""
+    events = list[str]()
+
+    class EvenMinutes(schedule):
+        is_broken = False
+
+        def is_due(self, last_run_at: datetime) -> Any:
+            events.append("question")
+            if self.is_broken:
+                raise ValueError("no calendar")
+            return (self.now().minute % 2 == 0, 60.0)
+
+    when = EvenMinutes(60)
+    bench = bench_on(server, beat_schedule={"own": {"task": PLAIN, "schedule": when, "args": ["own"]}})
+    scheduler = bench.scheduler(app=bench.app)
+    monkeypatch.setattr(scheduler, "_report_progress", lambda: events.append("progress"))
+    if where != "install":
+        scheduler.tick()
+        bench.make_due("own", ago=HOUR)
+    if where == "recheck":
+        when.is_broken = True
+        scheduler.tick()
+        assert bench.redis.hexists("redbeat::quarantine", "redbeat:own")
+        when.is_broken = False
+        monkeypatch.setattr("singlebeat.beat.store.quarantine.RETRY_AFTER", timedelta())
+    events.clear()
+
+    scheduler.tick()
+
+    asked = events.count("question")
+    assert asked >= {"install": 1, "decide": 3, "recheck": 1}[where]
+    assert ("question", "question") not in itertools.pairwise(events)
+    assert not bench.redis.hexists("redbeat::quarantine", "redbeat:own")
 
 
 def test_the_lock_has_redbeats_interface(bench):

@@ -205,6 +205,25 @@ def test_each_retry_of_a_pending_occurrence_is_in_the_part_of_one_beat(bench, re
     assert len(set(owners)) == 2
 
 
+def test_no_other_beat_sends_the_run_of_a_beat_whose_decision_took_long(bench, pair, tick_on, monkeypatch):
+    """For as long as that beat may still send the run, which it has claimed after the decision."""
+    one, other = pair
+    put_all(bench, names := names_of(one, 1))
+    one.work.one_write.rule_out("several writes may overlap")
+    decided_at, publish = datetime.now(UTC) + timedelta(minutes=2), one.publish
+    monkeypatch.setattr(one.work, "_timestamp", decided_at.timestamp)
+
+    def publish_late(entry: Entry) -> object:
+        for seconds in (2, 2 + TURN):  # in either turn
+            tick_on("other", other, at=decided_at + timedelta(seconds=seconds))
+        return publish(entry)
+
+    monkeypatch.setattr(one, "publish", publish_late)
+    tick_on("one", one)
+
+    assert bench.names == names
+
+
 def test_a_beat_wakes_up_for_its_own_next_entry(bench, pair):
     one, other = pair
     now = datetime.now(UTC)

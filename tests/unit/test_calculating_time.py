@@ -12,7 +12,16 @@ from redbeat.schedules import rrule
 
 from singlebeat import Entry, clocked
 from singlebeat.beat import calculating_time
-from singlebeat.beat.calculating_time import CHEAP, EXPENSIVE, EXPENSIVE_FROM, LOGGED_FROM, UNKNOWN, CalculatingTime
+from singlebeat.beat.calculating_time import (
+    CHEAP,
+    EXPENSIVE,
+    EXPENSIVE_FROM,
+    LOGGED_FROM,
+    LOGGED_WITHIN_FROM,
+    UNKNOWN,
+    CalculatingTime,
+)
+from singlebeat.beat.calendar.recurrence import next_occurrence
 from tests.system.apps import make_app
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -111,6 +120,20 @@ def test_an_entry_for_which_others_waited_long_is_logged_with_its_cost(rule, cap
         spend(time, rule, 2.5)
 
     assert caplog.text.count("event=expensive entry=rule seconds=2.5") == 1
+
+
+def test_an_entry_is_logged_while_it_is_calculated_if_that_takes_long(rule, caplog):
+    time = CalculatingTime(Clock())
+    with time.spent_on("rule", rule):
+        for _ in range(3):
+            assert "event=expensive" not in caplog.text
+            next_occurrence(rule.schedule, NOW, zone=UTC)
+            time._clock.now += LOGGED_WITHIN_FROM / 2 - 1
+        next_occurrence(rule.schedule, NOW, zone=UTC)
+        assert "event=expensive entry=rule seconds=12" in caplog.text
+    spend(time, rule, 100.0)
+
+    assert caplog.text.count("event=expensive") == 1
 
 
 def test_cheap_entries_spend_nothing(rule):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from redbeat.schedules import rrule
 
 from singlebeat.beat.calendar import rfc5545
-from singlebeat.beat.calendar.recurrence import latest_occurrence, next_occurrence
+from singlebeat.beat.calendar.recurrence import latest_occurrence, next_occurrence, reporting_questions
 from singlebeat.beat.calendar.rfc5545 import walls as walls_of
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -815,3 +815,39 @@ def test_a_schedule_that_only_knows_whether_it_is_due_is_asked_that() -> None:
             return schedstate(is_due=False, next=20.0)
 
     assert next_occurrence(Rare(), utc("2024-01-01"), zone=UTC) == utc("2024-01-01T00:00:20")
+
+
+def test_each_question_to_a_schedule_of_ones_own_is_reported_before():
+    """The watchdog of a beat must hear of each: each may take long."""
+    events = list[str]()
+
+    class Own(schedule):
+        def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+            events.append("question")
+            return schedule.remaining_estimate(self, last_run_at)
+
+        def is_due(self, last_run_at: datetime) -> schedstate:
+            events.append("question")
+            hour = self.now().hour
+            return schedstate(hour >= 9, 3600.0)
+
+    def report() -> None:
+        events.append("report")
+
+    with reporting_questions(report), reporting_questions(lambda: None):
+        found = next_occurrence(Own(60), utc("2026-01-01T04:00"), zone=UTC)
+    assert found == utc("2026-01-01T09:01")
+    assert events.count("question") == 7
+    assert [pair for pair in pairwise(["report", *events]) if pair == ("question", "question")] == []
+
+    reported = len(events)
+    next_occurrence(Own(60), utc("2026-01-01T09:00"), zone=UTC)
+    assert "report" not in events[reported:], "only within the block"
+
+
+def test_the_times_of_rules_are_reported_as_well():
+    """Thousands of them may be calculated for one batch of ``beat_schedule``."""
+    reported = list[bool]()
+    with reporting_questions(lambda: reported.append(True)):
+        next_occurrence(rrule("DAILY", dtstart=utc("2026-01-01T00:00")), utc("2026-01-01T00:00"), zone=UTC)
+    assert reported

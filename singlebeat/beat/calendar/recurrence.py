@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
@@ -28,7 +30,15 @@ from .zone import in_utc
 if TYPE_CHECKING:
     from datetime import tzinfo
 
-__all__ = ("is_cheap", "is_known", "latest_occurrence", "next_occurrence", "reads_clock", "starts_at")
+__all__ = (
+    "is_cheap",
+    "is_known",
+    "latest_occurrence",
+    "next_occurrence",
+    "reads_clock",
+    "reporting_questions",
+    "starts_at",
+)
 
 ZERO = timedelta()
 SECOND = timedelta(seconds=1)
@@ -37,6 +47,20 @@ LONGEST_SHIFT = timedelta(hours=3)
 
 #: How many times a user's own schedule class is asked whether it is due, before this is an error.
 MOST_QUESTIONS = 1000
+
+#: Called before each question to a schedule, because the answer may take long.
+_report: ContextVar[Callable[[], object]] = ContextVar("_report", default=lambda: None)
+
+
+@contextmanager
+def reporting_questions(report: Callable[[], object]) -> Iterator[None]:
+    """Call ``report`` in this block before each question to a schedule, beside the reports of the blocks around it."""
+    outer = _report.get()
+    token = _report.set(lambda: (outer(), report()))
+    try:
+        yield
+    finally:
+        _report.reset(token)
 
 
 def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) -> datetime | None:
@@ -51,6 +75,7 @@ def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) ->
     Raises:
         ValueError: the schedule can never have a next time (an interval of zero), or `after` is naive.
     """
+    _report.get()()
     try:
         return _next(schedule, in_utc(after), zone)
     except OverflowError:  # due after the year 9999
@@ -272,7 +297,8 @@ def _next_by_asking(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> da
     For this call, `after` is both the time of the last run and the present time.
     """
 
-    def at(moment: datetime) -> BaseSchedule:
+    def at(moment: datetime) -> BaseSchedule:  # to be asked one question
+        _report.get()()
         local = moment.astimezone(zone)
         # Not copy(): it uses __reduce__, in which schedules leave out their app and the attributes of subclasses.
         frozen = object.__new__(type(schedule))

@@ -114,18 +114,19 @@ class Statics:
         its next time. A parked entry is restored, without a catch-up for the time in which it was parked.
 
         Args:
-            owns: remember that new ones come from ``beat_schedule``, before they are stored: if this beat ends in
-                between, a later one knows it.
+            owns: remember that new and restored ones come from ``beat_schedule``, before they are stored: if this beat
+                ends in between, a later one knows it.
         """
         possible = [name for name in entries if self.keys.is_possible(name)]
         owners = self._owners(possible)
         results = dict[str, EntryError | None](self._conflicts(entries, owners))
         entries = {name: entry for name, entry in entries.items() if name not in results}
         absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
-        for at in range(0, len(absent), BATCH):
-            self._unpark(absent[at : at + BATCH], now)
+        missing = [*self._missing(absent)]
         if owns:
-            self._own([*self._missing(absent)], owners)
+            self._own(missing, owners)
+        for at in range(0, len(missing), BATCH):
+            self._unpark(missing[at : at + BATCH], now)
         fence = self._fence()
         saved = save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True, fence=fence)
         results.update(saved)
