@@ -82,7 +82,7 @@ definitions = (
     | st.text(max_size=30)
 )
 #: Their keys are the schedule's own. A tick writes the first ones, and may find any value in the others.
-WRITTEN = [":schedule", ":pending", ":quarantine", ":history"]
+WRITTEN = [":schedule", ":placed", ":pending", ":quarantine", ":history"]
 OWN = [*WRITTEN, ":statics", ":owners", ":runs", ":leader", ":term", ":standbys", ":resigned", ":lock"]
 names = (
     st.text(min_size=1, max_size=12)

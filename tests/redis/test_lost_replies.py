@@ -242,6 +242,7 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "unpark": unparked,
     "unpark, another leads": lambda redis: unparked(redis, token="another"),
     "window": lambda redis: (placed(redis)[0][1:2], [0, "6", 0, 10]),
+    "witnesses": lambda redis: ([*placed(redis)[0][1:2], "redbeat::placed"], []),
     "save, resumed": lambda redis: save(redis, ["d", "m", "p", False], ["d", False, "", "s"]),
 }
 
@@ -263,6 +264,7 @@ CALLING = {
 
 WRITE_NOTHING = {
     *("candidates", "fenced", "last_ends", "members", "pauses", "probe", "read", "records", "renew", "time", "window"),
+    "witnesses",
 }
 
 

@@ -3289,7 +3289,7 @@ def test_the_watchdog_hears_before_each_call_of_a_tick_to_a_server(bench, monkey
     bench.put("single", task=SINGLE)
     bench.put("plain")
     events = list[str]()
-    for part in (scheduler.store.quarantine, scheduler.clock):
+    for part in (scheduler.store.quarantine, scheduler.clock, scheduler.lost_places):
         monkeypatch.setattr(part, "_progress", lambda: events.append("progress"))
     monkeypatch.setattr(scheduler.store, "report_progress", lambda: events.append("progress"))
     monkeypatch.setattr(scheduler.dispatcher, "progress", lambda: events.append("progress"))

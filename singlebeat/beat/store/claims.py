@@ -33,6 +33,7 @@ from ..share import ALL, Share
 from .changes import notice
 from .quarantine import RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
+from .unplaced import READ_WITNESSES, Witnesses
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -110,6 +111,7 @@ class Due:
     more: bool  #: there are more entries due than one batch holds
     statics_gone: bool
     zone: str | None = None  #: of the app, in which the places of the schedule were computed; None if unknown
+    witnesses: Witnesses = Witnesses(0, 0)  #: of the places of all entries
     passed: int = 0  #: entries in the parts of other beats that the next tick passes over, because they are so many
 
 
@@ -271,7 +273,8 @@ class Store:
             pipe.exists(keys.statics)
             pipe.get(keys.zone)
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
-            shown, members, upcoming, waiting, quarantined, statics, zone, pauses = pipe.execute()
+            pipe.execute_command("EVAL", READ_WITNESSES.text, 2, keys.schedule, keys.placed)
+            shown, members, upcoming, waiting, quarantined, statics, zone, pauses, witnesses = pipe.execute()
         self._time.heard(shown, asked)
         self._note_pauses(Pauses.of(pauses))
         if share.others:
@@ -302,6 +305,7 @@ class Store:
             more=len(members) == most or len(ours) > BATCH,
             statics_gone=not statics,
             zone=zone,
+            witnesses=Witnesses.of(witnesses),
             passed=passed,
         )
 
