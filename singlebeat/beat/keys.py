@@ -42,7 +42,7 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
     "schedule": (
         "zset",
         "The keys of entries, or their bare names, by the time of their next run in seconds since 1970. 0: now; "
-        "negative: never.",
+        "negative: never, with -2 for quarantined entries: without a record in ``quarantine`` beat puts 0 there.",
     ),
     "placed": (
         "set",

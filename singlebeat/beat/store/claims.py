@@ -31,7 +31,7 @@ from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
 from ..share import ALL, Share
 from .changes import notice
-from .quarantine import RECHECKED_PER_TICK, Quarantine
+from .quarantine import QUARANTINED, RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
 from .unplaced import READ_WITNESSES, Witnesses
 
@@ -270,13 +270,18 @@ class Store:
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
             # Only some names: thousands of entries may stay in quarantine.
             pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
+            pipe.zcount(keys.schedule, QUARANTINED, QUARANTINED)
+            pipe.hlen(keys.quarantine)
             pipe.exists(keys.statics)
             pipe.get(keys.zone)
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             pipe.execute_command("EVAL", READ_WITNESSES.text, 2, keys.schedule, keys.placed)
-            shown, members, upcoming, waiting, quarantined, statics, zone, pauses, witnesses = pipe.execute()
+            shown, members, upcoming, waiting, quarantined, parked, recorded, *rest = pipe.execute()
+        statics, zone, pauses, witnesses = rest
         self._time.heard(shown, asked)
         self._note_pauses(Pauses.of(pauses))
+        if parked > recorded:
+            self.quarantine.recheck_unrecorded()  # the next tick reads them
         if share.others:
             found = json.loads(members)
             members = [*zip(found[::2], map(float, found[1::2]), strict=True)]
