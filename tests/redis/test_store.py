@@ -1244,9 +1244,10 @@ def install_as(redis, server) -> Iterator[Callable[..., None]]:
     """Installs entries as the leader of another app under the same prefix."""
     apps = []
 
-    def install(name: str, **entries: object) -> None:
+    def install(name: str, check: str = "warn", **entries: object) -> None:
         app = Celery(name, broker=server.celery_url, set_as_current=False)
         apps.append(app)
+        app.conf.singlebeat_other_app_check = check
         app.conf.redbeat_redis_url = server.url
         given = {each: Entry(each, task, schedule(60), app=app) for each, task in entries.items()}
         statics = Statics(app, redis)
@@ -1266,6 +1267,23 @@ def test_an_entry_of_two_apps_goes_when_the_last_one_drops_it(install_as, redis)
     assert redis.smembers(STATICS) == {"both"}
     install_as("crm")
     assert redis.zrange(SCHEDULE, 0, -1) == []
+
+
+@pytest.mark.parametrize("check", ["ignore", "warn"])
+def test_apps_that_share_a_prefix_keep_entries_of_unknown_owners(install_as, redis, check):
+    """Also once the owners of some entries are known again; an app alone has no others' entries to keep."""
+    install_as("shop", check=check, mine="shop.bill", old="shop.bill")
+    install_as("crm", check=check, theirs="crm.mail")
+    redis.delete(OWNERS)
+
+    for _ in range(2):
+        install_as("shop", check=check, mine="shop.bill")
+
+    left = {"mine", "old", "theirs"} if check == "ignore" else {"mine"}
+    assert {member.removeprefix("redbeat:") for member in redis.zrange(SCHEDULE, 0, -1)} == left
+    install_as("crm", check=check, theirs="crm.mail")
+    install_as("crm", check=check)
+    assert redis.zscore(SCHEDULE, "redbeat:theirs") is None, "it is known again whose entry it was"
 
 
 def test_a_name_that_another_app_has_for_something_else_is_refused(install_as, redis, caplog):
