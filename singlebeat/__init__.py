@@ -30,6 +30,7 @@ pause           lets times pass without a run: of one entry (its policy), or of 
 tag             the name of a group of entries
 change          of a definition, a policy or a pause of many, with its *actor* and means; recorded in the same step
 quarantine      where an unusable entry is kept, with the reason, until it is usable again
+witness         a member of the schedule's sorted set; if most witnesses lose their places, the set was removed
 leader          the beat whose term it is; every other beat is a *standby*, and campaigns to lead next
 lease           leadership for a bounded time, renewed by a thread; lost if it is not renewed
 term            one unbroken period of leadership, with a number that rises from term to term

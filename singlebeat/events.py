@@ -103,7 +103,8 @@ EVENTS: Mapping[str, Event] = {
     ),
     "places_restored": Event(
         (WARNING,),
-        "The sorted set of the schedule was gone, and ``restored`` entries were not: beat has put them in again.",
+        "Most places in the sorted set of the schedule were gone, and their entries were not: beat has given "
+        "``restored`` entries places again.",
     ),
     "zone_changed": Event(
         (WARNING,),

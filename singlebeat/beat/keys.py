@@ -42,7 +42,12 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
     "schedule": (
         "zset",
         "The keys of entries, or their bare names, by the time of their next run in seconds since 1970. 0: now; "
-        "negative: never.",
+        "negative: never, with -2 for quarantined entries: without a record in ``quarantine`` beat puts 0 there.",
+    ),
+    "placed": (
+        "set",
+        "Some members of the sorted set. If most of them have lost their places, and their entries have not gone, beat "
+        "gives all entries without a place one.",
     ),
     "statics": ("set", "The names of the entries that come from ``beat_schedule``."),
     "owners": (
@@ -137,6 +142,7 @@ class Keys:
     lock: str | None
 
     schedule: str = field(init=False)
+    placed: str = field(init=False)
     statics: str = field(init=False)
     pending: str = field(init=False)
     quarantine: str = field(init=False)

@@ -49,7 +49,7 @@ from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
 from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal, with_advice
-from .store.unplaced import restore_places
+from .store.unplaced import LostPlaces
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
 
@@ -136,7 +136,6 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
         self._has_statics = False  #: at least one entry of ``beat_schedule`` was stored
-        self._expects_places = False  #: the last tick has found entries with places, or has failed
         self._metrics: BeatMetrics | None = None
         self._recheck_at: float | None = None  #: when all pending occurrences are retaken, after trouble
         self._zone_turn_at = 0.0  #: from when on we may compute the places in our zone; 0: at once
@@ -180,6 +179,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             progress=self._report_progress,
             calculating_time=self.store.calculating_time,
         )
+
+    @cached_property
+    def lost_places(self) -> LostPlaces:
+        """The guard against a loss of the places."""
+        return LostPlaces(self.store.client, self.store.keys, progress=self._report_progress)
 
     @cached_property
     def statics(self) -> Statics:
@@ -300,9 +304,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._lost_messages.poll()
         self._restore_lost_changes(now, term)
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
-        expected, self._expects_places = self._expects_places, bool(due.entries) or due.next_score is not None
-        if expected and not self._expects_places:
-            self._restore_places()  # the next tick reads them
+        self.lost_places.check(due.witnesses)
+        is_searching = self.lost_places.search()  # the next tick reads what it has found
         if not term.token and due.zone not in {None, str(app_zone(self.app))}:
             return interval  # beats of that zone do the work: each of our claims would be refused
         scores = self.work.work_off(due, term, now)
@@ -311,13 +314,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
+        if is_searching:
+            return SHORTEST_SLEEP
         return next_delay(due, scores, self.server_time.timestamp(), longest=interval)
-
-    def _restore_places(self) -> None:
-        """Give the entries places again if the sorted set of the schedule is gone."""
-        self._report_progress()
-        if restored := restore_places(self.store.client, self.store.keys):
-            log.warning("beat: The places of the entries were gone", event="places_restored", restored=restored)
 
     def _restore_lost_changes(self, now: datetime, term: Term) -> None:
         """Install ``beat_schedule`` again if the server has forgotten what this leader wrote."""
@@ -361,7 +360,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._check_others()
             self.store.check_eviction()
             self._checked = term
-        self._restore_places()
+        self.lost_places.begin()
+        self.lost_places.search()
         self.setup_schedule()
         self._term, self._stands_by_for, self._check_leader_at = term, "", 0.0
         signals.leadership_gained.send(sender=self.app, term=term)
@@ -437,7 +437,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def _note_trouble(self, exc: RedisError | LockBackendError) -> None:
         # Claimed occurrences may be unsent. They are retaken later, so that workers first record the runs of meanwhile.
-        self._recheck_at, self._expects_places = time.monotonic() + RECHECK_AFTER, True
+        self._recheck_at = time.monotonic() + RECHECK_AFTER
         kind = type(exc).__name__  # the words of an error change from try to try
         if kind in self._in_trouble:
             return

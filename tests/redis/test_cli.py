@@ -759,7 +759,11 @@ def test_an_entry_without_a_place_never_runs_and_is_named(cli, put, redis):
     assert f"gone: i{why}" in cli("list").output.splitlines()
     assert answer(cli("list", "--json"))["no_place"] == ["gone"]
     found = [row for row in answer(cli("doctor", "--json", code=1)) if "place" in row["text"]]
-    assert [(row["level"], row["about"]) for row in found] == [("warning", "entry gone")]
+    assert [(row["level"], row["about"]) for row in found] == [("problem", "entry gone")]
+    cli("pause", "gone")
+    redis.zrem("redbeat::schedule", "redbeat:gone")
+    assert [row["level"] for row in answer(cli("doctor", "--json", code=1)) if "place" in row["text"]] == ["warning"]
+    redis.hdel("redbeat:gone", "policy")
 
     cli("edit", "gone", "--enable")
     assert "no place" not in cli("list").output + cli("explain", "gone").output
@@ -776,7 +780,7 @@ def test_doctor_names_ten_entries_without_a_place(cli, put, redis):
     text = cli("doctor", code=1).output
 
     assert text.count("it has no place in") == 10
-    assert "warning  entries: more than these 10 have no place in redbeat::schedule" in text
+    assert "problem  entries: more than these 10 have no place in redbeat::schedule" in text
 
 
 def test_an_unknown_field_of_a_definition_is_reported_everywhere(bench, cli, redis, caplog):

@@ -16,6 +16,7 @@ from singlebeat.beat.entries.entry import Entry
 from singlebeat.beat.entries.occurrence import Decision, DecisionType
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Confirmation, Store
+from singlebeat.beat.store.quarantine import QUARANTINED
 from singlebeat.errors import EntryError
 from tests.system.apps import make_app
 
@@ -82,7 +83,7 @@ definitions = (
     | st.text(max_size=30)
 )
 #: Their keys are the schedule's own. A tick writes the first ones, and may find any value in the others.
-WRITTEN = [":schedule", ":pending", ":quarantine", ":history"]
+WRITTEN = [":schedule", ":placed", ":pending", ":quarantine", ":history"]
 OWN = [*WRITTEN, ":statics", ":owners", ":runs", ":leader", ":term", ":standbys", ":resigned", ":lock"]
 names = (
     st.text(min_size=1, max_size=12)
@@ -156,7 +157,7 @@ def test_a_tick_survives_any_entry_and_writes_below_the_prefix_only(server, app,
 
     if text in map(str.encode, OWN):
         assert due.entries == []
-        assert raw.zscore("redbeat::schedule", key) == -1
+        assert raw.zscore("redbeat::schedule", key) == QUARANTINED
         assert not fields or raw.hgetall(key) == before
         assert raw.hkeys("redbeat::quarantine") == [key]
         assert raw.type("redbeat::history") in {b"none", b"stream"}

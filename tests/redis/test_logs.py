@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from singlebeat import Singleton, signals
-from singlebeat.beat.entries.entry import PARKED
 from singlebeat.beat.explain import Facts, explain
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.status import ScheduleStatus
+from singlebeat.beat.store.quarantine import QUARANTINED
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import RUN_HEADER, Ref, Verdict
 from singlebeat.run_results import flush_ends, record_end_of_message
@@ -201,7 +201,7 @@ def test_a_key_of_another_type_is_recorded_and_hinders_no_other_record(bench):
     decisions = {record["entry"]: record["decision"] for record in bench.history}
     assert decisions == {"good": "dispatched", "paused": "paused", "text": "quarantined"}
     assert bench.redis.get("redbeat:text") == "a text"
-    assert bench.score("text") == PARKED
+    assert bench.score("text") == QUARANTINED
 
 
 def test_a_copy_that_was_refused_does_not_hide_how_the_run_ended(bench):

@@ -244,6 +244,7 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "unpark": unparked,
     "unpark, another leads": lambda redis: unparked(redis, token="another"),
     "window": lambda redis: (placed(redis)[0][1:2], [0, "6", 0, 10]),
+    "witnesses": lambda redis: ([*placed(redis)[0][1:2], "redbeat::placed"], []),
     "save, resumed": lambda redis: save(redis, ["d", "m", "p", False], ["d", False, "", "s"]),
 }
 
@@ -277,8 +278,9 @@ WRITE_NOTHING = {
         "records",
         "renew",
         "time",
+        "window",
+        "witnesses",
     ),
-    "window",
 }
 
 

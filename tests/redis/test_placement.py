@@ -11,6 +11,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery.schedules import BaseSchedule, crontab, schedule
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat import late_places as placement
@@ -389,9 +390,104 @@ def test_entries_get_their_places_again_when_the_sorted_set_is_gone(
     assert [line["restored"] for line in logged("places_restored")] == [len(before)]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+@pytest.mark.parametrize("how", ["in a term", "in the next term", "while no beat runs", "without leadership"])
+def test_entries_get_places_again_if_one_was_added_since_the_loss(
+    server, redis, bench_on, findings, logged, count, how
+):
+    bench = bench_on(server, **({"redbeat_lock_key": None} if how == "without leadership" else {}))
+    for number in range(count):
+        bench.put(f"e{number}", ago=timedelta())
+    bench.tick(2)
+    before = dict(redis.zrange(SCHEDULE, 0, -1, withscores=True))
+
+    if how == "while no beat runs":
+        bench.schedulers[-1].close()
+    redis.delete(SCHEDULE)
+    bench.put("new", ago=timedelta())
+    if how == "in the next term":
+        bench.schedulers[-1].close()
+    if bench.schedulers[-1]._closed:
+        bench.scheduler()
+    bench.tick(3)
+
+    after = dict(redis.zrange(SCHEDULE, 0, -1, withscores=True))
+    assert after.pop("redbeat:new")
+    assert after == pytest.approx(before)
+    assert bench.names == [], "no run is sent early"
+    assert [found for found in findings("entry", app=bench.app) if "place" in found[1]] == []
+    assert [line["restored"] for line in logged("places_restored")] == [count]
+
+
+def test_entries_whose_places_were_removed_by_hand_stay_without_them(bench, redis, logged):
+    """Also if most of the other entries are deleted, and in the next term."""
+    for number in range(40):
+        bench.put(f"e{number}", ago=timedelta())
+    bench.tick(2)
+    removed = [f"redbeat:e{number}" for number in range(0, 40, 10)]
+    for member in removed:
+        redis.zrem(SCHEDULE, member)
+        bench.tick()
+    for number in range(35):
+        bench.schedule.delete(f"e{number}") if number % 10 else None
+    bench.tick(2)
+    bench.schedulers[-1].close()
+    bench.scheduler()
+    bench.tick(2)
+
+    assert redis.zmscore(SCHEDULE, removed) == [None] * len(removed)
+    assert redis.zcard(SCHEDULE) == 5
+    assert logged("places_restored") == []
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["killed", "refused"])
+def test_a_search_for_lost_places_that_ends_early_is_begun_again(bench, redis, monkeypatch, ends):
+    """Even if most places are there again by then."""
+    monkeypatch.setattr("singlebeat.beat.store.unplaced.BATCH", 5)
+    for number in range(40):
+        bench.put(f"e{number}", ago=timedelta())
+    bench.tick(2)
+    redis.delete(SCHEDULE)
+    scheduler = bench.schedulers[-1]
+    zadd, calls = scheduler.store.client.zadd, []
+
+    def fail(*args: Any, **options: Any) -> int:
+        calls.append(args)
+        if len(calls) == 7:
+            raise RedisConnectionError
+        return zadd(*args, **options)
+
+    monkeypatch.setattr(scheduler.store.client, "zadd", fail)
+    bench.tick()
+    assert 20 < redis.zcard(SCHEDULE) < 40
+    if ends:
+        scheduler.close()
+        bench.scheduler()
+    bench.tick(3)
+    assert redis.zcard(SCHEDULE) == 40
+
+
+def test_a_long_search_for_lost_places_takes_a_part_of_each_tick(bench, redis, monkeypatch, logged):
+    monkeypatch.setattr("singlebeat.beat.store.unplaced.BATCH", 5)
+    monkeypatch.setattr("singlebeat.beat.store.unplaced.SEARCH_TIME", 0.0)
+    for number in range(40):
+        bench.put(f"e{number}", ago=timedelta())
+    bench.tick(2)
+    redis.delete(SCHEDULE)
+    scheduler, ticks = bench.schedulers[-1], 0
+
+    while redis.zcard(SCHEDULE) < 40:
+        delay, ticks = scheduler.tick(), ticks + 1
+        assert ticks < 100
+    assert ticks > 4
+    assert delay < 0.1
+    bench.tick(2)
+    assert [line["restored"] for line in logged("places_restored")] == [40]
+
+
 def test_a_schedule_that_is_empty_is_searched_for_entries_once(bench, monkeypatch):
     searches = []
-    monkeypatch.setattr("singlebeat.beat.store.unplaced.without_place", lambda *_: searches.append(1) or [])
+    monkeypatch.setattr("singlebeat.beat.store.unplaced.pages_without_place", lambda *_: searches.append(1) or iter(()))
     bench.tick(3)
     assert len(searches) == 1
 

@@ -44,6 +44,7 @@ from singlebeat.beat.plain_task import PlainTask
 from singlebeat.beat.scheduler import POLL_INTERVAL
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Confirmation
+from singlebeat.beat.store.quarantine import QUARANTINED
 from singlebeat.beat.store.zone_change import Places
 from singlebeat.beat.tick import SHORTEST_SLEEP
 from singlebeat.errors import ConfigError, UnusableLockError
@@ -1662,7 +1663,7 @@ def test_a_broken_entry_resumed_while_broken_catches_nothing_up(bench, broken):
 
     bench.schedule.resume("e")
 
-    assert bench.score() == PARKED
+    assert bench.score() == QUARANTINED
     bench.redis.hset(entry.key, "definition", good["definition"])
     for _ in range(3):
         scheduler.tick()
@@ -3032,7 +3033,7 @@ def test_recovered_and_deleted_entries_cost_few_round_trips(far_bench):
     (scheduler,) = bench.schedulers
     scheduler.tick()
     put_many(bench, SINGLE, 25)
-    bench.redis.zadd(SCHEDULE, dict.fromkeys((f"redbeat:e{at}" for at in range(25)), PARKED))
+    bench.redis.zadd(SCHEDULE, dict.fromkeys((f"redbeat:e{at}" for at in range(25)), QUARANTINED))
     for at in range(25, 40):
         bench.redis.delete(f"redbeat:e{at}")
         bench.redis.zrem(SCHEDULE, f"redbeat:e{at}")
@@ -3382,7 +3383,7 @@ def test_the_watchdog_hears_before_each_call_of_a_tick_to_a_server(bench, monkey
     bench.put("single", task=SINGLE)
     bench.put("plain")
     events = list[str]()
-    for part in (scheduler.store.quarantine, scheduler.clock):
+    for part in (scheduler.store.quarantine, scheduler.clock, scheduler.lost_places):
         monkeypatch.setattr(part, "_progress", lambda: events.append("progress"))
     monkeypatch.setattr(scheduler.store, "report_progress", lambda: events.append("progress"))
     monkeypatch.setattr(scheduler.dispatcher, "progress", lambda: events.append("progress"))

@@ -27,6 +27,7 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import Clock
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
+from singlebeat.beat.store.quarantine import QUARANTINED
 from singlebeat.connections import schedule_client
 from singlebeat.errors import ConfigError
 from tests.support import at_once, connected, contents
@@ -800,7 +801,7 @@ def test_an_entry_that_cannot_be_used_is_kept_parked_and_explained(store, put, r
 
     assert [stored.entry.name for stored in found.entries] == ["good"]
     assert redis.hgetall(key) == before
-    assert redis.zscore(SCHEDULE, key) == PARKED
+    assert redis.zscore(SCHEDULE, key) == QUARANTINED
     why = json.loads(redis.hget(QUARANTINE, key))
     assert set(why) == {"reason", "since"}
     assert reason in why["reason"]
@@ -883,7 +884,7 @@ def test_a_broken_entry_that_is_scheduled_again_is_parked_again(store, put, redi
     put("bad", definition="{")
     due(store)
 
-    assert redis.zscore(SCHEDULE, "redbeat:bad") == PARKED
+    assert redis.zscore(SCHEDULE, "redbeat:bad") == QUARANTINED
 
 
 def test_a_recovered_entry_is_due_again_without_being_scheduled(store, put, app, redis, caplog):
@@ -897,6 +898,28 @@ def test_a_recovered_entry_is_due_again_without_being_scheduled(store, put, app,
     assert redis.exists(QUARANTINE) == 0
     assert f"Entry {key} is usable again" in caplog.text
     assert [stored.entry.name for stored in due(store).entries] == ["bad"]
+
+
+@pytest.mark.parametrize("lost", ["all", "one"])
+@pytest.mark.parametrize("restarted", [True, False], ids=["another beat", "the same beat"])
+def test_quarantined_entries_are_checked_again_when_their_records_are_gone(app, put, redis, lost, restarted):
+    store, keys = Store(app, redis), [put(name, definition="{") for name in ("bad", "mended")]
+    put("finished", score=PARKED)
+    due(store)
+    due(store)
+    redis.hset(keys[1], "definition", Entry("mended", TASK, schedule(60), app=app).encode())
+    if lost == "all":
+        redis.delete(QUARANTINE)
+    else:
+        redis.hdel(QUARANTINE, keys[1])
+    if restarted:
+        store = Store(app, redis)
+
+    found = [stored.entry.name for _ in range(3) for stored in due(store).entries]
+
+    assert set(found) == {"mended"}
+    assert redis.hkeys(QUARANTINE) == [keys[0]]
+    assert redis.zscore(SCHEDULE, "redbeat:finished") == PARKED
 
 
 def test_every_recovered_entry_is_found_however_many_are_broken(store, put, app, redis):
@@ -1221,9 +1244,10 @@ def install_as(redis, server) -> Iterator[Callable[..., None]]:
     """Installs entries as the leader of another app under the same prefix."""
     apps = []
 
-    def install(name: str, **entries: object) -> None:
+    def install(name: str, check: str = "warn", **entries: object) -> None:
         app = Celery(name, broker=server.celery_url, set_as_current=False)
         apps.append(app)
+        app.conf.singlebeat_other_app_check = check
         app.conf.redbeat_redis_url = server.url
         given = {each: Entry(each, task, schedule(60), app=app) for each, task in entries.items()}
         statics = Statics(app, redis)
@@ -1243,6 +1267,23 @@ def test_an_entry_of_two_apps_goes_when_the_last_one_drops_it(install_as, redis)
     assert redis.smembers(STATICS) == {"both"}
     install_as("crm")
     assert redis.zrange(SCHEDULE, 0, -1) == []
+
+
+@pytest.mark.parametrize("check", ["ignore", "warn"])
+def test_apps_that_share_a_prefix_keep_entries_of_unknown_owners(install_as, redis, check):
+    """Also once the owners of some entries are known again; an app alone has no others' entries to keep."""
+    install_as("shop", check=check, mine="shop.bill", old="shop.bill")
+    install_as("crm", check=check, theirs="crm.mail")
+    redis.delete(OWNERS)
+
+    for _ in range(2):
+        install_as("shop", check=check, mine="shop.bill")
+
+    left = {"mine", "old", "theirs"} if check == "ignore" else {"mine"}
+    assert {member.removeprefix("redbeat:") for member in redis.zrange(SCHEDULE, 0, -1)} == left
+    install_as("crm", check=check, theirs="crm.mail")
+    install_as("crm", check=check)
+    assert redis.zscore(SCHEDULE, "redbeat:theirs") is None, "it is known again whose entry it was"
 
 
 def test_a_name_that_another_app_has_for_something_else_is_refused(install_as, redis, caplog):

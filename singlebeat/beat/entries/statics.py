@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from ...config import Config
 from ...errors import EntryError
 from ...log import Log
 from ...lua import Script, packed, script
@@ -93,11 +94,13 @@ class Statics:
         """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
 
         An entry of ``beat_schedule`` that could not be stored this time stays as it is. An entry that another app also
-        has stays. Entries without a recorded owner (installed by RedBeat) count as ours.
+        has stays. Entries without a recorded owner (installed by RedBeat) count as ours, unless apps share the prefix
+        on purpose: then they may be of another app, and another program may have removed the record.
         """
-        owners = self._owners()
+        owners, is_shared = self._owners(), Config.of(self.app).singlebeat_other_app_check == "ignore"
         known: Collection[str] = self.client.smembers(self.keys.statics)
-        gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, [self.owner])]
+        unknown = () if is_shared else (self.owner,)
+        gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, unknown)]
         for at in range(0, len(gone), BATCH):
             self._park(gone[at : at + BATCH], owners)
         self._own([name for name in stored if name not in known or self.owner not in owners.get(name, ())], owners)

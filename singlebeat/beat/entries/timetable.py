@@ -35,7 +35,7 @@ __all__ = (
     "zone_of",
 )
 
-#: The score of an entry that is never due: it has no next occurrence, or it cannot be used.
+#: The score of an entry that is never due, because it has no next occurrence.
 PARKED = -1.0
 
 #: Name of the attribute that marks the schedule of a listed entry.

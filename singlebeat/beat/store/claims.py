@@ -31,8 +31,9 @@ from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
 from ..share import ALL, Share
 from .changes import notice
-from .quarantine import RECHECKED_PER_TICK, Quarantine
+from .quarantine import QUARANTINED, RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
+from .unplaced import READ_WITNESSES, Witnesses
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -110,6 +111,7 @@ class Due:
     more: bool  #: there are more entries due than one batch holds
     statics_gone: bool
     zone: str | None = None  #: of the app, in which the places of the schedule were computed; None if unknown
+    witnesses: Witnesses = Witnesses(0, 0)  #: of the places of all entries
     passed: int = 0  #: entries in the parts of other beats that the next tick passes over, because they are so many
 
 
@@ -268,12 +270,18 @@ class Store:
             pipe.zrangebyscore(keys.pending, "-inf", bound, start=0, num=BATCH, withscores=True)
             # Only some names: thousands of entries may stay in quarantine.
             pipe.hscan(keys.quarantine, self.quarantine.cursor, count=RECHECKED_PER_TICK)
+            pipe.zcount(keys.schedule, QUARANTINED, QUARANTINED)
+            pipe.hlen(keys.quarantine)
             pipe.exists(keys.statics)
             pipe.get(keys.zone)
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
-            shown, members, upcoming, waiting, quarantined, statics, zone, pauses = pipe.execute()
+            pipe.execute_command("EVAL", READ_WITNESSES.text, 2, keys.schedule, keys.placed)
+            shown, members, upcoming, waiting, quarantined, parked, recorded, *rest = pipe.execute()
+        statics, zone, pauses, witnesses = rest
         self._time.heard(shown, asked)
         self._note_pauses(Pauses.of(pauses))
+        if parked > recorded:
+            self.quarantine.recheck_unrecorded()  # the next tick reads them
         if share.others:
             found = json.loads(members)
             members = [*zip(found[::2], map(float, found[1::2]), strict=True)]
@@ -302,6 +310,7 @@ class Store:
             more=len(members) == most or len(ours) > BATCH,
             statics_gone=not statics,
             zone=zone,
+            witnesses=Witnesses.of(witnesses),
             passed=passed,
         )
 

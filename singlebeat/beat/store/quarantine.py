@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ... import signals
 from ...log import Log
-from ..entries.entry import PARKED
+from ..entries.fields import BATCH
 from ..entries.occurrence import Decision, DecisionType, Occurrence
 
 if TYPE_CHECKING:
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from ..entries.entry import Entry
     from ..keys import Keys
 
-__all__ = ("RECHECKED_PER_TICK", "Quarantine")
+__all__ = ("QUARANTINED", "RECHECKED_PER_TICK", "Quarantine")
 
 log = Log("celery.beat")
+
+#: The score of a quarantined entry. A finished one has another: if the record of a quarantined entry is gone, only its
+#: score says that it is to be checked again.
+QUARANTINED = -2.0
 
 #: The approximate number of quarantined entries that are checked again in one tick.
 RECHECKED_PER_TICK = 100
@@ -131,6 +135,19 @@ class Quarantine:
         """
         self._recovered[member] = has_pending
 
+    def recheck_unrecorded(self) -> None:
+        """Make quarantined entries due whose records another program has removed, so that they are checked again."""
+        self._progress()
+        members = self.client.zrangebyscore(self.keys.schedule, QUARANTINED, QUARANTINED)
+        for at in range(0, len(members), BATCH):
+            batch = members[at : at + BATCH]
+            self._progress()
+            records = self.client.hmget(self.keys.quarantine, batch)
+            places = {member: 0 for member, record in zip(batch, records, strict=True) if record is None}
+            if places:
+                self._progress()
+                self.client.zadd(self.keys.schedule, places, xx=True)
+
     def settle(self) -> None:
         """Write all noted findings in two round trips, then log each once for each reason."""
         problems, recovered, unreadable = self._problems, self._recovered, self._unreadable
@@ -160,7 +177,7 @@ class Quarantine:
                         record = {"reason": problem.reason, "since": since}
                     texts[member] = json.dumps(record)
                 pipe.hset(self.keys.quarantine, mapping=texts)
-                pipe.zadd(self.keys.schedule, dict.fromkeys(problems, PARKED), xx=True)
+                pipe.zadd(self.keys.schedule, dict.fromkeys(problems, QUARANTINED), xx=True)
                 pipe.zrem(self.keys.pending, *problems, *map(self.keys.entry, problems))
             if gone := [*deleted, *recovered]:
                 pipe.hdel(self.keys.quarantine, *gone)

@@ -1,23 +1,50 @@
-"""Stored entries that have no place in the schedule, and so are never due."""
+"""Stored entries that have no place in the schedule, and so are never due; and the loss of all places."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import ResponseError
 from ...locks.redis import escaped
+from ...log import Log
+from ...lua import script
 from ..entries.fields import BATCH, read_fields
 
 if TYPE_CHECKING:
     from ...clients import RedisClient
     from ..keys import Keys
 
-__all__ = ("is_placed_elsewhere", "restore_places", "without_place")
+__all__ = ("READ_WITNESSES", "LostPlaces", "Witnesses", "is_placed_elsewhere", "without_place")
+
+log = Log("celery.beat")
+
+READ_WITNESSES = script(__package__, "witnesses")
 
 #: Keys that the server searches in one call: of a database with very many keys of other programs, most are not ours.
 SEARCHED = 10_000
+
+#: How many members of the schedule are witnesses.
+WITNESSES = 16
+
+#: Seconds of a tick in which lost places are searched: the other entries must not wait for the whole search.
+SEARCH_TIME = 1.0
+
+
+class Witnesses(NamedTuple):
+    """The witnesses at one moment."""
+
+    places: int  #: number of places in the schedule
+    kept: int  #: number of witnesses that have their places
+    gone: Sequence[str] = ()  #: the other witnesses
+
+    @classmethod
+    def of(cls, reply: tuple[int, int, Sequence[str]]) -> Witnesses:
+        """Return them as ``witnesses.lua`` has read them."""
+        places, kept, gone = reply
+        return cls(places, kept, tuple(gone))
 
 
 def without_place(client: RedisClient, keys: Keys) -> Iterator[str]:
@@ -25,21 +52,31 @@ def without_place(client: RedisClient, keys: Keys) -> Iterator[str]:
 
     Entries of another app whose prefix begins with this one's, like ``redbeat:a:``, are left out.
     """
+    for names in pages_without_place(client, keys):
+        yield from names
+
+
+def pages_without_place(client: RedisClient, keys: Keys) -> Iterator[Sequence[str]]:
+    """Yield the same in parts, some of them empty, so that the caller may pause between them."""
     hashes = client.scan_iter(match=f"{escaped(keys.prefix)}*", count=SEARCHED, _type="HASH")
     while page := [*islice(hashes, BATCH)]:
-        names = {name: key for key in page if keys.is_possible(name := keys.name(key))}
-        if not names:
-            continue
-        scores = client.zmscore(keys.schedule, [*names.values(), *names])
-        placed = {
-            name
-            for name, *both in zip(names, scores[: len(names)], scores[len(names) :], strict=True)
-            if any(score is not None for score in both)
-        }
-        left = [name for name in names if name not in placed]
-        for name, fields in zip(left, read_fields(client, [names[name] for name in left]), strict=True):
-            if not isinstance(fields, str) and fields[0] and not is_placed_elsewhere(client, keys, name):
-                yield name
+        yield [*_unplaced(client, keys, map(keys.name, page))]
+
+
+def _unplaced(client: RedisClient, keys: Keys, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of some names that are names of stored entries without a place."""
+    possible = [name for name in names if keys.is_possible(name)]
+    if not possible:
+        return
+    members = [keys.prefix + name for name in possible]
+    scores = client.zmscore(keys.schedule, [*members, *possible])
+    both = zip(possible, scores[: len(possible)], scores[len(possible) :], strict=True)
+    left = [name for name, *found in both if all(score is None for score in found)]
+    if not left:
+        return
+    for name, fields in zip(left, read_fields(client, [keys.prefix + name for name in left]), strict=True):
+        if not isinstance(fields, str) and fields[0] and not is_placed_elsewhere(client, keys, name):
+            yield name
 
 
 def is_placed_elsewhere(client: RedisClient, keys: Keys, name: str) -> bool:
@@ -56,14 +93,86 @@ def _has_place(client: RedisClient, schedule: str, key: str, prefix: str) -> boo
         return False
 
 
-def restore_places(client: RedisClient, keys: Keys) -> int:
-    """Give all stored entries places again if the sorted set is gone; return their number.
+class LostPlaces:
+    """Notices that the schedule has lost the places of its entries, and gives them places again.
 
-    The next tick reads them, and moves them on to their next times, which it calculates from their past.
+    Another key keeps the names of some members: the witnesses. If more of them have lost their places than have kept
+    them, and their entries are still stored, the sorted set was removed, even if programs have added entries to it
+    since. A place that an operator removes stays removed.
+
+    Args:
+        client: the client for the schedule.
+        progress: called at each step.
     """
-    if client.exists(keys.schedule):
-        return 0
-    names, restored = iter(without_place(client, keys)), 0
-    while batch := [*islice(names, BATCH)]:
-        restored += client.zadd(keys.schedule, {keys.prefix + name: 0 for name in batch}, nx=True)
-    return restored
+
+    def __init__(self, client: RedisClient, keys: Keys, *, progress: Callable[[], object]) -> None:
+        self.client, self.keys, self._progress = client, keys, progress
+        self._search: Iterator[int] | None = None
+        self._restored = 0  #: by the present search
+        self._is_known_empty = False  #: the schedule is empty, without witnesses, and was searched for entries
+
+    def begin(self) -> None:
+        """Check the places at the beginning of a term; an empty schedule is searched again."""
+        self._search, self._restored, self._is_known_empty = None, 0, False
+        self._progress()
+        self.check(Witnesses.of(READ_WITNESSES(self.client, (self.keys.schedule, self.keys.placed), ())))
+
+    def check(self, found: Witnesses) -> None:
+        """Begin a search if the places are lost; else choose other witnesses if some are gone, or more may be had."""
+        if self._search is not None:
+            return
+        has_none = not (found.places or found.kept or found.gone)
+        self._is_known_empty = self._is_known_empty and has_none
+        is_to_search = has_none and not self._is_known_empty
+        if is_to_search or self.keys.placed in found.gone or self._are_stripped(found):
+            self._search, self._restored = self._restore(), 0
+        elif found.gone or found.kept < min(found.places, WITNESSES):
+            self._choose()
+
+    def search(self) -> bool:
+        """Go on with the search for up to ``SEARCH_TIME``; return whether it is to go on in the next tick."""
+        search, self._search, ends_at = self._search, None, time.monotonic() + SEARCH_TIME
+        for restored in search or ():  # after an error the next tick begins another one
+            self._restored += restored
+            if time.monotonic() >= ends_at:
+                self._search = search
+                return True
+        if self._restored:
+            log.warning("beat: The places of entries were gone", event="places_restored", restored=self._restored)
+        self._restored = 0
+        return False
+
+    def _are_stripped(self, found: Witnesses) -> bool:
+        """Return whether more witnesses have lost their places than have kept them; a deleted entry has lost none."""
+        if len(found.gone) <= found.kept:
+            return False
+        self._progress()
+        return len([*_unplaced(self.client, self.keys, map(self.keys.name, found.gone))]) > found.kept
+
+    def _restore(self) -> Iterator[int]:
+        """Give all entries without a place one; yield their number, in parts.
+
+        A tick reads them then, and moves them on to their next times, which it calculates from their past.
+        """
+        self._progress()
+        # A witness that never has a place: if this beat ends, the next one searches again.
+        self.client.sadd(self.keys.placed, self.keys.placed)
+        self._progress()
+        for names in pages_without_place(self.client, self.keys):
+            self._progress()
+            places = {self.keys.prefix + name: 0 for name in names}
+            yield self.client.zadd(self.keys.schedule, places, nx=True) if places else 0
+            self._progress()
+        self._choose()
+        self._is_known_empty = True
+
+    def _choose(self) -> None:
+        self._progress()
+        # Those that come last: entries that run only once, and are deleted then, mostly come first.
+        members = self.client.zrange(self.keys.schedule, -WITNESSES, -1)
+        self._progress()
+        with self.client.pipeline() as pipe:
+            pipe.delete(self.keys.placed)
+            if members:
+                pipe.sadd(self.keys.placed, *members)
+            pipe.execute()

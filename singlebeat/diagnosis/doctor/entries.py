@@ -18,6 +18,7 @@ from ...beat.silence import silence
 from ...beat.status import QUARANTINED_LATER, counted
 from ...beat.store.history import History
 from ...connections import ResponseError, schedule_client
+from ...errors import EntryError
 from .finding import MOST_NAMED, Finding, Read
 from .servers import visibility_timeout
 
@@ -48,12 +49,26 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
     if not schedule.state.redbeat_leads:  # RedBeat calculates other times
         yield from _late(app, schedule.usable)
         yield from _over(app, schedule)
+    yield from _unplaced(app, datetime.fromtimestamp(schedule.state.now, UTC))
+
+
+def _unplaced(app: Celery, now: datetime) -> Iterator[Finding]:
+    """Check for entries without a place: a problem, unless they would not run with a place either."""
     entries = Schedule(app)
     names = [*islice(entries.without_place(), MOST_NAMED + 1)]
     for name in names[:MOST_NAMED]:
-        yield Finding("warning", f"entry {name}", f"{entries.no_place(name)}; or delete it")
+        level = "warning" if _is_idle(entries, name, now) else "problem"
+        yield Finding(level, f"entry {name}", f"{entries.no_place(name)}; or delete it")
     if len(names) > MOST_NAMED:
-        yield Finding("warning", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
+        yield Finding("problem", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
+
+
+def _is_idle(entries: Schedule, name: str, now: datetime) -> bool:
+    """Return whether an entry is paused, disabled or finished."""
+    with suppress(EntryError):
+        entry = entries.get(name)
+        return not entry.enabled or entry.policy.paused or bool(_why_over(entry, now))
+    return False
 
 
 def _pauses(schedule: Read) -> Iterator[Finding]:
@@ -100,9 +115,7 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
         is_parked = entry.name in names or (most is not None and entry.total_run_count >= most)
         if not is_parked or entry.name in schedule.state.quarantine:
             continue
-        why = ""
-        with suppress(Exception):  # a user's own schedule may raise anything, which a tick logs
-            why = entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)
+        why = _why_over(entry, now)
         if why and entry.meta.last_run is None:
             never[entry.name] = why
         elif why:
@@ -115,6 +128,13 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
     if done:
         text = f"{counted(len(done), 'entry is', 'entries are')} finished and never run again: {listed(done)}"
         yield Finding("fine", "entries", text)
+
+
+def _why_over(entry: Entry, now: datetime) -> str:
+    """Return why an entry never runs again, empty if it does."""
+    with suppress(Exception):  # a user's own schedule may raise anything, which a tick logs
+        return entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)
+    return ""
 
 
 def _histories(app: Celery, schedule: Read) -> Iterator[Finding]:
