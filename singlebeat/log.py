@@ -16,8 +16,8 @@ from .native_threads import do_in_loop, is_native
 
 __all__ = ("LONGEST_REASON", "Log", "printable", "utc_iso", "without_passwords")
 
-#: Maximum length in characters of a reason in the history: a cause, and a command with a key of the usual length.
-LONGEST_REASON = 500
+#: Maximum length of a reason in the history.
+LONGEST_REASON = 200
 
 #: Matches from ``user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the line;
 #: a port after the colon is no password.

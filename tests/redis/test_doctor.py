@@ -224,13 +224,6 @@ def test_tools_name_a_lock_that_is_unusable_and_free_it(findings, cli, bench):
 
 
 @pytest.mark.parametrize("reason", ['its field until must be a number, and is "x"', "WRONGTYPE wrong kind of value"])
-def test_a_key_of_the_usual_length_leaves_room_for_the_remedy(reason):
-    key = f"shop:production:SINGLETONLOCK_{{{'0' * 64}}}"
-
-    assert len(f"without its lock: {unusable(key, reason)}") <= LONGEST_REASON
-
-
-@pytest.mark.parametrize("reason", ['its field until must be a number, and is "x"', "WRONGTYPE wrong kind of value"])
 def test_no_key_is_so_long_that_the_cause_is_cut(reason):
     key = f"{'shop:production:' * 20}SINGLETONLOCK_{{{'0' * 64}}}"
     told = f"without its lock: {unusable(key, reason)}"
