@@ -55,8 +55,9 @@ def web_(
 ) -> None:
     """Serve the page: entries, runs, locks and beats, and what an operator does with them; needs the extra web.
 
-    Without authentication it serves this machine only, and does not start on another address. Roles: none, read,
-    operate (run, pause, resume), admin.
+    Without authentication it serves this machine only, and does not start on another address. A proxy or a tunnel on
+    this machine counts as this machine: with one, name a users file. Roles: none, read, operate (run, pause, resume),
+    admin.
     """
     if add_user or add_token:
         _print_line(add_user or add_token or "", role or "read", is_token=bool(add_token))

@@ -42,7 +42,8 @@ def app(
 ) -> Starlette:
     """Return the page of a Celery app as an ASGI app, to be mounted in another one.
 
-    Without ``resolve_user``, ``users`` and ``user_header``, it answers this machine only.
+    Without ``resolve_user``, ``users`` and ``user_header``, it answers this machine only. A proxy or a tunnel on this
+    machine counts as this machine: with one, name a users file.
 
     >>> fastapi_app.mount("/beat", singlebeat.web.app(celery_app, resolve_user=current_user))  # doctest: +SKIP
 

@@ -95,6 +95,7 @@ def _begun(request: Request, nonce: str) -> PageRequest:
         path=request.url.path.removeprefix(root) or "/",
         method="GET" if request.method == "HEAD" else request.method,
         headers=headers,
+        http_version=request.scope.get("http_version", "1.1"),
         cookies=request.cookies,
         client=request.client.host if request.client is not None else "",
         root=root,
