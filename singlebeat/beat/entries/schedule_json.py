@@ -20,6 +20,7 @@ from redbeat.schedules import rrule
 from ...errors import EntryError
 from ..calendar.clocked import clocked
 from ..calendar.recurrence import is_known
+from .options import cause
 
 if TYPE_CHECKING:
     from .definition import JsonObject
@@ -175,7 +176,7 @@ def decode_schedule(when: Any) -> object:
     except (ImproperlyConfigured, ImportError):  # the latter up to Celery 5.6
         raise EntryError("a solar schedule needs the ephem library where beat runs: pip install ephem") from None
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise EntryError(f"definition has an invalid schedule: {type(exc).__name__}: {exc}") from exc
+        raise EntryError(f"definition has an invalid schedule: {cause(exc)}") from exc
     return when
 
 
