@@ -392,6 +392,9 @@ class Gate:
         if others:
             said = f"{self.user_header} was sent {len(others) + 1} times: let the proxy replace that of the client"
             raise RefusedError(said, 400)
+        if "," in name:  # a WSGI server joins headers of one name
+            said = f"the name in {self.user_header} has a comma: let the proxy replace the header of the client"
+            raise RefusedError(said, 400)
         if not name:
             return None
         roles = self.users.roles if self.users is not None else {}

@@ -155,6 +155,17 @@ def test_a_user_who_is_named_twice_is_refused(visit, names):
     assert "X-User was sent 2 times" in answer.text
 
 
+@pytest.mark.parametrize("name", ["petra,eve", "eve, petra", ","])
+def test_a_user_whose_name_has_a_comma_is_refused(visit, name):
+    """A WSGI server joins two headers of one name by a comma."""
+    page = visit(client=("10.1.2.3", 1), trust_proxy=["10.0.0.0/8"], user_header="X-User", default_role="admin")
+
+    answer = page.get("/", headers={"X-User": name})
+
+    assert answer.status_code == 400
+    assert "the name in X-User has a comma" in answer.text
+
+
 def test_a_user_header_needs_a_proxy_and_a_proxy_needs_users():
     with pytest.raises(ConfigError, match="name the networks of the proxies"):
         web.app(None, user_header="X-User")
