@@ -65,6 +65,9 @@ PASSING = (
 
 SENTINEL_PORT = 26379
 
+#: What to add to the error of a connect by TLS that gets no answer: Redis without TLS waits for the end of a line.
+NO_TLS = ": it hangs, or does not speak TLS (redis:// is without TLS)"
+
 _URL = re.compile(r"[\w+.-]+://")
 #: Matches up to the last @, because passwords are often not quoted as a URL requires.
 _PASSWORD = re.compile(r"(?<=://)([^:@/]*):.*@")
@@ -149,11 +152,15 @@ class _Serializer:
 
 
 @contextmanager
-def _unanswered() -> Iterator[None]:
+def _unanswered(connection: object) -> Iterator[None]:
     try:
         yield
+    except UnansweredError:  # of a connect within this one
+        raise
     except redis_errors.TimeoutError as exc:
-        raise UnansweredError(str(exc)) from exc
+        is_greeted = "connecting" not in str(exc)  # then TLS was agreed upon
+        hint = "" if is_greeted or not isinstance(connection, SSLConnection) else NO_TLS
+        raise UnansweredError(f"{exc}{hint}") from exc
 
 
 class _Connecting:
@@ -165,12 +172,12 @@ class _Connecting:
         Raises:
             UnansweredError: the server does not answer in time.
         """
-        with _unanswered():
+        with _unanswered(self):
             super().connect()  # type: ignore[misc]
 
     def connect_check_health(self: Any, *args: Any, **kwargs: Any) -> None:
         """Connect as ``connect`` does; redis-py from version 6 on calls it in most places."""
-        with _unanswered():
+        with _unanswered(self):
             super().connect_check_health(*args, **kwargs)  # type: ignore[misc]
 
     def on_connect(self: Any) -> None:

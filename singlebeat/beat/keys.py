@@ -13,7 +13,7 @@ from ..errors import EntryError
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("ENTRY_FIELDS", "ENTRY_KEYS", "LEASE_KEYS", "OWN_KEYS", "Keys", "LeaseKeys")
+__all__ = ("ENTRY_FIELDS", "ENTRY_KEYS", "LEASE_KEYS", "OWN_KEYS", "Keys", "LeaseKeys", "check_encodable")
 
 #: The fields of the hash of an entry, with what each holds.
 ENTRY_FIELDS: Mapping[str, str] = {
@@ -123,6 +123,21 @@ _LEASE = tuple(name for name in LEASE_KEYS if name != "lock")
 _OF_OTHERS = re.compile(rf"::((?:{'|'.join((*_OWN, *_LEASE, 'lock'))})\Z|parked:)")
 
 
+def check_encodable(what: str, text: str) -> None:
+    """Check that a client can encode a string; bytes that are not UTF-8 can be.
+
+    Args:
+        what: the string is, for the error: entry, tag, note.
+
+    Raises:
+        EntryError: half of a surrogate pair is in it.
+    """
+    try:
+        text.encode(errors="surrogateescape")  # as the client does
+    except UnicodeEncodeError:
+        raise EntryError(f"there can be no {what} {text!r}: half of a surrogate pair cannot be encoded") from None
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseKeys:
     """The keys of leadership; ``lock`` is None if leadership is switched off."""
@@ -186,10 +201,7 @@ class Keys:
         key = self.prefix + name
         if key in self.own or name.startswith(_PARKED):
             raise EntryError(f"there can be no entry {name!r}, because {key!r} is a key of the schedule itself")
-        try:
-            key.encode(errors="surrogateescape")  # as the client does: a name may be bytes that are not UTF-8
-        except UnicodeEncodeError:
-            raise EntryError(f"there can be no entry {name!r}: half of a surrogate pair cannot be encoded") from None
+        check_encodable("entry", name)
         return key
 
     def check_other(self, name: str) -> None:

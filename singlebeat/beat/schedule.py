@@ -30,7 +30,7 @@ from .entries.pauses import pause_many, read_pauses, resume_many
 from .entries.policy import EntryPolicy, PolicyOptions
 from .entries.salvage import Salvage
 from .entries.save import ATTEMPTS, save_entries
-from .keys import Keys
+from .keys import Keys, check_encodable
 from .page import Page, Query
 from .server_time import server_now
 from .store.changes import Change, Changes
@@ -615,6 +615,7 @@ class Schedule:
             ends_pause: its next run counts from now; an entry that is not paused stays as it is.
         """
         key = self.keys.named(name)
+        check_encodable("note", note)
         for _ in range(ATTEMPTS):
             fields = read_fields(self._client, [key])[0]
             if isinstance(fields, str) or not fields[0]:

@@ -55,8 +55,9 @@ def web_(
 ) -> None:
     """Serve the page: entries, runs, locks and beats, and what an operator does with them; needs the extra web.
 
-    Without authentication it serves this machine only, and does not start on another address. Roles: none, read,
-    operate (run, pause, resume), admin.
+    Without authentication it serves this machine only, and does not start on another address. A proxy or a tunnel on
+    this machine counts as this machine: with one, name a users file. Roles: none, read, operate (run, pause, resume),
+    admin.
     """
     if add_user or add_token:
         _print_line(add_user or add_token or "", role or "read", is_token=bool(add_token))
@@ -78,10 +79,22 @@ def web_(
     )
     import uvicorn  # noqa: PLC0415 - an extra
 
+    from ..web.connection import Connection, most_at_once  # noqa: PLC0415 - as above
+
     shown = f"[{host}]" if ":" in host else host
     click.echo(f"The page: http://{shown}:{port}/")
     # Its own headers would let a client choose the address from which it seems to come.
-    uvicorn.run(page, host=host, port=port, log_level="warning", proxy_headers=False, server_header=False)
+    uvicorn.run(
+        page,
+        host=host,
+        port=port,
+        log_level="warning",
+        proxy_headers=False,
+        server_header=False,
+        http=Connection,
+        ws="none",
+        backlog=max(1, most_at_once() // 2),  # asyncio accepts as many at once, before one of them is counted
+    )
 
 
 def _print_line(name: str, role: str, *, is_token: bool) -> None:

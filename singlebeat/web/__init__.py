@@ -6,7 +6,7 @@ The page adds no rule of its own: each view reads, and each action calls, what t
 - ``views`` and ``actions`` are functions that know neither HTTP nor a framework, ``board`` is what they read;
 - ``poller`` reads the state of the schedule once for all viewers;
 - ``site`` leads a request to a view or an action, ``render`` and ``templates`` make HTML of the result;
-- ``server`` is the adapter to ASGI.
+- ``server`` is the adapter to ASGI, ``connection`` bounds the connections of the command ``web``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def app(
 ) -> Starlette:
     """Return the page of a Celery app as an ASGI app, to be mounted in another one.
 
-    Without ``resolve_user``, ``users`` and ``user_header``, it answers this machine only.
+    Without ``resolve_user``, ``users`` and ``user_header``, it answers this machine only. A proxy or a tunnel on this
+    machine counts as this machine: with one, name a users file.
 
     >>> fastapi_app.mount("/beat", singlebeat.web.app(celery_app, resolve_user=current_user))  # doctest: +SKIP
 

@@ -91,6 +91,7 @@ class PageRequest:
     body: bytes = b""  #: of a request to the API, JSON
     #: By their names in lower case; of one that was sent several times, each value in a line of its own.
     headers: Mapping[str, str] = field(default_factory=dict)
+    http_version: str = "1.1"
     cookies: Mapping[str, str] = field(default_factory=dict)
     client: str = ""  #: address of the other end of the connection; empty if unknown
     root: str = ""  #: the path under which the page is mounted, without a slash at its end

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..beat.store.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
+from ..diagnosis.locks import NotFreedError
 from ..errors import ConflictError, LockBackendError, UnknownEntryError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def problem_of(app: Celery, exc: Exception) -> Problem:
             return Problem(404, "There is no such entry", str(exc))
         case ConflictError():
             return Problem(409, "Another process was faster", str(exc))
+        case NotFreedError():
+            return Problem(409, "The lock was not freed", str(exc))
         case LockBackendError():
             return Problem(503, "The locks' server", lock_server_says(app, exc))
         case RedisError():

@@ -65,6 +65,9 @@ HEADERS: Mapping[str, str] = MappingProxyType(
 #: Hosts by which a browser on this machine asks.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
+#: Headers that a proxy adds, in lower case.
+PROXY_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
+
 #: Changes that a user may make, and passwords of one name that a client may get wrong, within a minute.
 MOST_CHANGES, MOST_FAILURES = 120, 10
 
@@ -373,8 +376,9 @@ class Gate:
             return self._of_users(request, self.users)
         if self.user_header:
             raise RefusedError("the trusted proxy has named no user", 401)
-        if not is_loopback(request.client) or {"forwarded", "x-forwarded-for", "x-real-ip"} & request.headers.keys():
-            raise RefusedError("without authentication, the page answers this machine only: name a users file", 403)
+        if not is_loopback(request.client) or _shows_proxy(request):
+            said = "without authentication, the page answers browsers on this machine only, and without a proxy"
+            raise RefusedError(f"{said}: name a users file", 403)
         return User("", Role.ADMIN if self.default_role is None else self.default_role)
 
     def _is_proxy(self, address: str) -> bool:
@@ -387,6 +391,9 @@ class Gate:
         name, *others = request.headers.get(self.user_header.lower(), "").split("\n")
         if others:
             said = f"{self.user_header} was sent {len(others) + 1} times: let the proxy replace that of the client"
+            raise RefusedError(said, 400)
+        if "," in name:  # a WSGI server joins headers of one name
+            said = f"the name in {self.user_header} has a comma: let the proxy replace the header of the client"
             raise RefusedError(said, 400)
         if not name:
             return None
@@ -446,6 +453,11 @@ class Gate:
                 return user
         finally:
             self._waiting.release()
+
+
+def _shows_proxy(request: PageRequest) -> bool:
+    """Return whether a request shows a proxy: by a header, or by HTTP/1.0, which no browser speaks and nginx does."""
+    return request.http_version == "1.0" or not PROXY_HEADERS.isdisjoint(request.headers)
 
 
 def _forwarded_for(request: PageRequest) -> str:

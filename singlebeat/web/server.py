@@ -6,21 +6,27 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from .exchange import LARGEST_BODY, PageReply, PageRequest
 from .security import COOKIE, HEADERS, Gate, RefusedError
-from .site import STATIC, Site
+from .site import ASKING_WORKERS, STATIC, Site
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ("make_app",)
+
+#: Most requests at once for which the workers are asked. Each occupies a thread for seconds, and anyio has 40 for all.
+MOST_ASKING = 4
+
+_asking: RunVar[CapacityLimiter] = RunVar("_asking")  # of an event loop, as anyio's own limiter
 
 
 class _Guarded:
@@ -55,7 +61,7 @@ def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = Non
             if asked.is_of_api:
                 return _response(site.refuse(asked, exc), asked)
             return Response(str(exc), exc.status, media_type="text/plain")
-        return await run_in_threadpool(answer, asked, request)
+        return await to_thread.run_sync(answer, asked, request, limiter=_limiter(asked))
 
     def answer(asked: PageRequest, request: Request) -> Response:
         if asked.method == "GET" and not asked.is_of_api and _came_from_elsewhere(asked):
@@ -87,6 +93,17 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
+def _limiter(asked: PageRequest) -> CapacityLimiter | None:
+    """Return what limits the threads for a request, None for what limits those of all."""
+    if asked.path not in ASKING_WORKERS:
+        return None
+    try:
+        return _asking.get()
+    except LookupError:
+        _asking.set(found := CapacityLimiter(MOST_ASKING))
+        return found
+
+
 def _begun(request: Request, nonce: str) -> PageRequest:
     """Return a request as the page sees it, without query and body."""
     root = request.scope.get("root_path", "").rstrip("/")
@@ -95,6 +112,7 @@ def _begun(request: Request, nonce: str) -> PageRequest:
         path=request.url.path.removeprefix(root) or "/",
         method="GET" if request.method == "HEAD" else request.method,
         headers=headers,
+        http_version=request.scope.get("http_version", "1.1"),
         cookies=request.cookies,
         client=request.client.host if request.client is not None else "",
         root=root,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .exchange import PageRequest
     from .security import Gate, User
 
-__all__ = ("STATIC", "Site")
+__all__ = ("ASKING_WORKERS", "STATIC", "Site")
 
 log = Log(__name__)
 
@@ -38,6 +38,8 @@ STATIC = Path(__file__).parent / "static"
 #: In which zone times can be shown.
 ZONES = ("entry", "mine", "utc")
 
+#: The paths for which the workers are asked, which takes seconds.
+ASKING_WORKERS = frozenset({"/why", "/findings", "/free", "/api/explain", "/api/doctor", "/api/unlock"})
 
 _FORMS = {**FORMS, "/edit": Form(edits.ask, Role.ADMIN)}
 _ACTIONS = {

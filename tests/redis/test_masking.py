@@ -11,6 +11,7 @@ from singlebeat import Entry, Schedule, Singleton
 
 SECRET = "hunter2"
 KWARGS = {"user": "ann", "api_token": SECRET, "more": [{"Password": SECRET}]}
+UNREADABLE = {"__type__": "interval", "every": SECRET}
 
 
 @pytest.fixture
@@ -47,6 +48,8 @@ def test_no_command_shows_a_secret_argument(cli, entry, no_worker_is_awaited, co
         {"enabled": "perhaps"},
         {"task": 5, "args": ["ann"]},
         {"args": {"password": SECRET}},
+        {"kwargs": {"password": {"__type__": "interval", "every": SECRET}}},
+        {"options": {"headers": {"x-secret": {"__type__": "crontab", "minute": SECRET}}}},
     ],
 )
 def test_the_raw_strings_of_a_broken_entry_show_no_secret(cli, entry, redis, broken, options):
@@ -57,6 +60,20 @@ def test_the_raw_strings_of_a_broken_entry_show_no_secret(cli, entry, redis, bro
 
     assert SECRET not in output
     assert "unusable" in output
+
+
+def test_a_secret_that_cannot_be_decoded_is_in_no_log_and_no_reason(
+    cli, bench, app, redis, no_worker_is_awaited, caplog
+):
+    redis.hset("redbeat:n", "definition", json.dumps({"task": "t", "schedule": 60, "kwargs": {"password": UNREADABLE}}))
+    redis.zadd("redbeat::schedule", {"redbeat:n": 1})
+
+    bench.tick()
+
+    reason = redis.hgetall("redbeat::quarantine")["redbeat:n"]
+    assert "'kwargs.password' has the __type__ 'interval'" in reason
+    shown = [cli(*command).output for command in (("explain", "n"), ("show", "n"), ("list",), ("history", "n"))]
+    assert SECRET not in f"{reason} {caplog.text} {shown}"
 
 
 def test_a_definition_that_is_no_json_is_shown_up_to_its_first_secret(cli, entry, redis):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
+from singlebeat import Schedule
 from singlebeat.beat.entries.pauses import Pause, Pauses
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.one_write import OneWrite
@@ -213,6 +214,25 @@ def test_an_unreadable_pause_stops_no_entry_and_doctor_names_it(bench, findings,
     assert level == "problem"
     assert f"To remove it: HDEL {PAUSES} " in text
     assert shown in Pauses.of([shown, "{"]).problems
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda entries: entries.pause_many(tag="\ud800"), "there can be no tag '\\ud800'"),
+        (lambda entries: entries.resume_many(tag="\ud800"), "there can be no tag '\\ud800'"),
+        (lambda entries: entries.pause_many(note="\ud800"), "there can be no note '\\ud800'"),
+        (lambda entries: entries.pause("e", "\ud800"), "there can be no note '\\ud800'"),
+    ],
+    ids=["tag", "tag of resume", "note", "note of an entry"],
+)
+def test_a_tag_or_note_that_cannot_be_encoded_is_named(bench, change, said):
+    bench.put()
+
+    with pytest.raises(EntryError) as caught:
+        change(Schedule(bench.app))
+
+    assert str(caught.value) == f"{said}: half of a surrogate pair cannot be encoded"
 
 
 def test_a_key_of_pauses_that_is_no_hash_stops_no_entry(bench, cli):

@@ -402,6 +402,16 @@ def test_celerys_words_for_checking_a_certificate_are_known(required):
     assert private("rediss://h:1", timeout=1).connection_pool.make_connection().cert_reqs == ssl.CERT_REQUIRED
 
 
+def test_a_server_that_does_not_speak_tls_is_named_as_a_cause(own_server):
+    """It waits for the end of a line, which TLS does not send."""
+    url = own_server.tcp_url.replace("redis://", "rediss://")
+    with private(url, timeout=0.5, retries=0) as client, pytest.raises(RedisError) as caught:
+        client.ping()
+
+    said = "Timeout connecting to server: it hangs, or does not speak TLS (redis:// is without TLS)"
+    assert str(caught.value) == said
+
+
 @pytest.mark.parametrize("tls", [True, {"ssl_ca_certs": "ca.pem"}])
 @pytest.mark.parametrize(
     ("url", "switch"),

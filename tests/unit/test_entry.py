@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import traceback
 from datetime import UTC, datetime, timedelta, timezone
 from zoneinfo import ZoneInfo
 
@@ -14,7 +15,9 @@ from dateutil.rrule import FR, MO
 from redbeat.schedules import rrule
 
 from singlebeat import Entry
+from singlebeat.beat.entries.definition import salvage_fields
 from singlebeat.beat.entries.entry import PARKED, Meta
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.errors import EntryError
 
 INTERVAL = {"__type__": "interval", "every": 60}
@@ -384,6 +387,100 @@ def test_a_value_that_may_hold_a_secret_is_in_no_error(app):
         assert "s3cret" not in str(caught.value)
 
 
+SECRETS = [
+    {"__type__": "interval", "every": "s3cret"},
+    {"__type__": "crontab", "minute": "s3cret"},
+    {"__type__": "weekday", "wkday": "s3cret"},
+    {"__type__": "rrule", "freq": "s3cret", "dtstart": 0},
+    {"__type__": "rrule", "freq": "DAILY", "dtstart": 0, "byhour": "s3cret"},
+    {"__type__": "datetime", "year": 2024, "month": 1, "day": 1, "timezone": "s3cret"},
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS, ids=lambda each: each["__type__"])
+@pytest.mark.parametrize(
+    ("wrap", "where"),
+    [
+        (lambda secret: {"args": ["ann", secret]}, "args.1"),
+        (lambda secret: {"kwargs": {"more": [{"password": secret}]}}, "kwargs.more.0.password"),
+        (lambda secret: {"options": {"headers": {"x": secret}}}, "options.headers.x"),
+        (lambda secret: {"kwarg": {"password": secret}}, "kwarg.password"),
+    ],
+    ids=["args", "kwargs", "options", "misspelled"],
+)
+def test_arguments_that_cannot_be_decoded_are_named_and_not_quoted(app, secret, wrap, where):
+    with pytest.raises(EntryError) as caught:
+        decode(app, **wrap(secret))
+
+    assert f"'{where}' has the __type__ '{secret['__type__']}'" in str(caught.value)
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+    _, problems = salvage_fields(json.dumps({"task": "t", **wrap(secret)}), {})
+    assert "s3cret" not in str(problems)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"task": "t", "kwargs": {"p": {"__type__": "interval", "every": "s3cret"}}, "kwargs": {}}',
+        '{"__type__": "interval", "every": "s3cret", "kwargs": {}}',
+        '{"schedule": %s, "kwargs": {"p": {"__type__": "interval", "every": "s3cret"}}}' % ("[" * 300 + "]" * 300),
+    ],
+    ids=["given twice", "whole", "deep"],
+)
+def test_no_other_way_to_write_it_quotes_such_an_argument(app, text):
+    with pytest.raises(EntryError, match="definition cannot be read: ") as caught:
+        decode(app, text)
+
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {f"field {number}": number for number in range(100_000)},
+        {"x" * 5_000_000: 1},
+        {"schedule": {"__type__": "crontab", **{f"field {number}": number for number in range(100_000)}}},
+        {"schedule": {"__type__": "crontab", "minute": "5" * 5_000_000}},
+        {"schedule": {"__type__": "x" * 5_000_000}},
+        {"schedule": {"__type__": "given", "class": "x" * 5_000_000}},
+        {"schedule": {"__type__": "clocked", "instant": "x" * 5_000_000}},
+    ],
+    ids=["many fields", "long field", "many of crontab", "long minute", "long kind", "long class", "long instant"],
+)
+def test_what_is_said_of_a_huge_definition_is_short(app, fields):
+    try:
+        said = decode(app, **fields).ignored
+    except EntryError as exc:
+        said = str(exc)
+
+    assert 0 < len(said) < 1000
+
+
+@pytest.mark.parametrize("wrong", ["x" * 5_000_000, {"a": ["x" * 5_000_000]}], ids=["string", "object"])
+@pytest.mark.parametrize(
+    "decode_text",
+    [
+        lambda wrong: EntryPolicy.decode(json.dumps({"jitter": wrong})),
+        lambda wrong: EntryPolicy.decode(json.dumps({str(wrong): 1})),
+        lambda wrong: Meta.decode(json.dumps({"last_run_at": wrong})),
+        lambda wrong: Meta.decode("{}", json.dumps({"last_run_at": wrong})),
+    ],
+    ids=["option", "name", "meta", "since"],
+)
+def test_what_is_said_of_a_huge_policy_or_past_is_short(decode_text, wrong):
+    with pytest.raises(EntryError) as caught:
+        decode_text(wrong)
+
+    assert len(str(caught.value)) < 500
+
+
+def test_very_many_unknown_fields_are_counted(app):
+    entry = decode(app, **{f"field {number}": number for number in range(100_000)})
+
+    assert "'field 4' is unknown and ignored" in entry.ignored
+    assert entry.ignored.endswith("; 99,995 more are unknown and ignored")
+
+
 @pytest.mark.parametrize("every", [0, -5, "-5", 0.0])
 def test_an_interval_must_be_longer_than_nothing(app, every):
     with pytest.raises(EntryError, match="not longer than 0 seconds"):
@@ -406,11 +503,14 @@ def test_a_bare_number_of_seconds_must_fit_into_the_calendar(app, seconds):
     ("when", "why"),
     [
         ({"__type__": "interval"}, "every"),
-        ({"__type__": "interval", "every": None}, "TypeError"),
-        ({"__type__": "interval", "every": "soon"}, "soon"),
-        ({"__type__": "interval", "every": [1]}, "TypeError"),
-        ({"__type__": "interval", "every": float("inf")}, "infinity"),
-        ({"__type__": "interval", "every": float("nan")}, "NaN"),
+        ({"__type__": "interval", "every": None}, "every is None: use a number of seconds"),
+        ({"__type__": "interval", "every": "soon"}, "every is 'soon': use a number of seconds"),
+        ({"__type__": "interval", "every": [1]}, "every is an array: use a number of seconds"),
+        ({"__type__": "interval", "every": float("inf")}, "every is inf: use a number of seconds"),
+        ({"__type__": "interval", "every": float("nan")}, "every is nan: use a number of seconds"),
+        ({"__type__": "interval", "every": 1e14}, "up to 86,399,999,999,999"),
+        (float("inf"), "the schedule is inf: use a number of seconds, up to 86,399,999,999,999"),
+        (10**400, "the schedule is 10000.*: use a number of seconds"),
         ({"__type__": "crontab", "hour": "25"}, "25"),
         ({"__type__": "crontab", "day_of_week": "1-7"}, r"Invalid end range: 7 > 6\. Sunday is 0, not 7\."),
         ({"__type__": "crontab", "day_of_week": 7}, r"'7' was found\. Sunday is 0, not 7\."),
@@ -421,7 +521,12 @@ def test_a_bare_number_of_seconds_must_fit_into_the_calendar(app, seconds):
         ({"__type__": "crontab", "day_of_month": "[1-"}, "1-"),
         ({"__type__": "rrule"}, "freq"),
         ({"__type__": "rrule", "freq": "SOMETIMES"}, "definition cannot be read"),
-        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 1e30}, "Error"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 1e30}, r"dtstart of an rrule is 1e\+30: use seconds since"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": float("nan")}, "dtstart of an rrule is nan"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": "x"}, "dtstart of an rrule is 'x'"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 0, "until": 10**400}, "until of an rrule is 10000"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 0, "dtstart_tz": 1e400}, "dtstart_tz of an rrule is inf"),
+        ({"__type__": "rrule", "freq": "DAILY", "dtstart": 0, "dtstart_tz": "X"}, "dtstart_tz of an rrule is 'X'"),
         ({"__type__": "weekday", "wkday": 4}, "no known kind"),
         ({"__type__": "weekday", "wkday": 9}, "no known kind|cannot be read"),
     ],

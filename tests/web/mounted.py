@@ -14,6 +14,10 @@ class _Quiet(WSGIRequestHandler):
     def log_message(self, *_):
         """Log nothing."""
 
+    def get_environ(self):
+        """Return the environment with the client's port, without which a2wsgi takes over no address of a client."""
+        return {**super().get_environ(), "REMOTE_PORT": str(self.client_address[1])}
+
 
 @contextmanager
 def served_by_wsgi(application: Any) -> Iterator[str]:

@@ -282,7 +282,7 @@ def test_the_lock_of_a_dead_worker_is_freed_and_that_of_a_live_one_stays(visit, 
     assert text.count("seems abandoned") == 1
     assert page.submit("/free?id=dead-one").status_code == 303
     answer = page.submit("/free?id=live-one")
-    assert answer.status_code == 422
+    assert answer.status_code == 409
     assert "its worker lives" in answer.text
     assert (held.get("SINGLETONLOCK_{a}"), held.get("SINGLETONLOCK_{b}")) == ("live-one", None)
 

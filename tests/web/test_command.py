@@ -4,41 +4,159 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
 
 from tests.support import free_port, wait_until
 
+#: The celery command with shorter times between the checks of a connection.
+QUICK = (
+    "import singlebeat.web.connection as connection; connection.CHECKED_EVERY = 0.4\n"
+    "from celery.__main__ import main; main()"
+)
 
-def test_the_command_serves_the_page_until_it_is_told_to_end(server, redis, tmp_path):
+#: The beginning of a request, and nothing more.
+UNFINISHED = b"GET / HTTP/1.1\r\nX: "
+
+
+@pytest.fixture
+def serve(server, redis, tmp_path) -> Iterator[Callable[..., int]]:
+    """Start the command, and return its port. What the command logs is in the file ``log``.
+
+    Args:
+        quick: shorten the times between the checks of a connection.
+        most_files: most files that the process may open.
+    """
     source = f"from celery import Celery\napp = Celery('shop', broker={server.celery_url!r})\n"
     (tmp_path / "shop.py").write_text(source)
-    port = free_port()
-    command = [sys.executable, "-m", "celery", "-A", "shop", "singlebeat", "web", "--port", str(port)]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == f"The page: http://127.0.0.1:{port}/\n"
-            text = _get(f"http://127.0.0.1:{port}/")
-            assert re.search(r'class="brand" [^>]*>singlebeat <small>shop</small>', text)
-            assert "There is no entry yet" in text
-        finally:
-            process.terminate()
-            process.wait(10)
+
+    @contextmanager
+    def started(port: int, quick: bool, most_files: int) -> Iterator[None]:
+        python = ("-c", QUICK) if quick else ("-m", "celery")
+        command = [sys.executable, *python, "-A", "shop", "singlebeat", "web", "--port", str(port)]
+        with (
+            (tmp_path / "log").open("w") as log,
+            subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        ):
+            try:
+                if most_files:  # before it is so far that it opens any
+                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most_files, most_files))
+                assert process.stdout.readline() == f"The page: http://127.0.0.1:{port}/\n"
+                wait_until(partial(_answers, port), what="the page")
+                yield
+            finally:
+                process.terminate()
+                process.wait(10)
+
+    with ExitStack() as stack:
+
+        def serve(*, quick: bool = False, most_files: int = 0) -> int:
+            port = free_port()
+            stack.enter_context(started(port, quick, most_files))
+            return port
+
+        yield serve
 
 
-def _get(url: str) -> str:
-    def ask() -> str:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return answer.read().decode()
-        except ConnectionError:
-            return ""
-        except urllib.error.URLError as exc:
-            if not isinstance(exc.reason, ConnectionError):
-                raise
-            return ""
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except ConnectionError:
+        return False
+    return True
 
-    return wait_until(ask, what="the page")
+
+def _get(port: int, path: str = "/") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
+        return answer.read().decode()
+
+
+def test_the_command_serves_the_page_until_it_is_told_to_end(serve):
+    text = _get(serve())
+
+    assert re.search(r'class="brand" [^>]*>singlebeat <small>shop</small>', text)
+    assert "There is no entry yet" in text
+
+
+def test_unfinished_requests_keep_no_one_from_the_page(serve, tmp_path):
+    """There are more of them than files that the process may open."""
+    port = serve(most_files=512)
+
+    with ExitStack() as stack:
+        for _ in range(600):
+            unfinished = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            unfinished.sendall(UNFINISHED)
+
+        assert "There is no entry yet" in _get(port)
+
+    assert "socket.accept()" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        UNFINISHED,
+        b"POST /pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nname=",
+    ],
+    ids=["nothing", "head", "body"],
+)
+def test_a_connection_with_an_unfinished_request_is_closed(serve, begun):
+    with socket.create_connection(("127.0.0.1", serve(quick=True)), 30) as client:
+        client.sendall(begun)
+
+        assert _read_all(client) == b""
+
+
+def test_a_request_that_arrives_byte_by_byte_is_cut_off(serve):
+    with socket.create_connection(("127.0.0.1", serve(quick=True)), 30) as client:
+        client.sendall(UNFINISHED)
+
+        wait_until(lambda: _is_cut_off(client), timeout=30, what="the end of the connection")
+
+
+def test_a_client_that_reads_no_answer_is_cut_off(serve):
+    port = serve(quick=True)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET /static/htmx.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
+
+        wait_until(lambda: _is_cut_off(client), timeout=30, what="the end of the connection")
+
+
+def test_an_answer_that_takes_long_is_not_cut_off(serve):
+    """To ask the workers takes a second, and there are none."""
+    assert '"findings"' in _get(serve(quick=True), "/api/doctor")
+
+
+def _read_all(client: socket.socket) -> bytes:
+    """Read until the server closes the connection, or resets it."""
+    found = b""
+    try:
+        while some := client.recv(4096):
+            found += some
+    except ConnectionError:
+        pass
+    return found
+
+
+def _is_cut_off(client: socket.socket) -> bool:
+    """Send a byte; return whether the server has closed the connection."""
+    client.setblocking(False)
+    try:
+        client.send(b"x")
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return False

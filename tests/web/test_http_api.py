@@ -127,6 +127,12 @@ def _locks(client: Client) -> None:
     assert client("GET", "/locks").json()["locks"] == []
 
 
+def test_a_lock_that_is_not_freed_is_a_conflict(client, schedule):
+    answer = client("POST", "/unlock", {"which": "none"}, 409)
+
+    assert answer.json()["title"] == "The lock was not freed"
+
+
 #: For each operation a way to let it succeed, on an app with the entry ``e``.
 WAYS: dict[str, Callable[[Client], object]] = {
     "status": lambda client: client("GET", "/status"),

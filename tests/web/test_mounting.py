@@ -77,18 +77,37 @@ def test_the_host_decides_who_may_do_what(app, page):
 
 
 @pytest.fixture
-def flask(page):
-    """A Flask app with the page below ``/beat``."""
-    host = Flask("shop")
-    host.add_url_rule("/", "index", lambda: "the shop")
+def serve_in_flask():
+    """Return a Flask app with a page below ``/beat``."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    host.wsgi_app = DispatcherMiddleware(host.wsgi_app, {"/beat": ASGIMiddleware(page, loop=loop)})
-    yield host
+
+    def serve(page) -> Flask:
+        host = Flask("shop")
+        host.add_url_rule("/", "index", lambda: "the shop")
+        host.wsgi_app = DispatcherMiddleware(host.wsgi_app, {"/beat": ASGIMiddleware(page, loop=loop)})
+        return host
+
+    yield serve
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def flask(serve_in_flask, page):
+    """A Flask app with the page below ``/beat``."""
+    return serve_in_flask(page)
+
+
+def test_two_names_of_a_user_are_refused_in_flask(app, redis, serve_in_flask):
+    """One is of the client, and the proxy has added the other; WSGI knows only their join."""
+    page = web.app(app, trust_proxy=["127.0.0.1"], user_header="X-User", default_role="admin")
+
+    with served_by_wsgi(serve_in_flask(page)) as url, httpx.Client(base_url=url, timeout=60) as browser:
+        assert browser.get("/beat/", headers=[("X-User", "bob")]).status_code == 200
+        assert browser.get("/beat/", headers=[("X-User", "bob"), ("X-User", "admin")]).status_code == 400
 
 
 def test_the_page_is_mounted_in_flask(app, flask):

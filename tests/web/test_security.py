@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from celery.schedules import crontab
 from click.testing import CliRunner
+from starlette.testclient import TestClient
 
 from singlebeat import Schedule, web
 from singlebeat.cli import main
@@ -79,8 +80,22 @@ def test_without_authentication_other_machines_are_refused(visit, entry, client)
     assert "tests.system.apps.plain" not in answer.text
 
 
-def test_without_authentication_a_proxy_on_this_machine_is_refused(visit, entry):
-    assert visit().get("/", headers={"X-Forwarded-For": "192.0.2.7"}).status_code == 403
+@pytest.mark.parametrize("header", ["Forwarded", "Via", "X-Forwarded-For", "X-Real-IP"])
+def test_without_authentication_a_proxy_on_this_machine_is_refused(visit, entry, header):
+    assert visit().get("/", headers={header: "192.0.2.7"}).status_code == 403
+
+
+def test_without_authentication_a_request_by_http_1_0_is_refused(app, redis):
+    """A proxy that adds no header, such as nginx with ``proxy_pass`` alone, asks so; no browser does."""
+    page = web.app(app)
+
+    async def by_http_1_0(scope, receive, send):
+        await page({**scope, "http_version": "1.0"}, receive, send)
+
+    answer = TestClient(by_http_1_0, client=("127.0.0.1", 1), base_url="http://localhost").get("/")
+
+    assert answer.status_code == 403
+    assert "on this machine only, and without a proxy" in answer.text
 
 
 # ------------------------------------------------------------------ 2. who
@@ -138,6 +153,17 @@ def test_a_user_who_is_named_twice_is_refused(visit, names):
 
     assert answer.status_code == 400
     assert "X-User was sent 2 times" in answer.text
+
+
+@pytest.mark.parametrize("name", ["petra,eve", "eve, petra", ","])
+def test_a_user_whose_name_has_a_comma_is_refused(visit, name):
+    """A WSGI server joins two headers of one name by a comma."""
+    page = visit(client=("10.1.2.3", 1), trust_proxy=["10.0.0.0/8"], user_header="X-User", default_role="admin")
+
+    answer = page.get("/", headers={"X-User": name})
+
+    assert answer.status_code == 400
+    assert "the name in X-User has a comma" in answer.text
 
 
 def test_a_user_header_needs_a_proxy_and_a_proxy_needs_users():

@@ -7,18 +7,23 @@ import html
 import io
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 from celery.schedules import crontab
 from click.testing import CliRunner
 
 from singlebeat import Schedule, web
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.cli import main
+from singlebeat.diagnosis.workers import BrokerError, Workers
 from singlebeat.web.poller import Poller
 from singlebeat.web.render import instant
+from singlebeat.web.server import MOST_ASKING
+from singlebeat.web.site import ASKING_WORKERS
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
 from tests.support import APP, at_once, without
 
@@ -426,3 +431,31 @@ def test_deeply_nested_arguments_end_no_page(visit, entries, redis, depth, hidde
         assert page.get(path).status_code in {200, 422}, path
     for path in ("/api/entry?name=e", "/api/changes"):
         assert page.get(path).status_code in {200, 422}, path
+
+
+@pytest.mark.parametrize("path", ["/why?name=e{}", "/api/explain?name=e{}"])
+def test_readers_who_let_workers_be_asked_hold_up_no_other_one(visit, app, redis, monkeypatch, path):
+    """Each of them occupies a thread until the workers have answered."""
+    asked, answered = threading.Semaphore(0), threading.Event()
+
+    def ask(app):
+        asked.release()
+        assert answered.wait(60)
+        raise BrokerError("is not asked in this test")
+
+    monkeypatch.setattr(Workers, "ask", ask)
+    with visit() as page, ThreadPoolExecutor(21) as readers:
+        page.portal.call(lambda: setattr(current_default_thread_limiter(), "total_tokens", MOST_ASKING))
+        asking = [readers.submit(page.get, path.format(number)) for number in range(20)]
+        try:
+            assert all(asked.acquire(timeout=30) for _ in range(MOST_ASKING))
+            assert readers.submit(page.get, "/api/status").result(30).status_code == 200
+            assert not asked.acquire(blocking=False)
+        finally:
+            answered.set()
+        assert {each.result(60).status_code for each in asking} == {404}
+
+
+@pytest.mark.parametrize("path", sorted(ASKING_WORKERS))
+def test_the_paths_that_let_workers_be_asked_are_paths_of_the_page(page, entries, path):
+    assert page.get(path).status_code != 404 or "no such entry" in page.get(path).text.lower()

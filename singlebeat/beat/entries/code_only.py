@@ -55,7 +55,8 @@ def restore_schedule(when: object, given: Given) -> object:
     if not isinstance(when, Mapping) or when.get("__type__") != MARK["__type__"]:
         return when
     if not isinstance(given.get("schedule"), BaseSchedule):
-        raise EntryError(f"its schedule is a {when.get('class')}, which the beat_schedule of this app must give")
+        name = str(when.get("class"))[:200]
+        raise EntryError(f"its schedule is a {name}, which the beat_schedule of this app must give")
     return given["schedule"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from ...errors import EntryError
 from ...locks.base import HEADER, RUN_HEADER
 from ..calendar.recurrence import is_known
 from .code_only import insert_marks, restore_arguments, restore_schedule
-from .options import check_signatures, check_values, scalar
+from .options import cause, check_signatures, check_values, scalar, shortened
 from .schedule_json import Decoder, Encoder, decode_schedule
 
 if TYPE_CHECKING:
@@ -56,6 +56,15 @@ COMMON_META = (
 )
 _COMMON_META = re.compile(re.escape(COMMON_META).replace("%d", "([0-9]+)"))
 
+#: Fields of a definition, of ``meta`` and of ``since`` that hold no arguments of a task: errors may quote their values.
+WITHOUT_ARGUMENTS = frozenset({"schedule", "last_run_at", "since"})
+
+#: Unknown fields of a definition that a warning names, at most.
+MOST_IGNORED = 5
+
+#: Characters of an unknown name that are compared with known ones: that takes the square of them.
+LONGEST_NAME = 80
+
 #: Created once: to create them costs more than to read or write a short string with them.
 _DECODER, _ENCODER = Decoder(), Encoder()
 
@@ -70,11 +79,55 @@ def loads_object(text: str, what: str) -> JsonObject:
         raw = _DECODER.decode(text)
     except RecursionError:
         raise EntryError(f"{what} is nested too deeply") from None
-    except Exception as exc:  # constructors may raise anything: this must not harm other entries
-        raise EntryError(f"{what} cannot be read: {type(exc).__name__}: {exc}") from exc
+    except Exception:  # constructors may raise anything: this must not harm other entries
+        raise EntryError(f"{what} cannot be read: {_why_unreadable(text)}") from None
     if not isinstance(raw, Mapping):
         raise EntryError(f"{what} is not a JSON object")
     return raw
+
+
+class _UnreadableError(Exception):
+    """An object in JSON whose ``__type__`` does not fit the rest; ``path`` is where it is: names and indices."""
+
+    def __init__(self, path: Sequence[str], kind: object, error: Exception) -> None:
+        super().__init__(path, kind, error)
+        self.path, self.kind, self.error = path, kind, error
+
+
+def _why_unreadable(text: str) -> str:
+    """Return why a JSON object cannot be decoded. Only schedules and dates are quoted: other values may be secret."""
+    try:
+        _decoded(json.loads(text), ())
+    except _UnreadableError as found:
+        if found.path[:1] and found.path[0] in WITHOUT_ARGUMENTS:
+            return cause(found.error)
+        where = shortened(".".join(found.path)) if found.path else "it"
+        said = f"{where} has the __type__ {shortened(found.kind)}, which its other fields do not fit"
+        return f"{said}: correct them, or rename __type__"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as no_json:
+        return cause(no_json)
+    return "it gives a field twice, and the first value cannot be decoded"  # JSON takes the last one
+
+
+def _decoded(value: object, path: Sequence[str]) -> object:
+    """Decode a value as the decoder does, innermost first.
+
+    Raises:
+        _UnreadableError: an object cannot be decoded.
+    """
+    if isinstance(value, list):
+        return [_decoded(each, (*path, str(at))) for at, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    fields = {name: _decoded(each, (*path, name)) for name, each in value.items()}
+    try:
+        return _DECODER.dict_to_object({**fields})
+    except RecursionError:
+        raise
+    except Exception as exc:
+        raise _UnreadableError(path, fields.get("__type__"), exc) from exc
 
 
 def encode_definition(fields: Fields, given: Given) -> str:
@@ -108,13 +161,17 @@ def decode_definition(definition: str, given: Given) -> dict[str, Any]:
     raw = loads_object(definition, "definition")
     fields = {name: read(raw.get(name), given) for name, read in _READERS.items()}
     check_signatures(fields["task"], fields["kwargs"])
-    return {**fields, "ignored": "; ".join(_ignored(name) for name in raw if name not in KNOWN)}
+    unknown = [name for name in raw if name not in KNOWN]
+    ignored = [*map(_ignored, unknown[:MOST_IGNORED])]
+    if more := unknown[MOST_IGNORED:]:
+        ignored.append(f"{len(more):,} more are unknown and ignored")
+    return {**fields, "ignored": "; ".join(ignored)}
 
 
 def _ignored(name: str) -> str:
-    near = difflib.get_close_matches(name, _READERS, n=1)
+    near = difflib.get_close_matches(name[:LONGEST_NAME], _READERS, n=1)
     hint = f": did you mean {near[0]!r}?" if near else ""
-    return f"the definition's field {name!r} is unknown and ignored{hint}"
+    return f"the definition's field {shortened(name)} is unknown and ignored{hint}"
 
 
 def salvage_fields(definition: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
@@ -125,7 +182,7 @@ def salvage_fields(definition: str, given: Given) -> tuple[dict[str, Any], dict[
         if not isinstance(raw, Mapping):
             raise TypeError("it is not a JSON object")  # noqa: TRY301
     except (ValueError, TypeError, RecursionError) as exc:
-        return {}, dict.fromkeys(_READERS, f"definition cannot be read: {type(exc).__name__}: {exc}")
+        return {}, dict.fromkeys(_READERS, f"definition cannot be read: {cause(exc)}")
     for name, read in _READERS.items():
         try:
             value = loads_object(json.dumps({name: raw.get(name)}), "definition")[name]
@@ -315,9 +372,9 @@ def _instant(raw: JsonObject, name: str, what: str = "meta") -> datetime | None:
         try:
             moment = datetime.fromisoformat(moment)
         except ValueError as exc:
-            raise EntryError(f"{what}: {name} is not an ISO 8601 date: {moment!r}") from exc
+            raise EntryError(f"{what}: {name} is not an ISO 8601 date: {shortened(moment)}") from exc
     if moment is not None and not isinstance(moment, datetime):
-        raise EntryError(f"{what}: {name} is neither a datetime nor null: {moment!r}")
+        raise EntryError(f"{what}: {name} is neither a datetime nor null: {shortened(moment)}")
     try:
         return None if moment is None else moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
     except (ValueError, OverflowError) as exc:

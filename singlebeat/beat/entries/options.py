@@ -13,12 +13,21 @@ from kombu.serialization import registry
 
 from ...errors import EntryError
 from ...locks import seconds_until
+from ...log import LONGEST_REASON
 
 if TYPE_CHECKING:
     from ...locks.base import Options
     from ...locks.key import NamedArguments
 
-__all__ = ("SIGNATURES", "check_encoding", "check_signatures", "check_values")
+__all__ = (
+    "SIGNATURES",
+    "cause",
+    "check_encoding",
+    "check_signatures",
+    "check_values",
+    "scalar",
+    "shortened",
+)
 
 #: Options whose value is a signature or a list of signatures.
 SIGNATURES = ("link", "link_error", "chain", "chord")
@@ -99,6 +108,17 @@ def scalar(value: object) -> str:
         fields = f"an object with the fields {saferepr([*value], 80)}"
         return f"of type {saferepr(kind, 80)}" if isinstance(kind, str) else fields
     return "an array" if isinstance(value, list | tuple) else saferepr(value, 80)
+
+
+def shortened(value: object) -> str:
+    """Return a name or a value for an error: its repr, of which no more than the beginning if it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def cause(exc: Exception) -> str:
+    """Return an error of a decoder or a constructor for the message of another error: its class, and what it says."""
+    return f"{type(exc).__name__}: {exc}"[:LONGEST_REASON]
 
 
 def _options(options: Options) -> Iterator[Options]:

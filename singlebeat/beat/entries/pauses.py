@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...errors import ConflictError, EntryError
 from ...lua import packed, script
 from ..calendar.zone import given_instant, in_utc
+from ..keys import check_encodable
 from .author import PERMITTED
 from .definition import loads_object
 
@@ -44,6 +45,7 @@ def _selector(tag: str | None) -> str:
         return _ALL
     if not tag.strip():  # most often an unset variable of a shell, which must not mean all entries
         raise EntryError("there can be no tag that is blank: leave it out to mean all entries")
+    check_encodable("tag", tag)
     return _TAG + tag
 
 
@@ -230,9 +232,10 @@ def pause_many(
         until: when the pause ends by itself; None: never.
 
     Raises:
-        EntryError: the tag is blank, or ``until`` has passed or has no time zone.
+        EntryError: the tag is blank, ``until`` has passed or has no time zone, or a string cannot be encoded.
         ConflictError: another process keeps changing the pause.
     """
+    check_encodable("note", note)
     until = None if until is None else given_instant("until", until)
     if until is not None and until <= now:
         raise EntryError(f"until {_moment(until)} has passed: it is {_moment(now)}")

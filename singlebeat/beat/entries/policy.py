@@ -15,7 +15,8 @@ from zoneinfo import ZoneInfo
 from ...errors import EntryError
 from ...overlap import Overlap
 from ..calendar.zone import in_utc, named_zone
-from .definition import loads_object
+from .definition import LONGEST_NAME, loads_object
+from .options import shortened
 
 if TYPE_CHECKING:
     from ...locks.base import Options
@@ -147,13 +148,14 @@ class EntryPolicy:
         values: dict[str, Any] = {}
         for name, value in wishes.items():
             if name not in _CHECKS:
-                near = difflib.get_close_matches(str(name), _CHECKS, n=1)
-                raise EntryError(f"policy: there is no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+                near = difflib.get_close_matches(str(name)[:LONGEST_NAME], _CHECKS, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise EntryError(f"policy: there is no {shortened(name)}{hint}")
             if value is not None:
                 try:
                     values[name] = _CHECKS[name](value)
                 except ValueError as exc:
-                    raise EntryError(f"policy: {name} {exc}, not {value!r}") from None
+                    raise EntryError(f"policy: {name} {exc}, not {shortened(value)}") from None
         policy = cls(**values)
         if policy.start_time and policy.end_time and policy.end_time < policy.start_time:
             raise EntryError(f"policy: end_time {policy.end_time} is before start_time {policy.start_time}")

@@ -20,6 +20,7 @@ from redbeat.schedules import rrule
 from ...errors import EntryError
 from ..calendar.clocked import clocked
 from ..calendar.recurrence import is_known
+from .options import cause, scalar
 
 if TYPE_CHECKING:
     from .definition import JsonObject
@@ -43,7 +44,9 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
         """Return the value that a JSON object stands for, the object itself if its type is unknown."""
         kind = d.get("__type__")
         if kind == "interval":
-            return schedule(run_every=float(d["every"]), relative=bool(d.get("relative", False)))
+            if "every" not in d:
+                raise ValueError("an interval needs every, a number of seconds")
+            return _interval("every", d["every"], relative=bool(d.get("relative", False)))
         if kind == "crontab":
             _check_fields(d, CRONTAB_FIELDS)
             fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
@@ -97,6 +100,19 @@ def _crontab_field(value: object) -> object:
     return value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else value
 
 
+def _interval(name: str, seconds: Any, *, relative: bool = False) -> schedule:
+    """Return the schedule of an interval.
+
+    Args:
+        name: of the field, for the error.
+    """
+    try:
+        return schedule(run_every=float(seconds), relative=relative)
+    except (TypeError, ValueError, OverflowError):
+        longest = f"{timedelta.max // timedelta(seconds=1):,}"
+        raise ValueError(f"{name} is {scalar(seconds)}: use a number of seconds, up to {longest}") from None
+
+
 def _check_weekday(d: JsonObject) -> None:
     # dateutil makes a weekday of any value, even one that no error message can show.
     day, n = d.get("wkday"), d.get("n")
@@ -137,10 +153,18 @@ def _moment(d: _Raw, name: str) -> datetime | None:
     seconds, zone = d.get(name), d.get(f"{name}_tz") or 0
     if seconds is None:
         return None
-    if isinstance(zone, str):
-        return datetime.fromtimestamp(seconds, ZoneInfo(zone))
-    # The name keeps it different from UTC: UTC is a zone, an offset of 0 is not.
-    return datetime.fromtimestamp(seconds, timezone(timedelta(minutes=zone), "offset"))
+    try:
+        # The name keeps it different from UTC: UTC is a zone, an offset of 0 is not.
+        tz = ZoneInfo(zone) if isinstance(zone, str) else timezone(timedelta(minutes=zone), "offset")
+    except Exception:  # ZoneInfo raises five different errors for a wrong name
+        what = "use minutes ahead of UTC, or the name of a zone, like Europe/Berlin"
+        raise ValueError(f"{name}_tz of an rrule is {scalar(zone)}: {what}") from None
+    try:
+        return datetime.fromtimestamp(seconds, tz)
+    except (TypeError, ValueError, OverflowError, OSError):
+        raise ValueError(
+            f"{name} of an rrule is {scalar(seconds)}: use seconds since 1970, up to the year 9999"
+        ) from None
 
 
 def _weekday(value: object) -> object:
@@ -171,11 +195,11 @@ def decode_schedule(when: Any) -> object:
         if kind == "solar":
             return solar(when["event"], float(when["lat"]), float(when["lon"]))
         if isinstance(when, int | float) and not isinstance(when, bool):
-            return schedule(run_every=float(when))
+            return _interval("the schedule", when)
     except (ImproperlyConfigured, ImportError):  # the latter up to Celery 5.6
         raise EntryError("a solar schedule needs the ephem library where beat runs: pip install ephem") from None
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise EntryError(f"definition has an invalid schedule: {type(exc).__name__}: {exc}") from exc
+        raise EntryError(f"definition has an invalid schedule: {cause(exc)}") from exc
     return when
 
 

@@ -22,7 +22,7 @@ ERRORS: Mapping[int, str] = {
     401: "No token was given, or it is wrong.",
     403: "The role of the user is too low, or the request was forged.",
     404: "There is no such entry.",
-    409: "Another process was faster.",
+    409: "Another process was faster, or a lock is not free.",
     412: "The entry has another version than If-Match names.",
     413: "The body is too large.",
     415: "The body is no JSON.",
