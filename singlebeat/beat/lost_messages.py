@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..broker import bounded, is_one_broker, own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
-from ..locks import backend_of, new_backend, worker_name
+from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
 from ..locks.base import RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
@@ -427,8 +427,8 @@ def _queue_of(app: Celery, task: str) -> str | None:
 
 def _our_hostname(app: Celery, announced: str) -> str:
     """Return the hostname of a worker that has announced itself; empty if its broker is not ours."""
-    hostname, _, _ = announced.partition(" ")
-    return hostname if announced == worker_name(app, hostname) else ""
+    hostname, _, broker = announced.partition(" ")
+    return hostname if is_one_broker(broker, own_broker(app)) else ""
 
 
 def count_messages(app: Celery, queue: str) -> int:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from redbeat import RedBeatScheduler
 
 from .. import __version__, signals
+from ..broker import own_broker
 from ..config import Config
 from ..connections import (
     RedisError,
     ResponseError,
-    broker_place,
     check_schedule_server,
     schedule_client,
     schedule_place,
@@ -149,7 +149,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Our leadership."""
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
         connect, keys = partial(schedule_client, self.app, timeout=timeout), Keys.of(self.app).lease
-        about = {**signature_of(self.app), "version": __version__, "broker": broker_place(self.app)}
+        about = {**signature_of(self.app), "version": __version__, "broker": own_broker(self.app)}
         if keys.lock is None:
             about["zone"] = str(app_zone(self.app))
         says = partial(schedule_error, self.app)

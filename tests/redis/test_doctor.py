@@ -14,12 +14,13 @@ from click import unstyle
 from singlebeat import Schedule, clocked
 from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
+from singlebeat.beat.lost_messages import living_workers
 from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
-from singlebeat.locks import backend_of
-from singlebeat.locks.base import unusable
+from singlebeat.locks import backend_of, worker_name
+from singlebeat.locks.base import Ref, unusable
 from singlebeat.log import LONGEST_REASON
 from tests.support import RedisServer, SlowProxy, measured, without
 from tests.system.apps import make_app
@@ -399,3 +400,31 @@ def test_workers_of_a_server_that_was_emptied_are_not_called_missing(findings, b
     assert "install it there" not in text
     backend_of(bench.app).announce("w1", ttl=60)
     assert [level for level, _ in findings("workers")] == ["fine"]
+
+
+def test_users_of_one_broker_are_no_two_brokers_and_no_two_fleets(findings, cli, server, redis, bench_on):
+    """As after "Give beat and workers a Redis user of their own": each has its URL, and there is one broker."""
+    for user in ("beat", "worker"):
+        redis.acl_setuser(user, enabled=True, nopass=True, categories=["+@all"], keys=["*"], channels=["*"])
+    beats, workers, operators = (
+        bench_on(server, broker_url=server.celery_url.replace("://", f"://{login}"))
+        for login in ("beat:any@", "worker:any@", "")
+    )
+    beats.put()
+    beats.tick()
+    backend = backend_of(workers.app)
+    backend.announce(worker_name(workers.app, "w1@vm"), ttl=60)
+    backend.worker = "w1@vm"
+    run = Ref("SINGLETONLOCK_{a}", "x", 0, "n")
+    backend.begin(run, lease=30, remember_for=60, task="t", arguments="()")
+    backend.renew_many([run], lease=30)
+    told = [cli(*command.split(), app=operators.app).output for command in ("status", "explain e")]
+    told.append(str(findings("redbeat_key_prefix", app=operators.app)))
+    told.append(str(findings("singleton_key_prefix", app=operators.app)))
+    living = living_workers(operators.app, backend_of(operators.app))
+    for user in ("beat", "worker"):
+        redis.acl_deluser(user)
+
+    assert ScheduleStatus.of(operators.app).leader
+    assert not [text for text in told if "broker" in text]
+    assert living == {"w1@vm"}

@@ -11,9 +11,10 @@ from ...beat.delivery import queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.lost_messages import MOST, Waiting, examine, queue_here, sent_to_another_broker
 from ...beat.status import counted
+from ...broker import is_one_broker, own_broker
 from ...config import Config
 from ...errors import SinglebeatError
-from ...locks import backend_of, worker_name
+from ...locks import backend_of
 from ...run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from ..locks import locks_of, old, waiting
 from ..workers import delivery_of
@@ -88,13 +89,13 @@ def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[F
 
 def _run_of_another_broker(app: Celery, rows: Iterable[Row]) -> str:
     """Return that a worker of another broker holds a lock; empty if none does."""
-    brokers = defaultdict[str, set[str]](set)
+    brokers, own = defaultdict[str, set[str]](set), own_broker(app)
     for announced in backend_of(app).workers():
         hostname, _, broker = announced.partition(" ")
         brokers[hostname].add(broker)
     for _, record, lock in rows:
         others = brokers.get(lock.worker, set())
-        if lock.state == "running" and others and worker_name(app, lock.worker).partition(" ")[2] not in others:
+        if lock.state == "running" and others and not any(is_one_broker(own, other) for other in others):
             return (
                 f"worker {lock.worker}, which has another broker ({', '.join(sorted(others))}), holds the lock of task "
                 f"{lock.task_id} ({record.get('task', '')})"
