@@ -15,7 +15,7 @@ from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.words import span
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
-from .silence import expiry_of
+from .silence import NOT_RECORDED, expiry_of
 from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
 from .store.probe import refuses_writes
 
@@ -335,13 +335,10 @@ def _why_no_end(facts: Facts, record: Record) -> str:
             f": no singlebeat is in {', '.join(readers)}, or its settings name no server for locks, and no other "
             "worker reads the queue."
         )
+    why = ": it waits in its queue, or its worker has died, or has no singlebeat installed"
     if _has_later_run(facts, record):
-        return ", its lock is gone, and later runs have started: its worker has probably died while it ran."
-    return (
-        ": it waits in its queue, or its worker has died, or has no singlebeat installed. Or it has ended, and that "
-        "could not be recorded: the schedule's server did not take the record, or the worker has another "
-        "redbeat_redis_url or redbeat_key_prefix."
-    )
+        why = ", its lock is gone, and later runs have started: its worker has died while it ran"
+    return f"{why}. Or it has ended, and that {NOT_RECORDED}."
 
 
 def _expiry(facts: Facts, record: Record) -> Iterator[str]:
