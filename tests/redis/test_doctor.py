@@ -22,7 +22,7 @@ from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of, worker_name
 from singlebeat.locks.base import Ref, unusable
 from singlebeat.log import LONGEST_REASON
-from tests.support import RedisServer, SlowProxy, measured, without
+from tests.support import APP, RedisServer, SlowProxy, measured, without
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
@@ -428,3 +428,34 @@ def test_users_of_one_broker_are_no_two_brokers_and_no_two_fleets(findings, cli,
     assert ScheduleStatus.of(operators.app).leader
     assert not [text for text in told if "broker" in text]
     assert living == {"w1@vm"}
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["quarantined", "unseen"])
+def test_an_entry_of_beat_schedule_that_another_program_removed_is_named(findings, cli, bench, is_seen):
+    given = {name: {"task": f"{APP}.plain", "schedule": 5.0} for name in ("five", "six")}
+    beat, app = bench.scheduler(beat_schedule=given), bench.new_app(beat_schedule=given)
+    beat.tick()
+    beat.tick()
+    assert findings("entry", app=app) == []
+    bench.redis.delete("redbeat:five")
+    if is_seen:
+        bench.redis.zadd("redbeat::schedule", {"redbeat:five": 0})
+        beat.tick()
+        bench.redis.delete("redbeat::schedule")
+    else:
+        bench.redis.zrem("redbeat::schedule", "redbeat:five")
+    beat.tick()
+
+    ((level, text),) = findings("entry five", app=app)
+    other = findings("entry five", app=bench.new_app(beat_schedule={}))
+
+    measured(text)
+    assert level == "problem"
+    assert text.startswith("it is in beat_schedule, and is not stored, so it does not run. Another program has")
+    assert text.endswith(". Or let the next term install it: celery singlebeat resign")
+    assert other == []
+    (undo,) = re.findall("celery singlebeat (revert five --to [0-9-]+)", text)
+    cli(*undo.split(), app=app)
+    assert findings("entry", app=app) == []
+    bench.schedule.delete("five")  # on purpose
+    assert findings("entry", app=app) == []
