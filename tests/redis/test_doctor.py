@@ -320,11 +320,37 @@ def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, ben
     measured(text)
     assert level == "problem"
     assert text.startswith(f"n{unread}, and 1 lock is held by messages that were sent there, such as task {task_id}")
-    assert text.endswith(f". {advice}: beat frees their locks then")
+    freed = "Beat frees a lock then when another run or call meets it, celery singlebeat unlock --stale frees all"
+    assert text.endswith(f". {advice}. {freed}")
     assert f"N{unread}. {advice}" in cli("explain", "e").output
     assert f"n{unread}. {advice}" in cli("unlock", task_id, code=1).output
     bench.put(task=SINGLE, options={"queue": "billing"})
     assert "The queue has 3 messages. Start a worker with -Q billing" in str(findings("queue billing"))
+
+
+def test_a_lost_message_of_a_deleted_entry_is_no_longer_awaited(findings, cli, server, redis, bench_on, monkeypatch):
+    """No run and no call meets its lock, which lasts until the end of singlebeat_queued_ttl or until it is freed."""
+    bench = bench_on(server, singlebeat_lost_after=0.01)
+    bench.put(task=SINGLE, options={"queue": "billing"})
+    bench.tick()
+    bench.schedule.delete("e")
+    redis.delete("billing")
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
+    monkeypatch.setattr("singlebeat.beat.lost_messages._Broker.ask", lambda *_, **__: {"w1": {}})
+
+    about_queue, about_locks = findings("queue billing", app=bench.app), findings("locks", app=bench.app)
+
+    ((level, text),) = about_locks
+    measured(text)
+    assert (level, about_queue) == ("problem", [])
+    assert text.startswith("1 lock waits for a message that is lost, such as task ")
+    assert text.endswith(
+        ". Equal runs and calls are refused meanwhile: beat frees a lock when one of them meets it, unless "
+        "singlebeat_lost_after is None. To free all now: celery singlebeat unlock --stale"
+    )
+    cli("unlock", "--stale", app=bench.app)
+    assert findings("locks", app=bench.app) == []
 
 
 def test_a_refused_history_is_named_by_all_that_read_it(findings, cli, bench, server, bench_on):

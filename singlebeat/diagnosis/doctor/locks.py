@@ -46,7 +46,8 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
             lock, how_many = stale[0].lock, what[len(stale) > 1].format(len(stale))
             text = (
                 f"{how_many}, such as task {lock.ref.task_id} ({lock.task}): {stale[0].reason}. Equal runs and calls "
-                "are refused meanwhile. To free them: celery singlebeat unlock --stale"
+                "are refused meanwhile: beat frees a lock when one of them meets it, unless singlebeat_lost_after is "
+                "None. To free all now: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
     doubtful = [each for each in found if each.in_doubt]
@@ -59,7 +60,9 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", "locks", text)
     for text in islice((lock.unusable for _, _, lock in rows if lock.unusable), MOST_NAMED):
         yield Finding("problem", "locks", text)
-    yield from _unread(app, schedule, [lock for lock in waiting(rows) if queue_here(app, lock)])
+    over = {each.lock.ref for each in found if each.outcome}
+    open_ = (lock for lock in waiting(rows) if lock.ref not in over)
+    yield from _unread(app, schedule, [lock for lock in open_ if queue_here(app, lock)])
     if text := _run_of_another_broker(app, rows) or _message_of_another_broker(app, rows):
         text = f"{text}. {_SHARED}"
         yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
