@@ -16,7 +16,7 @@ from .calendar.words import span
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
-from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
+from .status import NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ RECORDED_AHEAD = timedelta(seconds=10)
 
 #: The least fraction of its lease that a lock has left while its worker lives, which renews it after each third.
 RENEWED = 0.6
-
-_START_ONE = f"singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). {PLAIN_BEAT}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +156,15 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.why_leaderless:
         yield f"{_sentence(facts.state.why_leaderless)}."
     elif not facts.state.works and facts.state.is_shared:
-        yield f"No beat works: {_START_ONE}"
+        yield f"No beat works: {NO_BEAT}."
     elif not facts.state.works:
-        yield f"No beat leads: {_START_ONE}"
+        yield f"No beat leads: {NO_BEAT}."
     elif facts.state.redbeat_silent:
         yield f"{_sentence(facts.state.redbeat_silent)}."
     elif facts.state.redbeat_leads:
         yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.overdue_entries}."
+        yield f"Beat is behind: {facts.state.overdue_entries}. {SEE_LOG}."
 
 
 def _refusals(facts: Facts) -> Iterator[str]:

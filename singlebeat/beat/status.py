@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = (
     "MAX_LAG",
-    "PLAIN_BEAT",
+    "NO_BEAT",
     "QUARANTINED_LATER",
     "REDBEAT_LEADS",
+    "SEE_LOG",
     "ScheduleStatus",
     "pending_occurrences",
     "quarantine_record",
@@ -67,11 +68,15 @@ REDBEAT_LEADS = (
     "Triggered and backfilled runs wait until a beat of singlebeat leads"
 )
 
-#: Another beat that no tool sees, in words.
-PLAIN_BEAT = (
-    "A celery beat without -S singlebeat.Scheduler is not seen here, and sends by a file of its own: stop it before "
-    "you start one"
+#: The effects of having no beat, and beats that no tool sees, in words.
+NO_BEAT = (
+    "singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). A beat that runs may be "
+    "refused by the server: its log names the right that its user lacks. A celery beat without "
+    "-S singlebeat.Scheduler is not seen here, and sends by a file of its own: stop it before you start one"
 )
+
+#: Where to look while a beat leads and does not send, in words: the server may refuse another user than the operator's.
+SEE_LOG = "If that lasts, see the log of beat: it names what a server refuses to its user"
 
 
 def counted(number: int, one: str, many: str) -> str:

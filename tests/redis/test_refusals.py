@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from unittest.mock import Mock
@@ -268,6 +268,28 @@ def test_a_right_that_beat_lacks_is_named_by_every_probe(probe, cli, lacking, re
 
     assert probed == (503, f"{schedules}: {grant(command)}")
     assert health == f"Error: {schedules}: {grant(command)}\n"
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_beat_whose_own_user_lacks_a_right_is_not_called_missing(findings, cli, bench, lacking, redis, leads):
+    """The tools have another user, for whom nothing is wrong: only the log of beat names the right."""
+    with lacking("hmget" if leads else "evalsha") as (mute, _):
+        if leads:
+            mute.schedulers.append(beat := mute.scheduler())
+            beat.lease.acquire()
+        bench.put()
+        redis.zadd("redbeat::schedule", {"redbeat:e": time.time() - 100})
+        with suppress(ResponseError):
+            mute.tick()
+        told = " ".join(text for _, text in findings("beat")), cli("explain", "e").output
+
+    assert bool(ScheduleStatus.of(bench.app).leader) is leads
+    for text in told:
+        if leads:
+            assert "1 entry is overdue, the first by " in text
+            assert "If that lasts, see the log of beat: it names what a server refuses to its user" in text
+        else:
+            assert "A beat that runs may be refused by the server: its log names the right that its user lacks" in text
 
 
 def test_a_run_that_could_not_be_confirmed_is_not_sent(bench, lacking, redis):
@@ -613,7 +635,9 @@ def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, c
     assert ("no beat was seen" in cli("status", app=shared.app).output) is not ever
     ((level, text),) = findings("beat", app=shared.app)
     assert level == "problem"
-    assert "singlebeat sends nothing until one is started. A celery beat without -S singlebeat.Scheduler" in text
+    assert (
+        "singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). A beat that runs" in text
+    )
     assert "No beat works: singlebeat sends nothing until one is started" in cli("explain", "e", app=shared.app).output
 
 

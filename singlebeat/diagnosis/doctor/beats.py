@@ -12,7 +12,7 @@ from ...beat.entries.statics import Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
-from ...beat.status import MAX_LAG, PLAIN_BEAT, REDBEAT_LEADS, ScheduleStatus, counted
+from ...beat.status import MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
@@ -77,8 +77,7 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
         yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
     elif not state.works:
-        text = f"{state.problem()}: singlebeat sends nothing until one is started. {PLAIN_BEAT}"
-        yield Finding("problem", "beat", text)
+        yield Finding("problem", "beat", f"{state.problem()}: {NO_BEAT}")
     elif state.is_shared:
         named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
         text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
@@ -98,7 +97,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
-        yield Finding("problem", "beat", state.overdue_entries)
+        text = f"{state.overdue_entries}. {SEE_LOG}" if state.works and not schedule.refused else state.overdue_entries
+        yield Finding("problem", "beat", text)
 
 
 def _renewal(state: ScheduleStatus) -> Iterator[Finding]:
