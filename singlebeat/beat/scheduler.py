@@ -29,6 +29,7 @@ from ..connections import (
 )
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
+from ..server_errors import with_advice
 from .calendar.zone import app_zone
 from .dispatch import Dispatcher
 from .entries.entry import Entry as BeatEntry
@@ -47,7 +48,7 @@ from .one_write import OneWrite
 from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal, with_advice
+from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal
 from .store.unplaced import restore_places
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay

@@ -22,13 +22,15 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
-from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs, with_advice
+from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
 from singlebeat.lua import Script
+from singlebeat.run_results import flush_ends, record_end_of_message
+from singlebeat.server_errors import with_advice
 from singlebeat.signals import leadership_gained, leadership_lost
 from tests.redis.bench import Bench
 from tests.support import APP, RedisServer, connected, page, wait_until, without
@@ -470,6 +472,33 @@ def test_beat_says_where_the_refused_command_is_named(server, redis, bench_on, l
     (told,) = logged("trouble")
     named = r"'zadd' command.*: grant \+zadd \(docs, Rights\)"
     assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights", told["reason"])
+
+
+def test_errors_of_the_locks_server_name_the_missing_right(lacking, redis):
+    """Workers and callers log them as they are."""
+    with lacking("pexpire") as (mute, (_, locks)), pytest.raises(LockBackendError) as raised:
+        backend_of(mute.app).begin(
+            Ref("SINGLETONLOCK_{a}", "x", 0, "n"), lease=30, remember_for=60, task="t", arguments="()"
+        )
+
+    named = r"'pexpire' command.*: grant \+pexpire \(docs, Rights\)"
+    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights\)$", str(raised.value))
+    assert str(raised.value).startswith(f"{locks} refuses: ")
+    assert with_advice(raised.value) == str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["xadd", "hset"])
+def test_a_right_without_which_no_end_is_recorded_is_logged(bench, lacking, logged, command):
+    bench.put()
+    bench.tick()
+    (message,) = bench.messages
+    with lacking(command) as (mute, _):
+        record_end_of_message(mute.app, message.headers, "success", "")
+        flush_ends(mute.app)
+
+    (told,) = logged("ends_not_recorded")
+    named = rf"'{command}' command.*: grant \+{command} \(docs, Rights\)"
+    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights\)$", told["reason"])
 
 
 @pytest.mark.parametrize("command", ["sadd", "smembers", "hscan", "hdel"])
