@@ -337,7 +337,7 @@ def sent_to_another_broker(app: Celery, lock: Waiting) -> str:
         return ""
     return (
         f"it was sent to the broker {lock.broker}, and the broker of this process is {own}: ask with the settings of "
-        "its sender"
+        f"its sender. If that broker is gone for good: celery singlebeat unlock --force {shlex.quote(lock.ref.task_id)}"
     )
 
 
