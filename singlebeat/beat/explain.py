@@ -85,6 +85,7 @@ class Facts:
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
     is_possible: bool = True  #: whether an entry can have that name; its key may be one of the schedule itself
+    gone: str = ""  #: that it is not stored, who has removed it, and how to bring it back; empty if it is stored
     unusable: str = ""  #: why beat cannot use it, even before beat has found that; empty if it is usable
     delivery: Delivery | None = None  #: of the queue of its task; None if unknown
     late_place: str = ""  #: why beat does not check it in time, and what to do; empty if its place is not late
@@ -116,10 +117,16 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     quarantined = facts.state.quarantine.get(facts.name)
     if quarantined is not None:
         yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
-        if facts.is_possible:
+        delete = f"celery singlebeat delete {shlex.quote(facts.name)}"
+        if facts.is_possible and facts.gone:
+            yield (
+                f"{facts.gone}. If it comes from beat_schedule, the next term installs it: celery singlebeat resign. "
+                f"To delete what is left of it: {delete}"
+            )
+        elif facts.is_possible:
             yield (
                 "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by "
-                f"itself; to delete it: celery singlebeat delete {shlex.quote(facts.name)}"
+                f"itself; to delete it: {delete}"
             )
     elif facts.unusable:
         yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."

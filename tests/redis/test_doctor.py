@@ -456,6 +456,42 @@ def test_users_of_one_broker_are_no_two_brokers_and_no_two_fleets(findings, cli,
     assert living == {"w1@vm"}
 
 
+def test_explain_says_of_a_lock_that_is_freed_meanwhile_only_that(cli, server, redis, bench_on, monkeypatch):
+    bench = bench_on(server, singlebeat_lost_after=0.01)
+    bench.put(task=SINGLE)
+    bench.tick()
+    redis.delete("celery")
+    monkeypatch.setattr("singlebeat.beat.lost_messages._Broker.ask", lambda *_, **__: {"w1": {}})
+    monkeypatch.setattr("singlebeat.beat.lost_messages._reread", lambda *_: None)
+
+    text = cli("explain", "e", app=bench.app).output
+
+    said = r"^Task \S+ was queued \d+ s ago: it has started meanwhile, or its lock is free already\.$"
+    assert re.search(said, text, re.MULTILINE)
+
+
+def test_explain_brings_a_quarantined_entry_back_whose_hash_is_gone(cli, bench):
+    bench.put("broken")
+    bench.redis.hset("redbeat:broken", "definition", "{")
+    Schedule(bench.app, actor="ann").save(bench.put("gone"))
+    bench.schedule.pause("gone")
+    bench.redis.delete("redbeat:gone")
+    bench.tick()
+    assert {*ScheduleStatus.of(bench.app).quarantine} == {"gone", "broken"}
+
+    text = cli("explain", "gone").output
+
+    measured(text)
+    assert "Correct the entry" in cli("explain", "broken").output
+    assert "Correct the entry" not in text
+    assert "It is not stored. Another program has removed it; its last record is of " in text
+    assert "If it comes from beat_schedule, the next term installs it: celery singlebeat resign." in text
+    (undo,) = re.findall("To bring it back: celery singlebeat (revert gone --to [0-9-]+)", text)
+    cli(*undo.split())
+    bench.tick()
+    assert {*ScheduleStatus.of(bench.app).quarantine} == {"broken"}
+
+
 @pytest.mark.parametrize("is_seen", [True, False], ids=["quarantined", "unseen"])
 def test_an_entry_of_beat_schedule_that_another_program_removed_is_named(findings, cli, bench, is_seen):
     given = {name: {"task": f"{APP}.plain", "schedule": 5.0} for name in ("five", "six")}
